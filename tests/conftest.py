@@ -1,4 +1,4 @@
-"""Fixtures that several packages' tests share."""
+"""Fixtures and settings that all tests share."""
 
 import json
 import os
@@ -21,28 +21,30 @@ from kvkeep.models.hub.source import DEFAULT_MODEL, pull
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.weights.tensors import tensor_shapes
 
-# A shell without job control starts background jobs deaf to Ctrl-C, and so would be the processes
-# that tests interrupt.
+# A shell without job control makes background jobs ignore SIGINT, and the processes that tests
+# interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # and `nohup` makes them deaf to that
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup` makes them ignore SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Examples are the same in each run: what passes on one machine passes on another. Each run of
-# `--hypothesis-profile=new` draws others. How long an example takes is not looked at.
+# Examples are the same in each run and on each machine. Each run with `--hypothesis-profile=new`
+# draws new ones. The duration of an example is not limited.
 SLOW = [HealthCheck.too_slow]
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=SLOW)
 settings.register_profile("new", deadline=None, print_blob=True, suppress_health_check=SLOW)
 settings.load_profile("same")
 
-# Processes that share the tests out share the cores, too, as do the processes that they start:
-# threads that wait for one another on a core less are ten times as slow.
+# Parallel test processes and their child processes share the cores: more threads than cores make a
+# run ten times as slow.
 THREADS = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
-TINY_VOCABULARY = 12_288  # tokens: opening a vocabulary of 49,152 takes longer than most tests
+TINY_VOCABULARY = (
+    12_288  # tokens; loading the full vocabulary of 49,152 takes longer than most tests
+)
 
-# A tiny model on several threads mostly waits for them, the more so on a busy machine.
+# A tiny model is slower on several threads, most of all on a busy machine.
 torch.set_num_threads(1)
 
 
@@ -58,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As many as a user has, for tests of the real model."""
+    """Use all threads for tests of the real model, and one thread otherwise."""
     if {"smollm2", "smollm2_fp32"} & set(request.fixturenames):
         torch.set_num_threads(THREADS)
     yield
@@ -67,19 +69,19 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
-    """The default model, in the user's own kvkeep home: fetched once, not at each run."""
+    """The default model in the user's kvkeep home, downloaded once."""
     return pull(DEFAULT_MODEL, progress=True)
 
 
 @pytest.fixture(scope="session")
 def smollm2_gguf(request: pytest.FixtureRequest) -> Path:
-    """The GGUF file that the default model is made from, kept in pytest's cache."""
+    """The GGUF file of the default model, in pytest's cache."""
     folder = Path(request.config.cache.mkdir("smollm2"))  # type: ignore[union-attr]
-    kept = folder / "model.gguf"
+    file = folder / "model.gguf"
     with FileLock(folder / "lock"):
-        if not kept.exists():
-            fetch_known_model(KNOWN_MODELS[DEFAULT_MODEL], folder, progress=True).rename(kept)
-    return kept
+        if not file.exists():
+            fetch_known_model(KNOWN_MODELS[DEFAULT_MODEL], folder, progress=True).rename(file)
+    return file
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +96,7 @@ def smollm2(smollm2_folder: Path) -> Model:
 
 @pytest.fixture(scope="session")
 def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers with the default model's template and first tokens."""
+    """A random Llama with two layers, and the default model's chat template and first tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         if (smollm2_folder / name).exists():
@@ -116,7 +118,7 @@ def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def cut_tokenizer(tokenizer: dict[str, Any], size: int) -> dict[str, Any]:
-    """A byte-pair tokenizer.json with its first tokens and the merges that make them."""
+    """Cut a byte-pair tokenizer.json to its first `size` tokens and their merges."""
     model = tokenizer["model"]
     vocabulary = {token: index for token, index in model["vocab"].items() if index < size}
     merges = [[left, right] for left, right in model["merges"] if left + right in vocabulary]

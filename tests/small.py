@@ -19,7 +19,7 @@ VOCABULARY = 256
 
 
 def small_spec(max_positions: int = 4096) -> ModelSpec:
-    """Two layers, four heads over two KV heads; end of text is token 0."""
+    """Return a spec with two layers, four heads and two KV heads; token 0 ends a text."""
     frequencies = tuple(10000.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2))
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -44,7 +44,7 @@ def small_spec(max_positions: int = 4096) -> ModelSpec:
 
 
 def local_spec(window: int = 8) -> ModelSpec:
-    """Five layers, all but the second of them local, and these rotate otherwise."""
+    """Return a spec with five layers; all but the second are local, with another RoPE."""
     near = RopeSpec("default", tuple(100.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)))
     return replace(
         small_spec(), layers=5, local_layers=(0, 2, 3, 4), window=window, local_rope=near
@@ -52,14 +52,15 @@ def local_spec(window: int = 8) -> ModelSpec:
 
 
 def unrotated_spec() -> ModelSpec:
-    """Four layers, of which two have no RoPE, but see everything as the others do."""
+    """Return a spec with four layers of global attention, two of them without RoPE."""
     return replace(small_spec(), layers=4, unrotated_layers=(1, 3))
 
 
 def altup_spec() -> ModelSpec:
-    """Six layers of three residual streams, four of them local; two look at others' cells.
+    """Return a spec with six layers and three residual streams (AltUp).
 
-    What Gemma 3n has beyond Gemma 3, but for its scale of attention.
+    Four layers are local, and two share the KV cells of other layers. It has what Gemma 3n has
+    beyond Gemma 3, except its attention scale.
     """
     return replace(
         local_spec(),
@@ -86,7 +87,10 @@ def small_model(
     sharpness: float = 0.3,
     spec: ModelSpec | None = None,
 ) -> Model:
-    """sharpness: standard deviation of the weights; larger ones attend more unevenly."""
+    """Return a random model.
+
+    sharpness: standard deviation of the weights; larger values make attention more uneven.
+    """
     spec = spec or small_spec(max_positions)
     random = torch.Generator().manual_seed(seed)
     tensors = {
@@ -101,6 +105,7 @@ def small_model(
 
 
 def small_tokenizer() -> Tokenizer:
+    """Return a byte-level tokenizer: one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,7 +114,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def write_small_folder(folder: Path, seed: int = 0, max_positions: int = 4096) -> Path:
-    """`small_model` as files: `load_model(folder, dtype="float32")` gives the same model."""
+    """Write `small_model` as files: `load_model(folder, dtype="float32")` loads the same model."""
     folder.mkdir(parents=True, exist_ok=True)
     model = small_model(seed, max_positions)
     spec = model.spec

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# python and sh are run; console has `$ ` before each command, and what it says; output is what
-# the snippet before it prints; text is no code.
+# python and sh snippets are run; console shows commands after `$ ` and their output; output is what
+# the previous snippet prints; text is not code.
 KINDS = ("python", "sh", "console", "output", "text")
 _FENCE, _NOT_RUN = re.compile(r"```(.*)"), re.compile(r"<!-- not run: (.+) -->")
 _BEFORE = re.compile(r"<!-- before: (.+) -->")
@@ -14,8 +14,10 @@ _BEFORE = re.compile(r"<!-- before: (.+) -->")
 
 @dataclass(frozen=True)
 class Snippet:
-    """line: of the page, where it begins. not_run: the reason why no test runs it. before: Python
-    that makes what the snippet takes for granted.
+    """A fenced snippet of a page.
+
+    line: the line of the page on which it begins. not_run: the reason why no test runs it. before:
+    Python code that defines what the snippet needs.
     """
 
     page: Path
@@ -26,46 +28,48 @@ class Snippet:
     before: str
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
+        """The page and line, to name the snippet in messages."""
         return f"{self.page.name}:{self.line}"
 
     def commands(self) -> list[tuple[str, list[str]]]:
-        """Of sh or console: each command, and the lines that it is said to print."""
-        found: list[tuple[str, list[str]]] = []
+        """Return each command of a sh or console snippet with the lines that it should print."""
+        commands: list[tuple[str, list[str]]] = []
         for line in self.text.splitlines():
             if self.kind == "sh" or line.startswith("$ "):
                 command = re.sub(r"\s+#\s.*", "", line.removeprefix("$ "))
-                found.append((command, []))
+                commands.append((command, []))
             else:
-                found[-1][1].append(line)
-        return [(command, said) for command, said in found if command]
+                commands[-1][1].append(line)
+        return [(command, expected_output) for command, expected_output in commands if command]
 
 
 def snippets(page: Path) -> Iterator[Snippet]:
-    lines, last = page.read_text(encoding="utf-8").splitlines(), ""
+    """Yield the fenced snippets of a page in order."""
+    lines, previous = page.read_text(encoding="utf-8").splitlines(), ""
     number, before = 0, ""
     while number < len(lines):
         fence = _FENCE.fullmatch(lines[number])
         if fence is None:
-            if given := _BEFORE.fullmatch(lines[number]):
-                before += f"{given[1]}\n"
-            last = lines[number] or last
+            if setup := _BEFORE.fullmatch(lines[number]):
+                before += f"{setup[1]}\n"
+            previous = lines[number] or previous
             number += 1
             continue
         end = lines.index("```", number + 1)
-        reason = _NOT_RUN.fullmatch(last)
+        reason = _NOT_RUN.fullmatch(previous)
         text = "\n".join(lines[number + 1 : end])
         yield Snippet(page, number + 1, fence[1], text, reason and reason[1], before)
-        number, last, before = end + 1, "", ""
+        number, previous, before = end + 1, "", ""
 
 
 def indented_code(page: Path) -> list[str]:
-    """Lines of code that say not what they are: by four spaces rather than between fences."""
-    found, fenced, last = [], False, ""
+    """Return the first lines of code blocks made by indentation, which have no kind."""
+    code_lines, fenced, previous = [], False, ""
     for line in page.read_text(encoding="utf-8").splitlines():
         if _FENCE.fullmatch(line):
             fenced = not fenced
-        elif not fenced and line.startswith("    ") and not last.strip():
-            found.append(line)
-        last = line
-    return found
+        elif not fenced and line.startswith("    ") and not previous.strip():
+            code_lines.append(line)
+        previous = line
+    return code_lines

@@ -1,4 +1,4 @@
-"""Fixtures: an object store of each kind."""
+"""Fixtures of object stores: a folder, memory and S3."""
 
 import secrets
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ KINDS = ("folder", "memory", "s3")
 
 @pytest.fixture(scope="session")
 def _s3() -> Iterator[ObjectServer]:
-    with object_server() as found, pytest.MonkeyPatch.context() as patch:
-        for name, value in found.environment.items():
+    with object_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
             patch.setenv(name, value)
-        yield found
+        yield server
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def s3_url(s3: ObjectServer) -> str:
 
 @pytest.fixture(params=KINDS)
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty store of each kind in turn."""
+    """The URL of an empty store; parametrised over every kind."""
     if request.param == "s3":
         return str(request.getfixturevalue("s3_url"))
     if request.param == "memory":

@@ -1,4 +1,4 @@
-"""Calibrations: what is measured, and files that fit one model alone."""
+"""Calibrations: what they measure, resuming, and files that belong to one model."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(1536)]
-NEAR = {"rtol": 1e-3, "atol": 1e-3}
+TOLERANCES = {"rtol": 1e-3, "atol": 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -45,44 +45,48 @@ def path(calibration: Calibration, tmp_path: Path) -> Path:
     return tmp_path / "a.calibration"
 
 
-def told() -> Tensor:
-    """The queries that the model hands to attention: `[layers, kv_heads, n, groups, head_dim]`."""
-    session, found = MODEL.session(2048), list[list[Tensor]]([[], []])
+def attention_queries() -> Tensor:
+    """Return the queries of the text, `[layers, kv_heads, n, groups, head_dim]`."""
+    session, queries_by_layer = MODEL.session(2048), list[list[Tensor]]([[], []])
 
-    def listening(step: AnyStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found[layer].append(q.clone())
+    def recorded(step: AnyStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        queries_by_layer[layer].append(q.clone())
         return step.attend(layer, q, k, v)
 
-    with attending(MODEL.decoder, listening):
+    with attending(MODEL.decoder, recorded):
         session.feed(TEXT)
-    queries = torch.stack([torch.cat(each) for each in found])
+    queries = torch.stack([torch.cat(layer_queries) for layer_queries in queries_by_layer])
     return queries.unflatten(2, (2, 2)).transpose(1, 2)
 
 
-def test_mean_and_moment_are_those_of_the_newest_queries_of_each_step(
+def test_mean_and_moment_are_measured_over_the_newest_queries_of_each_step(
     calibration: Calibration,
 ) -> None:
-    queries, statistics = told(), calibration.statistics
+    queries, statistics = attention_queries(), calibration.statistics
     newest = [step * 512 + place for step in range(3) for place in range(384, 512)]
     for layer in range(2):
         for head in range(2):
             samples = queries[layer, head, newest].flatten(0, 1).double()
             mean = sum(samples) / len(samples)
             moment = sum(torch.outer(q, q) for q in samples) / len(samples)
-            torch.testing.assert_close(statistics.mean[layer, head].double(), mean, **NEAR)
-            torch.testing.assert_close(statistics.moment[layer, head].double(), moment, **NEAR)
+            torch.testing.assert_close(statistics.mean[layer, head].double(), mean, **TOLERANCES)
+            torch.testing.assert_close(
+                statistics.moment[layer, head].double(), moment, **TOLERANCES
+            )
 
 
-def test_each_kv_head_tolerates_a_likeness_that_was_tried(calibration: Calibration) -> None:
+def test_the_tolerance_of_each_kv_head_is_one_of_the_tried_cosines(
+    calibration: Calibration,
+) -> None:
     tolerance = calibration.statistics.tolerance
     assert tolerance.shape == (2, 2)
     assert set(tolerance.flatten().tolist()) <= set(torch.tensor(COSINES).tolist())
 
 
-def test_a_text_gives_the_same_calibration_again(calibration: Calibration) -> None:
-    again = calibrate(MODEL, TEXT)
-    assert again.digest == calibration.digest
-    assert again.tokens == len(TEXT)
+def test_calibrating_on_the_same_text_is_deterministic(calibration: Calibration) -> None:
+    repeated = calibrate(MODEL, TEXT)
+    assert repeated.digest == calibration.digest
+    assert repeated.tokens == len(TEXT)
     assert calibrate(MODEL, TEXT[::-1]).digest != calibration.digest
 
 
@@ -90,7 +94,7 @@ def test_progress_counts_every_token() -> None:
     steps: list[int] = []
     calibrate(MODEL, TEXT + TEXT[:100], steps.append)
     assert steps[:6] == [0, 512, 512, 512, 100, 512]
-    # Then both halves are read and repeated.
+    # Then both halves of the text are prefilled and repeated.
     assert sum(steps) == 3 * len(TEXT + TEXT[:100]) == calibration_tokens(MODEL, len(TEXT) + 100)
 
 
@@ -98,8 +102,8 @@ class Stopped(Exception):
     pass
 
 
-def stopping(after: int) -> Callable[[int], None]:
-    """A progress that ends the run once so many tokens are through."""
+def stop_after(after: int) -> Callable[[int], None]:
+    """Return a progress callback that raises Stopped once `after` tokens are done."""
     done = 0
 
     def progress(tokens: int) -> None:
@@ -111,40 +115,42 @@ def stopping(after: int) -> Callable[[int], None]:
     return progress
 
 
-def test_a_calibration_that_was_interrupted_goes_on_to_the_same(
+def test_an_interrupted_calibration_resumes_to_the_same_result(
     calibration: Calibration, tmp_path: Path
 ) -> None:
     unfinished = tmp_path / "a.unfinished"
     for after in (1000, 2000, 4000):
         with pytest.raises(Stopped):
-            calibrate(MODEL, TEXT, stopping(after), unfinished)
+            calibrate(MODEL, TEXT, stop_after(after), unfinished)
     steps: list[int] = []
-    again = calibrate(MODEL, TEXT, steps.append, unfinished)
-    assert steps[0] == 3072  # the whole text was measured, and its first half repeated
+    repeated = calibrate(MODEL, TEXT, steps.append, unfinished)
+    assert steps[0] == 3072  # the whole text was measured and its first half repeated before
     assert sum(steps) == 3 * len(TEXT)
-    assert (again.digest, again.r_squared) == (calibration.digest, calibration.r_squared)
+    assert (repeated.digest, repeated.r_squared) == (calibration.digest, calibration.r_squared)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_another_text_has_left_is_begun_anew(calibration: Calibration, tmp_path: Path) -> None:
+def test_an_unfinished_calibration_of_another_text_is_restarted(
+    calibration: Calibration, tmp_path: Path
+) -> None:
     unfinished = tmp_path / "a.unfinished"
     with pytest.raises(Stopped):
-        calibrate(MODEL, TEXT[::-1], stopping(2000), unfinished)
+        calibrate(MODEL, TEXT[::-1], stop_after(2000), unfinished)
     assert calibrate(MODEL, TEXT, None, unfinished).digest == calibration.digest
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:-9] + b"x" * 9])
-def test_what_is_damaged_is_begun_anew(
+def test_a_damaged_unfinished_calibration_is_restarted(
     calibration: Calibration, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     unfinished = tmp_path / "a.unfinished"
     with pytest.raises(Stopped):
-        calibrate(MODEL, TEXT, stopping(2000), unfinished)
+        calibrate(MODEL, TEXT, stop_after(2000), unfinished)
     unfinished.write_bytes(damage(unfinished.read_bytes()))
     assert calibrate(MODEL, TEXT, None, unfinished).digest == calibration.digest
 
 
-def test_a_file_that_is_no_beginning_of_a_calibration_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     other = tmp_path / "a.unfinished"
     other.write_text("notes")
     with pytest.raises(ForeignFile, match="not a kvkeep unfinished calibration"):
@@ -152,13 +158,13 @@ def test_a_file_that_is_no_beginning_of_a_calibration_is_left_alone(tmp_path: Pa
     assert other.read_text() == "notes"
 
 
-def test_where_nothing_can_be_kept_it_says_so(tmp_path: Path) -> None:
+def test_an_unwritable_unfinished_file_is_a_store_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="could not be written"):
         calibrate(MODEL, TEXT, None, tmp_path / "no-such-folder" / "a")
 
 
 @pytest.mark.extended
-def test_a_surrogate_foretells_cells_of_text_that_it_was_not_fitted_on(smollm2: Model) -> None:
+def test_a_surrogate_predicts_scores_on_held_back_text(smollm2: Model) -> None:
     ids, sums = topic_ids(smollm2), CalibrationSums(smollm2.decoder.new_cache().layout)
     with torch.inference_mode():
         for part in (
@@ -175,14 +181,14 @@ def test_too_few_tokens_are_refused() -> None:
         calibrate(MODEL, TEXT[:-1])
 
 
-def test_a_file_holds_all_of_it(calibration: Calibration, path: Path) -> None:
+def test_a_saved_calibration_loads_unchanged(calibration: Calibration, path: Path) -> None:
     loaded = load_calibration(path, MODEL)
     assert loaded.digest == calibration.digest
     assert loaded.fingerprint == calibration.fingerprint
     assert (loaded.model, loaded.tokens) == (MODEL.name, len(TEXT))
     assert loaded.r_squared == calibration.r_squared
-    for known in ("mean", "moment", "tolerance", "surrogate.key", "surrogate.constant"):
-        assert torch.equal(*(attrgetter(known)(c.statistics) for c in (loaded, calibration)))
+    for name in ("mean", "moment", "tolerance", "surrogate.key", "surrogate.constant"):
+        assert torch.equal(*(attrgetter(name)(c.statistics) for c in (loaded, calibration)))
 
 
 @pytest.mark.parametrize("other", [small_model(seed=1), packed_model(spec_of(), None)])
@@ -203,15 +209,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_refused(path: Path) -> None:
     data, draw = path.read_bytes(), random.Random(0)
-    for where in [*range(64), *(draw.randrange(64, len(data)) for _ in range(200))]:
+    for offset in [*range(64), *(draw.randrange(64, len(data)) for _ in range(200))]:
         flipped = bytearray(data)
-        flipped[where] ^= 1 << draw.randrange(8)
+        flipped[offset] ^= 1 << draw.randrange(8)
         path.write_bytes(flipped)
         with pytest.raises((CorruptFile, ForeignFile, TruncatedFile)):
             load_calibration(path, MODEL)
 
 
-def test_a_file_cut_short_is_refused(path: Path) -> None:
+def test_a_truncated_file_is_refused(path: Path) -> None:
     data = path.read_bytes()
     for size in [0, 1, 7, 8, 100, len(data) // 2, len(data) - 1]:
         path.write_bytes(data[:size])
@@ -219,44 +225,44 @@ def test_a_file_cut_short_is_refused(path: Path) -> None:
             load_calibration(path, MODEL)
 
 
-def compressing(method: str, calibration: Calibration | None) -> Session:
+def archive_session(method: str, calibration: Calibration | None) -> Session:
     session = MODEL.session(64, policy="archive", method=method, calibration=calibration)
     session.feed(TEXT[:200])
     return session
 
 
 @pytest.mark.parametrize("method", ["fitted", "expected_attention"])
-def test_a_session_is_restored_with_the_calibration_that_it_was_begun_with(
+def test_a_restore_requires_the_calibration_that_the_session_began_with(
     calibration: Calibration, path: Path, tmp_path: Path, method: str
 ) -> None:
-    session = compressing(method, calibration)
+    session = archive_session(method, calibration)
     session.snapshot().save(tmp_path / "a.kvkeep")
     snapshot = Snapshot.load(tmp_path / "a.kvkeep")
     other = calibrate(MODEL, TEXT[::-1])
-    for wrong in (None, other):
+    for other_calibration in (None, other):
         with pytest.raises(InvalidArgument, match="give the one that it was begun with"):
-            MODEL.restore(snapshot, calibration=wrong)
+            MODEL.restore(snapshot, calibration=other_calibration)
     restored = MODEL.restore(snapshot, calibration=load_calibration(path, MODEL))
-    for each in (session, restored):
-        each.feed(TEXT[200:300])
+    for continued in (session, restored):
+        continued.feed(TEXT[200:300])
     assert torch.equal(session.logits, restored.logits)
 
 
-def test_what_is_known_of_the_model_decides(calibration: Calibration) -> None:
-    found = [compressing("expected_attention", each) for each in (calibration, None)]
-    assert not torch.equal(found[0].logits, found[1].logits)
+def test_a_calibration_changes_which_cells_are_kept(calibration: Calibration) -> None:
+    sessions = [archive_session("expected_attention", used) for used in (calibration, None)]
+    assert not torch.equal(sessions[0].logits, sessions[1].logits)
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding"])
-def test_a_policy_without_use_for_it_says_so(calibration: Calibration, policy: str) -> None:
+def test_policies_that_use_no_calibration_refuse_one(calibration: Calibration, policy: str) -> None:
     with pytest.raises(InvalidArgument, match="has no use for a calibration"):
         MODEL.session(64, policy=policy, calibration=calibration)
 
 
-def test_a_session_compressed_at_once_takes_one(calibration: Calibration) -> None:
-    with_it, without = (MODEL.session(policy="full") for _ in range(2))
-    for session, known in ((with_it, calibration), (without, None)):
+def test_compress_uses_a_calibration(calibration: Calibration) -> None:
+    calibrated, uncalibrated = (MODEL.session(policy="full") for _ in range(2))
+    for session, given_calibration in ((calibrated, calibration), (uncalibrated, None)):
         session.feed(TEXT[:300])
-        session.compress(3.0, "expected_attention", calibration=known)
-    chosen = [s.cache.segments[1].block.slots.positions for s in (with_it, without)]
+        session.compress(3.0, "expected_attention", calibration=given_calibration)
+    chosen = [s.cache.segments[1].block.slots.positions for s in (calibrated, uncalibrated)]
     assert not torch.equal(*chosen)

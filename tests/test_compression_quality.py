@@ -1,4 +1,4 @@
-"""What compressed memories still know, on the real model: figures measured once, held here."""
+"""Recall and perplexity of compressed sessions on the real model, against measured figures."""
 
 import pytest
 from test_quality import perplexity
@@ -10,7 +10,9 @@ from kvkeep.evaluate.recall import Compressing, compress_after_reading, recall
 from kvkeep.model import Model
 
 
-def test_a_key_is_found_in_a_quarter_of_the_cells_and_never_in_averages(smollm2: Model) -> None:
+def test_fitted_keeps_a_pass_key_at_ratio_4_and_averaging_loses_it_at_ratio_2(
+    smollm2: Model,
+) -> None:
     sample = Passkey(junk=40, where=Where(depths=(50.0,)), seed=3).sample(0)
     fitted = compress_after_reading(smollm2, sample, Compressing("fitted", 4.0))
     assert fitted.uncompressed is not None
@@ -18,38 +20,38 @@ def test_a_key_is_found_in_a_quarter_of_the_cells_and_never_in_averages(smollm2:
     assert fitted.compressed.found
     assert fitted.compressed.cells * 4 <= fitted.uncompressed.cells + 3
     for failing in ("average", "sum"):
-        lost = compress_after_reading(smollm2, sample, Compressing(failing, 2.0))
-        assert not lost.compressed.found
+        evaluation = compress_after_reading(smollm2, sample, Compressing(failing, 2.0))
+        assert not evaluation.compressed.found
 
 
 @pytest.mark.slow
-def test_an_archive_finds_a_key_of_6000_tokens_ago_where_a_window_forgot_it(
+def test_an_archive_recalls_a_key_6000_tokens_back_that_a_window_forgot(
     smollm2: Model,
 ) -> None:
-    asked, found = 5, 0
-    for index in range(asked):
+    samples, hits = 5, 0
+    for index in range(samples):
         sample = Passkey(junk=250, where=Where(place=index), seed=11).sample(index)
         archive = smollm2.session(1024, policy="archive")
         window = smollm2.session(1024, policy="sliding")
         for session in (archive, window):
             session.feed(sample.text)
             assert session.cache.cells <= 1024
-        found += recall(archive, sample.asked).found
+        hits += recall(archive, sample.asked).found
         assert not recall(window, sample.asked).found
-    assert found >= asked - 1
+    assert hits >= samples - 1
 
 
 @pytest.mark.slow
-def test_an_archive_foretells_text_better_than_a_window_of_the_same_cells(smollm2: Model) -> None:
+def test_an_archive_has_lower_perplexity_than_a_window_of_the_same_size(smollm2: Model) -> None:
     archive = perplexity(smollm2, 512, 4, "archive", 1024, 8192)
     assert archive < perplexity(smollm2, 512, 4, "sliding", 1024, 8192)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "most"), [("8", 1.005), ("8/4", 1.02), ("4", 1.05)])
-def test_fewer_bits_cost_little_perplexity(smollm2: Model, bits: str, most: float) -> None:
-    def measured(kv_bits: str | None) -> float:
+@pytest.mark.parametrize(("bits", "limit"), [("8", 1.005), ("8/4", 1.02), ("4", 1.05)])
+def test_fewer_bits_cost_little_perplexity(smollm2: Model, bits: str, limit: float) -> None:
+    def perplexity_with(kv_bits: str | None) -> float:
         session = smollm2.session(policy="full", prefill_step=32, kv_bits=kv_bits)
         return float((-session.score(topic_ids(smollm2)[:2000])[256:].mean()).exp())
 
-    assert measured(bits) < most * measured(None)
+    assert perplexity_with(bits) < limit * perplexity_with(None)

@@ -1,4 +1,4 @@
-"""Every snippet of the README and of docs/ runs, and prints what the page says that it prints."""
+"""Every snippet of the README and of docs/ runs and prints the output that the page shows."""
 
 import importlib
 import json
@@ -30,10 +30,10 @@ SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
 SEA = "The sea is wide and the night is long. A light goes out, and another one comes on. " * 12
 
 
-def of(*kinds: str, run: bool = True) -> Any:
-    """Those of these kinds, by where they stand."""
+def snippets_of_kinds(*kinds: str, run: bool = True) -> Any:
+    """Parametrize a test with the snippets of these kinds, by page and line."""
     chosen = [s for s in SNIPPETS if s.kind in kinds and (s.not_run is None) == run]
-    return pytest.mark.parametrize("snippet", chosen, ids=lambda snippet: snippet.where)
+    return pytest.mark.parametrize("snippet", chosen, ids=lambda snippet: snippet.location)
 
 
 def pages_with(kind: str) -> Any:
@@ -56,23 +56,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_snippet_says_what_it_is(page: Path) -> None:
+def test_every_snippet_has_a_known_kind(page: Path) -> None:
     assert indented_code(page) == []
     assert {snippet.kind for snippet in snippets(page)} <= set(KINDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_sources_that_are_named_are_there(page: Path) -> None:
-    there = {file.name for file in (ROOT / "kvkeep" / "compiled" / "src").iterdir()}
+def test_named_sources_of_kernels_exist(page: Path) -> None:
+    existing = {file.name for file in (ROOT / "kvkeep" / "compiled" / "src").iterdir()}
     named = set(re.findall(r"`(\w+\.(?:cpp|h))`", page.read_text(encoding="utf-8")))
-    assert named <= there
+    assert named <= existing
 
 
 @pages_with("python")
-def test_python_runs(
+def test_python_snippets_run(
     page: Path, folder: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of one page in one namespace, in their order."""
+    """The snippets of one page run in order in one namespace."""
     names: dict[str, Any] = {}
     for snippet in snippets(page):
         if snippet.kind == "python" and snippet.not_run is None:
@@ -81,60 +81,60 @@ def test_python_runs(
             capsys.readouterr()
             exec(compile(code, str(page), "exec"), names)
         if snippet.kind == "output":
-            require_said(snippet.text.splitlines(), (capsys.readouterr().out,), snippet.where)
+            require_output(snippet.text.splitlines(), (capsys.readouterr().out,), snippet.location)
 
 
 @pytest.mark.parametrize(
     "snippet",
     [s for s in SNIPPETS if s.page.name == "README.md" and s.kind == "python" and not s.not_run],
-    ids=lambda snippet: snippet.where,
+    ids=lambda snippet: snippet.location,
 )
-def test_each_of_the_first_page_runs_by_itself(
+def test_each_python_snippet_of_the_readme_runs_by_itself(
     snippet: Snippet, folder: Path, smollm2: Model
 ) -> None:
-    """Whoever tries one has a model, and nothing of those before it."""
+    """Each has a loaded model, and no variables of earlier snippets."""
     exec(snippet.before, names := {"kvkeep": kvkeep, "model": smollm2})
-    exec(compile(snippet.text, snippet.where, "exec"), names)
+    exec(compile(snippet.text, snippet.location, "exec"), names)
 
 
-@of("sh")
-def test_commands_run(
+@snippets_of_kinds("sh")
+def test_shell_snippets_run(
     snippet: Snippet, folder: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a tiny model in the default one's place: they are about what can be said."""
+    """A tiny model replaces the default one: the test checks that the commands run."""
     monkeypatch.setenv("KVKEEP_HOME", str(folder / "home"))
     (folder / "manual.txt").write_text(topic_text()[:17_500])
 
-    def tiny(models: Path) -> None:
+    def write_tiny_model(models: Path) -> None:
         shutil.copytree(tiny_folder, models, dirs_exist_ok=True)
-        # One token in 32 ends an answer: it knows no words to end one with.
+        # One token in 32 ends a generation: the random model would rarely generate the real one.
         size = json.loads((models / "config.json").read_text())["vocab_size"]
         ends = {"eos_token_id": list(range(0, size, 32))}
         (models / "generation_config.json").write_text(json.dumps(ends))
 
-    store_model(DEFAULT_MODEL, DEFAULT_MODEL, "tiny", tiny, progress=False)
+    store_model(DEFAULT_MODEL, DEFAULT_MODEL, "tiny", write_tiny_model, progress=False)
     for command, _ in snippet.commands():
         run(command)
 
 
 @pages_with("console")
-def test_commands_say_what_is_shown(
+def test_console_snippets_print_the_shown_output(
     page: Path, folder: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the default model; sessions and prefixes are the test's own."""
+    """The default model runs them, with separate sessions and prefixes."""
     models = home() / "models"
     (folder / "home").mkdir()
     (folder / "home" / "models").symlink_to(models)
     monkeypatch.setenv("KVKEEP_HOME", str(folder / "home"))
     for snippet in snippets(page):
         if snippet.kind == "console" and snippet.not_run is None:
-            for command, said in snippet.commands():
-                fails = any(line.startswith("kvkeep: error") for line in said)
-                require_said(said, run(command, fails), snippet.where)
+            for command, expected_lines in snippet.commands():
+                fails = any(line.startswith("kvkeep: error") for line in expected_lines)
+                require_output(expected_lines, run(command, fails), snippet.location)
 
 
-@of("sh", "console", run=False)
-def test_commands_that_are_not_run_exist(snippet: Snippet) -> None:
+@snippets_of_kinds("sh", "console", run=False)
+def test_commands_that_are_not_run_have_the_named_options(snippet: Snippet) -> None:
     for command in (part for whole, _ in snippet.commands() for part in whole.split("|")):
         words = shlex.split(command)
         if words[0] == "make":
@@ -142,17 +142,17 @@ def test_commands_that_are_not_run_exist(snippet: Snippet) -> None:
         elif words[0] == "kvkeep":
             require_options(COMMANDS[words[1]].load(), words[2:])
         elif words[:2] == ["python", "-m"]:
-            require_options(measurement(words[2]), words[3:])
+            require_options(command_of_module(words[2]), words[3:])
         else:
             assert words[0] in ("pip", "git")
 
 
-def measurement(module: str) -> click.Command:
+def command_of_module(module: str) -> click.Command:
     """The command that `python -m module` runs."""
     if hasattr(importlib.import_module(module), "__path__"):
         module += ".__main__"
-    found = vars(importlib.import_module(module)).values()
-    return next(each for each in found if isinstance(each, click.Command))
+    members = vars(importlib.import_module(module)).values()
+    return next(value for value in members if isinstance(value, click.Command))
 
 
 def require_options(command: click.Command, words: list[str]) -> None:
@@ -161,14 +161,14 @@ def require_options(command: click.Command, words: list[str]) -> None:
 
 
 def run(command: str, fails: bool = False) -> tuple[str, str]:
-    """What it says to standard output, and to standard output and error together."""
+    """Run a command. Returns its standard output, and its standard output and error together."""
     if set("|>") & set(command):
         shell = f'kvkeep() {{ "{sys.executable}" -m kvkeep "$@"; }}; set -e -o pipefail; {command}'
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-c", shell], capture_output=True, text=True, timeout=PATIENCE, check=False
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stdout + done.stderr
+        assert process.returncode == 0, process.stderr
+        return process.stdout, process.stdout + process.stderr
     words = shlex.split(command)
     assert words.pop(0) == "kvkeep"
     result = CliRunner().invoke(main, words, input="Hi there.\n")
@@ -176,18 +176,18 @@ def run(command: str, fails: bool = False) -> tuple[str, str]:
     return result.stdout, result.output
 
 
-def require_said(lines: list[str], said: tuple[str, ...], where: str) -> None:
-    """That these lines are one of what was said; `...` stands for anything, a figure for any other.
+def require_output(lines: list[str], outputs: tuple[str, ...], location: str) -> None:
+    """Require that one of the outputs matches these lines.
 
-    Nothing shown: it is not said what is said. What the model writes is the same where the same
-    kernels compute it, but for what hangs on the last bit of a prompt: that is the library's, which
-    rounds otherwise on another processor.
+    `...` matches anything, and a number matches any other number. Without lines, any output passes.
+    Outputs are compared only where the kernels compute: torch rounds differently on other
+    processors, which can change the generated text.
     """
     if not lines or library() is None:
         return
     pattern = r"\s*\n".join(any_figures(line) for line in lines)
-    fits = [re.fullmatch(rf"{pattern}\s*", each.strip("\n")) for each in said]
-    assert any(fits), f"{where} printed:\n{said[-1]}"
+    fits = [re.fullmatch(rf"{pattern}\s*", value.strip("\n")) for value in outputs]
+    assert any(fits), f"{location} printed:\n{outputs[-1]}"
 
 
 def any_figures(line: str) -> str:

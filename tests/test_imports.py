@@ -1,4 +1,4 @@
-"""Imports run downward: what is below knows nothing of what is above it."""
+"""Imports run downward: no package imports one above it."""
 
 import ast
 import graphlib
@@ -16,16 +16,16 @@ Graph = dict[str, set[str]]
 
 
 def modules_below(package: str) -> dict[str, ast.Module]:
-    """Every module of a package by its full name; a package is named as its `__init__`."""
-    found = {}
+    """Parse every module of a package, by full name; a package's name stands for its `__init__`."""
+    modules = {}
     for file in sorted((ROOT / package).rglob("*.py")):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = ast.parse(file.read_text(encoding="utf-8"))
-    return found
+        modules[name.removesuffix(".__init__")] = ast.parse(file.read_text(encoding="utf-8"))
+    return modules
 
 
 def names_imported(node: ast.AST) -> Iterator[str]:
-    """What a module imports, in functions and for its types too: a.b of `from a import b`."""
+    """Yield all imported names, also within functions and for types: a.b for `from a import b`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
@@ -38,18 +38,18 @@ def names_imported(node: ast.AST) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    """For each module of kvkeep those that it imports, ours and others."""
+    """The modules that each module of kvkeep imports, including external ones."""
     trees = modules_below("kvkeep")
-    found = {
+    imports_by_module = {
         name: {
             imported if imported in trees or not is_ours(imported) else imported.rpartition(".")[0]
             for imported in names_imported(tree)
         }
         for name, tree in trees.items()
     }
-    assert len(found) > 100
-    assert "kvkeep.cache.step" in found["kvkeep.cache.cache"]
-    return found
+    assert len(imports_by_module) > 100
+    assert "kvkeep.cache.step" in imports_by_module["kvkeep.cache.cache"]
+    return imports_by_module
 
 
 def is_ours(name: str) -> bool:
@@ -60,8 +60,8 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def test_only_the_command_line_knows_the_command_line(graph: Graph) -> None:
-    wrong = [
+def test_only_the_command_line_imports_the_command_line(graph: Graph) -> None:
+    violations = [
         (name, imported)
         for name, all_imported in graph.items()
         for imported in all_imported
@@ -69,11 +69,11 @@ def test_only_the_command_line_knows_the_command_line(graph: Graph) -> None:
         and not within(name, "kvkeep.cli")
         and name != "kvkeep.__main__"
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_the_cache_is_torch_and_nothing_else_of_ours(graph: Graph) -> None:
-    wrong = [
+def test_the_cache_package_imports_no_other_package_of_kvkeep(graph: Graph) -> None:
+    violations = [
         (name, imported)
         for name, all_imported in graph.items()
         for imported in all_imported
@@ -81,11 +81,11 @@ def test_the_cache_is_torch_and_nothing_else_of_ours(graph: Graph) -> None:
         and is_ours(imported)
         and not within(imported, "kvkeep.cache")
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_files_know_of_errors_alone(graph: Graph) -> None:
-    wrong = [
+def test_storage_files_import_only_errors_of_kvkeep(graph: Graph) -> None:
+    violations = [
         (name, imported)
         for name, all_imported in graph.items()
         for imported in all_imported
@@ -94,16 +94,21 @@ def test_files_know_of_errors_alone(graph: Graph) -> None:
         and not within(imported, "kvkeep.storage.files")
         and imported != "kvkeep.errors"
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_nothing_installed_needs_a_benchmark_or_a_test(graph: Graph) -> None:
+def test_kvkeep_imports_no_benchmark_or_test(graph: Graph) -> None:
     outside = {"benchmarks", "tests"}
-    wrong = [(name, i) for name, each in graph.items() for i in each if i.split(".")[0] in outside]
-    assert wrong == []
+    violations = [
+        (name, imported)
+        for name, imports in graph.items()
+        for imported in imports
+        if imported.split(".")[0] in outside
+    ]
+    assert violations == []
 
 
-def test_no_module_imports_itself_through_others(graph: Graph) -> None:
+def test_there_are_no_import_cycles(graph: Graph) -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
@@ -117,8 +122,8 @@ def test_no_benchmark_and_no_test_is_installed() -> None:
 
 
 @pytest.mark.parametrize("collecting", [True, False])
-def test_whether_garbage_is_looked_for_is_the_programs_business(collecting: bool) -> None:
-    """While kvkeep is imported it is not, afterwards as before; also where an import fails."""
+def test_importing_kvkeep_restores_the_garbage_collector_setting(collecting: bool) -> None:
+    """Garbage collection is off during the import and as before afterwards, also if it fails."""
     lines = (
         "import gc, sys",
         "sys.modules['safetensors'] = None" if collecting else "gc.disable()",
@@ -127,7 +132,7 @@ def test_whether_garbage_is_looked_for_is_the_programs_business(collecting: bool
         "except ImportError: print('failed')",
         "print(gc.isenabled())",
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == (["failed", "True"] if collecting else ["False"])
+    assert process.stdout.split() == (["failed", "True"] if collecting else ["False"])

@@ -1,4 +1,4 @@
-"""Compressing by reconstruction: what a session still knows, and that it is the default."""
+"""Method `kvzip` (compression by reconstruction): recall, defaults, refusals and interrupts."""
 
 import pytest
 import torch
@@ -28,20 +28,20 @@ def fed(model: Model = MODEL) -> Session:
 
 
 @pytest.mark.extended
-def test_a_fact_in_real_text_is_found_in_an_eighth_of_the_cells(smollm2: Model) -> None:
+def test_a_fact_in_real_text_is_recalled_at_ratio_8(smollm2: Model) -> None:
     haystack = Haystack.of(manual_text(), lambda text: len(smollm2.text.encode(text)))
     sample = Needle(haystack, 700).sample(1)
-    found = compress_after_reading(smollm2, sample, Compressing("kvzip", 8.0))
-    assert found.uncompressed is not None
-    assert found.uncompressed.found
-    assert found.compressed.found
-    assert found.compressed.nbytes * 7.6 <= found.uncompressed.nbytes
-    evenly = compress_after_reading(smollm2, sample, Compressing("kvzip:uniform", 8.0))
-    assert evenly.compressed.cells == found.compressed.cells
-    assert not evenly.compressed.found
+    evaluation = compress_after_reading(smollm2, sample, Compressing("kvzip", 8.0))
+    assert evaluation.uncompressed is not None
+    assert evaluation.uncompressed.found
+    assert evaluation.compressed.found
+    assert evaluation.compressed.nbytes * 7.6 <= evaluation.uncompressed.nbytes
+    uniform = compress_after_reading(smollm2, sample, Compressing("kvzip:uniform", 8.0))
+    assert uniform.compressed.cells == evaluation.compressed.cells
+    assert not uniform.compressed.found
 
 
-def test_a_fact_that_lies_across_two_chunks_is_found(smollm2: Model) -> None:
+def test_a_fact_across_two_chunks_is_recalled(smollm2: Model) -> None:
     encode = smollm2.text.encode
     fact = encode(" The pass key is 56700. Remember it. 56700 is the pass key.")
     before = STEP - len(encode(FIRST_PROMPT)) - 4  # the first chunk ends with "The pass key is"
@@ -54,16 +54,16 @@ def test_a_fact_that_lies_across_two_chunks_is_found(smollm2: Model) -> None:
     assert "".join(session.stream(7)).startswith(" 56700")
 
 
-def test_it_is_what_compresses_unless_another_method_is_asked_for() -> None:
-    one, other = fed(), fed()
-    reports = [one.compress(4), other.compress(4, "kvzip", budget="heads")]
-    assert [(each.method, each.budget) for each in reports] == [("kvzip", "heads")] * 2
-    one.feed(TEXT[:9])
-    other.feed(TEXT[:9])
-    assert torch.equal(one.logits, other.logits)
+def test_kvzip_by_heads_is_the_default_method() -> None:
+    default, explicit = fed(), fed()
+    reports = [default.compress(4), explicit.compress(4, "kvzip", budget="heads")]
+    assert [(report.method, report.budget) for report in reports] == [("kvzip", "heads")] * 2
+    default.feed(TEXT[:9])
+    explicit.feed(TEXT[:9])
+    assert torch.equal(default.logits, explicit.logits)
 
 
-def test_what_was_compressed_cannot_be_repeated() -> None:
+def test_compressed_sessions_are_refused() -> None:
     session = fed()
     session.compress(2)
     cells = session.cache.cells
@@ -73,13 +73,15 @@ def test_what_was_compressed_cannot_be_repeated() -> None:
     assert session.compress(2).method == "fitted"
 
 
-def test_progress_is_told_of_every_cell_that_is_repeated() -> None:
-    told: list[int] = []
-    fed().compress(4, "kvzip", progress=told.append)
-    assert sum(told) == len(TEXT) - 50  # the newest half of what is left stays in any case
+def test_progress_counts_every_repeated_cell() -> None:
+    progress_counts: list[int] = []
+    fed().compress(4, "kvzip", progress=progress_counts.append)
+    assert (
+        sum(progress_counts) == len(TEXT) - 50
+    )  # the newest half of the kept cells is never evicted
 
 
-def test_an_interrupt_leaves_the_session_as_it_was() -> None:
+def test_an_interrupt_leaves_the_session_unchanged() -> None:
     session, alone = fed(), fed()
 
     def interrupted(cells: int) -> None:
@@ -92,28 +94,34 @@ def test_an_interrupt_leaves_the_session_as_it_was() -> None:
         assert session.next_token() == alone.next_token()
 
 
-@pytest.mark.parametrize("how", [{"method": "kvzip"}, {"method": "kvzap"}])
-def test_an_archive_takes_no_method_that_it_cannot_decide_by(how: dict[str, str]) -> None:
+@pytest.mark.parametrize("settings", [{"method": "kvzip"}, {"method": "kvzap"}])
+def test_an_archive_refuses_methods_that_require_reconstruction_or_a_calibration(
+    settings: dict[str, str],
+) -> None:
     with pytest.raises(InvalidArgument, match="calibration"):
-        MODEL.session(200, policy="archive", **how)  # type: ignore[arg-type]
+        MODEL.session(200, policy="archive", **settings)  # type: ignore[arg-type]
 
 
-def test_a_surrogate_that_is_not_there_is_asked_for() -> None:
+def test_kvzap_without_a_calibration_is_refused_with_a_hint() -> None:
     session = fed()
     with pytest.raises(InvalidArgument, match="kvkeep pull --calibrate"):
         session.compress(2, "kvzap")
     assert session.cache.cells == len(TEXT)
 
 
-def test_what_a_head_needs_others_of_its_layer_and_cells_beside_it_need_by_factors() -> None:
+def test_scores_spread_to_other_heads_of_the_layer_and_to_neighbours() -> None:
     session = fed()
-    needed = torch.full((2, 2, 4), -9.0)
-    needed[0, 0, 1], needed[1, 1, 2], needed[1, 0, 2] = -1.0, -1.0, -2.5
+    reconstruction_scores = torch.full((2, 2, 4), -9.0)
+    (
+        reconstruction_scores[0, 0, 1],
+        reconstruction_scores[1, 1, 2],
+        reconstruction_scores[1, 0, 2],
+    ) = -1.0, -1.0, -2.5
     cells = Cells.concatenate([cells for _, cells in session.cache.read(0, 4)])
-    candidates = Candidates(cells, session.cache.rope, 0.1, reconstruction=needed)
-    found = KVzip().score(candidates)
-    expected = needed.clone()
-    expected[0, 1, 1] = -3.0  # [1, 0, 2] is worth more by itself
+    candidates = Candidates(cells, session.cache.rope, 0.1, reconstruction=reconstruction_scores)
+    scores = KVzip().score(candidates)
+    expected = reconstruction_scores.clone()
+    expected[0, 1, 1] = -3.0  # [1, 0, 2] has a higher score of its own
     expected[0, 0, [0, 2]], expected[0, 1, [0, 2]] = -2.5, -4.5
     expected[1, 1, [1, 3]], expected[1, 0, [1, 3]] = -2.5, -4.0
-    assert torch.equal(found, expected)
+    assert torch.equal(scores, expected)

@@ -1,4 +1,4 @@
-"""Private fields are written in the file of their class, and nowhere else."""
+"""Private fields are written only in the file of their class."""
 
 import ast
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "kvkeep"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def written(tree: ast.AST) -> Iterator[ast.Attribute]:
-    """Attributes that are assigned to, deleted, or changed in their place."""
+def written_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield attributes that are assigned to, augmented or deleted."""
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         if isinstance(node, (ast.Assign, ast.Delete)):
@@ -19,46 +19,46 @@ def written(tree: ast.AST) -> Iterator[ast.Attribute]:
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
         for target in targets:
-            for each in ast.walk(target):
-                if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
-                    yield each
+            for attribute in ast.walk(target):
+                if isinstance(attribute, ast.Attribute) and not isinstance(attribute.ctx, ast.Load):
+                    yield attribute
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own(tree: ast.AST) -> set[str]:
-    """Private fields of the classes of a file."""
+def own_private_fields(tree: ast.AST) -> set[str]:
+    """Return the fields that the classes of a file define."""
     fields = {
-        each.attr
-        for each in written(tree)
-        if isinstance(each.value, ast.Name) and each.value.id in ("self", "cls")
+        attribute.attr
+        for attribute in written_attributes(tree)
+        if isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    fields.add(line.target.id)
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    fields.add(statement.target.id)
     return fields
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
 def test_no_file_writes_the_private_fields_of_another(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    wrong = [
-        f"line {each.lineno}: {ast.unparse(each)}"
-        for each in written(tree)
-        if is_private(each.attr) and each.attr not in own(tree)
+    violations = [
+        f"line {attribute.lineno}: {ast.unparse(attribute)}"
+        for attribute in written_attributes(tree)
+        if is_private(attribute.attr) and attribute.attr not in own_private_fields(tree)
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_nobody_takes_over_the_whole_of_another() -> None:
-    wrong = [
+def test_no_object_takes_over_the_dict_of_another() -> None:
+    violations = [
         str(file.relative_to(PACKAGE))
         for file in FILES
         if "__dict__.update" in file.read_text(encoding="utf-8")
-        and file.name != "shallow_copy.py"  # whose objects are new
+        and file.name != "shallow_copy.py"  # which fills new objects
     ]
-    assert wrong == []
+    assert violations == []

@@ -1,4 +1,4 @@
-"""What the bound costs in perplexity on the real model: figures measured once, held here."""
+"""Perplexity of bounded sessions on the real model, against measured figures."""
 
 import math
 
@@ -11,7 +11,7 @@ from kvkeep.model import Model
 def perplexity(
     model: Model, budget: int | None, keep: int | None, policy: str, first: int, end: int
 ):
-    """Over tokens `first ... end - 1`, everything before them evaluated as context."""
+    """Return the perplexity of tokens `first` to `end - 1` after all tokens before them."""
     session = model.session(budget, keep, policy)
     scores = session.score(topic_ids(model)[:end])[first:]
     return math.exp(-float(scores.mean()))
@@ -24,8 +24,8 @@ def perplexity(
 def test_perplexity_of_tokens_1024_to_1535(
     smollm2: Model, budget: int | None, keep: int | None, policy: str, expected: float
 ) -> None:
-    found = perplexity(smollm2, budget, keep, policy, 1024, 1536)
-    assert found == pytest.approx(expected, rel=0.02)
+    measured = perplexity(smollm2, budget, keep, policy, 1024, 1536)
+    assert measured == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.slow
@@ -36,16 +36,16 @@ def test_perplexity_of_tokens_1024_to_1535(
 def test_perplexity_of_tokens_1024_to_4095(
     smollm2: Model, budget: int | None, keep: int | None, policy: str, expected: float
 ) -> None:
-    found = perplexity(smollm2, budget, keep, policy, 1024, 4096)
-    assert found == pytest.approx(expected, rel=0.02)
+    measured = perplexity(smollm2, budget, keep, policy, 1024, 4096)
+    assert measured == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.slow
-def test_running_perplexity_does_not_climb_over_20000_tokens(smollm2: Model) -> None:
+def test_running_perplexity_does_not_rise_over_20000_tokens(smollm2: Model) -> None:
     session = smollm2.session(max_kv_size=512)
     scores = session.score(topic_ids(smollm2)[:20_000])[1024:]
-    running = (-scores.cumsum(0) / scores.new_tensor(range(1, len(scores) + 1))).exp()
-    marks = running[4_000 - 1024 :: 2_000]
-    assert float(running[-1]) <= float(running[4_000 - 1024]) * 1.05
-    assert float(marks.max()) <= float(marks[0]) * 1.05
+    running_perplexity = (-scores.cumsum(0) / scores.new_tensor(range(1, len(scores) + 1))).exp()
+    samples = running_perplexity[4_000 - 1024 :: 2_000]
+    assert float(running_perplexity[-1]) <= float(running_perplexity[4_000 - 1024]) * 1.05
+    assert float(samples.max()) <= float(samples[0]) * 1.05
     assert session.cache.cells == 512

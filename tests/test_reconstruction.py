@@ -1,4 +1,4 @@
-"""Scores by repeating the text: against the same thing written naively; what they leave alone."""
+"""KVzip's reconstruction scores, against a naive float64 reference; scoring changes nothing."""
 
 import math
 from dataclasses import replace
@@ -22,19 +22,19 @@ from kvkeep.session.session import Session
 
 MODEL = small_model(sharpness=0.5)
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(900)]
-NEAR = {"rtol": 1e-3, "atol": 1e-3}
+TOLERANCES = {"rtol": 1e-3, "atol": 1e-3}
 
 
-class Dense:
-    """Attention over one text as a whole, in float64, which keeps the shares of each layer."""
+class DenseAttention:
+    """Dense attention over a whole text in float64 that records the weights of each layer."""
 
     def __init__(self, model: Model):
         self.spec = model.spec
         self.network = Network(model.spec, model.decoder.tensors)
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
-        self.shares: list[Tensor] = []  # of each layer [heads, n, n]
-        self.values: list[Tensor] = []  # of each layer [n, heads, head_dim]
-        self.streams: list[Tensor] = []  # what each layer reads, [n, hidden_size]
+        self.shares: list[Tensor] = []  # per layer [heads, n, n]
+        self.values: list[Tensor] = []  # per layer [n, heads, head_dim]
+        self.streams: list[Tensor] = []  # the input of each layer, [n, hidden_size]
 
     def read(self, ids: list[int]) -> None:
         hooked = [replace(layer, attention_norm=self.noted(layer)) for layer in self.network.layers]
@@ -42,7 +42,7 @@ class Dense:
         with torch.inference_mode():
             self.network.forward(torch.tensor(ids), self)
 
-    def noted(self, layer: DecoderLayer) -> Any:
+    def recording_norm(self, layer: DecoderLayer) -> Any:
         def norm(x: Tensor) -> Tensor:
             self.streams.append(x)
             return layer.attention_norm(x)
@@ -62,43 +62,45 @@ class Dense:
 
     def rotated(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        turned = torch.complex(x[..., :half].double(), x[..., half:].double())
+        pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
         angles = torch.arange(len(x)).double()[:, None] * self.frequencies
-        turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1)
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1)
 
 
-def contributions(dense: Dense, layer: int) -> Tensor:
-    """`[heads, n, n]`: shares, times what each projected value is long, by each token's stream."""
-    width, found = dense.spec.head_dim, dense.shares[layer].clone()
+def contributions(dense: DenseAttention, layer: int) -> Tensor:
+    """Return attention weights times the norm of each projected value, divided by the norm of each
+    token's residual stream, `[heads, n, n]`.
+    """
+    width, weights = dense.spec.head_dim, dense.shares[layer].clone()
     weight = dense.network.layers[layer].output.weight.double()
     for head in range(dense.spec.heads):
-        own = weight[:, head * width : (head + 1) * width]
-        found[head] *= (own @ dense.values[layer][:, head].T).norm(dim=0)
-    return found / dense.streams[layer].double().norm(dim=-1)[:, None]
+        head_weight = weight[:, head * width : (head + 1) * width]
+        weights[head] *= (head_weight @ dense.values[layer][:, head].T).norm(dim=0)
+    return weights / dense.streams[layer].double().norm(dim=-1)[:, None]
 
 
-def naively(model: Model, ids: list[int], by: str = "attention") -> Tensor:
-    """`[layers, kv_heads, n]`: each chunk repeated behind the text up to it, all evaluated anew.
+def reference_scores(model: Model, ids: list[int], by: str = "attention") -> Tensor:
+    """Return scores `[layers, kv_heads, n]`: each chunk is repeated after the text up to its end.
 
-    A chunk begins with the last 24 tokens of the one before: of their two scores the larger counts.
+    A chunk begins with the last 24 tokens of the one before; the higher of their two scores counts.
     """
     shape = (model.spec.layers, model.spec.kv_heads, len(ids))
     encode, scores, done = model.text.encode, torch.full(shape, -math.inf), 0
     while done < len(ids):
-        asked, first = encode("\n\nRepeat the previous context exactly.\n\n"), max(0, done - 24)
+        prompt, first = encode("\n\nRepeat the previous context exactly.\n\n"), max(0, done - 24)
         if first:
-            asked = encode("\n\nRepeat the part of the previous context exactly, starting with")
-            asked += ids[first - 8 : first] + encode("\n\n")
-        part = ids[first : first + 512 - len(asked)]
+            prompt = encode("\n\nRepeat the part of the previous context exactly, starting with")
+            prompt += ids[first - 8 : first] + encode("\n\n")
+        part = ids[first : first + 512 - len(prompt)]
         cells = slice(first, first + len(part))
-        dense, begun = Dense(model), cells.stop + len(asked)
-        dense.read(ids[: cells.stop] + asked + part)
+        dense, start = DenseAttention(model), cells.stop + len(prompt)
+        dense.read(ids[: cells.stop] + prompt + part)
         if by == "contribution":
             dense.shares = [contributions(dense, layer) for layer in range(len(dense.shares))]
-        given = torch.stack([s[:, begun - 1 :, cells] for s in dense.shares])
-        most = given.amax(2).unflatten(1, (model.spec.kv_heads, -1)).amax(2)
-        scores[..., cells] = torch.maximum(scores[..., cells], most.log().float())
+        attention_given = torch.stack([s[:, start - 1 :, cells] for s in dense.shares])
+        highest = attention_given.amax(2).unflatten(1, (model.spec.kv_heads, -1)).amax(2)
+        scores[..., cells] = torch.maximum(scores[..., cells], highest.log().float())
         done = cells.stop
     return scores
 
@@ -114,34 +116,38 @@ def scores_of(session: Session) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 5, 430, 900])
-def test_scores_are_the_most_that_any_query_of_the_repeated_text_gives(count: int) -> None:
-    found = scores_of(fed(TEXT[:count]))
-    assert (found.shape, found.dtype) == ((2, 2, count), torch.float32)
-    torch.testing.assert_close(found, naively(MODEL, TEXT[:count]), **NEAR)
+def test_scores_are_the_highest_attention_of_the_repeated_text(count: int) -> None:
+    scores = scores_of(fed(TEXT[:count]))
+    assert (scores.shape, scores.dtype) == ((2, 2, count), torch.float32)
+    torch.testing.assert_close(scores, reference_scores(MODEL, TEXT[:count]), **TOLERANCES)
 
 
 @pytest.mark.parametrize("count", [5, 900])
-def test_by_contribution_they_are_weighed_by_values_and_streams(count: int) -> None:
-    found = reconstruction(fed(TEXT[:count]).core.memory, MODEL.text, by="contribution")
-    torch.testing.assert_close(found, naively(MODEL, TEXT[:count], "contribution"), **NEAR)
+def test_contribution_scores_are_weighted_by_projected_values(count: int) -> None:
+    scores = reconstruction(fed(TEXT[:count]).core.memory, MODEL.text, by="contribution")
+    torch.testing.assert_close(
+        scores, reference_scores(MODEL, TEXT[:count], "contribution"), **TOLERANCES
+    )
 
 
 @pytest.mark.parametrize("by", ["attention", "contribution"])
-def test_scores_of_the_default_model_are_those_of_plain_float32(
+def test_scores_of_the_default_model_are_close_to_float32(
     smollm2: Model, smollm2_fp32: Model, by: ReconstructionScore
 ) -> None:
     ids = topic_ids(smollm2)[:120]
-    wanted = naively(smollm2_fp32, ids, by)
+    expected = reference_scores(smollm2_fp32, ids, by)
     exact = reconstruction(fed(ids, smollm2_fp32).core.memory, smollm2.text, by=by)
-    torch.testing.assert_close(exact, wanted, rtol=0.01, atol=0.02)
-    found = reconstruction(fed(ids, smollm2).core.memory, smollm2.text, by=by)
-    assert (found - wanted).abs().mean() < 0.1  # log of a share, in bfloat16 and by the kernels
-    kept = [x.flatten().topk(x.numel() // 4).indices.tolist() for x in (found, wanted)]
-    assert len(set(kept[0]) & set(kept[1])) > 0.97 * len(kept[0])
+    torch.testing.assert_close(exact, expected, rtol=0.01, atol=0.02)
+    scores = reconstruction(fed(ids, smollm2).core.memory, smollm2.text, by=by)
+    assert (
+        scores - expected
+    ).abs().mean() < 0.1  # log of an attention weight, in bfloat16 and by the kernels
+    kept_indices = [x.flatten().topk(x.numel() // 4).indices.tolist() for x in (scores, expected)]
+    assert len(set(kept_indices[0]) & set(kept_indices[1])) > 0.97 * len(kept_indices[0])
 
 
-def in_one_piece(session: Session) -> None:
-    """Makes one segment of a session's cells: plain ones, rotated to where they are seen."""
+def merge_into_one_segment(session: Session) -> None:
+    """Merge a session's cells into one segment, dequantised and at their edited positions."""
     cache, layout = session.cache, session.cache.layout.plain
     parts = [
         segment.read(0, segment.length)
@@ -152,41 +158,41 @@ def in_one_piece(session: Session) -> None:
     cache.segments = [Segment.from_cells(layout, Cells.concatenate(parts), PositionMap(), False)]
 
 
-def test_cells_of_an_edited_memory_are_scored_where_they_are_seen() -> None:
+def test_cells_of_an_edited_session_are_scored_at_their_edited_positions() -> None:
     session = fed(TEXT[:500])
     session.replace(300, 305, TEXT[700:712])
     session.delete(100, 140)
     assert {segment.map.offset for segment in session.cache.segments} == {0, 7, -33}
-    found = scores_of(session)
-    in_one_piece(session)
-    torch.testing.assert_close(found, scores_of(session), **NEAR)
+    scores = scores_of(session)
+    merge_into_one_segment(session)
+    torch.testing.assert_close(scores, scores_of(session), **TOLERANCES)
 
 
-def test_edited_text_is_repeated_as_it_reads_now() -> None:
+def test_edited_text_is_repeated_in_its_current_form() -> None:
     session = fed(TEXT[:500])
     session.replace(300, 305, TEXT[700:712], recompute="suffix")
     ids = [*TEXT[:300], *TEXT[700:712], *TEXT[305:500]]
-    torch.testing.assert_close(scores_of(session), naively(MODEL, ids), **NEAR)
+    torch.testing.assert_close(scores_of(session), reference_scores(MODEL, ids), **TOLERANCES)
 
 
-@pytest.mark.parametrize("kept", ["8", "4"])
-def test_quantised_cells_are_scored_as_what_they_stand_for(kept: str) -> None:
-    session = fed(TEXT[:300], bits=Bits(kv=kept))
+@pytest.mark.parametrize("kv_bits", ["8", "4"])
+def test_quantised_cells_are_scored_by_their_dequantised_values(kv_bits: str) -> None:
+    session = fed(TEXT[:300], bits=Bits(kv=kv_bits))
     assert session.cache.segments[0].layout.quantised
-    found = scores_of(session)
-    in_one_piece(session)
+    scores = scores_of(session)
+    merge_into_one_segment(session)
     assert not session.cache.segments[0].layout.quantised
-    torch.testing.assert_close(found, scores_of(session), **NEAR)
+    torch.testing.assert_close(scores, scores_of(session), **TOLERANCES)
 
 
-def test_a_memory_without_room_is_scored_all_the_same() -> None:
+def test_a_full_session_is_scored() -> None:
     session = MODEL.session(300, policy="full")
     session.feed(TEXT[:300])
     assert session.room == 0
-    torch.testing.assert_close(scores_of(session), scores_of(fed(TEXT[:300])), **NEAR)
+    torch.testing.assert_close(scores_of(session), scores_of(fed(TEXT[:300])), **TOLERANCES)
 
 
-def test_the_memory_stays_as_it_is() -> None:
+def test_scoring_does_not_change_the_session() -> None:
     session = fed(TEXT)
     session.delete(100, 140)
     before = whole_state(session)
@@ -195,7 +201,7 @@ def test_the_memory_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_it_can_be_interrupted_between_chunks(error: type[BaseException]) -> None:
+def test_scoring_can_be_interrupted_between_chunks(error: type[BaseException]) -> None:
     session, chunks = fed(TEXT), list[int]()
     before = whole_state(session)
 
@@ -210,18 +216,18 @@ def test_it_can_be_interrupted_between_chunks(error: type[BaseException]) -> Non
 
 
 @pytest.mark.parametrize("oldest", [1, 100, 503, 520, len(TEXT)])
-def test_the_oldest_are_scored_without_the_others(oldest: int) -> None:
-    """Whole chunks to the bit, but for what is repeated again; one that ends sooner by itself."""
+def test_the_oldest_cells_are_scored_without_the_others(oldest: int) -> None:
+    """Whole chunks are bit-exact, except the tokens that the next chunk repeats again."""
     session = fed(TEXT)
     part = reconstruction(session.core.memory, MODEL.text, oldest=oldest)
     assert part.shape[-1] == oldest
     chunks = list[int]()
     whole = reconstruction(session.core.memory, MODEL.text, chunks.append)
-    same = chunks[0] - 24 if oldest >= chunks[0] else 0
-    assert torch.equal(part[..., :same], whole[..., :same])
+    shared = chunks[0] - 24 if oldest >= chunks[0] else 0
+    assert torch.equal(part[..., :shared], whole[..., :shared])
 
 
-def test_progress_tells_of_every_cell() -> None:
+def test_progress_counts_every_cell() -> None:
     chunks: list[int] = []
     reconstruction(fed(TEXT).core.memory, MODEL.text, chunks.append)
     assert sum(chunks) == len(TEXT)
@@ -238,6 +244,6 @@ def test_compressed_cells_are_refused() -> None:
     assert list(differences(before, whole_state(session))) == []
 
 
-def test_an_empty_memory_is_refused() -> None:
+def test_an_empty_session_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="a text"):
         scores_of(MODEL.session(policy="full"))

@@ -1,4 +1,4 @@
-"""A build: what is in it, and that it says what it could not build."""
+"""Builds: their contents, and how they report instruction sets that could not be built."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A copy of what a build reads."""
+    """A copy of the files that a build reads."""
     folder = tmp_path / "sources"
     shutil.copytree(
         ROOT / "kvkeep", folder / "kvkeep", ignore=shutil.ignore_patterns("*.so", "built.json")
@@ -35,43 +35,45 @@ def build(sources: Path, *command: str, **environment: str) -> None:
 
 
 def failures(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads((folder / "built.json").read_text())["failures"]
-    return found
+    result: dict[str, str] = json.loads((folder / "built.json").read_text())["failures"]
+    return result
 
 
-def said_by_doctor(sources: Path, home: Path) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("KVKEEP_")}
-    done = subprocess.run(
+def kernel_status_from_doctor(sources: Path, home: Path) -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVKEEP_")}
+    process = subprocess.run(
         [sys.executable, "-m", "kvkeep", "doctor", "--json"],
         cwd=sources,
-        env={**kept, "PYTHONPATH": str(sources), "KVKEEP_HOME": str(home)},
+        env={**environment, "PYTHONPATH": str(sources), "KVKEEP_HOME": str(home)},
         check=True,
         capture_output=True,
     )
-    found: dict[str, str] = json.loads(done.stdout)["kernels"]["against"]
-    return found
+    result: dict[str, str] = json.loads(process.stdout)["kernels"]["against"]
+    return result
 
 
-def test_without_a_compiler_it_builds_and_the_doctor_says_why_there_are_no_kernels(
+def test_a_build_without_a_compiler_succeeds_and_doctor_gives_the_reason(
     sources: Path, tmp_path: Path
 ) -> None:
     build(sources, "build_ext", "--inplace", CC="no-such-compiler", CXX="no-such-compiler")
     compiled = sources / "kvkeep" / "compiled"
     assert not list(compiled.glob("*.so"))
-    why = failures(compiled)
-    assert why["cpu"] == "there is no compiler no-such-compiler"
-    assert set(why.values()) == {why["cpu"]}
-    told = said_by_doctor(sources, tmp_path / "home")
-    assert set(told.values()) == {f"were not built here ({why['cpu']})"}
+    reasons = failures(compiled)
+    assert reasons["cpu"] == "there is no compiler no-such-compiler"
+    assert set(reasons.values()) == {reasons["cpu"]}
+    status = kernel_status_from_doctor(sources, tmp_path / "home")
+    assert set(status.values()) == {f"were not built here ({reasons['cpu']})"}
 
 
-def test_what_a_compiler_does_not_know_is_left_out_in_its_own_words(
+def test_an_instruction_set_that_the_compiler_refuses_is_left_out(
     sources: Path, tmp_path: Path
 ) -> None:
-    """Its flags are changed for ones that none knows; the rest is built."""
+    """Its flags are replaced by unknown ones; everything else is built."""
     text = (sources / "setup.py").read_text()
-    wrong = "NAMES = ['avx2']\nSETS = {'avx2': ['-mno-such-instructions']}\n"
-    (sources / "setup.py").write_text(text.replace("\n\ndef kernels", f"\n{wrong}\n\ndef kernels"))
+    unknown_flags = "NAMES = ['avx2']\nSETS = {'avx2': ['-mno-such-instructions']}\n"
+    (sources / "setup.py").write_text(
+        text.replace("\n\ndef kernels", f"\n{unknown_flags}\n\ndef kernels")
+    )
     build(sources, "bdist_wheel", "--dist-dir", str(tmp_path))
     compiled = sources / "build" / "lib" / "kvkeep" / "compiled"
     if not compiled.exists():
@@ -84,14 +86,14 @@ def test_what_a_compiler_does_not_know_is_left_out_in_its_own_words(
     assert not wheel.name.endswith("-any.whl")
 
 
-def test_sets_that_were_left_out_of_a_build_are_named(sources: Path) -> None:
+def test_instruction_sets_excluded_by_kvkeep_sets_are_reported(sources: Path) -> None:
     build(sources, "build_ext", "--inplace", KVKEEP_SETS="")
-    why = failures(sources / "kvkeep" / "compiled")
-    assert set(why.values()) <= {"KVKEEP_SETS left them out"}
+    reasons = failures(sources / "kvkeep" / "compiled")
+    assert set(reasons.values()) <= {"KVKEEP_SETS left them out"}
     assert (sources / "kvkeep" / "compiled" / "_cpu.so").stat().st_size < 100_000
 
 
-def test_objects_have_nothing_for_debuggers_unless_asked(sources: Path) -> None:
+def test_builds_have_no_debug_info_unless_cflags_request_it(sources: Path) -> None:
     compiled = sources / "kvkeep" / "compiled"
     build(sources, "build_ext", "--inplace", KVKEEP_SETS="")
     assert b".debug_info" not in (compiled / "_cpu.so").read_bytes()
@@ -100,14 +102,14 @@ def test_objects_have_nothing_for_debuggers_unless_asked(sources: Path) -> None:
         assert b".debug_info" in (compiled / "_cpu.so").read_bytes()
 
 
-def test_no_file_that_a_tool_dropped_is_tracked() -> None:
+def test_no_generated_file_is_tracked_by_git() -> None:
     """Caches, crash records and build results are ignored by git, and none was added by force."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
-    listed = ["git", "ls-files", "--cached"]
-    run = {"cwd": ROOT, "check": True, "capture_output": True, "text": True}
-    ignored = subprocess.run([*listed, "--ignored", "--exclude-standard"], **run).stdout  # type: ignore[call-overload]
+    list_command = ["git", "ls-files", "--cached"]
+    options = {"cwd": ROOT, "check": True, "capture_output": True, "text": True}
+    ignored = subprocess.run([*list_command, "--ignored", "--exclude-standard"], **options).stdout  # type: ignore[call-overload]
     assert not ignored.split()
-    tracked = subprocess.run(listed, **run).stdout.splitlines()  # type: ignore[call-overload]
+    tracked = subprocess.run(list_command, **options).stdout.splitlines()  # type: ignore[call-overload]
     hidden = {name.split("/")[0] for name in tracked if name.startswith(".")}
     assert hidden <= {".ci", ".gitignore", ".github"}

@@ -1,4 +1,4 @@
-"""What a type checker tells those who use kvkeep: words that are none are found before they run."""
+"""Type checking code that uses kvkeep: invalid literal arguments are type errors."""
 
 import os
 import subprocess
@@ -30,12 +30,12 @@ BAD = [
 ]
 
 
-def checked(folder: Path, text: str) -> tuple[int, str]:
+def run_mypy(folder: Path, text: str) -> tuple[int, str]:
     file = folder / "uses.py"
     file.write_text(text)
-    # As kvkeep itself is checked, whose results of that are used again.
+    # The same settings and cache as for kvkeep itself, so that its results are reused.
     options = ("--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(CACHE))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "mypy", *options, str(file)],
         env=os.environ | {"MYPYPATH": str(ROOT)},
         capture_output=True,
@@ -43,15 +43,17 @@ def checked(folder: Path, text: str) -> tuple[int, str]:
         check=False,
         cwd=folder,
     )
-    return done.returncode, done.stdout
+    return process.returncode, process.stdout
 
 
-def test_words_are_checked_by_types(tmp_path: Path) -> None:
-    status, said = checked(tmp_path, GOOD)
-    assert status == 0, said
-    assert 'Revealed type is "int"' in said.replace("builtins.", "")
+def test_invalid_literal_arguments_are_type_errors(tmp_path: Path) -> None:
+    status, output = run_mypy(tmp_path, GOOD)
+    assert status == 0, output
+    assert 'Revealed type is "int"' in output.replace("builtins.", "")
     lines = "\n".join(BAD)
-    _, said = checked(tmp_path, f"import kvkeep\n{lines}\n")
-    found = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
-    right = BAD.index('kvkeep.load_model().session(budget="heads")') + 2  # which is a budget
-    assert found == set(range(2, len(BAD) + 2)) - {right}, said
+    _, output = run_mypy(tmp_path, f"import kvkeep\n{lines}\n")
+    lines_with_errors = {
+        int(line.split(":")[1]) for line in output.splitlines() if ": error:" in line
+    }
+    allowed = BAD.index('kvkeep.load_model().session(budget="heads")') + 2  # a valid budget
+    assert lines_with_errors == set(range(2, len(BAD) + 2)) - {allowed}, output

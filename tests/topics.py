@@ -1,4 +1,4 @@
-"""Real text that comes with every Python."""
+"""Real text from the standard library: the help topics of Python."""
 
 from pathlib import Path
 from pydoc_data import topics
@@ -14,7 +14,7 @@ _encoded: dict[Path, list[int]] = {}
 
 
 def topic_ids(model: Model) -> list[int]:
-    """Of all of it: 113,108 tokens of SmolLM2, encoded once."""
+    """Return the tokens of the whole text (113,108 for SmolLM2), encoded once per model."""
     if model.folder not in _encoded:
         _encoded[model.folder] = model.text.encode(topic_text())
     return _encoded[model.folder]

@@ -7,7 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods.some_cells import FREQUENCIES, HEADS, KV_HEADS, LAYERS, PLACES, SCALE, WIDTH, turned
+from methods.candidates import (
+    FREQUENCIES,
+    HEAD_INDICES,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    SCALE,
+    WIDTH,
+    rotated,
+)
 from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Layout, PositionMap, Ragged, Rope, Segment
@@ -17,7 +26,7 @@ from kvkeep.cache.quantised import Quantised, dequantise, quantise, scale_count
 
 ROPE = Rope(FREQUENCIES, torch.device("cpu"))
 LAYOUT = Layout(LAYERS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
-COUNTS = st.lists(st.integers(0, 9), min_size=len(PLACES), max_size=len(PLACES))
+COUNTS = st.lists(st.integers(0, 9), min_size=len(HEAD_INDICES), max_size=len(HEAD_INDICES))
 FIRST_ALL, ONE, NONE_OF_A_LAYER = [9, 0, 0, 0], [0, 0, 1, 0], [0, 0, 5, 3]
 SOME = [[3, 0, 4, 2], [1, 1, 1, 1], FIRST_ALL, ONE, NONE_OF_A_LAYER]
 
@@ -38,7 +47,7 @@ Lists = dict[tuple[int, int], list[Listed]]
 def random_lists(counts: list[int], seed: int = 0) -> Lists:
     random = torch.Generator().manual_seed(seed)
     found: Lists = {}
-    for place, count in zip(PLACES, counts, strict=True):
+    for place, count in zip(HEAD_INDICES, counts, strict=True):
         keys, values = (torch.randn(count, WIDTH, generator=random) for _ in range(2))
         positions = torch.randint(1, 5, (count,), generator=random).cumsum(0).tolist()
         biases = torch.randn(count, generator=random).tolist()
@@ -60,7 +69,7 @@ def one_head(cells: list[Listed]) -> Cells:
 
 
 def ragged(found: Lists) -> Ragged:
-    return Ragged.from_heads([one_head(found[place]) for place in PLACES], LAYERS)
+    return Ragged.from_heads([one_head(found[place]) for place in HEAD_INDICES], LAYERS)
 
 
 def require_equal(cells: Ragged, found: Lists) -> None:
@@ -70,12 +79,12 @@ def require_equal(cells: Ragged, found: Lists) -> None:
     ]
     total = sum(map(len, found.values()))
     assert cells.total == total
-    assert len(cells) == math.ceil(total / len(PLACES))
+    assert len(cells) == math.ceil(total / len(HEAD_INDICES))
     assert cells.serials.tolist() == [NO_TOKEN] * len(cells)
     assert cells.max_count == max(map(len, found.values()))
     seen = {(layer, head): own for layer, head, own in cells.heads()}
-    assert list(seen) == PLACES
-    for place in PLACES:
+    assert list(seen) == HEAD_INDICES
+    for place in HEAD_INDICES:
         expected, own = one_head(found[place]), seen[place]
         assert len(own) == len(found[place])
         assert own.bias is not None
@@ -87,8 +96,8 @@ def require_equal(cells: Ragged, found: Lists) -> None:
 
 def even(count: int, seed: int = 0) -> tuple[Cells, Lists]:
     """Compressed cells of equal counts, and the lists of them."""
-    found = random_lists([count] * len(PLACES), seed)
-    heads = [one_head(found[place]) for place in PLACES]
+    found = random_lists([count] * len(HEAD_INDICES), seed)
+    heads = [one_head(found[place]) for place in HEAD_INDICES]
 
     def shaped(x: list[Tensor]) -> Tensor:
         return torch.cat(x).view(LAYERS, KV_HEADS, *x[0].shape[2:])
@@ -125,7 +134,7 @@ def test_selected_cells_stay_in_their_head_and_order(
     found = random_lists(counts)
     mask = data.draw(st.lists(st.booleans(), min_size=sum(counts), max_size=sum(counts)))
     left = iter(mask)
-    expected = {place: [c for c in found[place] if next(left)] for place in PLACES}
+    expected = {place: [c for c in found[place] if next(left)] for place in HEAD_INDICES}
     cells = ragged(found)
     require_equal(cells.select(torch.tensor(mask, dtype=torch.bool)), expected)
     require_equal(cells, found)  # the source is unchanged
@@ -135,13 +144,13 @@ def test_selected_cells_stay_in_their_head_and_order(
 def test_cells_are_concatenated_head_by_head(parts: list[list[int]], count: int) -> None:
     found = [random_lists(counts, seed) for seed, counts in enumerate(parts)]
     plain, plain_lists = even(count, 77)
-    expected = {place: [c for part in found for c in part[place]] for place in PLACES}
+    expected = {place: [c for part in found for c in part[place]] for place in HEAD_INDICES}
     require_equal(Ragged.concatenate([ragged(part) for part in found]), expected)
-    after = {place: expected[place] + plain_lists[place] for place in PLACES}
+    after = {place: expected[place] + plain_lists[place] for place in HEAD_INDICES}
     joined = Cells.concatenate([*map(ragged, found), plain])  # of both kinds
     assert isinstance(joined, Ragged)
     require_equal(joined, after)
-    before = {place: plain_lists[place] + expected[place] for place in PLACES}
+    before = {place: plain_lists[place] + expected[place] for place in HEAD_INDICES}
     joined = Cells.concatenate([plain, *map(ragged, found)])
     assert isinstance(joined, Ragged)
     require_equal(joined, before)
@@ -155,7 +164,7 @@ def test_shifted_cells_are_rotated_in_every_head(counts: list[int], by: int) -> 
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
             assert int(own.positions[0, 0, index]) == cell.position + by
-            expected = turned(cell.key, by)
+            expected = rotated(cell.key, by)
             assert (own.keys[0, 0, index].double() - expected).abs().max() <= 1e-5
             assert torch.equal(own.values[0, 0, index], cell.value)
 
@@ -167,7 +176,7 @@ def test_each_cell_can_be_shifted_by_its_own_number() -> None:
     assert isinstance(moved, Ragged)
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
-            expected = turned(cell.key, next(numbers))
+            expected = rotated(cell.key, next(numbers))
             assert (own.keys[0, 0, index].double() - expected).abs().max() <= 1e-5
 
 
@@ -226,7 +235,7 @@ def test_nbytes_counts_the_cells_that_exist(bits: int, counts: list[int]) -> Non
     if bits < 16:
         vector = WIDTH * bits // 8 + scale_count(WIDTH, bits) * SCALE_DTYPE.itemsize
     each = 2 * vector + 8 + 4  # a key, a value, a position, a bias
-    own = 8 * len(PLACES)  # the counts of the heads
+    own = 8 * len(HEAD_INDICES)  # the counts of the heads
     assert ragged(random_lists(counts)).in_layout(layout).nbytes == sum(counts) * each + own
 
 
@@ -281,7 +290,7 @@ def test_a_segment_of_ragged_cells_is_read_and_moved_whole() -> None:
     read = segment.read(0, 3)
     assert isinstance(read, Ragged)
     require_equal(read, found)
-    positions = [c.position for place in PLACES for c in found[place]]
+    positions = [c.position for place in HEAD_INDICES for c in found[place]]
     assert segment.positions().tolist() == positions
     before = segment.block.slots
     segment.compact()

@@ -1,4 +1,4 @@
-"""Files that commands write are whole, and refused before the work if they cannot be written."""
+"""Atomic writes: files are complete or absent, and unwritable paths are refused in advance."""
 
 import json
 import os
@@ -32,14 +32,14 @@ def test_a_written_file_replaces_the_old_one_and_nothing_else(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["missing/report.json", ".", "file/report.json"])
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InvalidArgument):
         check_writable(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -54,12 +54,12 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
     file = tmp_path / "report.json"
     file.write_text("old")
     with pytest.raises(ZeroDivisionError), atomic_writer(file) as out:
-        out.writelines(b"%d" % (1 // left) for left in (2, 1, 0))
+        out.writelines(b"%d" % (1 // divisor) for divisor in (2, 1, 0))
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_nothing_is_seen_of_a_file_before_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     with atomic_writer(file) as out:
         out.write(b"half")
@@ -69,25 +69,25 @@ def test_nothing_is_seen_of_a_file_before_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_sweep_removes_stale_temporaries_and_not_those_in_use(tmp_path: Path) -> None:
-    left = tmp_path / f"{TEMPORARY}0123456789abcdef.json"
-    left.write_text("half")
+    stale = tmp_path / f"{TEMPORARY}0123456789abcdef.json"
+    stale.write_text("half")
     with atomic_writer(tmp_path / "report.json") as out:
-        assert not left.exists()
-        left.write_text("half")
-        assert sweep_temporaries(tmp_path) == [left]
+        assert not stale.exists()
+        stale.write_text("half")
+        assert sweep_temporaries(tmp_path) == [stale]
         out.write(b"whole")
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-@pytest.mark.parametrize("place", ["folder", "pipe"])
-def test_what_is_no_file_is_never_replaced(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("name", ["folder", "pipe"])
+def test_pipes_and_folders_are_never_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a regular file"), atomic_writer(tmp_path / place):
-        raise AssertionError("nothing is to be written")
+    with pytest.raises(OSError, match="not a regular file"), atomic_writer(tmp_path / name):
+        raise AssertionError("the body must not run")
 
 
-def test_json_that_no_other_reader_would_take_is_not_written(tmp_path: Path) -> None:
+def test_invalid_json_values_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "report.json", {"rate": float("nan")})
     write_json(tmp_path / "report.json", {"rate": 1.5})

@@ -1,4 +1,4 @@
-"""A folder is there with all of its files, or not at all."""
+"""Atomic folders: a folder appears with all of its files, or not at all."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ def test_a_folder_appears_with_all_of_its_files(tmp_path: Path) -> None:
     assert names(tmp_path) == ["model", "model/part", "model/part/weights"]
 
 
-def test_a_new_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_a_new_folder_replaces_the_old_one(tmp_path: Path) -> None:
     for content in ("old", "new"):
         with atomic_folder(tmp_path / "model") as folder:
             (folder / content).write_text(content)
     assert names(tmp_path) == ["model", "model/new"]
 
 
-def test_a_folder_that_could_not_be_filled_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failure_while_filling_leaves_the_old_folder(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "model") as folder:
         (folder / "old").write_text("old")
     with pytest.raises(FileNotFoundError), atomic_folder(tmp_path / "model") as folder:
@@ -34,11 +34,11 @@ def test_a_folder_that_could_not_be_filled_leaves_the_old_one(tmp_path: Path) ->
     assert names(tmp_path) == ["model", "model/old"]
 
 
-def test_what_the_dead_left_is_swept(tmp_path: Path) -> None:
+def test_partial_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "model") as folder:
         (folder / "weights").write_text("some")
-    for left in ("other.partial", "other.old.partial"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "weights").write_text("half")
+    for stale in ("other.partial", "other.old.partial"):
+        (tmp_path / stale).mkdir()
+        (tmp_path / stale / "weights").write_text("half")
     sweep_partial_folders(tmp_path)
     assert names(tmp_path) == ["model", "model/weights"]

@@ -1,4 +1,4 @@
-"""Many damaged inputs through one reader: a typed error, or the right thing, in bounded time."""
+"""Run a reader on many damaged inputs: it must succeed or raise a typed error, in bounded time."""
 
 import faulthandler
 import os
@@ -11,30 +11,34 @@ import psutil
 
 from kvkeep.errors import KvkeepError
 
-# Of each kind of damage to each format. `make fuzz` sets it to 100,000 a format.
+# The number of inputs of each format. `make fuzz` sets it to 100,000.
 COUNT = int(os.environ.get("KVKEEP_FUZZ", "0"))
-FEW = 150
-_SECONDS = 120  # for one input; thousands of times what one takes
-_BYTES = 6 << 30  # of address space beyond what is taken already
+DEFAULT_COUNT = 150
+_TIMEOUT_SECONDS = 120  # for one input, which normally takes milliseconds
+_MEMORY_BYTES = 6 << 30  # of address space beyond the current use
 
 
 def fuzz(read: Callable[[Random], object], seed: int, share: int = 1) -> Counter[str]:
-    """Calls `read` many times, each time with a generator of its own, by whose seed it is found.
+    """Call `read` many times, each time with a new generator whose seed an error message names.
 
-    read: damages an input and reads it. share: kinds of damage that the format's inputs go to.
-    Returns how often which typed error came, and "read" where none did.
+    read: damages an input with the generator and reads it. share: the number of tests that split
+    the inputs of the format among them.
+    Returns how often each typed error was raised, and under "read" how often none was.
+    Raises AssertionError at any other exception.
     """
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _BYTES, hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _MEMORY_BYTES, hard)
+    )
     try:
-        for number in range(COUNT // share or FEW):
-            faulthandler.dump_traceback_later(_SECONDS, exit=True)
+        for number in range(COUNT // share or DEFAULT_COUNT):
+            faulthandler.dump_traceback_later(_TIMEOUT_SECONDS, exit=True)
             try:
                 read(Random(seed * 10_000_000 + number))
-                found["read"] += 1
+                outcomes["read"] += 1
             except KvkeepError as error:
-                found[type(error).__name__] += 1
+                outcomes[type(error).__name__] += 1
             except BaseException as error:
                 raise AssertionError(
                     f"input {number} of seed {seed}: {type(error).__name__}: {error}"
@@ -42,4 +46,4 @@ def fuzz(read: Callable[[Random], object], seed: int, share: int = 1) -> Counter
     finally:
         faulthandler.cancel_dump_traceback_later()
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    return found
+    return outcomes

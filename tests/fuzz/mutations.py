@@ -1,4 +1,4 @@
-"""Files as nobody meant them: a whole one with a few bytes, or a few values, changed."""
+"""Mutations of valid files: a few bytes or a few JSON values changed."""
 
 import copy
 import json
@@ -41,48 +41,48 @@ VALUES: tuple[Any, ...] = (
 _NUMBERS = (0, 1, -1, 2, 0x7F, 0x80, 0xFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def bytes_changed(data: bytes, random: Random) -> bytes:
-    """One to four places changed: bits, bytes, numbers, stretches; cut short or made longer."""
+def mutate_bytes(data: bytes, random: Random) -> bytes:
+    """Flip, overwrite, truncate, remove, repeat or append bytes, one to four times."""
     changed = bytearray(data)
     for _ in range(random.randint(1, 4)):
         random.choice(_BYTE_CHANGES)(changed, random)
     return bytes(changed)
 
 
-def _at(data: bytearray, random: Random) -> int:
-    """Somewhere; half of the time near the beginning, where the structure is."""
+def _random_offset(data: bytearray, random: Random) -> int:
+    """Return a random offset, half of the time in the first 2,000 bytes, where headers are."""
     end = len(data) if random.random() < 0.5 else min(len(data), 2000)
     return random.randrange(end) if end else 0
 
 
 def _flip(data: bytearray, random: Random) -> None:
     if data:
-        data[_at(data, random)] ^= 1 << random.randrange(8)
+        data[_random_offset(data, random)] ^= 1 << random.randrange(8)
 
 
-def _byte(data: bytearray, random: Random) -> None:
+def _overwrite_byte(data: bytearray, random: Random) -> None:
     if data:
-        data[_at(data, random)] = random.choice((0, 1, 0x20, 0x22, 0x7B, 0x7D, 0xFF))
+        data[_random_offset(data, random)] = random.choice((0, 1, 0x20, 0x22, 0x7B, 0x7D, 0xFF))
 
 
-def _number(data: bytearray, random: Random) -> None:
-    at, size = _at(data, random), random.choice((2, 4, 8))
+def _overwrite_number(data: bytearray, random: Random) -> None:
+    offset, size = _random_offset(data, random), random.choice((2, 4, 8))
     value = random.choice(_NUMBERS) % (1 << 8 * size)
-    data[at : at + size] = value.to_bytes(size, "little")
+    data[offset : offset + size] = value.to_bytes(size, "little")
 
 
 def _cut(data: bytearray, random: Random) -> None:
-    del data[_at(data, random) :]
+    del data[_random_offset(data, random) :]
 
 
 def _remove(data: bytearray, random: Random) -> None:
-    at = _at(data, random)
-    del data[at : at + random.randint(1, 40)]
+    offset = _random_offset(data, random)
+    del data[offset : offset + random.randint(1, 40)]
 
 
 def _repeat(data: bytearray, random: Random) -> None:
-    at = _at(data, random)
-    data[at:at] = data[at : at + random.randint(1, 40)]
+    offset = _random_offset(data, random)
+    data[offset:offset] = data[offset : offset + random.randint(1, 40)]
 
 
 def _append(data: bytearray, random: Random) -> None:
@@ -91,8 +91,8 @@ def _append(data: bytearray, random: Random) -> None:
 
 _BYTE_CHANGES: tuple[Callable[[bytearray, Random], None], ...] = (
     _flip,
-    _byte,
-    _number,
+    _overwrite_byte,
+    _overwrite_number,
     _cut,
     _remove,
     _repeat,
@@ -100,33 +100,34 @@ _BYTE_CHANGES: tuple[Callable[[bytearray, Random], None], ...] = (
 )
 
 
-def json_changed(value: Any, random: Random) -> Any:
-    """One to three values within a JSON value replaced, removed, or put in another's place."""
+def mutate_json(value: Any, random: Random) -> Any:
+    """Replace, remove or copy one to three values within a JSON value."""
     changed = copy.deepcopy(value)
     for _ in range(random.randint(1, 3)):
-        places = list(_places(changed))
-        holder, key = random.choice(places)
+        slots = list(_slots(changed))
+        holder, key = random.choice(slots)
         kind = random.randrange(8)
         if kind == 0:
             del holder[key]
         elif kind == 1:
-            other, there = random.choice(places)
-            holder[key] = copy.deepcopy(other[there])
+            other_holder, other_key = random.choice(slots)
+            holder[key] = copy.deepcopy(other_holder[other_key])
         elif kind == 2 and isinstance(holder[key], int):
             holder[key] += random.choice((-1, 1, 64, -64, 0.5))
         else:
             holder[key] = copy.deepcopy(random.choice(VALUES))
-        if not list(_places(changed)):
+        if not list(_slots(changed)):
             break
     return changed
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the container and the key or index of every value within a JSON value."""
     if isinstance(value, (dict, list)):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
-            yield from _places(value[key])
+            yield from _slots(value[key])
 
 
-def as_json(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     return json.dumps(value).encode()

@@ -1,6 +1,6 @@
-"""A kvkeep file taken apart and sealed again: whatever is in it, its checksums are right.
+"""Take kvkeep files apart and assemble them with correct checksums, whatever they contain.
 
-Written from docs/snapshot-format.md alone, so that it shares no mistake with the reader.
+Written from docs/snapshot-format.md alone, so that it shares no mistakes with the reader.
 """
 
 import json
@@ -10,14 +10,18 @@ from random import Random
 from typing import Any
 
 from blake3 import blake3
-from fuzz.mutations import bytes_changed, json_changed
+from fuzz.mutations import mutate_bytes, mutate_json
 
-_BLANK = "0" * 64
+_BLANK_CHECKSUM = "0" * 64
 
 
 @dataclass
-class Opened:
-    """document: JSON values. entries: of tensors, by name. data: theirs, all in a row."""
+class FileParts:
+    """The parts of a file.
+
+    document: the JSON document. entries: the header's entries of tensors, by name. data: the bytes
+    of all tensors.
+    """
 
     kind: str
     version: str
@@ -26,23 +30,23 @@ class Opened:
     data: bytearray
 
 
-def opened(file: bytes) -> Opened:
+def take_apart(file: bytes) -> FileParts:
     (length,) = struct.unpack("<Q", file[:8])
     entries = json.loads(file[8 : 8 + length])
     metadata = entries.pop("__metadata__")
     document = json.loads(metadata["document"])
     data = bytearray(file[8 + length :])
-    return Opened(metadata["kvkeep"], metadata["version"], document, entries, data)
+    return FileParts(metadata["kvkeep"], metadata["version"], document, entries, data)
 
 
-def sealed(parts: Opened) -> bytes:
+def assemble(parts: FileParts) -> bytes:
     checksums = {}
     for name, entry in parts.entries.items() if isinstance(parts.entries, dict) else ():
         checksums[name] = _checksum(entry, parts.data)
     metadata = {
         "kvkeep": parts.kind,
         "version": parts.version,
-        "checksum": _BLANK,
+        "checksum": _BLANK_CHECKSUM,
         "checksums": json.dumps(checksums),
         "document": json.dumps(parts.document),
     }
@@ -51,7 +55,7 @@ def sealed(parts: Opened) -> bytes:
     text += b" " * (-(8 + len(text)) % 64)
     start = struct.pack("<Q", len(text))
     digest = blake3(start + text).hexdigest().encode()
-    return start + text.replace(_BLANK.encode(), digest, 1) + bytes(parts.data)
+    return start + text.replace(_BLANK_CHECKSUM.encode(), digest, 1) + bytes(parts.data)
 
 
 def _checksum(entry: Any, data: bytearray) -> str:
@@ -59,29 +63,30 @@ def _checksum(entry: Any, data: bytearray) -> str:
         first, last = entry["data_offsets"]
         return blake3(bytes(data[first:last])).hexdigest()
     except (TypeError, ValueError, KeyError):
-        return _BLANK
+        return _BLANK_CHECKSUM
 
 
-def tensors_changed(parts: Opened, random: Random) -> None:
-    """Some bytes within one tensor: a token, a serial, a position, a bias, a key."""
+def mutate_tensor(parts: FileParts, random: Random) -> None:
+    """Change some bytes within one tensor: tokens, serials, positions, biases or keys."""
     name = random.choice([n for n in parts.entries if not n.startswith("padding.")])
     first, last = parts.entries[name]["data_offsets"]
-    changed = bytes_changed(bytes(parts.data[first:last]), random)[: last - first]
-    parts.data[first : first + len(changed)] = changed
+    new_bytes = mutate_bytes(bytes(parts.data[first:last]), random)[: last - first]
+    parts.data[first : first + len(new_bytes)] = new_bytes
 
 
-def resealed(file: bytes, random: Random) -> bytes:
-    """The file as somebody would write it who knows the format, and not what belongs in it."""
-    parts = opened(file)
+def mutate_and_seal(file: bytes, random: Random) -> bytes:
+    """Change the content of a file and give it correct checksums."""
+    parts = take_apart(file)
     kind = random.randrange(4)
     if kind == 0:
-        parts.entries = json_changed(parts.entries, random)
+        parts.entries = mutate_json(parts.entries, random)
     elif kind == 1:
-        tensors_changed(parts, random)
+        mutate_tensor(parts, random)
     else:
-        parts.document = json_changed(parts.document, random)
-    return sealed(parts)
+        parts.document = mutate_json(parts.document, random)
+    return assemble(parts)
 
 
-def changed(file: bytes, random: Random) -> bytes:
-    return bytes_changed(file, random) if random.random() < 0.2 else resealed(file, random)
+def mutate(file: bytes, random: Random) -> bytes:
+    """Change a file: the raw bytes one time in five, otherwise its content under new checksums."""
+    return mutate_bytes(file, random) if random.random() < 0.2 else mutate_and_seal(file, random)

@@ -1,4 +1,4 @@
-"""GGUF files, config.json, generation_config.json, safetensors headers: damaged at random."""
+"""Fuzz tests of GGUF files, config.json, generation_config.json, safetensors and tokenizers."""
 
 import json
 import struct
@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from fuzz.fuzzing import fuzz
-from fuzz.mutations import as_json, bytes_changed, json_changed
+from fuzz.mutations import json_bytes, mutate_bytes, mutate_json
 from small import write_small_folder
 from tiny_gguf import tiny_llama, write_gguf
 
@@ -97,11 +97,11 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", model).read_bytes()
 
 
-def test_a_damaged_gguf_is_refused_or_means_what_it_says(gguf: bytes, tmp_path: Path) -> None:
+def test_a_damaged_gguf_loads_or_raises_bad_model_file(gguf: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
 
     def read(random: Random) -> None:
-        path.write_bytes(bytes_changed(gguf, random))
+        path.write_bytes(mutate_bytes(gguf, random))
         file = GgufFile.open(path)
         config = config_from_gguf(file)
         spec = spec_from_config(config, {}, path)
@@ -110,69 +110,69 @@ def test_a_damaged_gguf_is_refused_or_means_what_it_says(gguf: bytes, tmp_path: 
         check_tensors(spec, decoder_shapes(spec, shapes), path)
         build_tokenizer(file)
 
-    found = fuzz(read, seed=1)
-    assert found["BadModelFile"]
+    outcomes = fuzz(read, seed=1)
+    assert outcomes["BadModelFile"]
 
 
 @pytest.mark.parametrize("rope", range(len(ROPE)))
-def test_a_config_of_other_values_is_refused_or_means_what_it_says(
+def test_a_config_with_changed_values_loads_or_raises_bad_model_file(
     rope: int, tmp_path: Path
 ) -> None:
     def read(random: Random) -> None:
         config = {**CONFIG, "architectures": [random.choice(list(FAMILIES))]}
         config[random.choice(("rope_scaling", "rope_parameters"))] = ROPE[rope]
-        both = json_changed({"config": config, "generation": {"eos_token_id": 2}}, random)
+        files = mutate_json({"config": config, "generation": {"eos_token_id": 2}}, random)
         for name in ("config", "generation"):
             file = tmp_path / ("config.json" if name == "config" else "generation_config.json")
-            file.write_bytes(as_json(both.get(name)))
+            file.write_bytes(json_bytes(files.get(name)))
         spec = read_spec(tmp_path)
         shapes = {"model.norm.weight": (64,), "model.layers.0.self_attn.qkv_proj.weight": (9, 64)}
         check_tensors(spec, decoder_shapes(spec, shapes), tmp_path)
 
-    found = fuzz(read, seed=2 + rope, share=2 * len(ROPE))
-    assert found["BadModelFile"]
+    outcomes = fuzz(read, seed=2 + rope, share=2 * len(ROPE))
+    assert outcomes["BadModelFile"]
 
 
-def test_a_config_of_other_bytes_is_refused_or_means_what_it_says(tmp_path: Path) -> None:
-    plain = as_json({**CONFIG, "rope_scaling": ROPE[2]})
+def test_a_config_with_changed_bytes_loads_or_raises_bad_model_file(tmp_path: Path) -> None:
+    original = json_bytes({**CONFIG, "rope_scaling": ROPE[2]})
 
     def read(random: Random) -> None:
-        (tmp_path / "config.json").write_bytes(bytes_changed(plain, random))
+        (tmp_path / "config.json").write_bytes(mutate_bytes(original, random))
         read_spec(tmp_path)
 
     assert fuzz(read, seed=6, share=2)["BadModelFile"]
 
 
-def test_weights_of_other_bytes_are_refused_or_what_was_asked_for(tmp_path: Path) -> None:
+def test_damaged_weights_load_or_raise_bad_model_file(tmp_path: Path) -> None:
     folder = write_small_folder(tmp_path / "model")
     spec = read_spec(folder)
     file = folder / "model.safetensors"
-    plain = file.read_bytes()
-    (length,) = struct.unpack("<Q", plain[:8])
-    header = json.loads(plain[8 : 8 + length])
+    original = file.read_bytes()
+    (length,) = struct.unpack("<Q", original[:8])
+    header = json.loads(original[8 : 8 + length])
 
     def read(random: Random) -> None:
         if random.random() < 0.5:
-            file.write_bytes(bytes_changed(plain, random))
+            file.write_bytes(mutate_bytes(original, random))
         else:
-            text = as_json(json_changed(header, random))
-            file.write_bytes(struct.pack("<Q", len(text)) + text + plain[8 + length :])
+            text = json_bytes(mutate_json(header, random))
+            file.write_bytes(struct.pack("<Q", len(text)) + text + original[8 + length :])
         check_tensors(spec, read_shapes(folder), folder)
 
     assert fuzz(read, seed=7)["BadModelFile"]
 
 
-def test_a_tokenizer_of_other_bytes_is_refused_or_encodes(tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_encodes_or_raises_bad_model_file(tmp_path: Path) -> None:
     folder = write_small_folder(tmp_path / "model")
-    plain = json.loads((folder / "tokenizer.json").read_text())
-    plain["model"]["vocab"] = dict(list(plain["model"]["vocab"].items())[:40])
+    original = json.loads((folder / "tokenizer.json").read_text())
+    original["model"]["vocab"] = dict(list(original["model"]["vocab"].items())[:40])
 
     def read(random: Random) -> None:
-        text = as_json(plain)
+        text = json_bytes(original)
         changed = (
-            bytes_changed(text, random)
+            mutate_bytes(text, random)
             if random.random() < 0.5
-            else as_json(json_changed(plain, random))
+            else json_bytes(mutate_json(original, random))
         )
         (folder / "tokenizer.json").write_bytes(changed)
         codec = TextCodec.open(folder)

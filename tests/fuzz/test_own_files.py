@@ -1,12 +1,12 @@
-"""Prefix blocks and calibrations: damaged, and made by somebody who seals them well."""
+"""Fuzz tests of prefix blocks and calibrations: damaged bytes, and wrong content with checksums."""
 
 import itertools
 from pathlib import Path
 from random import Random
 
 from fuzz.fuzzing import fuzz
-from fuzz.mutations import bytes_changed
-from fuzz.sealed import changed
+from fuzz.mutations import mutate_bytes
+from fuzz.sealed import mutate
 from small import small_model
 
 from kvkeep import PrefixStore, calibrate, load_calibration
@@ -15,37 +15,37 @@ MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 
 
-def test_a_prefix_block_is_there_or_not(tmp_path: Path) -> None:
-    store, numbers = PrefixStore(tmp_path), itertools.count()
+def test_a_damaged_prefix_block_is_a_hit_or_a_miss(tmp_path: Path) -> None:
+    store, counter = PrefixStore(tmp_path), itertools.count()
     MODEL.session(512, store=store).feed(TEXT)
     (path,) = tmp_path.glob("*.kvblock")
-    plain = path.read_bytes()
-    whole = MODEL.session(512)
-    whole.feed(TEXT)
+    original = path.read_bytes()
+    without_store = MODEL.session(512)
+    without_store.feed(TEXT)
 
     def read(random: Random) -> None:
-        if next(numbers) % 2:
-            path.write_bytes(changed(plain, random))
+        if next(counter) % 2:
+            path.write_bytes(mutate(original, random))
         else:
-            path.write_bytes(bytes_changed(plain, random))
-        found = store.find(MODEL.fingerprint, TEXT)
-        assert found.tokens in (0, 256)
+            path.write_bytes(mutate_bytes(original, random))
+        match = store.find(MODEL.fingerprint, TEXT)
+        assert match.tokens in (0, 256)
 
     fuzz(read, 30)
-    path.write_bytes(bytes_changed(plain, Random(0)))
+    path.write_bytes(mutate_bytes(original, Random(0)))
     session = MODEL.session(512, store=store)
     assert session.feed(TEXT).reused == 0
-    assert session.logits.equal(whole.logits)
+    assert session.logits.equal(without_store.logits)
 
 
-def test_a_calibration_is_of_this_model_or_refused(tmp_path: Path) -> None:
+def test_a_damaged_calibration_loads_or_is_refused(tmp_path: Path) -> None:
     model = small_model(max_positions=128)
     path = tmp_path / "c.kvkeep"
     calibrate(model, TEXT).save(path)
-    plain = path.read_bytes()
+    original = path.read_bytes()
 
     def read(random: Random) -> None:
-        path.write_bytes(changed(plain, random))
+        path.write_bytes(mutate(original, random))
         load_calibration(path, model)
 
     assert fuzz(read, 31)["CorruptFile"]

@@ -1,4 +1,4 @@
-"""Snapshots: damaged, and made by somebody who seals them well."""
+"""Fuzz tests of snapshots: damaged bytes, and wrong content with correct checksums."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from fuzz.fuzzing import fuzz
-from fuzz.sealed import changed, opened, sealed
+from fuzz.sealed import assemble, mutate, take_apart
 from small import small_model
 
 from kvkeep import Session, Snapshot
@@ -65,8 +65,8 @@ def grouped() -> Session:
 
 
 SESSIONS: dict[str, Callable[[], Session]] = {
-    each.__name__: each
-    for each in (
+    constructor.__name__: constructor
+    for constructor in (
         wrapped,
         edited,
         archived,
@@ -79,16 +79,16 @@ SESSIONS: dict[str, Callable[[], Session]] = {
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_snapshot_goes_on_or_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_continues_or_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
     SESSIONS[name]().snapshot().save(path)
-    plain = path.read_bytes()
-    assert opened(sealed(opened(plain))) == opened(plain)
-    path.write_bytes(sealed(opened(plain)))
-    MODEL.restore(Snapshot.load(path))  # the seal is right: what is refused is what was changed
+    original = path.read_bytes()
+    assert take_apart(assemble(take_apart(original))) == take_apart(original)
+    path.write_bytes(assemble(take_apart(original)))
+    MODEL.restore(Snapshot.load(path))  # the assembled file itself is valid
 
     def read(random: Random) -> None:
-        path.write_bytes(changed(plain, random))
+        path.write_bytes(mutate(original, random))
         session = MODEL.restore(Snapshot.load(path))
         session.feed(TEXT[:3])
         session.rewind(1)
@@ -96,5 +96,5 @@ def test_a_snapshot_goes_on_or_is_refused(name: str, tmp_path: Path) -> None:
         session.snapshot().save(tmp_path / "b.kvkeep")
         MODEL.restore(Snapshot.load(tmp_path / "b.kvkeep"))
 
-    found = fuzz(read, 20 + list(SESSIONS).index(name), share=len(SESSIONS))
-    assert found["CorruptFile"]
+    outcomes = fuzz(read, 20 + list(SESSIONS).index(name), share=len(SESSIONS))
+    assert outcomes["CorruptFile"]

@@ -1,24 +1,24 @@
-"""What each eviction keeps, against its score written as loops."""
+"""The scores of each eviction method, against the same written as loops."""
 
 import math
 
 import pytest
 import torch
-from methods.some_cells import (
+from methods.candidates import (
     FREQUENCIES,
+    HEAD_INDICES,
     KV_HEADS,
-    PLACES,
     WIDTH,
+    attention_shares,
     bias_of,
-    highest,
-    shares,
-    some_cells,
+    highest_scores,
+    random_candidates,
 )
 
 from kvkeep.compression.methods import Candidates, Eviction, Random, make_method
 
 COUNT = 60
-MADE = {"as-fed": False, "compressed": True}
+COMPRESSED = {"as-fed": False, "compressed": True}
 
 
 def score(name: str, candidates: Candidates) -> torch.Tensor:
@@ -28,81 +28,103 @@ def score(name: str, candidates: Candidates) -> torch.Tensor:
 
 
 def require_score(name: str, candidates: Candidates, expected: dict) -> None:
-    found = score(name, candidates)
-    kept = make_method(name).compress(candidates, 9).cells.positions
-    for place in PLACES:
-        assert found[place].tolist() == pytest.approx(expected[place], rel=1e-3, abs=1e-5)
-        which = highest(expected[place], 9)
-        assert kept[place].tolist() == candidates.positions[place][which].tolist()
+    result = score(name, candidates)
+    kept_positions = make_method(name).compress(candidates, 9).cells.positions
+    for head_index in HEAD_INDICES:
+        assert result[head_index].tolist() == pytest.approx(
+            expected[head_index], rel=1e-3, abs=1e-5
+        )
+        indices = highest_scores(expected[head_index], 9)
+        assert (
+            kept_positions[head_index].tolist()
+            == candidates.positions[head_index][indices].tolist()
+        )
 
 
 def norm(x: list[float]) -> float:
     return math.sqrt(sum(a * a for a in x))
 
 
-@pytest.mark.parametrize("compressed", MADE.values(), ids=MADE)
-def test_knorm_keeps_keys_of_a_small_norm(compressed: bool) -> None:
-    candidates = some_cells(COUNT, compressed=compressed)
+@pytest.mark.parametrize("compressed", COMPRESSED.values(), ids=COMPRESSED)
+def test_knorm_keeps_keys_with_a_small_norm(compressed: bool) -> None:
+    candidates = random_candidates(COUNT, compressed=compressed)
     require_score(
         "knorm",
         candidates,
-        {place: [-norm(k) for k in candidates.cells.keys[place].tolist()] for place in PLACES},
+        {
+            head_index: [-norm(k) for k in candidates.cells.keys[head_index].tolist()]
+            for head_index in HEAD_INDICES
+        },
     )
 
 
-@pytest.mark.parametrize("compressed", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("compressed", COMPRESSED.values(), ids=COMPRESSED)
 def test_keydiff_keeps_keys_unlike_the_mean_direction(compressed: bool) -> None:
-    candidates, expected = some_cells(COUNT, compressed=compressed), {}
-    for place in PLACES:
-        directions = [[a / norm(k) for a in k] for k in candidates.cells.keys[place].tolist()]
+    candidates, expected = random_candidates(COUNT, compressed=compressed), {}
+    for head_index in HEAD_INDICES:
+        directions = [[a / norm(k) for a in k] for k in candidates.cells.keys[head_index].tolist()]
         mean = [sum(d[i] for d in directions) / COUNT for i in range(WIDTH)]
-        expected[place] = [
+        expected[head_index] = [
             -sum(a * b for a, b in zip(d, mean, strict=True)) / norm(mean) for d in directions
         ]
     require_score("keydiff", candidates, expected)
 
 
-@pytest.mark.parametrize("compressed", MADE.values(), ids=MADE)
-def test_h2o_keeps_what_shares_of_the_newest_queries_add_up_on(compressed: bool) -> None:
-    candidates = some_cells(COUNT, compressed=compressed, queries=20)
-    expected = {p: [sum(x) for x in zip(*shares(candidates, *p, 20), strict=True)] for p in PLACES}
+@pytest.mark.parametrize("compressed", COMPRESSED.values(), ids=COMPRESSED)
+def test_h2o_sums_the_attention_of_the_newest_queries(compressed: bool) -> None:
+    candidates = random_candidates(COUNT, compressed=compressed, queries=20)
+    expected = {
+        p: [sum(x) for x in zip(*attention_shares(candidates, *p, 20), strict=True)]
+        for p in HEAD_INDICES
+    }
     require_score("h2o", candidates, expected)
 
 
-def test_h2o_adds_up_over_128_queries() -> None:
-    candidates = some_cells(9, queries=150)
-    expected = {p: [sum(x) for x in zip(*shares(candidates, *p, 128), strict=True)] for p in PLACES}
+def test_h2o_uses_the_newest_128_queries() -> None:
+    candidates = random_candidates(9, queries=150)
+    expected = {
+        p: [sum(x) for x in zip(*attention_shares(candidates, *p, 128), strict=True)]
+        for p in HEAD_INDICES
+    }
     require_score("h2o", candidates, expected)
 
 
-@pytest.mark.parametrize("compressed", MADE.values(), ids=MADE)
-def test_snapkv_keeps_what_the_last_32_look_at_and_its_neighbours(compressed: bool) -> None:
-    candidates, expected = some_cells(COUNT, compressed=compressed, queries=40), {}
-    for place in PLACES:
-        means = [sum(x) / 32 for x in zip(*shares(candidates, *place, 32), strict=True)]
-        expected[place] = [max(means[max(0, i - 3) : i + 4]) for i in range(COUNT)]
-    found = score("snapkv", candidates)
-    for place in PLACES:
-        assert found[place].tolist() == pytest.approx(expected[place], rel=1e-3, abs=1e-6)
+@pytest.mark.parametrize("compressed", COMPRESSED.values(), ids=COMPRESSED)
+def test_snapkv_pools_the_attention_of_the_last_32_queries_over_neighbours(
+    compressed: bool,
+) -> None:
+    candidates, expected = random_candidates(COUNT, compressed=compressed, queries=40), {}
+    for head_index in HEAD_INDICES:
+        means = [
+            sum(x) / 32 for x in zip(*attention_shares(candidates, *head_index, 32), strict=True)
+        ]
+        expected[head_index] = [max(means[max(0, i - 3) : i + 4]) for i in range(COUNT)]
+    result = score("snapkv", candidates)
+    for head_index in HEAD_INDICES:
+        assert result[head_index].tolist() == pytest.approx(
+            expected[head_index], rel=1e-3, abs=1e-6
+        )
 
 
-@pytest.mark.parametrize("compressed", MADE.values(), ids=MADE)
-def test_tova_keeps_what_the_newest_looks_at_the_same_in_all_kv_heads(compressed: bool) -> None:
-    candidates, expected = some_cells(COUNT, compressed=compressed, queries=5), {}
-    for layer, head in PLACES:
-        each = [shares(candidates, layer, other, 1)[0] for other in range(KV_HEADS)]
-        expected[layer, head] = [sum(x) / KV_HEADS for x in zip(*each, strict=True)]
+@pytest.mark.parametrize("compressed", COMPRESSED.values(), ids=COMPRESSED)
+def test_tova_averages_the_attention_of_the_newest_query_over_kv_heads(compressed: bool) -> None:
+    candidates, expected = random_candidates(COUNT, compressed=compressed, queries=5), {}
+    for layer, head in HEAD_INDICES:
+        shares_by_head = [
+            attention_shares(candidates, layer, other, 1)[0] for other in range(KV_HEADS)
+        ]
+        expected[layer, head] = [sum(x) / KV_HEADS for x in zip(*shares_by_head, strict=True)]
     require_score("tova", candidates, expected)
 
 
 @pytest.mark.parametrize("statistics", [False, True], ids=["observed", "calibrated"])
-@pytest.mark.parametrize("compressed", MADE.values(), ids=MADE)
-def test_expected_attention_keeps_what_normal_queries_would_look_at(
+@pytest.mark.parametrize("compressed", COMPRESSED.values(), ids=COMPRESSED)
+def test_expected_attention_uses_normally_distributed_future_queries(
     compressed: bool, statistics: bool
 ) -> None:
-    candidates = some_cells(COUNT, compressed=compressed, queries=30, statistics=statistics)
+    candidates = random_candidates(COUNT, compressed=compressed, queries=30, statistics=statistics)
     rotation, expected = mean_rotation(int(candidates.positions.max()) + 1), {}
-    for layer, head in PLACES:
+    for layer, head in HEAD_INDICES:
         mean, covariance = distribution(candidates, layer, head)
         mean, covariance = rotation @ mean, rotation @ covariance @ rotation.T
         weights = []
@@ -118,7 +140,7 @@ def test_expected_attention_keeps_what_normal_queries_would_look_at(
 
 
 def mean_rotation(first: int) -> torch.Tensor:
-    """Of the 512 positions from `first` on."""
+    """Return the mean rotation matrix of the 512 positions from `first` on."""
     rotation, half = torch.zeros(WIDTH, WIDTH, dtype=torch.float64), WIDTH // 2
     for i, frequency in enumerate(FREQUENCIES):
         angles = [position * frequency for position in range(first, first + 512)]
@@ -131,19 +153,26 @@ def mean_rotation(first: int) -> torch.Tensor:
 def distribution(
     candidates: Candidates, layer: int, head: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    known = candidates.statistics
-    if known is not None:
-        mean, moment = known.mean[layer, head].double(), known.moment[layer, head].double()
+    statistics_used = candidates.statistics
+    if statistics_used is not None:
+        mean, moment = (
+            statistics_used.mean[layer, head].double(),
+            statistics_used.moment[layer, head].double(),
+        )
         return mean, moment - torch.outer(mean, mean)
     assert candidates.queries is not None
-    both = candidates.queries.values[layer, 2 * head : 2 * head + 2].double().flatten(0, 1)
-    mean = sum(both) / len(both)
-    return mean, sum(torch.outer(q - mean, q - mean) for q in both) / len(both)
+    queries_of_both_heads = (
+        candidates.queries.values[layer, 2 * head : 2 * head + 2].double().flatten(0, 1)
+    )
+    mean = sum(queries_of_both_heads) / len(queries_of_both_heads)
+    return mean, sum(torch.outer(q - mean, q - mean) for q in queries_of_both_heads) / len(
+        queries_of_both_heads
+    )
 
 
-def test_random_is_the_same_for_the_same_seed_alone() -> None:
+def test_random_eviction_depends_only_on_the_seed() -> None:
     def kept(seed: int) -> torch.Tensor:
-        plain = some_cells(COUNT)
+        plain = random_candidates(COUNT)
         candidates = Candidates(plain.cells, plain.rope, plain.scale, seed=seed)
         return Random().compress(candidates, 9).cells.positions
 

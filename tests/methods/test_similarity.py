@@ -1,4 +1,4 @@
-"""Which vector is most like which: by the kernels and without them, against plain products."""
+"""The search for the most similar vector, by kernels and by torch, against plain products."""
 
 import math
 
@@ -23,8 +23,8 @@ SHAPES = {
 
 
 @pytest.fixture(params=[*filter("torch".__ne__, sets_here()), "torch"], scope="module")
-def way(request):
-    """The instruction set of the kernels that are taken, or torch."""
+def backend(request):
+    """The instruction set of the kernels, or "torch"."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVKEEP_ISA", request.param)
         if request.param == "torch":
@@ -34,10 +34,12 @@ def way(request):
 
 @given(**SHAPES)
 @settings(max_examples=60)
-def test_the_most_similar_is_found(way, layers, kv_heads, rows, columns, width, seed) -> None:
-    x, among = _directions(seed, (layers, kv_heads), width, rows, columns)
-    most, which = most_similar(x, among)
-    products = x.double() @ among.double().transpose(-1, -2)
+def test_most_similar_finds_the_largest_product(
+    backend, layers, kv_heads, rows, columns, width, seed
+) -> None:
+    x, candidates = _directions(seed, (layers, kv_heads), width, rows, columns)
+    most, which = most_similar(x, candidates)
+    products = x.double() @ candidates.double().transpose(-1, -2)
     torch.testing.assert_close(most.double(), products.amax(-1), rtol=0, atol=4e-3)
     named = products.gather(-1, which.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(named, products.amax(-1), rtol=0, atol=8e-3)
@@ -45,7 +47,9 @@ def test_the_most_similar_is_found(way, layers, kv_heads, rows, columns, width, 
 
 @given(**SHAPES)
 @settings(max_examples=60)
-def test_only_older_ones_are_met(way, layers, kv_heads, rows, columns, width, seed) -> None:
+def test_most_similar_older_compares_only_with_older_vectors(
+    backend, layers, kv_heads, rows, columns, width, seed
+) -> None:
     x, _ = _directions(seed, (layers, kv_heads), width, rows, columns)
     products = x.double() @ x.double().transpose(-1, -2)
     older = torch.ones(rows, rows, dtype=torch.bool).tril(-1)
@@ -53,15 +57,15 @@ def test_only_older_ones_are_met(way, layers, kv_heads, rows, columns, width, se
     torch.testing.assert_close(most_similar_older(x).double(), expected, rtol=0, atol=4e-3)
 
 
-def test_a_slice_of_other_cells_is_read_as_it_lies(way) -> None:
+def test_a_strided_slice_gives_the_same_result_as_its_copy(backend) -> None:
     x, _ = _directions(3, (4, 3), 64, 40, 1)
-    some = x[1:3, :, 5:30]
-    assert torch.equal(most_similar_older(some), most_similar_older(some.clone()))
+    part = x[1:3, :, 5:30]
+    assert torch.equal(most_similar_older(part), most_similar_older(part.clone()))
 
 
-def test_the_first_of_equals_is_named() -> None:
+def test_the_first_of_equal_vectors_is_returned() -> None:
     if library() is None:
-        pytest.skip("torch does not say which")
+        pytest.skip("torch does not specify which one it returns")
     same = torch.nn.functional.normalize(torch.ones(1, 1, 50, 32), dim=-1).bfloat16()
     assert most_similar(same, same)[1].eq(0).all()
 

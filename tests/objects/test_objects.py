@@ -1,4 +1,4 @@
-"""Objects in each kind of store: the same promises, and the same errors."""
+"""Every kind of object store has the same behaviour and raises the same errors."""
 
 import io
 import os
@@ -14,7 +14,7 @@ from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.objects.paths import ObjectPath, as_path, open_object
 
 
-def test_what_was_put_is_got_with_its_tag(objects: ObjectStore) -> None:
+def test_get_returns_the_content_and_tag_of_the_last_put(objects: ObjectStore) -> None:
     tag = objects.put("a/b.txt", b"one")
     assert objects.get("a/b.txt") == (b"one", tag)
     assert objects.info("a/b.txt").size == 3
@@ -24,7 +24,7 @@ def test_what_was_put_is_got_with_its_tag(objects: ObjectStore) -> None:
     assert objects.get("a/b.txt") == (b"two", other)
 
 
-def test_conditions_are_kept(objects: ObjectStore) -> None:
+def test_conditional_puts_raise_conflict(objects: ObjectStore) -> None:
     first = objects.put("head", b"1", if_absent=True)
     with pytest.raises(Conflict):
         objects.put("head", b"2", if_absent=True)
@@ -36,23 +36,23 @@ def test_conditions_are_kept(objects: ObjectStore) -> None:
     assert objects.get("head") == (b"2", second)
 
 
-def test_one_of_many_that_race_wins(objects: ObjectStore) -> None:
+def test_one_of_many_concurrent_conditional_puts_wins(objects: ObjectStore) -> None:
     tag = objects.put("head", b"0")
 
-    def tries(number: int) -> bool:
+    def put_if_unchanged(number: int) -> bool:
         try:
             objects.put("head", b"%d" % number, if_match=tag)
         except Conflict:
             return False
         return True
 
-    with ThreadPoolExecutor(8) as racing:
-        won = list(racing.map(tries, range(1, 33)))
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(put_if_unchanged, range(1, 33)))
     assert sum(won) == 1
     assert objects.get("head")[0] == b"%d" % (won.index(True) + 1)
 
 
-def test_what_is_listed(objects: ObjectStore) -> None:
+def test_objects_and_folders_are_listed_by_prefix(objects: ObjectStore) -> None:
     assert list(objects.list_objects("")) == []
     for key in ("a/1", "a/2", "a/deep/3", "b/4"):
         objects.put(key, key.encode())
@@ -71,27 +71,27 @@ def test_what_is_listed(objects: ObjectStore) -> None:
 
 
 def test_a_missing_object_raises_no_object(objects: ObjectStore) -> None:
-    for asks in (objects.get, objects.info):
+    for read in (objects.get, objects.info):
         with pytest.raises(NoObject, match="none/at/all"):
-            asks("none/at/all")
+            read("none/at/all")
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/.hidden", "a b", "a/", "é"])
-def test_a_key_is_refused_that_is_none(objects: ObjectStore, key: str) -> None:
+def test_an_invalid_key_is_refused(objects: ObjectStore, key: str) -> None:
     with pytest.raises(InvalidArgument):
         objects.put(key, b"")
 
 
-def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: ObjectStore) -> None:
+def test_a_large_object_is_written_in_chunks_and_read_by_ranges(objects: ObjectStore) -> None:
     content = os.urandom(21_000_001)
-    begun = []
+    calls = []
 
-    def pieces() -> list[bytes]:
-        begun.append(True)
+    def chunks() -> list[bytes]:
+        calls.append(True)
         return [content[at : at + 1_000_000] for at in range(0, len(content), 1_000_000)]
 
-    objects.put_chunks("large", pieces)
-    assert begun
+    objects.put_chunks("large", chunks)
+    assert calls
     stored = objects.info("large")
     assert stored.size == len(content)
     assert bytes(objects.get_range(stored, 5_000_000, 5_000_010)) == content[5_000_000:5_000_010]
@@ -104,7 +104,7 @@ def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: ObjectStor
         assert file.read() == content[20_000_000:]
 
 
-def test_another_object_under_the_key_is_not_mixed_in(objects: ObjectStore) -> None:
+def test_a_range_of_a_replaced_object_raises_conflict(objects: ObjectStore) -> None:
     objects.put_chunks("a", lambda: [b"x" * 20_000_000])
     stored = objects.info("a")
     objects.put_chunks("a", lambda: [b"y" * 20_000_001])
@@ -112,7 +112,7 @@ def test_another_object_under_the_key_is_not_mixed_in(objects: ObjectStore) -> N
         objects.get_range(stored, 0, 10)
 
 
-def test_urls(tmp_path: Path) -> None:
+def test_store_urls_and_object_paths(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="s3://bucket"):
         open_object_store("ftp://somewhere")
     with pytest.raises(InvalidArgument, match="three slashes"):
@@ -121,40 +121,38 @@ def test_urls(tmp_path: Path) -> None:
     assert open_object_store(open_object_store(tmp_path).url).url == tmp_path.as_uri()
     with pytest.raises(InvalidArgument, match="names a store"):
         as_path("s3://bucket")
-    place = as_path("memory://urls/a/b.kvkeep")
-    assert isinstance(place, ObjectPath)
-    assert (place.stem, place.key, str(place)) == ("b", "b.kvkeep", "memory://urls/a/b.kvkeep")
-    assert not place.exists()
+    path = as_path("memory://urls/a/b.kvkeep")
+    assert isinstance(path, ObjectPath)
+    assert (path.stem, path.key, str(path)) == ("b", "b.kvkeep", "memory://urls/a/b.kvkeep")
+    assert not path.exists()
     assert as_path(str(tmp_path)) == tmp_path
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot hold a store"):
         open_object_store(tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_each_way_is_made_up_for_or_told(
-    s3: ObjectServer, s3_url: str, fault: str
-) -> None:
-    """A fifth of all requests goes wrong; what is told to be there is there, and whole."""
-    objects, chance = open_object_store(s3_url), random.Random(1)
-    s3.fault = lambda method, path: fault if chance.random() < 0.2 else None
-    content, told = os.urandom(100_000), []
+def test_a_fault_is_retried_or_raised(s3: ObjectServer, s3_url: str, fault: str) -> None:
+    """A fifth of all requests fail. Every confirmed object is stored and intact."""
+    objects, random_faults = open_object_store(s3_url), random.Random(1)
+    s3.fault = lambda method, path: fault if random_faults.random() < 0.2 else None
+    content, confirmed = os.urandom(100_000), []
     for number in range(12):
         try:
             objects.put_chunks(f"{number}", lambda: [content])
-            told.append(number)
+            confirmed.append(number)
         except StoreError:
             continue
-    assert len(told) >= 8
-    read = 0
-    for number in told:
+    assert len(confirmed) >= 8
+    intact = 0
+    for number in confirmed:
         try:
-            read += objects.get(f"{number}")[0] == content
+            intact += objects.get(f"{number}")[0] == content
         except StoreError:
-            assert fault in ("409", "412")  # of a GET, which no store says
-    assert read >= len(told) // 2
+            assert fault in ("409", "412")  # which real stores do not return for a GET
+    assert intact >= len(confirmed) // 2
     s3.fault = lambda method, path: None
-    assert all(objects.get(f"{number}")[0] == content for number in told)
+    assert all(objects.get(f"{number}")[0] == content for number in confirmed)

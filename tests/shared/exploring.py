@@ -54,7 +54,7 @@ class World:
 
 
 class Violation(AssertionError):
-    pass
+    """A broken invariant of the lease protocol."""
 
 
 class Explorer:
@@ -67,8 +67,8 @@ class Explorer:
     def __init__(self, actors: list[Actor], head: SessionHead | None, faults: int):
         self._actors = actors
         snapshots = frozenset([head.snapshot] if head and head.snapshot else [])
-        nothing: tuple[tuple[Any, ...], ...] = ((),) * len(actors)
-        self._first = World(head, snapshots, (), frozenset(), nothing, frozenset(), faults)
+        no_results: tuple[tuple[Any, ...], ...] = ((),) * len(actors)
+        self._first = World(head, snapshots, (), frozenset(), no_results, frozenset(), faults)
         self._known: dict[World, int] = {}
         self._replayed: dict[tuple[int, tuple[Any, ...]], tuple[Any, tuple[str, ...]]] = {}
 
@@ -77,45 +77,47 @@ class Explorer:
         return self._schedules(self._first), len(self._known)
 
     def _schedules(self, world: World) -> int:
-        found = self._known.get(world)
-        if found is None:
+        count = self._known.get(world)
+        if count is None:
             self._check(world)
-            found = sum(self._schedules(after) for after in self._next(world)) or 1
-            self._known[world] = found
-        return found
+            count = sum(self._schedules(after) for after in self._next(world)) or 1
+            self._known[world] = count
+        return count
 
     def _next(self, world: World) -> Iterator[World]:
         for index in range(len(self._actors)):
             if index not in world.dead:
                 step, _ = self._replay(index, world.sent[index])
                 if step is not None:
-                    yield from self._taken(world, index, step)
+                    yield from self._after_step(world, index, step)
         for step in world.late:
             rest = replace(world, late=world.late - {step})
-            yield self._applied(rest, step)[0]
+            yield self._apply(rest, step)[0]
 
-    def _taken(self, world: World, index: int, step: Any) -> Iterator[World]:
-        after, result = self._applied(world, step)
-        yield self._told(after, index, result)
+    def _after_step(self, world: World, index: int, step: Any) -> Iterator[World]:
+        after, result = self._apply(world, step)
+        yield self._with_result(after, index, result)
         if isinstance(step, Wait) or not world.faults:
             return
         faulty = replace(world, faults=world.faults - 1)
         dead = world.dead | {index}
         yield replace(faulty, dead=dead)  # killed before the step
-        yield self._told(faulty, index, _UNKNOWN)  # it never arrived
+        yield self._with_result(faulty, index, _UNKNOWN)  # the request never arrived
         if isinstance(step, (PutHead, Upload, Delete)):
-            arrived = replace(self._applied(world, step)[0], faults=world.faults - 1)
-            yield self._told(arrived, index, _UNKNOWN)  # it did, and the answer was lost
+            arrived = replace(self._apply(world, step)[0], faults=world.faults - 1)
+            yield self._with_result(
+                arrived, index, _UNKNOWN
+            )  # the request was applied, and its response was lost
             later = replace(faulty, late=world.late | {step})
-            yield self._told(later, index, _UNKNOWN)  # it will, perhaps
+            yield self._with_result(later, index, _UNKNOWN)  # the request may be applied later
             yield replace(later, dead=dead)
 
-    def _told(self, world: World, index: int, result: Any) -> World:
+    def _with_result(self, world: World, index: int, result: Any) -> World:
         sent = list(world.sent)
         sent[index] = (*sent[index], result)
         return replace(world, sent=tuple(sent))
 
-    def _applied(self, world: World, step: Any) -> tuple[World, Any]:
+    def _apply(self, world: World, step: Any) -> tuple[World, Any]:
         match step:
             case ReadHead():
                 return world, world.head or _NONE
@@ -143,48 +145,48 @@ class Explorer:
         if before is None:
             return
         if after.epoch < before.epoch:
-            raise Violation(f"an epoch went back: {before} {after}")
+            raise Violation(f"an epoch decreased: {before} {after}")
         committed = after.snapshot not in ("", before.snapshot)
         if after.gen != before.gen + committed:
-            raise Violation(f"a generation came twice or was left out: {before} {after}")
+            raise Violation(f"a generation was repeated or skipped: {before} {after}")
         if committed and heads.epoch_of(after.snapshot) != before.epoch:
-            raise Violation(f"somebody committed who did not hold it: {before} {after}")
+            raise Violation(f"a writer committed without the lease: {before} {after}")
 
     def _check(self, world: World) -> None:
         if world.head and world.head.snapshot and world.head.snapshot not in world.snapshots:
-            raise Violation(f"what the head reaches is gone: {world}")
+            raise Violation(f"the snapshot that the head names is missing: {world}")
         if len(set(world.commits)) < len(world.commits):
-            raise Violation(f"a commit was done twice: {world.commits}")
+            raise Violation(f"a commit was repeated: {world.commits}")
         for index in range(len(self._actors)):
-            _, told = self._replay(index, world.sent[index])
-            if not set(told) <= set(world.commits):
-                raise Violation(f"a commit is lost that a writer was told of: {world}")
+            _, confirmed = self._replay(index, world.sent[index])
+            if not set(confirmed) <= set(world.commits):
+                raise Violation(f"a confirmed commit is lost: {world}")
 
     def _replay(
         self, index: int, sent: tuple[Any, ...]
     ) -> tuple[StoreOperation | None, tuple[str, ...]]:
         """Return an actor's next operation, None at its end, and its confirmed commits."""
-        found = self._replayed.get((index, sent))
-        if found is None:
-            with _numbered(f"{index}"):
-                found = _replayed(self._actors[index], sent)
-            self._replayed[index, sent] = found
-        return found
+        replayed = self._replayed.get((index, sent))
+        if replayed is None:
+            with _NumberedNonces(f"{index}"):
+                replayed = _replay_actor(self._actors[index], sent)
+            self._replayed[index, sent] = replayed
+        return replayed
 
 
-def _replayed(actor: Actor, sent: tuple[Any, ...]) -> tuple[Any, tuple[str, ...]]:
-    told: list[str] = []
-    steps = actor(told)
+def _replay_actor(actor: Actor, sent: tuple[Any, ...]) -> tuple[Any, tuple[str, ...]]:
+    confirmed: list[str] = []
+    steps = actor(confirmed)
     try:
         step = next(steps)
         for result in sent:
-            step = _sent(steps, result)
+            step = _send(steps, result)
     except StopIteration:
         step = None
-    return step, tuple(told)
+    return step, tuple(confirmed)
 
 
-def _sent(steps: Generator[Any, Any, None], result: Any) -> Any:
+def _send(steps: Generator[Any, Any, None], result: Any) -> Any:
     if result == _UNKNOWN:
         return steps.throw(StoreError("no answer"))
     if result == _CONFLICT:
@@ -194,7 +196,7 @@ def _sent(steps: Generator[Any, Any, None], result: Any) -> Any:
     return steps.send(None if result == _NONE else result)
 
 
-class _numbered:
+class _NumberedNonces:
     """Numbered nonces in place of random ones, so that replaying an actor is deterministic."""
 
     def __init__(self, actor: str):

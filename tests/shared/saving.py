@@ -1,8 +1,8 @@
-"""Saves a session to a store again and again, until it is killed; a fresh process each time.
+"""A script that saves a session to a store in child processes and kills each of them.
 
-All is imported once, and each saver is forked from that before anything of the store was used.
-Lines of the input are seconds after which the next saver is killed, lines of the output what it
-said by then: the number of each save that it began (+) and that was done (=).
+It imports everything once, and forks each child before the store is used. Each line of the input is
+the number of seconds after which the next child is killed. Each line of the output is what that
+child reported: the number of each save that it began (`+`) and that it finished (`=`).
 """
 
 import os
@@ -15,7 +15,7 @@ from kvkeep.errors import StoreError
 from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.sessions.shared import SharedSessions
 
-LEASE = 0.3  # seconds
+LEASE_SECONDS = 0.3
 
 
 def main(url: str, model_path: str, tokens: int) -> None:
@@ -24,38 +24,38 @@ def main(url: str, model_path: str, tokens: int) -> None:
     session.feed([5] * (tokens - 8))
     snapshot = session.snapshot()
     for line in sys.stdin:
-        said, says = os.pipe()
+        reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            os.close(said)
-            saves(url, snapshot, says)
-        os.close(says)
-        assert os.read(said, 1) == b"!"  # it holds the session
+            os.close(reader)
+            save_until_killed(url, snapshot, writer)
+        os.close(writer)
+        assert os.read(reader, 1) == b"!"  # it has leased the session
         time.sleep(float(line))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        with os.fdopen(said, "rb") as told:
-            print(told.read().decode().replace("\n", " "), flush=True)
+        with os.fdopen(reader, "rb") as output:
+            print(output.read().decode().replace("\n", " "), flush=True)
 
 
-def saves(url: str, snapshot: Snapshot, says: int) -> None:
-    sessions = SharedSessions(open_object_store(url), writer=f"{os.getpid()}", lease=LEASE)
+def save_until_killed(url: str, snapshot: Snapshot, writer: int) -> None:
+    sessions = SharedSessions(open_object_store(url), writer=f"{os.getpid()}", lease=LEASE_SECONDS)
     while True:
         try:
             lease = sessions.acquire("one")
             break
-        except StoreError:  # of the one that was killed
+        except StoreError:  # the lease of the killed child has not expired yet
             time.sleep(0.01)
-    os.write(says, b"!")
+    os.write(writer, b"!")
     number = lease.head.gen
     while True:
         number += 1
         snapshot.notes["number"] = number
-        os.write(says, b"+%d\n" % number)
+        os.write(writer, b"+%d\n" % number)
         from kvkeep.storage.sessions.shared import SessionPath
 
         snapshot.save(SessionPath(lease.objects, lease))
-        os.write(says, b"=%d\n" % number)
+        os.write(writer, b"=%d\n" % number)
 
 
 if __name__ == "__main__":

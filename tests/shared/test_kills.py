@@ -1,4 +1,4 @@
-"""A session that is saved to S3 while the process is killed is the old one or the new one."""
+"""A kill while a session is saved to S3 leaves the old session or the new one."""
 
 import os
 import random
@@ -27,36 +27,38 @@ from kvkeep.storage.sessions.shared import SharedSessions
 def test_a_killed_save_leaves_the_old_session_or_the_new_one(
     s3: ObjectServer, s3_url: str, smollm2_folder: Path, kills: int, tokens: int
 ) -> None:
-    chance, sessions = random.Random(tokens), SharedSessions(open_object_store(s3_url))
-    with _savers(s3_url, smollm2_folder, tokens) as savers:
-        done = 0
+    random_times, sessions = random.Random(tokens), SharedSessions(open_object_store(s3_url))
+    with _start_savers(s3_url, smollm2_folder, tokens) as process:
+        last_done = 0
         for _ in range(kills):
-            assert savers.stdin is not None
-            assert savers.stdout is not None
-            savers.stdin.write(f"{chance.uniform(0.0, 0.4 * tokens**0.5 / 8)}\n")
-            savers.stdin.flush()
-            said = savers.stdout.readline().split()
-            begun = max([int(word[1:]) for word in said if word[0] == "+"], default=done)
-            done = max([int(word[1:]) for word in said if word[0] == "="], default=done)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{random_times.uniform(0.0, 0.4 * tokens**0.5 / 8)}\n")
+            process.stdin.flush()
+            events = process.stdout.readline().split()
+            begun = max([int(word[1:]) for word in events if word[0] == "+"], default=last_done)
+            last_done = max([int(word[1:]) for word in events if word[0] == "="], default=last_done)
             if not begun:
                 continue  # killed before the first save
-            place = sessions.objects_of("one").head()
-            assert place is not None
-            if not place.head.snapshot:
-                assert done == 0
+            version = sessions.objects_of("one").head()
+            assert version is not None
+            if not version.head.snapshot:
+                assert last_done == 0
                 continue
-            snapshot = Snapshot.load(sessions.existing("one"))  # every byte is looked at
-            assert snapshot.notes["number"] == place.head.gen
-            assert snapshot.notes["number"] in (done, begun)
-            done = snapshot.notes["number"]
-    assert done > 0
-    left = sum(1 for stored in sessions.objects.list_objects("") if stored.key.endswith(".kvkeep"))
-    names = _swept(sessions)
-    assert left == len(names) + 1
-    assert Snapshot.load(sessions.existing("one")).notes["number"] == done
+            snapshot = Snapshot.load(sessions.existing("one"))  # verifies every byte
+            assert snapshot.notes["number"] == version.head.gen
+            assert snapshot.notes["number"] in (last_done, begun)
+            last_done = snapshot.notes["number"]
+    assert last_done > 0
+    snapshot_count = sum(
+        1 for stored in sessions.objects.list_objects("") if stored.key.endswith(".kvkeep")
+    )
+    names = _sweep_after_expiry(sessions)
+    assert snapshot_count == len(names) + 1
+    assert Snapshot.load(sessions.existing("one")).notes["number"] == last_done
 
 
-def _savers(url: str, model: Path, tokens: int) -> "subprocess.Popen[str]":
+def _start_savers(url: str, model: Path, tokens: int) -> "subprocess.Popen[str]":
     script = [sys.executable, saving.__file__, url, str(model), str(tokens)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -64,13 +66,13 @@ def _savers(url: str, model: Path, tokens: int) -> "subprocess.Popen[str]":
     )
 
 
-def _swept(sessions: SharedSessions) -> list[str]:
-    """Once the lease of the last one that was killed has run out."""
+def _sweep_after_expiry(sessions: SharedSessions) -> list[str]:
+    """Sweep as soon as the lease of the last killed process has expired."""
     while True:
         version = sessions.objects_of("one").head()
         assert version is not None
-        swept = sessions.sweep()
+        removed = sessions.sweep()
         after = sessions.objects_of("one").head()
         assert after is not None
         if after.head.epoch > version.head.epoch:
-            return swept
+            return removed

@@ -13,73 +13,73 @@ from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, Upload, VersionedHead
 
 # A lease of 0 seconds has expired when it begins, so that no clock excludes any writer.
-ANYBODY = {"now": math.inf, "seconds": 0.0}
+IGNORING_CLOCKS = {"now": math.inf, "seconds": 0.0}
 START = SessionHead(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
 
 
 def writer(name: str, commits: int, renews: bool = False) -> Actor:
-    def acts(told: list[str]) -> Generator[Any, Any, None]:
+    def steps(confirmed: list[str]) -> Generator[Any, Any, None]:
         try:
-            held = yield from protocol.acquire(LeaseRequest(name, **ANYBODY))
+            lease = yield from protocol.acquire(LeaseRequest(name, **IGNORING_CLOCKS))
             if renews:
-                held = yield from protocol.renew(held, LeaseRequest(name, **ANYBODY))
+                lease = yield from protocol.renew(lease, LeaseRequest(name, **IGNORING_CLOCKS))
             for _ in range(commits):
-                snapshot = yield from protocol.upload(held)
-                held = yield from protocol.commit(held, snapshot, 1.0, name)
-                told.append(held.head.snapshot)
-            yield from protocol.release(held)
+                snapshot = yield from protocol.upload(lease)
+                lease = yield from protocol.commit(lease, snapshot, 1.0, name)
+                confirmed.append(lease.head.snapshot)
+            yield from protocol.release(lease)
         except StoreError:
             return
 
-    return acts
+    return steps
 
 
-def collector(told: list[str]) -> Generator[Any, Any, None]:
+def collector(confirmed: list[str]) -> Generator[Any, Any, None]:
     try:
-        held = yield from protocol.acquire(LeaseRequest("collector", **ANYBODY))
-        yield from protocol.collect(held)
-        yield from protocol.release(held)
+        lease = yield from protocol.acquire(LeaseRequest("collector", **IGNORING_CLOCKS))
+        yield from protocol.collect(lease)
+        yield from protocol.release(lease)
     except StoreError:
         return
 
 
-def remover(told: list[str]) -> Generator[Any, Any, None]:
+def remover(confirmed: list[str]) -> Generator[Any, Any, None]:
     try:
-        held = yield from protocol.acquire(LeaseRequest("remover", **ANYBODY))
-        yield from protocol.remove(held)
+        lease = yield from protocol.acquire(LeaseRequest("remover", **IGNORING_CLOCKS))
+        yield from protocol.remove(lease)
     except StoreError:
         return
 
 
-def beginner(name: str) -> Actor:
-    def acts(told: list[str]) -> Generator[Any, Any, None]:
+def creator(name: str) -> Actor:
+    def steps(confirmed: list[str]) -> Generator[Any, Any, None]:
         try:
-            held = yield from protocol.create(LeaseRequest(name, **ANYBODY))
-            snapshot = yield from protocol.upload(held)
-            held = yield from protocol.commit(held, snapshot, protocol.RELEASED, "")
-            told.append(held.head.snapshot)
+            lease = yield from protocol.create(LeaseRequest(name, **IGNORING_CLOCKS))
+            snapshot = yield from protocol.upload(lease)
+            lease = yield from protocol.commit(lease, snapshot, protocol.RELEASED, "")
+            confirmed.append(lease.head.snapshot)
         except (StoreError, ValueError):
             return
 
-    return acts
+    return steps
 
 
-def reader(told: list[str]) -> Generator[Any, Any, None]:
+def reader(confirmed: list[str]) -> Generator[Any, Any, None]:
     """Check that the snapshot which an unchanged head names exists."""
-    before = None
+    snapshot = None
     for _ in range(2):
         try:
-            found = yield ReadHead()
-            if found is None or not found.head.snapshot or found.head.snapshot == before:
+            version = yield ReadHead()
+            if version is None or not version.head.snapshot or version.head.snapshot == snapshot:
                 return
-            before = found.head.snapshot
-            if (yield Fetch(before)):
+            snapshot = version.head.snapshot
+            if (yield Fetch(snapshot)):
                 return
-            again = yield ReadHead()
+            second_version = yield ReadHead()
         except StoreError:
             return
-        if again.head.snapshot == before:
-            raise Violation("a head says what is not there")
+        if second_version.head.snapshot == snapshot:
+            raise Violation("a head names a missing snapshot")
 
 
 WORLDS = {
@@ -93,7 +93,7 @@ WORLDS = {
     "a writer, a collector, a fault": ([writer("a", 1), collector], START, 1),
     "a writer, a remover, a fault": ([writer("a", 1), remover], START, 1),
     "a writer, a reader, a fault": ([writer("a", 2), reader], START, 1),
-    "two that begin, 2 faults": ([beginner("a"), beginner("b")], None, 2),
+    "two creators, 2 faults": ([creator("a"), creator("b")], None, 2),
 }
 # Minutes each, by `make test-slow`.
 LARGER = {
@@ -103,7 +103,7 @@ LARGER = {
     "a writer, a collector, 2 faults": ([writer("a", 1), collector], START, 2),
     "two writers, a collector": ([writer("a", 1), writer("b", 1), collector], START, 0),
     "a writer, a remover, 2 faults": ([writer("a", 1), remover], START, 2),
-    "removed, begun and written": ([remover, beginner("b"), writer("a", 1)], START, 0),
+    "a remover, a creator and a writer": ([remover, creator("b"), writer("a", 1)], START, 0),
 }
 
 
@@ -125,27 +125,27 @@ def explore(name: str, actors: list[Actor], head: SessionHead | None, faults: in
 
 
 def test_the_explorer_finds_a_lost_commit() -> None:
-    """Writers that put without looking who has the session meanwhile lose commits."""
+    """Writers that put a head without checking the lease in between lose commits."""
 
-    def careless(told: list[str]) -> Generator[Any, Any, None]:
-        found = yield ReadHead()
-        name = f"{found.head.epoch:012}-x"
+    def careless(confirmed: list[str]) -> Generator[Any, Any, None]:
+        version = yield ReadHead()
+        name = f"{version.head.epoch:012}-x"
         yield Upload(name)
-        now = yield ReadHead()
-        head = found.head.next(gen=found.head.gen + 1, snapshot=name)
-        yield PutHead(head, now.etag)
-        told.append(name)
+        current = yield ReadHead()
+        head = version.head.next(gen=version.head.gen + 1, snapshot=name)
+        yield PutHead(head, current.etag)
+        confirmed.append(name)
 
     with pytest.raises(Violation):
         Explorer([careless, careless], START, 0).explore()
 
 
 def test_the_explorer_finds_a_collector_that_ignores_epochs() -> None:
-    def greedy(told: list[str]) -> Generator[Any, Any, None]:
+    def greedy(confirmed: list[str]) -> Generator[Any, Any, None]:
         names = yield protocol.ListSnapshots()
-        found = yield ReadHead()
+        version = yield ReadHead()
         for name in names:
-            if name != found.head.snapshot:
+            if name != version.head.snapshot:
                 yield protocol.Delete(name)
 
     with pytest.raises(Violation):

@@ -1,4 +1,4 @@
-"""Sessions in a store that several share: one writer at a time, whatever goes wrong."""
+"""Sessions in a shared object store: leases, commits, removal, and injected faults."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ from kvkeep.storage.sessions.lease import Lease
 from kvkeep.storage.sessions.shared import SharedSessions, sweep_all
 
 
-def by(objects: ObjectStore, writer: str, lease: float = 30.0) -> SharedSessions:
+def sessions_of(objects: ObjectStore, writer: str, lease: float = 30.0) -> SharedSessions:
     return SharedSessions(objects, writer=writer, lease=lease)
 
 
@@ -49,66 +49,66 @@ def content(sessions: SharedSessions, name: str) -> bytes:
 
 
 def test_a_saved_session_continues_bit_for_bit(objects: ObjectStore, tiny: Model) -> None:
-    sessions = by(objects, "a")
+    sessions = sessions_of(objects, "a")
     session = tiny.session(max_kv_size=32, keep=4)
     session.feed(list(range(40)))
-    with sessions.lock("one") as place:
-        assert not place.exists()
-        size = session.snapshot().save(place)
-        assert place.stat().st_size == size
+    with sessions.lock("one") as path:
+        assert not path.exists()
+        size = session.snapshot().save(path)
+        assert path.stat().st_size == size
         session.feed([1, 2, 3])
-        session.snapshot().save(place)
-    other = by(objects, "b")
+        session.snapshot().save(path)
+    other = sessions_of(objects, "b")
     assert other.names() == ["one"]
-    assert [place.stem for place in other.newest()] == ["one"]
-    again = tiny.restore(Snapshot.load(other.existing("one")))
-    assert list(again.stream(8)) == list(session.stream(8))
+    assert [path.stem for path in other.newest()] == ["one"]
+    restored = tiny.restore(Snapshot.load(other.existing("one")))
+    assert list(restored.stream(8)) == list(session.stream(8))
 
 
 def test_only_the_last_committed_snapshot_is_kept(objects: ObjectStore) -> None:
-    with by(objects, "a").lock("one") as place:
+    with sessions_of(objects, "a").lock("one") as path:
         for number in range(3):
-            place.write_chunks(lambda number=number: [b"%d" % number])
+            path.write_chunks(lambda number=number: [b"%d" % number])
     keys = [stored.key for stored in objects.list_objects("")]
     assert sorted(key.rpartition("/")[2] for key in keys)[1:] == ["head.json"]
-    assert content(by(objects, "b"), "one") == b"2"
+    assert content(sessions_of(objects, "b"), "one") == b"2"
 
 
 def test_a_leased_session_is_locked_for_others(objects: ObjectStore) -> None:
-    with by(objects, "a").lock("one") as place:
-        place.write_chunks(lambda: [b"1"])
+    with sessions_of(objects, "a").lock("one") as path:
+        path.write_chunks(lambda: [b"1"])
         with pytest.raises(HeldElsewhere, match="a is using session 'one'") as raised:
-            by(objects, "b").acquire("one")
+            sessions_of(objects, "b").acquire("one")
         assert raised.value.writer == "a"
         assert raised.value.until > time.time()
         with pytest.raises(Locked):
-            by(objects, "b").remove("one")
-    lease = by(objects, "b").acquire("one")
+            sessions_of(objects, "b").remove("one")
+    lease = sessions_of(objects, "b").acquire("one")
     assert lease.head.epoch == 2
     lease.release()
 
 
 def test_a_session_created_without_a_commit_is_removed(objects: ObjectStore) -> None:
-    with by(objects, "a").lock("one"):
+    with sessions_of(objects, "a").lock("one"):
         pass
-    assert by(objects, "b").names() == []
+    assert sessions_of(objects, "b").names() == []
     with pytest.raises(InvalidArgument, match="no session 'one'"):
-        by(objects, "b").existing("one")
-    with by(objects, "b").lock("one") as place:
-        place.write_chunks(lambda: [b"1"])
-    assert content(by(objects, "a"), "one") == b"1"
+        sessions_of(objects, "b").existing("one")
+    with sessions_of(objects, "b").lock("one") as path:
+        path.write_chunks(lambda: [b"1"])
+    assert content(sessions_of(objects, "a"), "one") == b"1"
 
 
 def test_a_removed_session_can_be_created_again(objects: ObjectStore) -> None:
-    sessions = by(objects, "a")
-    with sessions.lock("one") as place:
-        place.write_chunks(lambda: [b"12345"])
+    sessions = sessions_of(objects, "a")
+    with sessions.lock("one") as path:
+        path.write_chunks(lambda: [b"12345"])
     assert sessions.remove("one") == 5
     assert sessions.names() == []
     with pytest.raises(NoObject):
         sessions.acquire("one", create=False)
     lease = sessions.create("one")
-    assert lease.head.epoch > 2  # no epoch comes twice
+    assert lease.head.epoch > 2  # epochs never repeat
     commit(lease, b"new", release=True)
     with pytest.raises(InvalidArgument, match="already"):
         sessions.create("one")
@@ -116,46 +116,46 @@ def test_a_removed_session_can_be_created_again(objects: ObjectStore) -> None:
 
 
 def test_a_writer_that_lost_its_lease_cannot_commit_and_is_notified(objects: ObjectStore) -> None:
-    first = by(objects, "a", lease=0.2).acquire("one")
+    first = sessions_of(objects, "a", lease=0.2).acquire("one")
     commit(first, b"1")
-    told = threading.Event()
-    first.on_lost(told.set)
+    notified = threading.Event()
+    first.on_lost(notified.set)
     time.sleep(0.01)
-    # As if the first were stopped: its renewals do not come.
+    # The second writer takes the lease although the first one has not released it.
     second = None
     while second is None:
         with suppress(HeldElsewhere):
-            second = _taken_now(objects)
+            second = _acquire_ignoring_leases(objects)
     commit(second, b"2")
     with pytest.raises(Moved, match="b has taken it"):
         commit(first, b"lost")
-    assert told.is_set()
+    assert notified.is_set()
     assert isinstance(first.lost, Moved)
-    assert content(by(objects, "c"), "one") == b"2"
+    assert content(sessions_of(objects, "c"), "one") == b"2"
     second.release()
 
 
-def _taken_now(objects: ObjectStore) -> Lease:
-    """By a writer whose clock is far ahead: leases keep nobody out of anything."""
+def _acquire_ignoring_leases(objects: ObjectStore) -> Lease:
+    """Acquire as a writer whose clock is far ahead, for which every lease has expired."""
     from kvkeep.storage.sessions import protocol
 
-    sessions = by(objects, "b")
+    sessions = sessions_of(objects, "b")
     at = sessions.objects_of("one")
     version = at.run(protocol.acquire(protocol.LeaseRequest("b", time.time() + 1000, 30.0)))
     return Lease(at, version, "b", 30.0)
 
 
 def test_a_lease_is_renewed_while_it_is_held(objects: ObjectStore) -> None:
-    lease = by(objects, "a", lease=0.15).acquire("one")
+    lease = sessions_of(objects, "a", lease=0.15).acquire("one")
     commit(lease, b"1")
     time.sleep(0.6)
     with pytest.raises(HeldElsewhere):
-        by(objects, "b", lease=0.15).acquire("one")
+        sessions_of(objects, "b", lease=0.15).acquire("one")
     lease.release()
 
 
-def test_sweep_removes_what_a_killed_writer_left(objects: ObjectStore) -> None:
-    sessions = by(objects, "a")
+def test_sweep_removes_uncommitted_snapshots_of_killed_writers(objects: ObjectStore) -> None:
+    sessions = sessions_of(objects, "a")
     lease = sessions.acquire("one")
     commit(lease, b"1")
     at = lease.objects
@@ -183,29 +183,27 @@ def test_an_invalid_head_is_a_corrupt_file(objects: ObjectStore) -> None:
     for wrong in (b"", b"{}", b"[]", b"\xff", b'{"kvkeep": "head", "format": 1, "epoch": "1"}'):
         objects.put(key, wrong)
         with pytest.raises(CorruptFile, match="session 'one'"):
-            by(objects, "a").acquire("one")
+            sessions_of(objects, "a").acquire("one")
     objects.put(key, b'{"kvkeep": "head", "format": 2}')
     with pytest.raises(NewerFormat, match="upgrade"):
-        by(objects, "a").existing("one")
+        sessions_of(objects, "a").existing("one")
 
 
-def test_a_snapshot_that_was_damaged_in_the_store_is_refused(
-    objects: ObjectStore, tiny: Model
-) -> None:
-    sessions, session = by(objects, "a"), tiny.session(max_kv_size=32)
+def test_a_damaged_snapshot_in_the_store_is_refused(objects: ObjectStore, tiny: Model) -> None:
+    sessions, session = sessions_of(objects, "a"), tiny.session(max_kv_size=32)
     session.feed([1, 2, 3])
-    with sessions.lock("one") as place:
-        session.snapshot().save(place)
+    with sessions.lock("one") as path:
+        session.snapshot().save(path)
     (stored,) = [s for s in objects.list_objects("") if s.key.endswith(".kvkeep")]
-    found = bytearray(objects.get(stored.key)[0])
-    found[-5] ^= 1
-    objects.put(stored.key, bytes(found))
+    damaged = bytearray(objects.get(stored.key)[0])
+    damaged[-5] ^= 1
+    objects.put(stored.key, bytes(damaged))
     with pytest.raises(CorruptFile, match="session 'one'"):
         Snapshot.load(sessions.existing("one"))
 
 
-class Scheduled:
-    """A store at which several threads take one step each at a time, in an order that is given."""
+class ScheduledStore:
+    """A store whose actors (threads) do one operation at a time, in an order that `order` draws."""
 
     def __init__(self, objects: ObjectStore, order: random.Random, actors: int):
         self._objects, self._order = objects, order
@@ -213,8 +211,8 @@ class Scheduled:
         self._waiting: set[int] = set()
         self._alive, self._next = actors, -1
 
-    def by(self, actor: int) -> ObjectStore:
-        return _Turns(self, actor)  # type: ignore[return-value]
+    def store_for(self, actor: int) -> ObjectStore:
+        return _ActorView(self, actor)  # type: ignore[return-value]
 
     def wait(self, actor: int) -> None:
         with self._turn:
@@ -235,42 +233,46 @@ class Scheduled:
             self._turn.notify_all()
 
 
-class _Turns:
-    def __init__(self, scheduled: Scheduled, actor: int):
+class _ActorView:
+    """The store as one actor uses it: every call waits for the actor's turn."""
+
+    def __init__(self, scheduled: ScheduledStore, actor: int):
         self._scheduled, self._actor = scheduled, actor
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         function = getattr(self._scheduled._objects, name)
 
-        def waits(*arguments: object, **named: object) -> object:
+        def call_in_turn(*arguments: object, **named: object) -> object:
             self._scheduled.wait(self._actor)
             return function(*arguments, **named)
 
-        return waits
+        return call_in_turn
 
 
-def test_two_writers_in_a_thousand_schedules(objects: ObjectStore) -> None:
-    """Each goes by a lease that has run out for the other: what it has done is there, or it is
-    told, and no generation comes twice."""
+def test_two_writers_lose_and_repeat_nothing_in_1000_schedules(objects: ObjectStore) -> None:
+    """Every lease has expired for the other writer. Each commit is stored, or its writer gets an
+    error, and no generation repeats."""
     if "memory" not in objects.url:
-        pytest.skip("schedules are of the protocol: test_protocol.py has them all")
+        pytest.skip("schedules depend on the protocol only; test_protocol.py covers all of them")
     lost = 0
     for seed in range(1000):
-        lost += _schedule(objects, f"s{seed}", random.Random(seed))
-    assert lost > 100  # or they never met
+        lost += _run_schedule(objects, f"s{seed}", random.Random(seed))
+    assert lost > 100  # otherwise the writers never conflicted
 
 
-def _schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
-    begun = by(objects, "first").create(name)
-    commit(begun, json.dumps([]).encode(), release=True)
-    scheduled = Scheduled(objects, order, 2)
-    clock = itertools.count(time.time(), 100).__next__  # every lease has run out by the next look
-    told: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
+def _run_schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
+    created = sessions_of(objects, "first").create(name)
+    commit(created, json.dumps([]).encode(), release=True)
+    scheduled = ScheduledStore(objects, order, 2)
+    clock = itertools.count(
+        time.time(), 100
+    ).__next__  # every lease has expired at the next reading
+    confirmed: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
     losses = [0, 0]
 
-    def writes(actor: int) -> None:
-        seen = scheduled.by(actor)
-        sessions = SharedSessions(seen, writer=f"w{actor}", clock=clock)
+    def write(actor: int) -> None:
+        store = scheduled.store_for(actor)
+        sessions = SharedSessions(store, writer=f"w{actor}", clock=clock)
         try:
             for number in range(2):
                 operation = f"{actor}.{number}"
@@ -281,79 +283,84 @@ def _schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
                     continue
                 key = lease.objects.key(lease.head.snapshot)
                 try:
-                    before = json.loads(seen.get(key)[0])
+                    before = json.loads(store.get(key)[0])
                     after = json.dumps([*before, operation]).encode()
                     head = commit(lease, after, release=True)
-                    told[actor].append((head.gen, operation))
+                    confirmed[actor].append((head.gen, operation))
                 except StoreError:
                     losses[actor] += 1
         finally:
             scheduled.done()
 
-    threads = [threading.Thread(target=writes, args=(actor,)) for actor in (0, 1)]
+    threads = [threading.Thread(target=write, args=(actor,)) for actor in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    generations = Counter(gen for pairs in told.values() for gen, _ in pairs)
+    generations = Counter(gen for pairs in confirmed.values() for gen, _ in pairs)
     assert all(count == 1 for count in generations.values())
-    kept = json.loads(content(by(objects, "last"), name))
-    assert sorted(kept) == sorted(operation for pairs in told.values() for _, operation in pairs)
+    committed = json.loads(content(sessions_of(objects, "last"), name))
+    assert sorted(committed) == sorted(
+        operation for pairs in confirmed.values() for _, operation in pairs
+    )
     return sum(losses)
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tried again is tried at once."""
+def without_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry without waiting."""
     backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
     monkeypatch.setitem(remote.RETRIES, "backoff", {**backoff, "base": 2})
     monkeypatch.setattr(driver, "MAX_WAIT", 0.001)
 
 
 @pytest.mark.parametrize("faults", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_faults_lose_and_double_nothing(
-    s3: ObjectServer, s3_url: str, hasty: None, faults: int
+def test_injected_faults_lose_and_repeat_no_commit(
+    s3: ObjectServer, s3_url: str, without_backoff: None, faults: int
 ) -> None:
-    """Timeouts before and after, 409, 412, 500 and 503, bodies that end early: what was told to be
-    committed is there once, and what was not is there once or not at all."""
-    sessions, chance = by(open_object_store(s3_url), "a", lease=60.0), random.Random(7)
-    happened = Counter[str]()
+    """Timeouts before and after, 409, 412, 500 and 503, truncated bodies: every confirmed commit is
+    stored once, and every other one at most once."""
+    sessions, random_faults = (
+        sessions_of(open_object_store(s3_url), "a", lease=60.0),
+        random.Random(7),
+    )
+    injected = Counter[str]()
 
     def fault(method: str, path: str) -> str | None:
         if method == "GET" and "list-type" in path:
             return None
-        found = chance.choice(FAULTS) if chance.random() < 0.3 else None
-        if found in ("409", "412") and method == "GET":
+        chosen = random_faults.choice(FAULTS) if random_faults.random() < 0.3 else None
+        if chosen in ("409", "412") and method == "GET":
             return None
-        if found is not None:
-            happened[found] += 1
-        return found
+        if chosen is not None:
+            injected[chosen] += 1
+        return chosen
 
     commit(sessions.create("one"), b"[]", release=True)
-    told, number = [], 0
+    confirmed, number = [], 0
     s3.fault = fault
-    while sum(happened.values()) < faults:
+    while sum(injected.values()) < faults:
         number += 1
         with suppress(StoreError):
             lease = sessions.acquire("one", create=False)
             try:
                 before = json.loads(content(sessions, "one"))
                 commit(lease, json.dumps([*before, number]).encode())
-                told.append(number)
+                confirmed.append(number)
             finally:
                 lease.release()
                 _expire(sessions)
     s3.fault = lambda method, path: None
-    kept = json.loads(content(sessions, "one"))
-    assert sorted(happened) == sorted(FAULTS)
-    assert len(told) > faults / 20
-    assert len(set(kept)) == len(kept)
-    assert set(told) <= set(kept)
-    assert kept == sorted(kept)
+    committed = json.loads(content(sessions, "one"))
+    assert sorted(injected) == sorted(FAULTS)
+    assert len(confirmed) > faults / 20
+    assert len(set(committed)) == len(committed)
+    assert set(confirmed) <= set(committed)
+    assert committed == sorted(committed)
 
 
 def _expire(sessions: SharedSessions) -> None:
-    """A lease that could not be let go of runs out, a minute later."""
+    """Expire a lease that could not be released, as a minute of waiting would."""
     while True:
         with suppress(StoreError):
             version = sessions.objects_of("one").head()
@@ -375,8 +382,8 @@ def tiny(tiny_folder: Path) -> Iterator[Model]:
     return load_model(tiny_folder, dtype="float32")
 
 
-class _Slow:
-    """A store to which an upload takes long."""
+class _SlowStore:
+    """A store whose uploads take a number of seconds."""
 
     def __init__(self, objects: ObjectStore, seconds: float):
         self._objects, self._seconds = objects, seconds
@@ -389,27 +396,27 @@ class _Slow:
         self._objects.put_chunks(key, pieces)
 
 
-def test_a_lease_is_renewed_while_something_large_is_uploaded(objects: ObjectStore) -> None:
-    slow: ObjectStore = _Slow(objects, 1.0)  # type: ignore[assignment]
-    lease = by(slow, "a", lease=0.3).acquire("one")
-    taken = list[bool]()
+def test_a_lease_is_renewed_during_a_long_upload(objects: ObjectStore) -> None:
+    slow: ObjectStore = _SlowStore(objects, 1.0)  # type: ignore[assignment]
+    lease = sessions_of(slow, "a", lease=0.3).acquire("one")
+    acquired = list[bool]()
 
-    def tries() -> None:
+    def try_to_acquire() -> None:
         with suppress(StoreError):
-            by(objects, "b", lease=0.3).acquire("one").release()
-            taken.append(True)
+            sessions_of(objects, "b", lease=0.3).acquire("one").release()
+            acquired.append(True)
 
-    others = [threading.Timer(0.1 * number, tries) for number in range(1, 10)]
-    for other in others:
-        other.start()
+    attempts = [threading.Timer(0.1 * number, try_to_acquire) for number in range(1, 10)]
+    for attempt in attempts:
+        attempt.start()
     commit(lease, b"1", release=True)
-    for other in others:
-        other.join()
-    assert content(by(objects, "c"), "one") == b"1"
+    for attempt in attempts:
+        attempt.join()
+    assert content(sessions_of(objects, "c"), "one") == b"1"
 
 
-class _Unheard:
-    """A store whose answer to one put is lost, after others have gone on from what it did."""
+class _StoreThatLosesAResponse:
+    """A store that loses the response to a put, after a callback in `then` has run."""
 
     def __init__(self, objects: ObjectStore):
         self._objects, self.then = objects, list[Callable[[], None]]()
@@ -428,24 +435,24 @@ class _Unheard:
 def test_a_commit_with_a_lost_response_is_confirmed_after_later_commits(
     objects: ObjectStore,
 ) -> None:
-    unheard = _Unheard(objects)
-    lease = by(unheard, "a").acquire("one")  # type: ignore[arg-type]
+    lossy = _StoreThatLosesAResponse(objects)
+    lease = sessions_of(lossy, "a").acquire("one")  # type: ignore[arg-type]
 
-    def goes_on() -> None:
+    def commit_as_another_writer() -> None:
         for number in range(3):
-            other = by(objects, "b").acquire("one")
+            other = sessions_of(objects, "b").acquire("one")
             commit(other, b"b%d" % number, release=True)
 
-    unheard.then.append(goes_on)
+    lossy.then.append(commit_as_another_writer)
     head = commit(lease, b"a", release=True)
     assert head.gen == 1
-    assert content(by(objects, "c"), "one") == b"b2"
+    assert content(sessions_of(objects, "c"), "one") == b"b2"
 
 
 def test_a_renewal_with_a_lost_response_keeps_the_lease(objects: ObjectStore) -> None:
-    unheard = _Unheard(objects)
-    lease = by(unheard, "a", lease=0.3).acquire("one")  # type: ignore[arg-type]
-    unheard.then.append(lambda: None)
+    lossy = _StoreThatLosesAResponse(objects)
+    lease = sessions_of(lossy, "a", lease=0.3).acquire("one")  # type: ignore[arg-type]
+    lossy.then.append(lambda: None)
     time.sleep(0.5)
     commit(lease, b"1", release=True)
-    assert content(by(objects, "c"), "one") == b"1"
+    assert content(sessions_of(objects, "c"), "one") == b"1"

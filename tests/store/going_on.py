@@ -1,7 +1,7 @@
-"""Sessions at every kind of moment, and how they go on: here, or in another process.
+"""Sessions in every kind of state, and their continuations in this or another process.
 
-As a script: `python going_on.py FOLDER MODEL DTYPE THREADS` restores each snapshot of a folder and
-writes beside it what came next.
+As a script, `python going_on.py FOLDER MODEL DTYPE THREADS` restores each snapshot of a folder and
+writes the next tokens and logits beside it.
 """
 
 import sys
@@ -21,7 +21,7 @@ from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 NEXT = 64  # tokens
-DRAWN = 13  # tokens before: the random generator is then in its middle
+GENERATED = 13  # tokens generated before, so that the sampler state is not the initial one
 SAMPLINGS = {
     "greedy": Sampling(),
     "seeded": Sampling(temperature=1.2, top_k=50, repetition_penalty=1.1, seed=11),
@@ -30,147 +30,177 @@ TEXT = list(b"Nothing is written twice: keys stay where they are, and queries ch
 
 
 def full(model: Model) -> dict[str, Callable[[Sampling], Session]]:
-    """Sessions of policy `full`, by moment."""
+    """Return constructors of sessions of policy `full`, by state."""
 
-    def fed(tokens: list[int], how: Sampling, budget: int = 256) -> Session:
+    def fed(tokens: list[int], sampling: Sampling, budget: int = 256) -> Session:
         session = model.session(budget, policy="full", prefill_step=32)
-        return drawn(session, tokens, how)
+        return feed_and_generate(session, tokens, sampling)
 
     return {
-        "empty": lambda how: model.session(256, policy="full"),
-        "first-fill": lambda how: fed(TEXT, how),
-        "full-after-64": lambda how: fed(TEXT, how, budget=len(TEXT) + DRAWN + NEXT),
-        "exactly-full": lambda how: fed(TEXT, how, budget=len(TEXT) + DRAWN),
-        "rewound": lambda how: rewound(fed(TEXT, how), 9),
-        "forked": lambda how: fed(TEXT, how).fork(),
-        "fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT[:20], how),
-        "parent-went-on": lambda how: went_on_beside_a_fork(fed(TEXT, how), how),
-        "fork-of-fork": lambda how: drawn(fed(TEXT, how).fork(), TEXT[:9], how).fork(at=40),
+        "empty": lambda sampling: model.session(256, policy="full"),
+        "first-fill": lambda sampling: fed(TEXT, sampling),
+        "full-after-64": lambda sampling: fed(TEXT, sampling, budget=len(TEXT) + GENERATED + NEXT),
+        "exactly-full": lambda sampling: fed(TEXT, sampling, budget=len(TEXT) + GENERATED),
+        "rewound": lambda sampling: rewind(fed(TEXT, sampling), 9),
+        "forked": lambda sampling: fed(TEXT, sampling).fork(),
+        "fork-continued": lambda sampling: feed_and_generate(
+            fed(TEXT, sampling).fork(), TEXT[:20], sampling
+        ),
+        "parent-continued": lambda sampling: continue_beside_a_fork(fed(TEXT, sampling), sampling),
+        "fork-of-fork": lambda sampling: feed_and_generate(
+            fed(TEXT, sampling).fork(), TEXT[:9], sampling
+        ).fork(at=40),
     }
 
 
 def bounded(model: Model, policy: str) -> dict[str, Callable[[Sampling], Session]]:
-    """Sessions of a policy with a window, by moment."""
+    """Return constructors of sessions of a policy with a window, by state."""
 
-    def fed(tokens: list[int], how: Sampling, budget: int = 48, keep: int = 4) -> Session:
-        return drawn(model.session(budget, keep, policy, prefill_step=32), tokens, how)
+    def fed(tokens: list[int], sampling: Sampling, budget: int = 48, keep: int = 4) -> Session:
+        return feed_and_generate(
+            model.session(budget, keep, policy, prefill_step=32), tokens, sampling
+        )
 
     return {
-        "empty": lambda how: model.session(48, policy=policy),
-        "anchors-only": lambda how: fed(TEXT[:5], how, keep=20),
-        "first-fill": lambda how: fed(TEXT[:20], how),
-        "exactly-full": lambda how: fed(TEXT[: 48 - DRAWN], how),
-        "wrapped": lambda how: fed(TEXT, how),
-        "wrapped-without-keep": lambda how: fed(TEXT, how, keep=0),
-        "wrapped-twice": lambda how: fed(TEXT * 2, how),
-        "rewound-after-wrapping": lambda how: rewound(fed(TEXT, how), 9),
-        "rewound-and-fed": lambda how: drawn(rewound(fed(TEXT, how), 9), TEXT[:3], how),
-        "forked": lambda how: fed(TEXT[:20], how).fork(),
-        "forked-after-wrapping": lambda how: fed(TEXT, how).fork(),
-        "fork-went-on": lambda how: drawn(fed(TEXT[:10], how).fork(), TEXT[:9], how),
-        "fork-wrapped": lambda how: drawn(fed(TEXT[:20], how).fork(), TEXT, how),
-        "wrapped-fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT[:9], how),
-        "parent-went-on": lambda how: went_on_beside_a_fork(fed(TEXT, how), how),
-        "more-kept": lambda how: keeping(fed(TEXT, how), 12),
-        "fewer-kept": lambda how: keeping(fed(TEXT, how, keep=12), 2),
-        "more-kept-went-on": lambda how: drawn(keeping(fed(TEXT, how), 12), TEXT, how),
-        "edited": lambda how: edited(fed(TEXT[:20], how)),
-        "edited-went-on": lambda how: drawn(edited(fed(TEXT[:20], how)), TEXT, how),
-        "edited-after-wrapping": lambda how: edited(fed(TEXT, how), len(TEXT)),
-        "pinned": lambda how: pinning(fed(TEXT, how)),
-        "pinned-went-on": lambda how: drawn(pinning(fed(TEXT, how)), TEXT, how),
-        "whole-prompt-to-be-kept": lambda how: model.session(200, keep=-1, policy=policy),
+        "empty": lambda sampling: model.session(48, policy=policy),
+        "anchors-only": lambda sampling: fed(TEXT[:5], sampling, keep=20),
+        "first-fill": lambda sampling: fed(TEXT[:20], sampling),
+        "exactly-full": lambda sampling: fed(TEXT[: 48 - GENERATED], sampling),
+        "wrapped": lambda sampling: fed(TEXT, sampling),
+        "wrapped-without-keep": lambda sampling: fed(TEXT, sampling, keep=0),
+        "wrapped-twice": lambda sampling: fed(TEXT * 2, sampling),
+        "rewound-after-wrapping": lambda sampling: rewind(fed(TEXT, sampling), 9),
+        "rewound-and-fed": lambda sampling: feed_and_generate(
+            rewind(fed(TEXT, sampling), 9), TEXT[:3], sampling
+        ),
+        "forked": lambda sampling: fed(TEXT[:20], sampling).fork(),
+        "forked-after-wrapping": lambda sampling: fed(TEXT, sampling).fork(),
+        "fork-continued": lambda sampling: feed_and_generate(
+            fed(TEXT[:10], sampling).fork(), TEXT[:9], sampling
+        ),
+        "fork-wrapped": lambda sampling: feed_and_generate(
+            fed(TEXT[:20], sampling).fork(), TEXT, sampling
+        ),
+        "wrapped-fork-continued": lambda sampling: feed_and_generate(
+            fed(TEXT, sampling).fork(), TEXT[:9], sampling
+        ),
+        "parent-continued": lambda sampling: continue_beside_a_fork(fed(TEXT, sampling), sampling),
+        "more-sinks": lambda sampling: set_keep(fed(TEXT, sampling), 12),
+        "fewer-sinks": lambda sampling: set_keep(fed(TEXT, sampling, keep=12), 2),
+        "more-sinks-continued": lambda sampling: feed_and_generate(
+            set_keep(fed(TEXT, sampling), 12), TEXT, sampling
+        ),
+        "edited": lambda sampling: edit(fed(TEXT[:20], sampling)),
+        "edited-continued": lambda sampling: feed_and_generate(
+            edit(fed(TEXT[:20], sampling)), TEXT, sampling
+        ),
+        "edited-after-wrapping": lambda sampling: edit(fed(TEXT, sampling), len(TEXT)),
+        "pinned": lambda sampling: pin(fed(TEXT, sampling)),
+        "pinned-continued": lambda sampling: feed_and_generate(
+            pin(fed(TEXT, sampling)), TEXT, sampling
+        ),
+        "keep-whole-prompt": lambda sampling: model.session(200, keep=-1, policy=policy),
     }
 
 
 def self_extend(model: Model) -> dict[str, Callable[[Sampling], Session]]:
-    """Sessions of policy `self_extend`, by moment."""
+    """Return constructors of sessions of policy `self_extend`, by state."""
 
-    def fed(tokens: list[int], how: Sampling) -> Session:
-        return drawn(
-            model.session(policy="self_extend", group=4, window=32, prefill_step=32), tokens, how
+    def fed(tokens: list[int], sampling: Sampling) -> Session:
+        return feed_and_generate(
+            model.session(policy="self_extend", group=4, window=32, prefill_step=32),
+            tokens,
+            sampling,
         )
 
     return {
-        "empty": lambda how: model.session(policy="self_extend"),
-        "within-the-window": lambda how: fed(TEXT[:10], how),
-        "beyond-the-window": lambda how: fed(TEXT, how),
-        "rewound": lambda how: rewound(fed(TEXT, how), 9),
-        "forked": lambda how: fed(TEXT, how).fork(),
-        "fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT, how),
-        "parent-went-on": lambda how: went_on_beside_a_fork(fed(TEXT, how), how),
+        "empty": lambda sampling: model.session(policy="self_extend"),
+        "within-the-window": lambda sampling: fed(TEXT[:10], sampling),
+        "beyond-the-window": lambda sampling: fed(TEXT, sampling),
+        "rewound": lambda sampling: rewind(fed(TEXT, sampling), 9),
+        "forked": lambda sampling: fed(TEXT, sampling).fork(),
+        "fork-continued": lambda sampling: feed_and_generate(
+            fed(TEXT, sampling).fork(), TEXT, sampling
+        ),
+        "parent-continued": lambda sampling: continue_beside_a_fork(fed(TEXT, sampling), sampling),
     }
 
 
 def archive(model: Model) -> dict[str, Callable[[Sampling], Session]]:
-    """Sessions of policy `archive`, by moment."""
+    """Return constructors of sessions of policy `archive`, by state."""
 
     def new(method: str = "fitted") -> Session:
         policy = make_policy("archive", 48, keep=4, window=16, block=8, span=200, method=method)
         return Session(model, policy, prefill_step=32)
 
-    def fed(tokens: list[int], how: Sampling, method: str = "fitted") -> Session:
-        return drawn(new(method), tokens, how)
+    def fed(tokens: list[int], sampling: Sampling, method: str = "fitted") -> Session:
+        return feed_and_generate(new(method), tokens, sampling)
 
     return {
-        "before-the-first-block": lambda how: fed(TEXT[:5], how),
-        "half-full": lambda how: fed(TEXT[:40], how),
-        "after-coarsening": lambda how: fed(TEXT * 2, how),
-        "after-drawing-closer": lambda how: fed(TEXT * 4, how),
-        "observing": lambda how: fed(TEXT * 2, how, "snapkv"),
-        "pinned-went-on": lambda how: drawn(pinning(fed(TEXT, how)), TEXT, how),
-        "edited-went-on": lambda how: drawn(edited(fed(TEXT, how), len(TEXT)), TEXT, how),
+        "before-the-first-block": lambda sampling: fed(TEXT[:5], sampling),
+        "half-full": lambda sampling: fed(TEXT[:40], sampling),
+        "after-coarsening": lambda sampling: fed(TEXT * 2, sampling),
+        "after-drawing-closer": lambda sampling: fed(TEXT * 4, sampling),
+        "observing": lambda sampling: fed(TEXT * 2, sampling, "snapkv"),
+        "pinned-continued": lambda sampling: feed_and_generate(
+            pin(fed(TEXT, sampling)), TEXT, sampling
+        ),
+        "edited-continued": lambda sampling: feed_and_generate(
+            edit(fed(TEXT, sampling), len(TEXT)), TEXT, sampling
+        ),
     }
 
 
 def quantised(model: Model) -> dict[str, Callable[[Sampling], Session]]:
-    """Sessions whose cells are kept in fewer bits, by moment."""
+    """Return constructors of sessions with quantised cells, by state."""
 
-    def fed(how: Sampling, tokens: list[int] = TEXT, **kind: Any) -> Session:
-        return drawn(model.session(prefill_step=32, **kind), tokens, how)
+    def fed(sampling: Sampling, tokens: list[int] = TEXT, **kind: Any) -> Session:
+        return feed_and_generate(model.session(prefill_step=32, **kind), tokens, sampling)
 
     return {
-        "full-4-forked": lambda how: drawn(
-            fed(how, policy="full", kv_bits="4").fork(), TEXT[:9], how
+        "full-4-forked": lambda sampling: feed_and_generate(
+            fed(sampling, policy="full", kv_bits="4").fork(), TEXT[:9], sampling
         ),
-        "wrapped-8-4": lambda how: fed(how, max_kv_size=48, kv_bits="8/4"),
-        "wrapped-far-4-pinned": lambda how: pinning(fed(how, max_kv_size=48, far_bits="4")),
-        "archive-far-8-4": lambda how: fed(
-            how, TEXT * 2, max_kv_size=100, policy="archive", method="knorm", far_bits="8/4"
+        "wrapped-8-4": lambda sampling: fed(sampling, max_kv_size=48, kv_bits="8/4"),
+        "wrapped-far-4-pinned": lambda sampling: pin(fed(sampling, max_kv_size=48, far_bits="4")),
+        "archive-far-8-4": lambda sampling: fed(
+            sampling, TEXT * 2, max_kv_size=100, policy="archive", method="knorm", far_bits="8/4"
         ),
     }
 
 
 def ragged(model: Model) -> dict[str, Callable[[Sampling], Session]]:
-    """Sessions of which each layer and KV head has a number of cells of its own, by moment."""
+    """Return constructors of sessions with ragged cells (a count per layer and head), by state."""
 
-    def fed(how: Sampling, **kind: Any) -> Session:
+    def fed(sampling: Sampling, **kind: Any) -> Session:
         session = model.session(256, policy="full", prefill_step=32, **kind)
         session.feed(TEXT)
         session.compress(2.0, "knorm", recent=8, budget="heads")
-        return drawn(session, TEXT[:20], how)
+        return feed_and_generate(session, TEXT[:20], sampling)
 
-    def again(session: Session, **kind: Any) -> Session:
+    def compress_again(session: Session, **kind: Any) -> Session:
         session.compress(2.0, "knorm", recent=8, **kind)
         return session
 
-    def archive(how: Sampling, **kind: Any) -> Session:
+    def archive(sampling: Sampling, **kind: Any) -> Session:
         session = model.session(
             100, policy="archive", prefill_step=32, method="knorm", budget="heads", **kind
         )
-        return drawn(session, TEXT * 4, how)
+        return feed_and_generate(session, TEXT * 4, sampling)
 
     return {
-        "once": lambda how: fed(how),
-        "twice": lambda how: again(fed(how), budget="heads"),
-        "then-all-alike": lambda how: again(fed(how), budget="uniform"),
-        "edited": lambda how: edited(fed(how), len(TEXT)),
-        "forked": lambda how: drawn(fed(how).fork(), TEXT[:9], how),
-        "parent-went-on": lambda how: went_on_beside_a_fork(fed(how), how),
-        "rewound": lambda how: rewound(fed(how), 9),
-        "in-8-4-bits": lambda how: again(fed(how, kv_bits="8/4"), budget="heads"),
-        "archive": lambda how: archive(how),
-        "archive-far-4": lambda how: archive(how, far_bits="4"),
+        "once": lambda sampling: fed(sampling),
+        "twice": lambda sampling: compress_again(fed(sampling), budget="heads"),
+        "then-uniform": lambda sampling: compress_again(fed(sampling), budget="uniform"),
+        "edited": lambda sampling: edit(fed(sampling), len(TEXT)),
+        "forked": lambda sampling: feed_and_generate(fed(sampling).fork(), TEXT[:9], sampling),
+        "parent-continued": lambda sampling: continue_beside_a_fork(fed(sampling), sampling),
+        "rewound": lambda sampling: rewind(fed(sampling), 9),
+        "in-8-4-bits": lambda sampling: compress_again(
+            fed(sampling, kv_bits="8/4"), budget="heads"
+        ),
+        "archive": lambda sampling: archive(sampling),
+        "archive-far-4": lambda sampling: archive(sampling, far_bits="4"),
     }
 
 
@@ -185,49 +215,49 @@ POLICIES = {
 }
 
 
-def drawn(session: Session, tokens: list[int], how: Sampling) -> Session:
-    """Fed, and `DRAWN` tokens further."""
+def feed_and_generate(session: Session, tokens: list[int], sampling: Sampling) -> Session:
+    """Feed tokens and generate `GENERATED` more."""
     session.feed(tokens)
-    for _ in range(DRAWN):
-        session.next_token(how)
+    for _ in range(GENERATED):
+        session.next_token(sampling)
     return session
 
 
-def rewound(session: Session, count: int) -> Session:
+def rewind(session: Session, count: int) -> Session:
     session.rewind(count)
     return session
 
 
-def keeping(session: Session, keep: int) -> Session:
+def set_keep(session: Session, keep: int) -> Session:
     session.keep = keep
     return session
 
 
-def edited(session: Session, at: int = 12) -> Session:
+def edit(session: Session, at: int = 12) -> Session:
     session.delete(at, at + 3)
     session.insert(at + 2, TEXT[:5])
     return session
 
 
-def pinning(session: Session) -> Session:
+def pin(session: Session) -> Session:
     session.pin(len(TEXT), len(TEXT) + 6)
     return session
 
 
-def went_on_beside_a_fork(session: Session, how: Sampling) -> Session:
+def continue_beside_a_fork(session: Session, sampling: Sampling) -> Session:
     fork = session.fork()
-    drawn(fork, TEXT[:7], how)
-    return drawn(session, TEXT[:11], how)
+    feed_and_generate(fork, TEXT[:7], sampling)
+    return feed_and_generate(session, TEXT[:11], sampling)
 
 
-def go_on(session: Session, how: Sampling) -> dict[str, Tensor]:
-    """The next tokens, and the logits before each and after the last."""
+def continue_session(session: Session, sampling: Sampling) -> dict[str, Tensor]:
+    """Generate `NEXT` tokens. Returns them and the logits before each and after the last."""
     if session.logits is None:
         session.feed(TEXT)
     tokens, logits = [], [session.logits]
     try:
         for _ in range(NEXT):
-            tokens.append(session.next_token(how))
+            tokens.append(session.next_token(sampling))
             logits.append(session.logits)
     except ContextFull:
         pass
@@ -238,9 +268,9 @@ def main(folder: Path, model_name: str, dtype: str, threads: int) -> None:
     torch.set_num_threads(threads)
     model = load_model(model_name, dtype=dtype)
     for path in sorted(folder.glob("*.kvkeep")):
-        how = next(how for name, how in SAMPLINGS.items() if name in path.name)
+        sampling = next(sampling for name, sampling in SAMPLINGS.items() if name in path.name)
         session = model.restore(Snapshot.load(path))
-        torch.save(go_on(session, how), path.with_suffix(".pt"))
+        torch.save(continue_session(session, sampling), path.with_suffix(".pt"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The model of the golden files, the same to the bit on every machine, and how two were made.
+"""The model of the golden files, bit-identical on every machine, and how two of them were made.
 
 `golden-v1.kvkeep` was written once, by format 1, with `PYTHONPATH=tests python -m store.golden`,
 and `golden-ragged.kvkeep`, by format 3, with `-c 'from store.golden import ragged; ragged()'`.
-They are not to be written again: what they hold is that later versions still read them.
+Do not write them again: they prove that later versions still read old files.
 """
 
 from pathlib import Path
@@ -21,10 +21,10 @@ TEXT = list(b"This was said long ago, and is not forgotten: the file is old, the
 
 
 def golden_model() -> Model:
-    """As `small_model(seed=0)`, with weights that no processor's arithmetic has a part in.
+    """Build a model like `small_model(seed=0)` whose weights do not depend on the processor.
 
-    They are whole numbers divided by a power of two; torch's normal random numbers differ in the
-    last bit from one kind of processor to another, and the fingerprint would with them.
+    The weights are integers divided by a power of two. torch's normal random numbers differ in the
+    last bit from one kind of processor to another, and so would the fingerprint.
     """
     random, spec = np.random.RandomState(0), small_spec()
     tensors = {
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def ragged() -> None:
-    """Cells of which each layer and KV head has a number of its own, in two runs."""
+    """Write a snapshot with two ragged segments: each layer and KV head has its own cell count."""
     session = golden_model().session(policy="full")
     session.feed(TEXT)
     session.pin(30, 34)
@@ -56,8 +56,8 @@ def ragged() -> None:
     for _ in range(3):
         session.next_token()
     print(session.snapshot().save(PATH.with_name("golden-ragged.kvkeep")), "bytes")
-    how = Sampling(0.8, seed=5)
-    print("next:", [session.next_token(how) for _ in range(12)])
+    sampling = Sampling(0.8, seed=5)
+    print("next:", [session.next_token(sampling) for _ in range(12)])
 
 
 if __name__ == "__main__":

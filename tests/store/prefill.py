@@ -1,7 +1,7 @@
-"""As a script: one process of several that share a prefix store.
+"""A script: one of several processes that share a prefix store.
 
-`python prefill.py MODEL DTYPE STORE QUOTA SEED TOKENS OUT` evaluates a prompt and writes the
-logits and what was reused.
+`python prefill.py MODEL DTYPE STORE QUOTA SEED TOKENS OUT` evaluates a prompt and writes to OUT
+the logits and the number of reused tokens.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Snapshots of compressed cells: what is in them, in which format, and what is refused."""
+"""Snapshots of compressed cells: tensors, format versions, and which files are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,29 +22,29 @@ TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(70)]
 
 
 def archive(method: str, tokens: list[int] = TEXT) -> Session:
-    """4 anchors, 18 compressed cells, and a window of 20."""
+    """Return a session with 4 anchors, 18 compressed cells, and a window of 20."""
     policy = make_policy("archive", 48, keep=4, window=16, block=8, span=200, method=method)
     session = Session(MODEL, policy, 512)
     session.feed(tokens)
     return session
 
 
-def compressed_at_once() -> Session:
+def compressed_by_half() -> Session:
     session = MODEL.session(policy="full")
     session.feed(TEXT)
     session.compress(2.0, "knorm", recent=8)
     return session
 
 
-def by_heads() -> Session:
-    """4 exact cells, ragged ones, and 8 exact ones."""
+def compressed_by_heads() -> Session:
+    """Return a session with 4 exact cells, ragged ones, and 8 exact ones."""
     session = MODEL.session(policy="full")
     session.feed(TEXT)
     session.compress(2.0, "knorm", recent=8, budget="heads")
     return session
 
 
-def by_heads_quantised() -> Session:
+def compressed_by_heads_quantised() -> Session:
     session = MODEL.session(policy="full", kv_bits="8/4")
     session.feed(TEXT)
     session.compress(2.0, "knorm", recent=8, budget="heads")
@@ -60,7 +60,7 @@ def archive_by_heads(tokens: list[int] = TEXT, method: str = "knorm") -> Session
     return session
 
 
-RAGGED = [by_heads, by_heads_quantised, archive_by_heads]
+RAGGED = [compressed_by_heads, compressed_by_heads_quantised, archive_by_heads]
 
 
 @pytest.fixture
@@ -74,27 +74,33 @@ def path(tmp_path: Path) -> Path:
     [
         (lambda: archive("average"), "2"),
         (lambda: archive("average", TEXT[:20]), "1"),
-        (lambda: archive("snapkv", TEXT[:20]), "2"),  # nothing is compressed, but queries are kept
-        (compressed_at_once, "2"),
-        (by_heads, "3"),
-        (by_heads_quantised, "3"),
+        (
+            lambda: archive("snapkv", TEXT[:20]),
+            "2",
+        ),  # nothing is compressed yet, but queries are stored
+        (compressed_by_half, "2"),
+        (compressed_by_heads, "3"),
+        (compressed_by_heads_quantised, "3"),
         (archive_by_heads, "4"),
-        (lambda: archive_by_heads(method="keydiff"), "3"),  # which compares cells
+        (
+            lambda: archive_by_heads(method="keydiff"),
+            "3",
+        ),  # scores by comparing cells, so no scores are stored
         (lambda: archive_by_heads(TEXT[:20]), "3"),  # nothing is compressed yet
     ],
     ids=[
         "archive",
-        "not yet",
-        "observing",
-        "at once",
-        "heads",
-        "quantised",
-        "archive of heads",
-        "of cells compared",
-        "soon",
+        "archive before compression",
+        "archive that observes queries",
+        "compressed uniformly",
+        "compressed by heads",
+        "compressed by heads, quantised",
+        "archive by heads",
+        "archive by heads without scores",
+        "archive by heads before compression",
     ],
 )
-def test_a_reader_that_does_not_know_such_cells_is_told(
+def test_the_format_version_is_the_oldest_that_knows_the_cells(
     tmp_path: Path, session: Any, version: str
 ) -> None:
     session().snapshot().save(tmp_path / "a.kvkeep")
@@ -102,13 +108,13 @@ def test_a_reader_that_does_not_know_such_cells_is_told(
         assert file.metadata()["version"] == version
 
 
-def test_each_kv_head_has_positions_and_a_bias(path: Path) -> None:
-    found = read_container(path, "snapshot", 2)
-    which = [entry["compressed"] for entry in found.document["segments"]]
-    assert which == [False, True, False]
-    tensors = {n.removeprefix("segment.1."): t for n, t in found.tensors.items() if "ent.1." in n}
-    count = found.document["segments"][1]["length"]
-    assert {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} == {
+def test_compressed_cells_store_positions_and_a_bias_per_kv_head(path: Path) -> None:
+    content = read_container(path, "snapshot", 2)
+    compressed = [entry["compressed"] for entry in content.document["segments"]]
+    assert compressed == [False, True, False]
+    tensors = {n.removeprefix("segment.1."): t for n, t in content.tensors.items() if "ent.1." in n}
+    count = content.document["segments"][1]["length"]
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
         "keys": (torch.float32, (2, 2, count, 16)),
         "values": (torch.float32, (2, 2, count, 16)),
         "positions": (torch.int64, (2, 2, count)),
@@ -116,73 +122,79 @@ def test_each_kv_head_has_positions_and_a_bias(path: Path) -> None:
         "serials": (torch.int64, (count,)),
     }
     assert tensors["serials"].tolist() == [-1] * count
-    assert found.tensors["queries"].shape == (2, 4, 70, 16)
-    assert found.tensors["query_times"].tolist() == list(range(70))
+    assert content.tensors["queries"].shape == (2, 4, 70, 16)
+    assert content.tensors["query_times"].tolist() == list(range(70))
 
 
 @pytest.mark.parametrize("make", RAGGED)
-def test_ragged_cells_lie_in_a_row_beside_how_many_each_kv_head_has(
+def test_ragged_cells_are_stored_in_one_row_with_a_count_per_kv_head(
     tmp_path: Path, make: Callable[[], Session]
 ) -> None:
     session = make()
     session.snapshot().save(tmp_path / "a.kvkeep")
-    found = read_container(tmp_path / "a.kvkeep", "snapshot", 4)
-    entry = found.document["segments"][1]
-    assert [each.get("ragged") for each in found.document["segments"]] == [None, True, None]
-    (held,) = (s for s in session.cache.segments if s.compressed)
-    cells = held.block.slots
+    content = read_container(tmp_path / "a.kvkeep", "snapshot", 4)
+    entry = content.document["segments"][1]
+    assert [tensor.get("ragged") for tensor in content.document["segments"]] == [None, True, None]
+    (segment,) = (s for s in session.cache.segments if s.compressed)
+    cells = segment.block.slots
     assert isinstance(cells, Ragged)
-    assert (entry["length"], entry["capacity"], entry["start"]) == (held.length, held.length, 0)
+    assert (entry["length"], entry["capacity"], entry["start"]) == (
+        segment.length,
+        segment.length,
+        0,
+    )
     assert entry["compressed"]
     assert entry["frozen"]
-    tensors = {n.removeprefix("segment.1."): t for n, t in found.tensors.items() if "ent.1." in n}
+    tensors = {n.removeprefix("segment.1."): t for n, t in content.tensors.items() if "ent.1." in n}
     vectors = {
         "keys": (torch.float32, (cells.total, 16)),
         "values": (torch.float32, (cells.total, 16)),
     }
-    if make is by_heads_quantised:
+    if make is compressed_by_heads_quantised:
         vectors = {
             "keys.int8": (torch.int8, (cells.total, 16)),
             "keys.scale": (torch.bfloat16, (cells.total, 1)),
             "values.int4": (torch.uint8, (cells.total, 8)),
             "values.scale": (torch.bfloat16, (cells.total, 2)),
         }
-    assert {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} == {
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
         **vectors,
         "positions": (torch.int64, (cells.total,)),
         "bias": (torch.float32, (cells.total,)),
-        "serials": (torch.int64, (held.length,)),
+        "serials": (torch.int64, (segment.length,)),
         "counts": (torch.int64, (2, 2)),
         **({"worth": (torch.float32, (cells.total,))} if make is archive_by_heads else {}),
     }
     assert len(set(tensors["counts"].flatten().tolist())) > 1
     assert int(tensors["counts"].sum()) == cells.total
-    assert tensors["serials"].tolist() == [-1] * held.length
+    assert tensors["serials"].tolist() == [-1] * segment.length
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-@pytest.mark.parametrize("session", [lambda: archive("snapkv"), compressed_at_once, *RAGGED])
-def test_what_is_read_goes_on_as_what_was_written(tmp_path: Path, session: Any, codec: Any) -> None:
-    going = session()
-    going.snapshot().save(tmp_path / "a.kvkeep", codec)
+@pytest.mark.parametrize("session", [lambda: archive("snapkv"), compressed_by_half, *RAGGED])
+def test_a_restored_compressed_session_continues_like_the_original(
+    tmp_path: Path, session: Any, codec: Any
+) -> None:
+    original = session()
+    original.snapshot().save(tmp_path / "a.kvkeep", codec)
     restored = MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
-    assert list(differences(whole_state(going), whole_state(restored))) == []
-    assert restored.token_status == going.token_status
-    assert restored.cache.nbytes <= going.cache.nbytes
+    assert list(differences(whole_state(original), whole_state(restored))) == []
+    assert restored.token_status == original.token_status
+    assert restored.cache.nbytes <= original.cache.nbytes
     for _ in range(20):
-        assert restored.next_token() == going.next_token()
-    assert torch.equal(restored.logits, going.logits)
+        assert restored.next_token() == original.next_token()
+    assert torch.equal(restored.logits, original.logits)
 
 
-def _entries(document: dict[str, Any], **changed: object) -> dict[str, Any]:
+def _with_entry(document: dict[str, Any], **changed: object) -> dict[str, Any]:
     segments = document["segments"]
     return document | {"segments": [segments[0], segments[1] | changed, *segments[2:]]}
 
 
 @pytest.mark.parametrize("wrong", [{"compressed": False}, {"compressed": 1, "length": 3}])
 def test_wrong_entries_are_refused(path: Path, wrong: dict[str, object]) -> None:
-    found = read_container(path, "snapshot", 2)
-    write_container(path, "snapshot", 2, _entries(found.document, **wrong), found.tensors)
+    content = read_container(path, "snapshot", 2)
+    write_container(path, "snapshot", 2, _with_entry(content.document, **wrong), content.tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(path)
 
@@ -203,41 +215,41 @@ def test_wrong_entries_are_refused(path: Path, wrong: dict[str, object]) -> None
     ],
 )
 def test_wrong_tensors_are_refused(path: Path, name: str, tensor: torch.Tensor | None) -> None:
-    found = read_container(path, "snapshot", 2)
-    tensors = {other: each for other, each in found.tensors.items() if other != name}
+    content = read_container(path, "snapshot", 2)
+    tensors = {other: value for other, value in content.tensors.items() if other != name}
     tensors |= {} if tensor is None else {name: tensor}
-    write_container(path, "snapshot", 2, found.document, tensors)
+    write_container(path, "snapshot", 2, content.document, tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(path)
 
 
 @pytest.fixture
 def ragged(tmp_path: Path) -> Path:
-    by_heads().snapshot().save(tmp_path / "a.kvkeep")
+    compressed_by_heads().snapshot().save(tmp_path / "a.kvkeep")
     return tmp_path / "a.kvkeep"
 
 
-def counts_of(path: Path) -> torch.Tensor:
+def counts_in_file(path: Path) -> torch.Tensor:
     return read_container(path, "snapshot", 3).tensors["segment.1.counts"]
 
 
-def test_cells_of_all_heads_in_8_bits_come_back_within_them(ragged: Path) -> None:
-    """The codec "int8" is not exact."""
-    session = by_heads()
+def test_the_int8_codec_keeps_ragged_keys_within_one_step(ragged: Path) -> None:
+    """The codec "int8" rounds to a 127th of the largest key."""
+    session = compressed_by_heads()
     session.snapshot().save(ragged, "int8")
     restored = MODEL.restore(Snapshot.load(ragged))
     for one, other in zip(session.cache.segments, restored.cache.segments, strict=True):
-        mine, its = (each.block.slots for each in (one, other))
-        assert type(mine) is type(its)
-        assert (mine.keys - its.keys).abs().max() <= mine.keys.abs().max() / 127
-    assert counts_of(ragged).tolist() == counts_in(session)
+        exact, decoded = (segment.block.slots for segment in (one, other))
+        assert type(exact) is type(decoded)
+        assert (exact.keys - decoded.keys).abs().max() <= exact.keys.abs().max() / 127
+    assert counts_in_file(ragged).tolist() == counts_in_session(session)
 
 
-def counts_in(session: Session) -> list[list[int]]:
+def counts_in_session(session: Session) -> list[list[int]]:
     (cells,) = (s.block.slots for s in session.cache.segments if s.compressed)
     assert isinstance(cells, Ragged)
-    found: list[list[int]] = cells.counts.tolist()
-    return found
+    counts: list[list[int]] = cells.counts.tolist()
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -258,9 +270,9 @@ def counts_in(session: Session) -> list[list[int]]:
     ids=str,
 )
 def test_wrong_entries_of_ragged_cells_are_refused(ragged: Path, wrong: dict[str, object]) -> None:
-    found = read_container(ragged, "snapshot", 3)
-    assert found.document["segments"][1]["length"] == 23
-    write_container(ragged, "snapshot", 3, _entries(found.document, **wrong), found.tensors)
+    content = read_container(ragged, "snapshot", 3)
+    assert content.document["segments"][1]["length"] == 23
+    write_container(ragged, "snapshot", 3, _with_entry(content.document, **wrong), content.tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(ragged)
 
@@ -269,28 +281,26 @@ COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
     "none": lambda x: None,
     "in 32 bits": lambda x: x.int(),
     "as fractions": lambda x: x.double(),
-    "in a row": lambda x: x.flatten(),
-    "of a layer less": lambda x: x[:1],
+    "flattened": lambda x: x.flatten(),
+    "of one layer fewer": lambda x: x[:1],
     "of one KV head more": lambda x: torch.cat((x, x[:, :1]), 1),
     "of one cell more": lambda x: x + torch.tensor([[1, 0], [0, 0]]),
-    "of one cell less": lambda x: x - torch.tensor([[1, 0], [0, 0]]),
-    "of no cells at all": lambda x: 0 * x,
+    "of one cell fewer": lambda x: x - torch.tensor([[1, 0], [0, 0]]),
+    "all zero": lambda x: 0 * x,
     "negative": lambda x: x + torch.tensor([[-500, 500], [0, 0]]),
     "huge": lambda x: x + torch.tensor([[2**40, -(2**40)], [0, 0]]),
-    "beyond all numbers": lambda x: x + torch.tensor([[2**62, 2**62], [2**62, 2**62]]),
+    "with an overflowing sum": lambda x: x + torch.tensor([[2**62, 2**62], [2**62, 2**62]]),
 }
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("wrong", COUNTS)
-def test_counts_that_are_not_of_these_cells_are_refused(
-    ragged: Path, wrong: str, codec: Any
-) -> None:
-    by_heads().snapshot().save(ragged, codec)
-    found = read_container(ragged, "snapshot", 3)
-    counts = COUNTS[wrong](found.tensors.pop("segment.1.counts"))
-    tensors = found.tensors if counts is None else found.tensors | {"segment.1.counts": counts}
-    write_container(ragged, "snapshot", 3, found.document, tensors)
+def test_invalid_counts_are_refused(ragged: Path, wrong: str, codec: Any) -> None:
+    compressed_by_heads().snapshot().save(ragged, codec)
+    content = read_container(ragged, "snapshot", 3)
+    counts = COUNTS[wrong](content.tensors.pop("segment.1.counts"))
+    tensors = content.tensors if counts is None else content.tensors | {"segment.1.counts": counts}
+    write_container(ragged, "snapshot", 3, content.document, tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(ragged)
 
@@ -308,12 +318,12 @@ def test_counts_that_are_not_of_these_cells_are_refused(
         ("serials", lambda x: x[:-1]),
     ],
 )
-def test_tensors_of_another_number_of_ragged_cells_are_refused(
+def test_ragged_tensors_of_a_wrong_shape_are_refused(
     ragged: Path, name: str, cut: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    found = read_container(ragged, "snapshot", 3)
-    tensors = found.tensors | {f"segment.1.{name}": cut(found.tensors[f"segment.1.{name}"])}
-    tensors = {name: each.contiguous() for name, each in tensors.items()}
-    write_container(ragged, "snapshot", 3, found.document, tensors)
+    content = read_container(ragged, "snapshot", 3)
+    tensors = content.tensors | {f"segment.1.{name}": cut(content.tensors[f"segment.1.{name}"])}
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    write_container(ragged, "snapshot", 3, content.document, tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(ragged)

@@ -1,4 +1,4 @@
-"""Files that are not as they were written: refused by kind, and never a different continuation."""
+"""Damaged snapshot files raise a typed error; none loads and continues differently."""
 
 import json
 import random
@@ -31,30 +31,30 @@ def header_size(data: bytes) -> int:
     return 8 + struct.unpack("<Q", data[:8])[0]
 
 
-def each_flipped(path: Path, bits: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The file with one bit the other way at a time, given as (byte, bit)."""
+def with_flipped_bits(path: Path, bits: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Flip each of the given (byte offset, bit) pairs in the file, one at a time."""
     data = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
-        for where, bit in bits:
-            file.seek(where)
-            file.write(bytes([data[where] ^ 1 << bit]))
-            yield where, bit
-            file.seek(where)
-            file.write(data[where : where + 1])
+        for offset, bit in bits:
+            file.seek(offset)
+            file.write(bytes([data[offset] ^ 1 << bit]))
+            yield offset, bit
+            file.seek(offset)
+            file.write(data[offset : offset + 1])
 
 
 def test_a_flipped_bit_in_any_byte_of_the_header_is_refused(path: Path) -> None:
     draw = random.Random(0)
-    bits = [(where, draw.randrange(8)) for where in range(header_size(path.read_bytes()))]
-    for _ in each_flipped(path, bits):
+    bits = [(offset, draw.randrange(8)) for offset in range(header_size(path.read_bytes()))]
+    for _ in with_flipped_bits(path, bits):
         for read in (Snapshot.load, describe):
             with pytest.raises((CorruptFile, ForeignFile, TruncatedFile)):
                 read(path)
     Snapshot.load(path)
 
 
-def test_every_flipped_bit_of_the_headers_start_is_refused(path: Path) -> None:
-    for _ in each_flipped(path, [(where, bit) for where in range(64) for bit in range(8)]):
+def test_every_flipped_bit_of_the_first_64_bytes_is_refused(path: Path) -> None:
+    for _ in with_flipped_bits(path, [(offset, bit) for offset in range(64) for bit in range(8)]):
         with pytest.raises((CorruptFile, ForeignFile, TruncatedFile)):
             Snapshot.load(path)
 
@@ -65,21 +65,21 @@ def test_a_flipped_bit_of_the_payload_is_refused(path: Path, codec: str) -> None
     data, draw = path.read_bytes(), random.Random(1)
     first = header_size(data)
     bits = [(draw.randrange(first, len(data)), draw.randrange(8)) for _ in range(2000)]
-    for _ in each_flipped(path, bits):
+    for _ in with_flipped_bits(path, bits):
         with pytest.raises(CorruptFile, match="is not what was saved"):
             Snapshot.load(path)
     Snapshot.load(path)
 
 
-def test_a_corrupt_file_is_left_as_it_is(path: Path) -> None:
-    for _ in each_flipped(path, [(path.stat().st_size // 2, 3)]):
+def test_loading_does_not_change_a_corrupt_file(path: Path) -> None:
+    for _ in with_flipped_bits(path, [(path.stat().st_size // 2, 3)]):
         damaged = path.read_bytes()
         with pytest.raises(CorruptFile):
             Snapshot.load(path)
         assert path.read_bytes() == damaged
 
 
-def test_a_truncated_file_says_so(path: Path) -> None:
+def test_a_truncated_file_is_reported_as_truncated(path: Path) -> None:
     data = path.read_bytes()
     lengths = {9, 20, 100, header_size(data) - 1, header_size(data), len(data) - 1}
     for length in sorted(lengths | set(range(64, len(data), 97))):
@@ -88,16 +88,16 @@ def test_a_truncated_file_says_so(path: Path) -> None:
             Snapshot.load(path)
 
 
-@pytest.mark.parametrize("more", [b"\0", b"more" * 1000])
-def test_bytes_after_the_end_are_refused(path: Path, more: bytes) -> None:
-    path.write_bytes(path.read_bytes() + more)
-    with pytest.raises(CorruptFile, match=f"{len(more)} bytes too many"):
+@pytest.mark.parametrize("extra", [b"\0", b"more" * 1000])
+def test_extra_bytes_at_the_end_are_refused(path: Path, extra: bytes) -> None:
+    path.write_bytes(path.read_bytes() + extra)
+    with pytest.raises(CorruptFile, match=f"{len(extra)} bytes too many"):
         Snapshot.load(path)
 
 
-def test_files_of_another_kind_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_another_kind_are_foreign(tmp_path: Path) -> None:
     path = tmp_path / "b.kvkeep"
-    for content in (b"", b"\0", b"a text, which is no snapshot", b"\xff" * 4096, bytes(4096)):
+    for content in (b"", b"\0", b"a text, not a snapshot", b"\xff" * 4096, bytes(4096)):
         path.write_bytes(content)
         with pytest.raises(ForeignFile, match="not a kvkeep snapshot"):
             Snapshot.load(path)
@@ -109,28 +109,30 @@ def test_files_of_another_kind_are_told_apart(tmp_path: Path) -> None:
         Snapshot.load(path)
 
 
-def test_a_newer_format_is_told_apart(tmp_path: Path) -> None:
+def test_a_newer_format_raises_newer_format(tmp_path: Path) -> None:
     path = tmp_path / "b.kvkeep"
-    write_container(path, "snapshot", 99, {"of": "later"}, {"unheard": torch.ones(3)})
+    write_container(
+        path, "snapshot", 99, {"written by": "a later release"}, {"unknown": torch.ones(3)}
+    )
     for read in (Snapshot.load, describe):
         with pytest.raises(NewerFormat, match="format 99; this kvkeep reads up to 6"):
             read(path)
 
 
-def test_what_cannot_be_read_at_all_is_a_store_error(tmp_path: Path) -> None:
+def test_an_unreadable_path_is_a_store_error(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing.kvkeep", tmp_path):
         with pytest.raises(StoreError, match="cannot be read"):
             Snapshot.load(path)
 
 
-# Files whose checksums are right, but that no kvkeep has written.
+# Files with correct checksums and content that no release of kvkeep writes.
 
 
-def rewritten(path: Path, change: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+def rewrite(path: Path, change: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
     from kvkeep.storage.snapshots.container import read_container
 
-    found = read_container(path, "snapshot", 1)
-    write_container(path, "snapshot", 1, found.document | change, found.tensors | tensors)
+    content = read_container(path, "snapshot", 1)
+    write_container(path, "snapshot", 1, content.document | change, content.tensors | tensors)
 
 
 def changed_segment(path: Path, **entry: object) -> dict[str, object]:
@@ -149,11 +151,11 @@ def changed_segment(path: Path, **entry: object) -> dict[str, object]:
         {"capacity": 10**15, "slot_order": False, "start": 1},
         {"limit": 1},
         {"start": None},
-        {"map": {"unheard": 1}},
+        {"map": {"unknown": 1}},
     ],
 )
-def test_a_segment_that_makes_no_sense_is_refused(path: Path, entry: dict[str, object]) -> None:
-    rewritten(path, changed_segment(path, **entry), {})
+def test_an_invalid_segment_entry_is_refused(path: Path, entry: dict[str, object]) -> None:
+    rewrite(path, changed_segment(path, **entry), {})
     with pytest.raises(CorruptFile):
         Snapshot.load(path)
 
@@ -169,10 +171,10 @@ def test_a_segment_that_makes_no_sense_is_refused(path: Path, entry: dict[str, o
         {"tokens": torch.ones(2, 3, dtype=torch.int32)},
     ],
 )
-def test_tensors_of_another_shape_or_kind_are_refused(
+def test_tensors_of_a_wrong_shape_or_dtype_are_refused(
     path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
-    rewritten(path, {}, tensors)
+    rewrite(path, {}, tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(path)
 
@@ -182,19 +184,19 @@ def test_tensors_of_another_shape_or_kind_are_refused(
     [
         {"segments": None},
         {"coding": {"tokens": {"codec": "zstd", "dtype": "float32", "shape": [1]}}},
-        {"coding": {"tokens": {"codec": "unheard", "dtype": "int32", "shape": [1]}}},
+        {"coding": {"tokens": {"codec": "unknown", "dtype": "int32", "shape": [1]}}},
         {"layout": {"layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": "load"}},
         {"clock": "soon"},
     ],
 )
-def test_a_document_that_makes_no_sense_is_refused(path: Path, change: dict[str, object]) -> None:
-    rewritten(path, change, {})
+def test_an_invalid_document_is_refused(path: Path, change: dict[str, object]) -> None:
+    rewrite(path, change, {})
     with pytest.raises(CorruptFile):
         Snapshot.load(path)
 
 
-def test_tensors_that_overlap_are_refused(path: Path) -> None:
-    """As a foreign writer might lay them out, with a checksum that is right."""
+def test_overlapping_tensors_are_refused(path: Path) -> None:
+    """Two entries share their bytes, and the header's checksum is correct."""
     from blake3 import blake3
 
     data = path.read_bytes()
@@ -203,12 +205,12 @@ def test_tensors_that_overlap_are_refused(path: Path) -> None:
     header["segment.0.keys"]["data_offsets"] = header["segment.0.values"]["data_offsets"]
     header["__metadata__"]["checksum"] = "0" * 64
 
-    def sealed() -> bytes:
+    def sealed_header() -> bytes:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (size - 8 - len(text))
         return struct.pack("<Q", len(text)) + text
 
-    header["__metadata__"]["checksum"] = blake3(sealed()).hexdigest()
-    path.write_bytes(sealed() + data[size:])
+    header["__metadata__"]["checksum"] = blake3(sealed_header()).hexdigest()
+    path.write_bytes(sealed_header() + data[size:])
     with pytest.raises(CorruptFile):
         Snapshot.load(path)

@@ -1,4 +1,4 @@
-"""A restored session says whether it goes on to the bit here, and if not, what differs."""
+"""A restored session reports whether it continues bit-exactly, and if not, what differs."""
 
 from dataclasses import replace
 from itertools import permutations
@@ -25,26 +25,26 @@ SMALL = small_model()
 compiled = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 
-def saved(model: Model, path: Path, **how: Any) -> Snapshot:
+def saved_snapshot(model: Model, path: Path, **save_options: Any) -> Snapshot:
     session = model.session(max_kv_size=64)
     session.feed(TEXT)
-    session.snapshot().save(path / "a.kvkeep", **how)
+    session.snapshot().save(path / "a.kvkeep", **save_options)
     return Snapshot.load(path / "a.kvkeep")
 
 
-def packed_of(bits: Any, seed: int = 0) -> Model:
+def packed_with(bits: Any, seed: int = 0) -> Model:
     return packed_model(spec_of(), bits, seed)
 
 
-def restored_on(model: Model, snapshot: Snapshot) -> Session:
-    """As if the weights that the model decodes from were all that is different."""
+def restored_despite_weights(model: Model, snapshot: Snapshot) -> Session:
+    """Restore under a fingerprint that matches, so that only the decoder's weights can differ."""
     fingerprint = model.fingerprint.saved()
     return model.restore(replace(snapshot, fingerprint=fingerprint))
 
 
-def test_where_nothing_differs_it_is_exact(tmp_path: Path) -> None:
-    for how in ({}, {"codec": "zstd"}):
-        session = SMALL.restore(saved(SMALL, tmp_path, **how))
+def test_a_restore_on_the_same_setup_is_bit_exact(tmp_path: Path) -> None:
+    for save_options in ({}, {"codec": "zstd"}):
+        session = SMALL.restore(saved_snapshot(SMALL, tmp_path, **save_options))
         assert session.exactness.bit_exact
         assert session.exactness.differs == ()
     assert SMALL.session().exactness.bit_exact
@@ -52,75 +52,77 @@ def test_where_nothing_differs_it_is_exact(tmp_path: Path) -> None:
 
 
 @compiled
-def test_packed_weights_are_told_from_others_and_from_each_other(tmp_path: Path) -> None:
-    plain, int4, other = packed_of(None), packed_of(4), packed_of(4, seed=1)
-    snapshot = saved(int4, tmp_path)
+def test_packed_weights_differ_from_plain_and_from_other_packed_ones(tmp_path: Path) -> None:
+    plain, int4, other = packed_with(None), packed_with(4), packed_with(4, seed=1)
+    snapshot = saved_snapshot(int4, tmp_path)
     assert int4.restore(snapshot).exactness.bit_exact
-    assert restored_on(plain, snapshot).exactness.differs == ("weights: Q4_1 there, bf16 here",)
-    (found,) = restored_on(other, snapshot).exactness.differs
-    assert found.startswith("packed weights: ")
+    assert restored_despite_weights(plain, snapshot).exactness.differs == (
+        "weights: Q4_1 there, bf16 here",
+    )
+    (difference,) = restored_despite_weights(other, snapshot).exactness.differs
+    assert difference.startswith("packed weights: ")
 
 
 @compiled
-def test_kernels_are_told_from_torch(tmp_path: Path) -> None:
+def test_kernels_and_torch_are_reported_as_different(tmp_path: Path) -> None:
     model = packed_model(spec_of(), None)
     by_torch = Model("torch", model.folder, Decoder(model.spec, model.decoder.tensors), model.text)
-    snapshot = saved(model, tmp_path)
-    found = by_torch.restore(snapshot).exactness
-    assert not found.bit_exact
+    snapshot = saved_snapshot(model, tmp_path)
+    exactness = by_torch.restore(snapshot).exactness
+    assert not exactness.bit_exact
     kernels = model.decoder.executor.name
     assert kernels.startswith(f"compiled {selected_set().name}")
-    assert found.differs[0] == f"kernels: {kernels} there, torch here"
+    assert exactness.differs[0] == f"kernels: {kernels} there, torch here"
 
 
 @compiled
-def test_instruction_sets_are_told_from_each_other(
+def test_different_instruction_sets_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for there, here in permutations(sets_here(), 2):
-        monkeypatch.setenv("KVKEEP_ISA", there)
-        snapshot = saved(packed_of(4), tmp_path)
-        assert packed_of(4).restore(snapshot).exactness.bit_exact
-        monkeypatch.setenv("KVKEEP_ISA", here)
-        (found,) = packed_of(4).restore(snapshot).exactness.differs
-        assert found.startswith(f"kernels: compiled {there}")
-        assert f" there, compiled {here}" in found
+    for saved_set, restoring_set in permutations(sets_here(), 2):
+        monkeypatch.setenv("KVKEEP_ISA", saved_set)
+        snapshot = saved_snapshot(packed_with(4), tmp_path)
+        assert packed_with(4).restore(snapshot).exactness.bit_exact
+        monkeypatch.setenv("KVKEEP_ISA", restoring_set)
+        (difference,) = packed_with(4).restore(snapshot).exactness.differs
+        assert difference.startswith(f"kernels: compiled {saved_set}")
+        assert f" there, compiled {restoring_set}" in difference
 
 
-def test_the_kernels_of_an_earlier_kvkeep_were_those_of_avx512bf16() -> None:
-    now, other = "compiled avx512bf16", "compiled avx2"
-    assert Exactness.of({"kernels": "compiled"}, {"kernels": now}, "none").bit_exact
-    (found,) = Exactness.of({"kernels": "compiled"}, {"kernels": other}, "none").differs
-    assert found == f"kernels: {now} there, {other} here"
+def test_kernels_without_an_instruction_set_count_as_avx512bf16() -> None:
+    same, other = "compiled avx512bf16", "compiled avx2"
+    assert Exactness.of({"kernels": "compiled"}, {"kernels": same}, "none").bit_exact
+    (difference,) = Exactness.of({"kernels": "compiled"}, {"kernels": other}, "none").differs
+    assert difference == f"kernels: {same} there, {other} here"
 
 
-def test_threads_count_where_torch_computes(tmp_path: Path) -> None:
-    snapshot, threads = saved(SMALL, tmp_path), torch.get_num_threads()
+def test_the_thread_count_matters_on_the_torch_path(tmp_path: Path) -> None:
+    snapshot, threads = saved_snapshot(SMALL, tmp_path), torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        found = SMALL.restore(snapshot).exactness
+        exactness = SMALL.restore(snapshot).exactness
     finally:
         torch.set_num_threads(threads)
-    assert found.differs == (f"threads: {threads} there, {threads + 1} here",)
+    assert exactness.differs == (f"threads: {threads} there, {threads + 1} here",)
 
 
 @pytest.mark.parametrize("name", ["processor", "torch", "kvkeep"])
-def test_another_processor_or_release_is_named(name: str, tmp_path: Path) -> None:
-    snapshot = saved(SMALL, tmp_path)
-    elsewhere = replace(snapshot, arithmetic=snapshot.arithmetic | {name: "another"})
-    (found,) = SMALL.restore(elsewhere).exactness.differs
-    assert found.startswith(f"{name}: another there, ")
+def test_another_processor_or_release_is_reported(name: str, tmp_path: Path) -> None:
+    snapshot = saved_snapshot(SMALL, tmp_path)
+    foreign = replace(snapshot, arithmetic=snapshot.arithmetic | {name: "another"})
+    (difference,) = SMALL.restore(foreign).exactness.differs
+    assert difference.startswith(f"{name}: another there, ")
 
 
-def test_rounded_cells_are_named_until_they_are_saved_as_they_are(tmp_path: Path) -> None:
-    session = SMALL.restore(saved(SMALL, tmp_path, codec="int8"))
+def test_rounded_cells_are_reported_until_they_are_saved_again_exactly(tmp_path: Path) -> None:
+    session = SMALL.restore(saved_snapshot(SMALL, tmp_path, codec="int8"))
     assert session.exactness.differs == ("cells: rounded by codec int8",)
     assert session.fork().exactness == session.exactness
     session.snapshot().save(tmp_path / "b.kvkeep")
     assert SMALL.restore(Snapshot.load(tmp_path / "b.kvkeep")).exactness.bit_exact
 
 
-def test_a_file_that_does_not_say_what_computed_it_is_not_called_exact() -> None:
+def test_a_file_without_arithmetic_fields_is_not_bit_exact() -> None:
     snapshot = Snapshot.load(PATH)
-    (found,) = restored_on(SMALL, snapshot).exactness.differs
-    assert "not noted there" in found
+    (difference,) = restored_despite_weights(SMALL, snapshot).exactness.differs
+    assert "not noted there" in difference

@@ -1,4 +1,4 @@
-"""The file itself: as docs/snapshot-format.md says, aligned, its own, no larger than its cells."""
+"""The snapshot file: as described in docs/snapshot-format.md, aligned, as large as its cells."""
 
 import hashlib
 import json
@@ -49,10 +49,12 @@ SESSIONS = sessions()
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_reader_that_knows_only_the_document_finds_the_cells(tmp_path: Path, name: str) -> None:
+def test_a_reader_written_from_the_format_description_finds_the_cells(
+    tmp_path: Path, name: str
+) -> None:
     session, path = SESSIONS[name], tmp_path / "a.kvkeep"
     session.snapshot().save(path)
-    # From here on, only what docs/snapshot-format.md says.
+    # The following lines use only facts from docs/snapshot-format.md.
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
@@ -71,16 +73,16 @@ def test_a_reader_that_knows_only_the_document_finds_the_cells(tmp_path: Path, n
 
     live = [segment.read(0, segment.length) for segment in session.cache.segments]
     assert len(live) == len(keys)
-    for mine, k, v, p in zip(live, keys, values, positions, strict=True):
-        assert np.array_equal(mine.keys.numpy(), k)
-        assert np.array_equal(mine.values.numpy(), v)
-        assert np.array_equal(mine.positions.numpy(), p)
+    for expected, k, v, p in zip(live, keys, values, positions, strict=True):
+        assert np.array_equal(expected.keys.numpy(), k)
+        assert np.array_equal(expected.values.numpy(), v)
+        assert np.array_equal(expected.positions.numpy(), p)
     if session.logits is not None:
         assert np.array_equal(session.logits.numpy(), tensors["logits"])
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd", "int8"])
-def test_every_tensor_begins_at_a_multiple_of_64_bytes(tmp_path: Path, codec: str) -> None:
+def test_every_tensor_starts_at_a_multiple_of_64_bytes(tmp_path: Path, codec: str) -> None:
     for name, session in SESSIONS.items():
         path = tmp_path / f"{name}.kvkeep"
         session.snapshot().save(path, codec)
@@ -88,9 +90,9 @@ def test_every_tensor_begins_at_a_multiple_of_64_bytes(tmp_path: Path, codec: st
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
         header.pop("__metadata__")
-        begins = [8 + length + entry["data_offsets"][0] for entry in header.values()]
+        offsets = [8 + length + entry["data_offsets"][0] for entry in header.values()]
         padding = [name.startswith("padding.") for name in header]
-        assert all(b % 64 == 0 for b, p in zip(begins, padding, strict=True) if not p)
+        assert all(b % 64 == 0 for b, p in zip(offsets, padding, strict=True) if not p)
         assert len(data) % 64 == 0
 
 
@@ -100,45 +102,43 @@ def test_every_loaded_tensor_is_aligned_to_64_bytes(tmp_path: Path, codec: str) 
     session.feed(TEXT * 30)
     session.snapshot().save(tmp_path / "a.kvkeep", codec)
     slots = Snapshot.load(tmp_path / "a.kvkeep").segments[0].block.slots
-    for each in (slots.keys, slots.values, slots.positions, slots.serials):
-        assert each.data_ptr() % 64 == 0
+    for tensor in (slots.keys, slots.values, slots.positions, slots.serials):
+        assert tensor.data_ptr() % 64 == 0
 
 
-def test_only_filled_cells_are_written(tmp_path: Path) -> None:
+def test_unused_capacity_is_not_written(tmp_path: Path) -> None:
     for count in (1, 10, 1000):
         session = MODEL.session(policy="full")
         session.feed([5] * count)
-        session.next_token()  # makes storage for 256 more
+        session.next_token()  # allocates storage for 256 more
         size = session.snapshot().save(tmp_path / "a.kvkeep")
         assert size == (tmp_path / "a.kvkeep").stat().st_size
         assert session.cache.nbytes >= (count + 255) * CELL_BYTES
-        # Of each token beside its cell: the id, the serial twice, the position.
+        # Per token, beside its cell: the id, the serial twice, and the position.
         assert 0 <= size - (count + 1) * (CELL_BYTES + 28) <= 6000
 
 
-def test_a_wrapped_session_is_as_large_as_its_budget(tmp_path: Path) -> None:
+def test_the_file_of_a_wrapped_session_has_the_size_of_its_budget(tmp_path: Path) -> None:
     session = MODEL.session(48)
     session.feed(TEXT * 20)
     size = session.snapshot().save(tmp_path / "a.kvkeep")
     assert 0 <= size - 48 * CELL_BYTES - 12 * len(session.tokens) <= 8000
 
 
-def test_the_description_is_read_from_the_header_alone(tmp_path: Path) -> None:
+def test_describe_reads_the_header(tmp_path: Path) -> None:
     SESSIONS["wrapped"].snapshot().save(tmp_path / "a.kvkeep")
-    found = describe(tmp_path / "a.kvkeep")
-    assert found["policy"]["name"] == "sliding"
-    assert found["policy"]["max_kv_size"] == 48
-    assert sum(entry["length"] for entry in found["segments"]) == 48
+    description = describe(tmp_path / "a.kvkeep")
+    assert description["policy"]["name"] == "sliding"
+    assert description["policy"]["max_kv_size"] == 48
+    assert sum(entry["length"] for entry in description["segments"]) == 48
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_what_happens_to_a_file_that_was_read_reaches_no_session(
-    codec: Any, tmp_path: Path
-) -> None:
+def test_overwriting_a_loaded_file_changes_no_session(codec: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
     SESSIONS["wrapped"].snapshot().save(path, codec)
     unread, loaded = Snapshot.load(path), MODEL.restore(Snapshot.load(path))
-    with path.open("r+b") as file:  # the same file, not another in its place
+    with path.open("r+b") as file:  # overwritten in place, not replaced
         file.write(bytes(path.stat().st_size))
         file.flush()
         one = MODEL.restore(unread)
@@ -151,9 +151,9 @@ def test_what_happens_to_a_file_that_was_read_reaches_no_session(
     assert torch.equal(loaded.logits, other.logits)
 
 
-def test_loading_takes_no_more_memory_than_the_cells_and_keeps_them_aligned(tmp_path: Path) -> None:
+def test_loading_needs_the_memory_of_the_cells_once_and_aligns_them(tmp_path: Path) -> None:
     layout = Layout(8, 8, 64, torch.float32, torch.device("cpu"))
-    size = _of_empty_cells(layout, 4096).save(tmp_path / "large.kvkeep")
+    size = _snapshot_of_empty_cells(layout, 4096).save(tmp_path / "large.kvkeep")
     assert size > 130_000_000
     process = psutil.Process()
     before = process.memory_info().rss
@@ -164,7 +164,7 @@ def test_loading_takes_no_more_memory_than_the_cells_and_keeps_them_aligned(tmp_
     assert float(keys.sum()) == 0
 
 
-def _of_empty_cells(layout: Layout, count: int) -> Snapshot:
+def _snapshot_of_empty_cells(layout: Layout, count: int) -> Snapshot:
     cells, numbers = Cells.zeros(layout, count), torch.arange(count)
     cells.serials.copy_(numbers)
     cells.positions.copy_(numbers)
@@ -187,9 +187,9 @@ def test_a_restored_session_never_writes_to_its_file(tmp_path: Path, policy: str
     before = hashlib.sha256(path.read_bytes()).digest()
     loaded = Snapshot.load(path)
     restored = [MODEL.restore(loaded) for _ in range(2)]
-    for each in restored:
+    for session_copy in restored:
         for _ in range(100):
-            each.next_token()
+            session_copy.next_token()
     restored[0].rewind(50)
     restored[0].feed(TEXT[:20])
     assert hashlib.sha256(path.read_bytes()).digest() == before
@@ -208,41 +208,44 @@ def test_a_session_outlives_its_file(tmp_path: Path) -> None:
     assert torch.equal(restored.logits, session.logits)
 
 
-def test_int8_is_about_half_as_large_and_drifts_little(smollm2: Model, tmp_path: Path) -> None:
+def test_the_int8_codec_halves_the_file_at_little_drift(smollm2: Model, tmp_path: Path) -> None:
     session = smollm2.session(policy="full")
     session.feed(topic_ids(smollm2)[:512])
     exact = session.snapshot().save(tmp_path / "a.kvkeep")
     small = session.snapshot().save(tmp_path / "b.kvkeep", "int8")
     assert small <= 0.55 * exact
     restored = smollm2.restore(Snapshot.load(tmp_path / "b.kvkeep"))
-    for each in (session, restored):
-        each.feed(topic_ids(smollm2)[512:544])
-    expected, found = (s.logits.double().log_softmax(-1) for s in (session, restored))
-    drift = float((expected.exp() * (expected - found)).sum())
+    for fed in (session, restored):
+        fed.feed(topic_ids(smollm2)[512:544])
+    expected, actual = (s.logits.double().log_softmax(-1) for s in (session, restored))
+    drift = float((expected.exp() * (expected - actual)).sum())
     assert 0 < drift < 0.01
 
 
-def test_int8_keeps_each_number_to_half_a_step(tmp_path: Path) -> None:
+def test_the_int8_codec_rounds_each_number_by_at_most_half_a_step(tmp_path: Path) -> None:
     session = MODEL.session(48)
     session.feed(TEXT)
     session.snapshot().save(tmp_path / "a.kvkeep", "int8")
     loaded = Snapshot.load(tmp_path / "a.kvkeep")
-    for mine, theirs in zip(session.cache.segments, loaded.segments, strict=True):
-        exact, found = mine.read(0, mine.length).keys, theirs.read(0, theirs.length).keys
+    for original, decoded in zip(session.cache.segments, loaded.segments, strict=True):
+        exact, rounded = (
+            original.read(0, original.length).keys,
+            decoded.read(0, decoded.length).keys,
+        )
         step = exact.abs().amax(-1, keepdim=True) / 127
-        assert bool(((exact - found).abs() <= 0.51 * step + 1e-6).all())
+        assert bool(((exact - rounded).abs() <= 0.51 * step + 1e-6).all())
 
 
-def test_zstd_is_smaller_and_exact(smollm2: Model, tmp_path: Path) -> None:
+def test_the_zstd_codec_is_smaller_and_exact(smollm2: Model, tmp_path: Path) -> None:
     session = smollm2.session(policy="full")
     session.feed(topic_ids(smollm2)[:512])
     exact = session.snapshot().save(tmp_path / "a.kvkeep")
     assert session.snapshot().save(tmp_path / "b.kvkeep", "zstd") < 0.85 * exact
-    mine, theirs = (Snapshot.load(tmp_path / f"{x}.kvkeep").segments[0] for x in "ab")
-    assert torch.equal(mine.read(0, 512).values, theirs.read(0, 512).values)
+    plain, decoded = (Snapshot.load(tmp_path / f"{x}.kvkeep").segments[0] for x in "ab")
+    assert torch.equal(plain.read(0, 512).values, decoded.read(0, 512).values)
 
 
-def test_the_rewound_session_here_is_a_ring_that_is_not_full() -> None:
+def test_the_rewound_session_of_these_tests_has_a_ring_that_is_not_full() -> None:
     ring = SESSIONS["rewound"].cache.segments[-1]
     assert ring.length < ring.capacity
     assert len(ring.slots(0, ring.length)) == 2

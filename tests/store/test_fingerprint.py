@@ -1,4 +1,4 @@
-"""A snapshot belongs to one model; another is refused by name of what differs."""
+"""A snapshot belongs to one model; a restore into another one is refused with the difference."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def other_end_of_text() -> Model:
 
 
 @pytest.mark.parametrize(
-    ("other", "named"),
+    ("other", "difference"),
     [
         (other_weights, "the weights differ"),
         (one_weight_changed, "the weights differ"),
@@ -70,20 +70,20 @@ def other_end_of_text() -> Model:
         (other_end_of_text, "the config differs"),
     ],
 )
-def test_another_model_is_refused_by_name_of_what_differs(
-    other: Callable[[], Model], named: str
+def test_another_model_is_refused_and_the_difference_is_named(
+    other: Callable[[], Model], difference: str
 ) -> None:
     session, model = MODEL.session(64), other()
     session.feed(TEXT)
     with pytest.raises(FingerprintMismatch) as refusal:
         model.restore(session.snapshot())
-    found = str(refusal.value)
-    assert f"belongs to another model: {named}" in found
-    assert "Load the model that it was saved with" in found
-    assert found.count("differ") == 1
+    message = str(refusal.value)
+    assert f"belongs to another model: {difference}" in message
+    assert "Load the model that it was saved with" in message
+    assert message.count("differ") == 1
 
 
-def test_another_layout_is_named() -> None:
+def test_a_different_layout_is_named() -> None:
     session = MODEL.session(64)
     session.feed(TEXT)
     snapshot = session.snapshot()
@@ -92,7 +92,7 @@ def test_another_layout_is_named() -> None:
         MODEL.restore(replace(snapshot, fingerprint=foreign))
 
 
-def test_a_refusal_changes_nothing_in_live_sessions() -> None:
+def test_a_refused_restore_changes_no_live_session() -> None:
     session, other = MODEL.session(64), other_weights()
     live = other.session(64)
     session.feed(TEXT)
@@ -104,12 +104,12 @@ def test_a_refusal_changes_nothing_in_live_sessions() -> None:
     assert torch.equal(live.logits, logits)
 
 
-def test_the_fingerprint_is_that_of_the_bytes_not_of_the_name() -> None:
+def test_the_fingerprint_depends_on_the_contents_not_on_the_name() -> None:
     renamed = Model("another name", Path("/elsewhere"), small_model().decoder, MODEL.text)
     assert renamed.fingerprint == MODEL.fingerprint
 
 
-def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model() -> None:
+def test_new_spec_fields_and_tokenizer_formatting_keep_the_fingerprint() -> None:
     @dataclass(frozen=True)
     class LaterSpec(ModelSpec):
         softcap: float | None = None
@@ -117,11 +117,11 @@ def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model
     fields = {
         field.name: getattr(MODEL.spec, field.name) for field in dataclasses.fields(ModelSpec)
     }
-    written = json.loads(MODEL.text.tokenizer.to_str())
-    written["truncation"] = {"max_length": 9, "strategy": "LongestFirst", "stride": 0} | {
+    tokenizer_json = json.loads(MODEL.text.tokenizer.to_str())
+    tokenizer_json["truncation"] = {"max_length": 9, "strategy": "LongestFirst", "stride": 0} | {
         "direction": "Right"
     }
-    text = TextCodec(Path(), Tokenizer.from_str(json.dumps(written)))
+    text = TextCodec(Path(), Tokenizer.from_str(json.dumps(tokenizer_json)))
     later = Model("small", Path(), Decoder(LaterSpec(**fields), MODEL.decoder.tensors), text)
     assert text.tokenizer.to_str() != MODEL.text.tokenizer.to_str()
     assert later.fingerprint == MODEL.fingerprint
@@ -131,7 +131,7 @@ def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model
 
 
 @pytest.mark.parametrize(
-    ("fields", "value"),
+    ("field", "value"),
     [
         ("norms_before", False),
         ("norms_after", True),
@@ -150,15 +150,13 @@ def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model
         ("mlp_widths", (96, 64)),
     ],
 )
-def test_what_llama_does_not_have_is_in_the_digest_where_it_is_there(
-    fields: str, value: object
-) -> None:
-    other = fingerprint_of(replace(MODEL.spec, **{fields: value}))
+def test_fields_beyond_llama_change_the_config_digest(field: str, value: object) -> None:
+    other = fingerprint_of(replace(MODEL.spec, **{field: value}))
     assert other.config != MODEL.fingerprint.config
     assert replace(other, config=MODEL.fingerprint.config) == MODEL.fingerprint
 
 
-def test_the_digest_of_a_model_is_the_one_that_it_had_before_other_families_came() -> None:
+def test_the_config_digest_of_a_llama_is_the_same_as_in_the_first_release() -> None:
     assert fingerprint_of(MODEL.spec).config == (
         "88a4044ef71c8128de0636a0feca0afb36c82ad92934f4b51bf1becab2698e21"
     )

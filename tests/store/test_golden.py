@@ -1,4 +1,4 @@
-"""Files of earlier releases, kept since then, still give the tokens that followed."""
+"""Files of earlier releases still load, and sessions continue with the same tokens."""
 
 import shutil
 from dataclasses import replace
@@ -20,24 +20,24 @@ PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 NEXT = [35, 8, 146, 15, 23, 77, 160, 166, 58, 194, 133, 60, 133, 77, 54, 74]
 
 
-def test_a_file_of_format_1_goes_on_as_it_did() -> None:
-    session = restored(PATH)
+def test_a_file_of_format_1_continues_with_the_same_tokens() -> None:
+    session = restore(PATH)
     assert session.tokens[: len(TEXT)] == TEXT
     assert (session.policy, session.max_kv_size, session.keep) == ("sliding", 40, 4)
     assert session.cache.cells == 40
     assert [session.next_token() for _ in range(16)] == NEXT
 
 
-def test_it_is_a_wrapped_window_of_less_than_60_kb() -> None:
+def test_the_file_of_format_1_is_a_wrapped_window_of_less_than_60_kb() -> None:
     assert PATH.stat().st_size < 60_000
     ring = describe(PATH)["segments"][-1]
     assert ring["slot_order"]
     assert ring["start"] > 0
 
 
-# What each file's session wrote next, restored by release 0.1 with temperature 0.8 and seed 5; that
-# of ragged cells by the release that came to write them.
-WROTE = {
+# The next tokens of each file's session at temperature 0.8 and seed 5, as release 0.1 generated
+# them; for ragged cells, as the first release with that format did.
+NEXT_TOKENS = {
     "archive": [243, 216, 142, 35, 24, 72, 161, 7, 65, 251, 191, 115],
     "observed": [142, 159, 83, 103, 31, 130, 87, 8, 35, 254, 218, 47],
     "quantised": [197, 196, 110, 167, 30, 70, 87, 25, 60, 247, 112, 46],
@@ -48,55 +48,56 @@ WROTE = {
 }
 
 
-def model_of(saved: dict[str, str]) -> Model:
-    """The model, with the tokenizers library of the day on which the file was written.
+def model_with_tokenizer_of(saved: dict[str, str]) -> Model:
+    """Return the golden model with the tokenizer fingerprint that the file has.
 
-    Files of 0.1 tell a tokenizer by what that library writes: for it to change, not for us.
+    Release 0.1 fingerprinted the JSON that the `tokenizers` library writes, which changes with that
+    library.
     """
     model = golden_model()
-    then = replace(model.fingerprint, earlier_tokenizer=saved["tokenizer"])
-    model.__dict__["fingerprint"] = then
+    fingerprint = replace(model.fingerprint, earlier_tokenizer=saved["tokenizer"])
+    model.__dict__["fingerprint"] = fingerprint
     return model
 
 
-def restored(path: Path) -> Session:
+def restore(path: Path) -> Session:
     snapshot = Snapshot.load(path)
-    return model_of(snapshot.fingerprint).restore(snapshot)
+    return model_with_tokenizer_of(snapshot.fingerprint).restore(snapshot)
 
 
-@pytest.mark.parametrize("name", WROTE)
-def test_a_file_of_each_kind_of_session_goes_on_as_it_did(name: str) -> None:
-    session = restored(PATH.with_name(f"golden-{name}.kvkeep"))
-    how = Sampling(0.8, seed=5)
-    assert [session.next_token(how) for _ in WROTE[name]] == WROTE[name]
+@pytest.mark.parametrize("name", NEXT_TOKENS)
+def test_a_file_of_each_kind_of_session_continues_with_the_same_tokens(name: str) -> None:
+    session = restore(PATH.with_name(f"golden-{name}.kvkeep"))
+    sampling = Sampling(0.8, seed=5)
+    assert [session.next_token(sampling) for _ in NEXT_TOKENS[name]] == NEXT_TOKENS[name]
 
 
-def test_what_was_pinned_and_named_is_so_again() -> None:
-    session = restored(PATH.with_name("golden-pinned.kvkeep"))
+def test_pins_and_named_spans_are_restored() -> None:
+    session = restore(PATH.with_name("golden-pinned.kvkeep"))
     assert session.token_status[60:64] == ["pinned"] * 4
     assert (session.spans["said"].start, session.spans["said"].end) == (65, 70)
     assert session.discard == (60 - 4 - 4) // 2
 
 
-def test_each_kv_head_has_the_cells_that_it_had() -> None:
-    session = restored(PATH.with_name("golden-ragged.kvkeep"))
+def test_the_count_of_each_kv_head_is_restored() -> None:
+    session = restore(PATH.with_name("golden-ragged.kvkeep"))
     slots = [segment.block.slots for segment in session.cache.segments]
     ragged = [cells for cells in slots if isinstance(cells, Ragged)]
     assert [x.counts.tolist() for x in ragged] == [[[0, 6], [12, 6]], [[6, 9], [8, 9]]]
     assert session.token_status[30:34] == ["pinned"] * 4
 
 
-def test_a_calibration_of_an_earlier_release_is_of_this_model() -> None:
+def test_a_calibration_of_an_earlier_release_loads() -> None:
     path = PATH.with_name("golden-calibration.kvkeep")
-    model = model_of(read_container(path, "calibration", 1).document["fingerprint"])
+    model = model_with_tokenizer_of(read_container(path, "calibration", 1).document["fingerprint"])
     calibration = load_calibration(path, model)
     assert calibration.tokens == 3100
     assert calibration.statistics.surrogate is None
-    # Sessions that were begun with it ask for it by this.
+    # Sessions that were begun with this calibration refer to it by its digest.
     assert calibration.digest == "34cfd1432d56751f19800701dd810cfbb5509924ef8fdc8f47bc1816a116799f"
 
 
-def test_a_prefix_block_that_does_not_say_what_it_follows_on_is_not_there(tmp_path: Path) -> None:
+def test_a_prefix_block_of_an_earlier_release_is_a_miss_and_is_replaced(tmp_path: Path) -> None:
     store, model = PrefixStore(tmp_path), golden_model()
     block, _ = blocks_of(tmp_path, model.fingerprint, PROMPT)
     shutil.copy(PATH.with_name("golden-prefix-block.kvblock"), block[0].path)

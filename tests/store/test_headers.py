@@ -1,4 +1,4 @@
-"""Headers that are sealed well and say what no header says: damage, told as such."""
+"""Headers with correct checksums and invalid content are reported as damage."""
 
 import json
 import struct
@@ -29,13 +29,13 @@ READERS: dict[str, Callable[[Path], object]] = {
 def calibration() -> Calibration:
     spec = MODEL.spec
     heads = (spec.layers, spec.kv_heads)
-    known = Statistics(
+    statistics = Statistics(
         torch.ones(*heads, spec.head_dim),
         torch.eye(spec.head_dim).expand(*heads, -1, -1).contiguous(),
         torch.full(heads, 0.5),
         Surrogate.from_weights(torch.ones(*heads, 2 * spec.head_dim + 1)),
     )
-    return Calibration(known, MODEL.fingerprint.saved(), MODEL.name, 3000, 0.5)
+    return Calibration(statistics, MODEL.fingerprint.saved(), MODEL.name, 3000, 0.5)
 
 
 @pytest.fixture(params=READERS)
@@ -51,8 +51,8 @@ def read(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Callable
     return path, READERS[request.param]
 
 
-def sealed_with(path: Path, change: Callable[[str], str]) -> None:
-    """The file with its header's text changed, and the right checksum for that."""
+def reseal(path: Path, change: Callable[[str], str]) -> None:
+    """Change the header's text and give it the matching checksum."""
     data = path.read_bytes()
     size = 8 + struct.unpack("<Q", data[:8])[0]
     text = data[8:size].decode()
@@ -64,7 +64,7 @@ def sealed_with(path: Path, change: Callable[[str], str]) -> None:
     path.write_bytes(start + changed.replace(b"0" * 64, digest, 1) + data[size:])
 
 
-def of_first_tensor(**changed: Any) -> Callable[[str], str]:
+def in_first_tensor(**changed: Any) -> Callable[[str], str]:
     def change(text: str) -> str:
         header = json.loads(text)
         first = next(name for name in header if name != "__metadata__")
@@ -74,7 +74,7 @@ def of_first_tensor(**changed: Any) -> Callable[[str], str]:
     return change
 
 
-def of_metadata(**changed: Any) -> Callable[[str], str]:
+def in_metadata(**changed: Any) -> Callable[[str], str]:
     def change(text: str) -> str:
         header = json.loads(text)
         header["__metadata__"] |= changed
@@ -83,48 +83,50 @@ def of_metadata(**changed: Any) -> Callable[[str], str]:
     return change
 
 
-def named_twice(text: str) -> str:
+def duplicate_name(text: str) -> str:
     first = next(name for name in json.loads(text) if name != "__metadata__")
     return text.rstrip()[:-1] + f',"{first}":{json.dumps(json.loads(text)[first])}}}'
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
 CHANGES: dict[str, Callable[[str], str]] = {
-    "a negative size": of_first_tensor(shape=[-1, -4]),
-    "a fractional size": of_first_tensor(shape=[2.0, 2]),
-    "a size that is true": of_first_tensor(shape=[True]),
-    "a size beyond all numbers": of_first_tensor(shape=[10**400]),
-    "sizes that are text": of_first_tensor(shape="24"),
-    "no size at all": of_first_tensor(shape=None),
-    "an offset that is a fraction": of_first_tensor(data_offsets=[0.0, 64.0]),
-    "an offset below 0": of_first_tensor(data_offsets=[-64, 0]),
-    "an offset beyond all numbers": of_first_tensor(data_offsets=[0, 10**400]),
-    "one offset": of_first_tensor(data_offsets=[0]),
-    "three offsets": of_first_tensor(data_offsets=[0, 1, 2]),
-    "an unheard-of dtype": of_first_tensor(dtype="F99"),
-    "a dtype that is a list": of_first_tensor(dtype=["F32"]),
-    "a name twice": named_twice,
-    "deep in itself": lambda text: text.rstrip()[:-1] + f',"deep":{DEEP}}}',
-    "checksums deep in themselves": of_metadata(checksums=DEEP),
-    "a document deep in itself": of_metadata(document=DEEP),
-    "a document that is a list": of_metadata(document="[]"),
-    "a document that is none": of_metadata(document="{"),
-    "a document that is a number": of_metadata(document=5),
-    "checksums of nothing": of_metadata(checksums="{}"),
-    "checksums that are a list": of_metadata(checksums="[]"),
-    "a version that is none": of_metadata(version="two"),
-    "a version of many digits": of_metadata(version="9" * 10_000),
-    "a version that is a list": of_metadata(version=[1]),
-    "a version below all": of_metadata(version="-1"),
+    "a negative size": in_first_tensor(shape=[-1, -4]),
+    "a fractional size": in_first_tensor(shape=[2.0, 2]),
+    "a size that is a bool": in_first_tensor(shape=[True]),
+    "a huge size": in_first_tensor(shape=[10**400]),
+    "sizes that are text": in_first_tensor(shape="24"),
+    "no sizes": in_first_tensor(shape=None),
+    "an offset that is a fraction": in_first_tensor(data_offsets=[0.0, 64.0]),
+    "an offset below 0": in_first_tensor(data_offsets=[-64, 0]),
+    "a huge offset": in_first_tensor(data_offsets=[0, 10**400]),
+    "one offset": in_first_tensor(data_offsets=[0]),
+    "three offsets": in_first_tensor(data_offsets=[0, 1, 2]),
+    "an unknown dtype": in_first_tensor(dtype="F99"),
+    "a dtype that is a list": in_first_tensor(dtype=["F32"]),
+    "a duplicate name": duplicate_name,
+    "deeply nested header": lambda text: text.rstrip()[:-1] + f',"deep":{DEEP}}}',
+    "deeply nested checksums": in_metadata(checksums=DEEP),
+    "a deeply nested document": in_metadata(document=DEEP),
+    "a document that is a list": in_metadata(document="[]"),
+    "a document that is not JSON": in_metadata(document="{"),
+    "a document that is a number": in_metadata(document=5),
+    "empty checksums": in_metadata(checksums="{}"),
+    "checksums that are a list": in_metadata(checksums="[]"),
+    "a version that is text": in_metadata(version="two"),
+    "a version of many digits": in_metadata(version="9" * 10_000),
+    "a version that is a list": in_metadata(version=[1]),
+    "a negative version": in_metadata(version="-1"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_it_is_damage(name: str, read: tuple[Path, Callable[[Path], object]]) -> None:
+def test_an_invalid_header_is_damage(
+    name: str, read: tuple[Path, Callable[[Path], object]]
+) -> None:
     path, reader = read
-    sealed_with(path, lambda text: text)
+    reseal(path, lambda text: text)
     reader(path)
-    sealed_with(path, CHANGES[name])
+    reseal(path, CHANGES[name])
     with pytest.raises((CorruptFile, TruncatedFile)):
         reader(path)
 
@@ -144,11 +146,11 @@ def test_it_is_damage(name: str, read: tuple[Path, Callable[[Path], object]]) ->
     ],
     ids=str,
 )
-def test_a_calibrations_words_are_checked(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_calibrations_document_is_validated(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
     calibration().save(path)
-    found = read_container(path, "calibration", 2)
-    write_container(path, "calibration", 2, found.document | change, found.tensors)
+    content = read_container(path, "calibration", 2)
+    write_container(path, "calibration", 2, content.document | change, content.tensors)
     with pytest.raises((CorruptFile, FingerprintMismatch)):
         load_calibration(path, MODEL)
 
@@ -159,25 +161,27 @@ TENSORS += ["surrogate.key", "surrogate.value", "surrogate.constant"]
 
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_calibrations_numbers_are_numbers(name: str, number: float, tmp_path: Path) -> None:
+def test_a_calibration_with_non_finite_numbers_is_refused(
+    name: str, number: float, tmp_path: Path
+) -> None:
     path = tmp_path / "a.kvkeep"
     calibration().save(path)
-    found = read_container(path, "calibration", 2)
-    found.tensors[name].view(-1)[3] = number
-    write_container(path, "calibration", 2, found.document, found.tensors)
+    content = read_container(path, "calibration", 2)
+    content.tensors[name].view(-1)[3] = number
+    write_container(path, "calibration", 2, content.document, content.tensors)
     with pytest.raises(StoreError, match="finite"):
         load_calibration(path, MODEL)
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_calibrations_tensors_are_there_in_their_shapes(name: str, tmp_path: Path) -> None:
+def test_missing_or_misshapen_calibration_tensors_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
     calibration().save(path)
-    found = read_container(path, "calibration", 2)
-    without = {each: tensor for each, tensor in found.tensors.items() if each != name}
-    for tensors in (found.tensors | {name: found.tensors[name][..., :-1]}, without):
+    content = read_container(path, "calibration", 2)
+    without = {other: tensor for other, tensor in content.tensors.items() if other != name}
+    for tensors in (content.tensors | {name: content.tensors[name][..., :-1]}, without):
         if name == "surrogate.key" and tensors is without:
             tensors = without | {"surrogate.key": torch.ones(1)}
-        write_container(path, "calibration", 2, found.document, tensors)
+        write_container(path, "calibration", 2, content.document, tensors)
         with pytest.raises(CorruptFile):
             load_calibration(path, MODEL)

@@ -1,4 +1,4 @@
-"""Files whose every byte is as it was written, of sessions that none could have been."""
+"""Undamaged files that describe a session which cannot exist are refused."""
 
 import copy
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(120)]
-HOW = Sampling(temperature=1.0, seed=3)
+SAMPLING = Sampling(temperature=1.0, seed=3)
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
 
 def ring() -> Session:
-    """Sinks, and a window of which 44 cells are a full ring; pins, names, a generator."""
+    """A session with 4 sinks, a full ring of 44 cells, a named span and a sampler state."""
     session = MODEL.session(48, prefill_step=32)
     session.feed(TEXT[:60])
     session.name("said", 50, 58)
-    session.next_token(HOW)
+    session.next_token(SAMPLING)
     return session
 
 
@@ -40,7 +40,7 @@ def pinned() -> Session:
 
 
 def shifted() -> Session:
-    """A ring that is not full."""
+    """A session whose ring is not full."""
     session = MODEL.session(48, policy="shift", prefill_step=32)
     session.feed(TEXT[:90])
     return session
@@ -59,11 +59,11 @@ def archived_by_heads() -> Session:
 
 
 def ragged() -> Session:
-    """Between sinks and the newest, cells of which each KV head has a number of its own."""
+    """A session with a ragged segment (a cell count per KV head) between sinks and newest cells."""
     session = MODEL.session(policy="full")
     session.feed(TEXT)
     session.compress(3.0, "knorm", recent=20, budget="heads")
-    session.next_token(HOW)
+    session.next_token(SAMPLING)
     return session
 
 
@@ -81,7 +81,7 @@ def policy(**changed: object) -> Change:
     return lambda document, tensors: document["policy"].update(changed)
 
 
-def said(**changed: object) -> Change:
+def top_level(**changed: object) -> Change:
     return lambda document, tensors: document.update(changed)
 
 
@@ -89,17 +89,17 @@ def segment(index: int, **changed: object) -> Change:
     return lambda document, tensors: document["segments"][index].update(changed)
 
 
-def tensor(name: str, made: Callable[[Tensor], Tensor]) -> Change:
+def tensor(name: str, transform: Callable[[Tensor], Tensor]) -> Change:
     def change(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        tensors[name] = made(tensors[name]).contiguous()
+        tensors[name] = transform(tensors[name]).contiguous()
 
     return change
 
 
-def with_number(name: str, where: tuple[int, ...], number: float) -> Change:
-    def put(found: Tensor) -> Tensor:
-        changed = found.clone()
-        changed[where] = number
+def with_value(name: str, index: tuple[int, ...], number: float) -> Change:
+    def put(tensor_value: Tensor) -> Tensor:
+        changed = tensor_value.clone()
+        changed[index] = number
         return changed
 
     return tensor(name, put)
@@ -114,15 +114,15 @@ def without(*names: str) -> Change:
     return change
 
 
-def wider(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Every cell with one KV head more, here and in what the file says of itself."""
+def one_more_kv_head(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Add a KV head to every cell and to the layout in the document."""
     document["layout"]["kv_heads"] += 1
     for name in tensors:
         if name.endswith((".keys", ".values")):
             tensors[name] = torch.cat((tensors[name], tensors[name][:, :1]), 1)
 
 
-def narrower(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def half_head_dim(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     document["layout"]["head_dim"] //= 2
     for name in tensors:
         if name.endswith((".keys", ".values")):
@@ -136,32 +136,32 @@ def in_bfloat16(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
             tensors[name] = tensors[name].bfloat16()
 
 
-def twice(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The window's segment, of the same tokens, two times."""
+def duplicate_window(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Duplicate the window's segment, with the same tokens."""
     document["segments"].append(document["segments"][1])
     for name in list(tensors):
         if name.startswith("segment.1."):
             tensors[name.replace("1", "2", 1)] = tensors[name]
 
 
-def swapped(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The far cells behind those of the window."""
+def swap_segments(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Swap the far segment and the window's segment."""
     document["segments"].reverse()
     for name in [name for name in tensors if name.startswith("segment.0.")]:
         other = name.replace("0", "1", 1)
         tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
-def no_anchors(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    for each in document["segments"]:
-        each["anchor"] = False
+def without_anchors(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    for entry in document["segments"]:
+        entry["anchor"] = False
 
 
-def counting(*changes: tuple[int, int, int]) -> Change:
-    """Other numbers of ragged cells: (layer, KV head, how many more)."""
+def add_to_counts(*changes: tuple[int, int, int]) -> Change:
+    """Change counts of ragged cells; each change is (layer, KV head, difference)."""
 
-    def counted(found: Tensor) -> Tensor:
-        changed = found.clone()
+    def counted(counts: Tensor) -> Tensor:
+        changed = counts.clone()
         for layer, head, more in changes:
             changed[layer, head] += more
         return changed
@@ -169,31 +169,31 @@ def counting(*changes: tuple[int, int, int]) -> Change:
     return tensor("segment.1.counts", counted)
 
 
-def cells_of_nobody(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """One cell more in the row than heads have; its length goes with it."""
+def cells_beyond_the_counts(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Append a cell to the row of ragged cells that belongs to no head."""
     for name in ("keys", "values", "positions", "bias"):
-        found = tensors[f"segment.1.{name}"]
-        tensors[f"segment.1.{name}"] = torch.cat((found, found[:1]))
+        cells = tensors[f"segment.1.{name}"]
+        tensors[f"segment.1.{name}"] = torch.cat((cells, cells[:1]))
 
 
-def as_a_windows(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Under a policy whose window would forget one of each head."""
+def under_a_sliding_window(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Declare a sliding policy, whose window would evict a ragged cell of each head."""
     document["policy"] = {"name": "sliding", "max_kv_size": 4096, "keep": 0}
     document["settings"]["window"] = {"size": 4096, "discard": 1, "moves": False}
 
 
-def no_tokens(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def without_tokens(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     document.update(tokens=0, segments=[])
     tensors.update(tokens=tensors["tokens"][:0], serials=tensors["serials"][:0])
 
 
-def fewer_kept(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def fewer_sinks(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     document["policy"]["keep"] = 20
     document["segments"][0]["anchor"] = False
 
 
-def more_queries(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """One more than an observer keeps, each of a time of its own."""
+def too_many_queries(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Store 129 queries at distinct times: one more than an observer keeps."""
     tensors["queries"] = tensors["queries"][:, :, :1].expand(-1, -1, 129, -1).contiguous()
     tensors["query_times"] = torch.arange(129)
     document.update(clock=1000, serial=1000)
@@ -201,153 +201,156 @@ def more_queries(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 CHANGES: dict[str, tuple[Callable[[], Session], Change]] = {
     # Cells
-    "another number of KV heads": (ring, wider),
-    "another head_dim": (ring, narrower),
+    "another number of KV heads": (ring, one_more_kv_head),
+    "another head_dim": (ring, half_head_dim),
     "another dtype": (ring, in_bfloat16),
-    "cells of tokens that are none": (ring, with_number("segment.1.serials", (3,), 10**6)),
-    "cells of negative serials": (ring, with_number("segment.1.serials", (3,), -5)),
+    "cells of tokens that do not exist": (ring, with_value("segment.1.serials", (3,), 10**6)),
+    "cells with negative serials": (ring, with_value("segment.1.serials", (3,), -5)),
     "two cells of one token": (ring, tensor("segment.1.serials", lambda x: x[[0, *range(43)]])),
-    "cells in another order": (shifted, tensor("segment.1.serials", lambda x: x.flip(0))),
-    "a segment twice": (ring, twice),
-    "positions in the future": (ring, with_number("segment.1.positions", (3,), 10**9)),
-    "positions without end": (ring, with_number("segment.1.positions", (3,), -(2**62))),
-    "a bias of NaN": (archived, with_number("segment.1.bias", (0, 0, 0), float("nan"))),
-    "more ragged cells in one head": (ragged, counting((0, 0, 1))),
-    "fewer": (ragged, counting((1, 1, -1))),
-    "fewer than none": (ragged, counting((0, 0, -1000), (0, 1, 1000))),
-    "more than there are in one, fewer than none in another": (
-        ragged, counting((0, 1, 2**30), (1, 0, -(2**30)))),
-    "more than can be counted": (ragged, counting((0, 0, 2**62), (0, 1, 2**62), (1, 0, 2**63 - 1))),
-    "heads of other layers": (ragged, tensor("segment.1.counts", lambda x: x.flatten()[:2, None])),
-    "ragged cells of no head": (ragged, cells_of_nobody),
-    "ragged cells in the future": (ragged, with_number("segment.1.positions", (7,), 10**9)),
-    "ragged cells of tokens": (ragged, with_number("segment.1.serials", (0,), 7)),
-    "a ragged bias of infinity": (ragged, with_number("segment.1.bias", (3,), float("inf"))),
-    "a worth of NaN": (archived_by_heads, with_number("segment.1.worth", (3,), float("nan"))),
-    "a worth of other cells": (archived_by_heads, tensor("segment.1.worth", lambda x: x[1:])),
-    "a worth that is missing": (ragged, segment(1, worth=True)),
-    "a worth of even cells": (archived, segment(1, worth=True)),
-    "ragged cells that take more": (ragged, segment(1, frozen=False)),
-    "ragged cells of a ring": (ragged, segment(1, slot_order=True, start=2)),
-    "ragged cells in a window that slides": (ragged, as_a_windows),
-    "ragged cells that are not compressed": (ragged, segment(1, compressed=False)),
-    "ragged cells of an even segment": (archived, segment(1, ragged=True)),
-    "compressed cells of tokens": (archived, with_number("segment.1.serials", (0,), 7)),
+    "cells in reverse order": (shifted, tensor("segment.1.serials", lambda x: x.flip(0))),
+    "a duplicate segment": (ring, duplicate_window),
+    "positions in the future": (ring, with_value("segment.1.positions", (3,), 10**9)),
+    "huge negative positions": (ring, with_value("segment.1.positions", (3,), -(2**62))),
+    "a bias of NaN": (archived, with_value("segment.1.bias", (0, 0, 0), float("nan"))),
+    "more ragged cells in one head": (ragged, add_to_counts((0, 0, 1))),
+    "fewer ragged cells in one head": (ragged, add_to_counts((1, 1, -1))),
+    "a negative count in one head": (ragged, add_to_counts((0, 0, -1000), (0, 1, 1000))),
+    "a huge count in one head, a negative one in another": (
+        ragged, add_to_counts((0, 1, 2**30), (1, 0, -(2**30)))),
+    "counts whose sum overflows": (
+        ragged, add_to_counts((0, 0, 2**62), (0, 1, 2**62), (1, 0, 2**63 - 1))),
+    "counts of a wrong shape": (
+        ragged, tensor("segment.1.counts", lambda x: x.flatten()[:2, None])),
+    "ragged cells that belong to no head": (ragged, cells_beyond_the_counts),
+    "ragged cells in the future": (ragged, with_value("segment.1.positions", (7,), 10**9)),
+    "ragged cells with a serial": (ragged, with_value("segment.1.serials", (0,), 7)),
+    "a ragged bias of infinity": (ragged, with_value("segment.1.bias", (3,), float("inf"))),
+    "a score of NaN": (archived_by_heads, with_value("segment.1.worth", (3,), float("nan"))),
+    "too few scores": (archived_by_heads, tensor("segment.1.worth", lambda x: x[1:])),
+    "missing scores": (ragged, segment(1, worth=True)),
+    "scores of cells that are not ragged": (archived, segment(1, worth=True)),
+    "ragged cells in a segment that is not frozen": (ragged, segment(1, frozen=False)),
+    "ragged cells in a ring": (ragged, segment(1, slot_order=True, start=2)),
+    "ragged cells in a window that slides": (ragged, under_a_sliding_window),
+    "ragged cells in an uncompressed segment": (ragged, segment(1, compressed=False)),
+    "a ragged flag on cells that are not ragged": (archived, segment(1, ragged=True)),
+    "compressed cells with a serial": (archived, with_value("segment.1.serials", (0,), 7)),
     # Segments
     "a map without a group": (ring, segment(0, map={"offset": 0})),
-    "a map in groups of 0": (ring, segment(0, map={"offset": 0, "group": 0})),
-    "cells in groups under sliding": (ring, segment(0, map={"offset": 10**6, "group": 4})),
-    "other groups": (grouped, segment(0, map={"offset": 8, "group": 4})),
-    "a map far away": (ring, segment(0, map={"offset": 2**70, "group": 1})),
-    "room for too many": (shifted, segment(1, limit=10**12)),
-    "a ring of too many": (shifted, segment(1, limit=10**8, capacity=10**8, start=10**8 - 2)),
-    "an anchor for too many": (grouped, segment(0, limit=10**8)),
-    "a place that is none": (shifted, segment(1, start=10**12, capacity=10**12 + 100)),
+    "a map with group 0": (ring, segment(0, map={"offset": 0, "group": 0})),
+    "grouped positions under sliding": (ring, segment(0, map={"offset": 10**6, "group": 4})),
+    "groups of another size": (grouped, segment(0, map={"offset": 8, "group": 4})),
+    "a map with a huge offset": (ring, segment(0, map={"offset": 2**70, "group": 1})),
+    "a huge limit": (shifted, segment(1, limit=10**12)),
+    "a huge ring": (shifted, segment(1, limit=10**8, capacity=10**8, start=10**8 - 2)),
+    "an anchor with a huge limit": (grouped, segment(0, limit=10**8)),
+    "a start far beyond the storage": (shifted, segment(1, start=10**12, capacity=10**12 + 100)),
     "a flag that is a number": (ring, segment(1, frozen=1)),
-    "a seal that is text": (ring, segment(1, sealed="no")),
-    "anchors where there are none": (ring, segment(1, anchor=True)),
-    "a window of the far cells": (grouped, segment(0, anchor=False)),
-    "the far cells in front": (grouped, swapped),
-    "an archive of no anchors": (archived, no_anchors),
-    # Tokens, and where the last one stands
-    "a token outside the vocabulary": (ring, with_number("tokens", (5,), 256)),
-    "a negative token": (ring, with_number("tokens", (5,), -1)),
-    "two tokens of one serial": (ring, with_number("serials", (5,), 6)),
-    "a serial to come": (ring, with_number("serials", (5,), 10**9)),
+    "a sealed flag that is text": (ring, segment(1, sealed="no")),
+    "an anchor flag on the window": (ring, segment(1, anchor=True)),
+    "far cells without an anchor flag": (grouped, segment(0, anchor=False)),
+    "segments in the wrong order": (grouped, swap_segments),
+    "an archive without anchors": (archived, without_anchors),
+    # Tokens, and the hidden state and logits of the last one
+    "a token outside the vocabulary": (ring, with_value("tokens", (5,), 256)),
+    "a negative token": (ring, with_value("tokens", (5,), -1)),
+    "two tokens with one serial": (ring, with_value("serials", (5,), 6)),
+    "a serial in the future": (ring, with_value("serials", (5,), 10**9)),
     "fewer tokens than serials": (ring, tensor("tokens", lambda x: x[:-1])),
-    "another number of tokens": (ring, said(tokens=3)),
+    "a wrong token count": (ring, top_level(tokens=3)),
     "a wider hidden state": (ring, tensor("hidden", lambda x: torch.cat((x, x), 1))),
     "hidden states of two tokens": (ring, tensor("hidden", lambda x: torch.cat((x, x)))),
     "a hidden state in another dtype": (ring, tensor("hidden", lambda x: x.bfloat16())),
-    "a hidden state of NaN": (ring, with_number("hidden", (0, 3), float("nan"))),
+    "a hidden state of NaN": (ring, with_value("hidden", (0, 3), float("nan"))),
     "more logits": (ring, tensor("logits", lambda x: torch.cat((x, x)))),
     "fewer logits": (ring, tensor("logits", lambda x: x[:100])),
-    "infinite logits": (ring, with_number("logits", (3,), float("inf"))),
-    "logits alone": (ring, without("hidden")),
-    "logits of no token": (ring, no_tokens),
-    # Numbers
-    "a clock ahead of all tokens": (ring, said(clock=10**6)),
-    "a negative clock": (ring, said(clock=-1)),
-    "a clock behind its cells": (ring, said(clock=20)),
-    "a serial without end": (ring, said(serial=2**60)),
-    "a serial given already": (ring, said(serial=30)),
-    "a fractional clock": (ring, said(clock=60.5)),
+    "infinite logits": (ring, with_value("logits", (3,), float("inf"))),
+    "logits without a hidden state": (ring, without("hidden")),
+    "logits without tokens": (ring, without_tokens),
+    # Clock and next serial
+    "a clock ahead of all tokens": (ring, top_level(clock=10**6)),
+    "a negative clock": (ring, top_level(clock=-1)),
+    "a clock behind its cells": (ring, top_level(clock=20)),
+    "a huge next serial": (ring, top_level(serial=2**60)),
+    "a next serial that is in use": (ring, top_level(serial=30)),
+    "a fractional clock": (ring, top_level(clock=60.5)),
     "no clock": (ring, without("clock")),
     # Settings
-    "a step of no tokens": (ring, settings(prefill_step=0)),
-    "half a step": (ring, settings(prefill_step=0.5)),
+    "a prefill step of 0": (ring, settings(prefill_step=0)),
+    "a fractional prefill step": (ring, settings(prefill_step=0.5)),
     "a flag that is text": (ring, settings(keep_whole_prompt="yes")),
     "a pin of a forgotten token": (pinned, settings(pins=[10])),
-    "a pin of no token": (pinned, settings(pins=[10**6])),
-    "a pin twice": (pinned, lambda d, t: d["settings"]["pins"].append(d["settings"]["pins"][0])),
+    "a pin of a token that does not exist": (pinned, settings(pins=[10**6])),
+    "a duplicate pin": (
+        pinned, lambda d, t: d["settings"]["pins"].append(d["settings"]["pins"][0])),
     "a pin that is text": (pinned, settings(pins=["40"])),
     "a span beyond the end": (ring, settings(spans={"said": [50, 10**6]})),
     "a span that ends before it starts": (ring, settings(spans={"said": [50, 40]})),
     "a span without an end": (ring, settings(spans={"said": [50]})),
     "spans without names": (ring, settings(spans=[[50, 58]])),
-    "a window that discards nothing": (ring, settings(window={"size": 44, "discard": 0})),
-    "a window of text": (ring, settings(window={"size": "44"})),
-    "an unheard-of window": (ring, settings(window={"unheard": 1})),
+    "a window with discard 0": (ring, settings(window={"size": 44, "discard": 0})),
+    "a window size that is text": (ring, settings(window={"size": "44"})),
+    "an unknown window setting": (ring, settings(window={"unknown": 1})),
     # Policy
-    "no such policy": (ring, policy(name="unheard")),
-    "an unheard-of setting": (ring, policy(unheard=1)),
-    "a budget that its cells exceed": (ring, policy(max_kv_size=40)),
-    "a budget that the model has not": (ring, policy(max_kv_size=10**6)),
-    "a budget without end": (ring, policy(max_kv_size=10**12)),
+    "an unknown policy": (ring, policy(name="unknown")),
+    "an unknown policy setting": (ring, policy(unknown=1)),
+    "a budget below the number of cells": (ring, policy(max_kv_size=40)),
+    "a budget above the model's context length": (ring, policy(max_kv_size=10**6)),
+    "a huge budget": (ring, policy(max_kv_size=10**12)),
     "a fractional budget": (ring, policy(max_kv_size=48.0)),
-    "more kept than there is room": (ring, policy(keep=48)),
-    "fewer kept, so that the window is too full": (ring, fewer_kept),
-    "an archive too full": (archived, policy(window=24)),
-    "no method": (archived, policy(method="unheard")),
-    "groups that divide nothing": (grouped, policy(group=3)),
-    "another window": (grouped, policy(window=8)),
-    # Whoever draws, and what was looked at
-    "a generator of text": (ring, said(sampler={"seed": 3, "generator": "PCG64"})),
+    "as many sinks as the budget": (ring, policy(keep=48)),
+    "fewer sinks, so that the window overflows": (ring, fewer_sinks),
+    "an archive with too many cells": (archived, policy(window=24)),
+    "an unknown method": (archived, policy(method="unknown")),
+    "another group size": (grouped, policy(group=3)),
+    "a smaller window": (grouped, policy(window=8)),
+    # Sampler state, and observed queries
+    "a generator that is text": (ring, top_level(sampler={"seed": 3, "generator": "PCG64"})),
     "a generator of another kind": (ring, lambda d, t: (
         d["sampler"]["generator"].update(bit_generator="MT19937"))),
-    "a generator of too many bits": (ring, lambda d, t: (
+    "a generator state with too many bits": (ring, lambda d, t: (
         d["sampler"]["generator"]["state"].update(state=2**200))),
     "a generator without a seed": (ring, lambda d, t: d["sampler"].pop("seed")),
-    "queries of other heads": (archived, tensor("queries", lambda x: x[:, :3])),
-    "queries of other layers": (archived, tensor("queries", lambda x: x[:1])),
-    "queries of no time": (archived, without("query_times")),
-    "queries of times to come": (archived, tensor("query_times", lambda x: x + 10**6)),
-    "queries in another order": (archived, tensor("query_times", lambda x: x.flip(0))),
-    "queries of NaN": (archived, tensor("queries", lambda x: x * float("nan"))),
-    "more queries than are kept": (archived, more_queries),
-    # What is of no session at all
-    "bits that are none": (ring, said(bits={"kv": "3"})),
-    "bits for too much": (ring, said(bits={"kv": "8", "far": "4"})),
-    "a fingerprint of numbers": (ring, said(fingerprint={"weights": 1})),
-    "a name that is a number": (ring, said(model=5)),
-    "notes that are a list": (ring, said(notes=[1])),
-    "a time that is text": (ring, said(created="now")),
-    "a layout of other names": (ring, said(layout={"layers": 2})),
+    "queries of too few heads": (archived, tensor("queries", lambda x: x[:, :3])),
+    "queries of too few layers": (archived, tensor("queries", lambda x: x[:1])),
+    "queries without times": (archived, without("query_times")),
+    "queries of the future": (archived, tensor("query_times", lambda x: x + 10**6)),
+    "queries in reverse order": (archived, tensor("query_times", lambda x: x.flip(0))),
+    "queries that are NaN": (archived, tensor("queries", lambda x: x * float("nan"))),
+    "more queries than are kept": (archived, too_many_queries),
+    # Bits, fingerprint and metadata
+    "unknown bits": (ring, top_level(bits={"kv": "3"})),
+    "bits for both kv and far": (ring, top_level(bits={"kv": "8", "far": "4"})),
+    "a fingerprint with a number": (ring, top_level(fingerprint={"weights": 1})),
+    "a model name that is a number": (ring, top_level(model=5)),
+    "notes that are a list": (ring, top_level(notes=[1])),
+    "a time that is text": (ring, top_level(created="now")),
+    "a layout with fields missing": (ring, top_level(layout={"layers": 2})),
     "a dtype that is a function": (ring, lambda d, t: d["layout"].update(dtype="load")),
 }  # fmt: skip
 
 
-def file_of(session: Session, path: Path, change: Change) -> Path:
+def save_changed(session: Session, path: Path, change: Change) -> Path:
     session.snapshot().save(path)
-    found = read_container(path, "snapshot", 4)
-    change(found.document, found.tensors)
-    write_container(path, "snapshot", 4, found.document, found.tensors)
+    content = read_container(path, "snapshot", 4)
+    change(content.document, content.tensors)
+    write_container(path, "snapshot", 4, content.document, content.tensors)
     return path
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_no_session_goes_on_from_what_none_could_have_been(name: str, tmp_path: Path) -> None:
+def test_a_snapshot_of_an_impossible_session_is_refused(name: str, tmp_path: Path) -> None:
     make, change = CHANGES[name]
-    path = file_of(make(), tmp_path / "a.kvkeep", lambda document, tensors: None)
-    MODEL.restore(Snapshot.load(path))  # it is what is changed that is refused
-    file_of(make(), path, change)
+    path = save_changed(make(), tmp_path / "a.kvkeep", lambda document, tensors: None)
+    MODEL.restore(Snapshot.load(path))  # the unchanged session loads
+    save_changed(make(), path, change)
     with pytest.raises((CorruptFile, InvalidSnapshot)):
         MODEL.restore(Snapshot.load(path))
 
 
-def test_what_a_file_says_of_itself_is_checked_before_anyone_reads_it(tmp_path: Path) -> None:
-    for change in (said(notes=[1]), without("clock"), said(segments=[5]), policy(name=7)):
-        path = file_of(ring(), tmp_path / "a.kvkeep", change)
+def test_describe_refuses_an_invalid_document(tmp_path: Path) -> None:
+    for change in (top_level(notes=[1]), without("clock"), top_level(segments=[5]), policy(name=7)):
+        path = save_changed(ring(), tmp_path / "a.kvkeep", change)
         with pytest.raises(CorruptFile):
             describe(path)
 
@@ -368,7 +371,7 @@ def test_what_a_file_says_of_itself_is_checked_before_anyone_reads_it(tmp_path: 
     ],
     ids=str,
 )
-def test_a_snapshot_that_somebody_made_is_checked_as_well(changed: dict[str, Any]) -> None:
+def test_a_snapshot_object_with_invalid_fields_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(InvalidSnapshot, match="no session of small could have been so"):
         MODEL.restore(altered(ring().snapshot(), **changed))
 
@@ -378,7 +381,7 @@ def test_a_snapshot_that_somebody_made_is_checked_as_well(changed: dict[str, Any
     [{"length": 5}, {"start": 1, "length": 3}, {"frozen": False}, {"limit": 10**6}],
     ids=str,
 )
-def test_some_of_ragged_cells_are_no_segment(changed: dict[str, Any]) -> None:
+def test_part_of_a_ragged_segment_is_refused(changed: dict[str, Any]) -> None:
     snapshot = ragged().snapshot()
     MODEL.restore(snapshot)
     cut = copy.copy(snapshot.segments[1])
@@ -390,32 +393,32 @@ def test_some_of_ragged_cells_are_no_segment(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("codec", ["zstd", "int8"])
-def test_coded_cells_are_as_large_as_their_segment(tmp_path: Path, codec: str) -> None:
+def test_coded_cells_must_have_the_size_of_their_segment(tmp_path: Path, codec: str) -> None:
     path = tmp_path / "a.kvkeep"
     ring().snapshot().save(path, codec)  # type: ignore[arg-type]
-    found = read_container(path, "snapshot", 2)
+    content = read_container(path, "snapshot", 2)
     for shape in ([2, 2, 10**9, 16], [2, 2, 44, 8], [10**9], [2, 2, 44.0, 16], "4"):
-        found.document["coding"]["segment.1.keys"]["shape"] = shape
-        write_container(path, "snapshot", 2, found.document, found.tensors)
+        content.document["coding"]["segment.1.keys"]["shape"] = shape
+        write_container(path, "snapshot", 2, content.document, content.tensors)
         with pytest.raises(CorruptFile):
             Snapshot.load(path)
 
 
-def test_a_few_bytes_do_not_become_many(tmp_path: Path) -> None:
-    """A frame that says it holds what no memory does, in a file that agrees with it."""
+def test_a_small_compressed_frame_cannot_claim_a_huge_size(tmp_path: Path) -> None:
+    """A zstd frame of a few bytes holds 128 MB of zeros, and the document agrees with that size."""
     import zstandard
 
     path, count = tmp_path / "a.kvkeep", 10**6
     ring().snapshot().save(path, "zstd")
-    found = read_container(path, "snapshot", 2)
+    content = read_container(path, "snapshot", 2)
     data = zstandard.ZstdCompressor(level=1).compress(bytes(2 * 2 * count * 16 * 4))
     frame = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     for name in ("keys", "values"):
-        found.tensors[f"segment.1.{name}.zstd"] = frame
-        found.document["coding"][f"segment.1.{name}"]["shape"] = [2, 2, count, 16]
+        content.tensors[f"segment.1.{name}.zstd"] = frame
+        content.document["coding"][f"segment.1.{name}"]["shape"] = [2, 2, count, 16]
     for name in ("serials", "positions"):
-        found.tensors[f"segment.1.{name}"] = torch.arange(count)
-    found.document["segments"][1].update(length=count, capacity=count, limit=count, start=0)
-    write_container(path, "snapshot", 2, found.document, found.tensors)
+        content.tensors[f"segment.1.{name}"] = torch.arange(count)
+    content.document["segments"][1].update(length=count, capacity=count, limit=count, start=0)
+    write_container(path, "snapshot", 2, content.document, content.tensors)
     with pytest.raises(CorruptFile, match="bytes of compressed data"):
         Snapshot.load(path)

@@ -1,4 +1,4 @@
-"""The prefix store: evaluated beginnings of prompts, for any process, within a quota."""
+"""The prefix store: KV blocks of prompt prefixes, shared by processes, within a quota."""
 
 import os
 import random
@@ -33,30 +33,32 @@ BLOCK_BYTES = BLOCK_TOKENS * LAYOUT.cell_bytes
 FILE_BYTES = BLOCK_BYTES + 8192
 
 
-def cells(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def random_cells(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     shape = (LAYOUT.layers, LAYOUT.kv_heads, BLOCK_TOKENS, LAYOUT.head_dim)
     return torch.randn(shape, generator=random), torch.randn(shape, generator=random)
 
 
-def fill(store: PrefixStore, tokens: list[int]) -> list[bool]:
-    """Adds every whole block of a prompt, with some cells; whether each was taken."""
+def add_whole_blocks(store: PrefixStore, tokens: list[int]) -> list[bool]:
+    """Add every whole block of a prompt with random cells. Returns which were stored."""
     ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
-    return [add(store, tokens[:end]) for end in ends]
+    return [add_last_block(store, tokens[:end]) for end in ends]
 
 
-def add(store: PrefixStore, tokens: list[int]) -> bool:
-    """Adds the last block of a prompt, with some cells; whether it was taken."""
-    stored = store.add(MODEL.fingerprint, tokens, len(tokens) - BLOCK_TOKENS, [cells(len(tokens))])
+def add_last_block(store: PrefixStore, tokens: list[int]) -> bool:
+    """Add the last block of a prompt with random cells. Returns whether it was stored."""
+    stored = store.add(
+        MODEL.fingerprint, tokens, len(tokens) - BLOCK_TOKENS, [random_cells(len(tokens))]
+    )
     return stored == len(tokens)
 
 
-def process(*arguments: object) -> "subprocess.Popen[bytes]":
+def start_process(*arguments: object) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, arguments)])
 
 
-def size(folder: Path) -> int:
-    """Bytes of all files there, those being written included."""
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a folder, including temporary ones."""
     total = 0
     for entry in os.scandir(folder):
         try:
@@ -74,11 +76,11 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_folder(tmp_path_factory.mktemp("small"))
 
 
-def test_a_later_process_reuses_what_an_earlier_one_evaluated(
+def test_a_later_process_reuses_the_prefix_of_an_earlier_one(
     small_folder: Path, tmp_path: Path
 ) -> None:
     store, out = tmp_path / "store", tmp_path / "first.pt"
-    assert process(small_folder, "float32", store, 10**9, 0, 3000, out).wait() == 0
+    assert start_process(small_folder, "float32", store, 10**9, 0, 3000, out).wait() == 0
     first, model = torch.load(out), load_model(str(small_folder), dtype="float32")
     assert first["reused"] == 0
     second = model.session(policy="full", store=PrefixStore(store))
@@ -89,16 +91,16 @@ def test_a_later_process_reuses_what_an_earlier_one_evaluated(
     assert (second.logits - alone.logits).abs().max() <= 1e-4
 
 
-def test_several_processes_may_add_at_once(small_folder: Path, tmp_path: Path) -> None:
+def test_several_processes_can_add_blocks_concurrently(small_folder: Path, tmp_path: Path) -> None:
     store, quota = tmp_path / "store", 100 * FILE_BYTES
     outs = [tmp_path / f"{i}.pt" for i in range(3)]
     running = [
-        process(small_folder, "float32", store, quota, i % 2, 2000, out)
+        start_process(small_folder, "float32", store, quota, i % 2, 2000, out)
         for i, out in enumerate(outs)
     ]
-    assert [each.wait() for each in running] == [0] * 3
-    found = PrefixStore(store).find(MODEL.fingerprint, prompt(0, 2000))
-    assert found.tokens == 1792
+    assert [child.wait() for child in running] == [0] * 3
+    match = PrefixStore(store).find(MODEL.fingerprint, prompt(0, 2000))
+    assert match.tokens == 1792
     assert len(list(store.glob("*.kvblock"))) == 14
     logits = [torch.load(outs[i])["logits"] for i in (0, 2)]
     assert (logits[0] - logits[1]).abs().max() <= 1e-4
@@ -115,18 +117,20 @@ def test_the_real_model_in_bfloat16_differs_by_rounding_only(
     reusing = smollm2.session(policy="full", store=store)
     assert reusing.feed(ids).reused == 2816
     difference = (alone.logits - reusing.logits).abs().max()
-    expected, found = (s.logits.double().log_softmax(-1) for s in (alone, reusing))
-    divergence = float((expected.exp() * (expected - found)).sum())
+    expected, actual = (s.logits.double().log_softmax(-1) for s in (alone, reusing))
+    divergence = float((expected.exp() * (expected - actual)).sum())
     print(f"largest difference {difference:.3f}, KL {divergence:.2e}")
     assert difference <= 1.0  # logits reach 40; chunks begin elsewhere, and bfloat16 rounds
     assert divergence <= 5e-3
 
 
-# What is found
+# Lookups
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding", "shift"])
-def test_a_session_goes_on_as_if_it_had_evaluated_all_itself(tmp_path: Path, policy: str) -> None:
+def test_a_session_that_reused_a_prefix_continues_like_one_that_did_not(
+    tmp_path: Path, policy: str
+) -> None:
     store, ids = PrefixStore(tmp_path), prompt(3, 1000)
     MODEL.session(policy=policy, store=store).feed(ids)
     session, alone = MODEL.session(policy=policy, store=store), MODEL.session(policy=policy)
@@ -139,7 +143,7 @@ def test_a_session_goes_on_as_if_it_had_evaluated_all_itself(tmp_path: Path, pol
         assert session.next_token() == alone.next_token()
 
 
-def test_one_token_is_always_evaluated_for_its_logits(tmp_path: Path) -> None:
+def test_at_least_one_token_is_evaluated_for_its_logits(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(3, 512)
     for expected in (0, 256):
         session = MODEL.session(store=store)
@@ -147,9 +151,9 @@ def test_one_token_is_always_evaluated_for_its_logits(tmp_path: Path) -> None:
         assert session.logits is not None
 
 
-def test_it_says_at_which_token_prompts_differ(tmp_path: Path) -> None:
+def test_a_match_reports_the_token_at_which_prompts_differ(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 1024)
-    fill(store, ids)
+    add_whole_blocks(store, ids)
     other = [*ids[:700], 1 + ids[700] % 255, *ids[701:]]
     assert store.find(MODEL.fingerprint, other).tokens == 512
     assert store.find(MODEL.fingerprint, other).differs_at == 700
@@ -162,25 +166,25 @@ def test_it_says_at_which_token_prompts_differ(tmp_path: Path) -> None:
     assert (report.reused, report.differs_at) == (512, 700)
 
 
-def test_the_nearest_of_several_prompts_is_named(tmp_path: Path) -> None:
+def test_the_longest_common_prefix_of_several_prompts_is_reported(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 256)
     for changed in (10, 90, 40):
-        fill(store, [*ids[:changed], 1 + ids[changed] % 255, *ids[changed + 1 :]])
+        add_whole_blocks(store, [*ids[:changed], 1 + ids[changed] % 255, *ids[changed + 1 :]])
     assert store.differs_at(MODEL.fingerprint, ids) == (0, 90)
 
 
-def test_another_models_cells_are_not_found(tmp_path: Path) -> None:
+def test_blocks_of_another_model_are_not_found(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 600)
-    fill(store, ids)
+    add_whole_blocks(store, ids)
     assert store.find(small_model(seed=1).fingerprint, ids).tokens == 0
 
 
-def test_tokens_are_compared_beside_the_key(tmp_path: Path) -> None:
-    """As if two prompts had the same hash."""
+def test_tokens_are_compared_in_addition_to_the_key(tmp_path: Path) -> None:
+    """The stored tokens are changed, as if two prompts had the same hash."""
     store, ids = PrefixStore(tmp_path), prompt(5, 256)
-    fill(store, ids)
+    add_whole_blocks(store, ids)
     others = torch.tensor(prompt(6, 256), dtype=torch.int32)
-    rewrite(only_block(tmp_path), tokens=others)
+    rewrite_block(only_block(tmp_path), tokens=others)
     assert store.find(MODEL.fingerprint, ids).tokens == 0
 
 
@@ -189,50 +193,54 @@ def only_block(folder: Path) -> Path:
     return file
 
 
-def rewrite(file: Path, document: dict[str, object] | None = None, **tensors: torch.Tensor) -> None:
-    """A valid file with another document, or with some tensors in the place of its own."""
-    was = read_container(file, KIND, FORMAT)
-    write_container(file, KIND, FORMAT, document or was.document, {**was.tensors, **tensors})
+def rewrite_block(
+    file: Path, document: dict[str, object] | None = None, **tensors: torch.Tensor
+) -> None:
+    """Write a block again, validly, with another document or with some tensors replaced."""
+    content = read_container(file, KIND, FORMAT)
+    write_container(
+        file, KIND, FORMAT, document or content.document, {**content.tensors, **tensors}
+    )
 
 
-def test_a_block_that_followed_on_other_tokens_is_not_found(tmp_path: Path) -> None:
-    """Its own tokens are those that were asked for; its cells saw others."""
+def test_a_block_computed_after_other_tokens_is_not_found(tmp_path: Path) -> None:
+    """The block's own tokens match, but its cells attended to other tokens before them."""
     store, same = PrefixStore(tmp_path), prompt(5, BLOCK_TOKENS)
     one, other = prompt(6, BLOCK_TOKENS) + same, prompt(7, BLOCK_TOKENS) + same
     for ids in (one, other):
-        fill(store, ids)
+        add_whole_blocks(store, ids)
     first, second = (
         sorted(tmp_path.glob("*.kvblock"), key=lambda path: -path.stat().st_mtime_ns)[index]
         for index in (1, 3)
     )
-    swapped = first.read_bytes(), second.read_bytes()
+    contents = first.read_bytes(), second.read_bytes()
     for ids in (one, other):
         assert store.find(MODEL.fingerprint, ids).tokens == 2 * BLOCK_TOKENS
-    second.write_bytes(swapped[0])
-    first.write_bytes(swapped[1])
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
     for ids in (one, other):
         assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
         assert store.differs_at(MODEL.fingerprint, ids) == (BLOCK_TOKENS, BLOCK_TOKENS)
 
 
-def test_a_block_that_does_not_say_what_it_followed_on_is_replaced(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
+def test_a_block_without_its_preceding_tokens_is_replaced(tmp_path: Path) -> None:
+    """Earlier versions wrote such blocks."""
     store, ids = PrefixStore(tmp_path), prompt(5, BLOCK_TOKENS)
-    fill(store, ids)
-    rewrite(only_block(tmp_path), {"start": 0})
+    add_whole_blocks(store, ids)
+    rewrite_block(only_block(tmp_path), {"start": 0})
     assert store.find(MODEL.fingerprint, ids).tokens == 0
-    assert fill(store, ids) == [True]
+    assert add_whole_blocks(store, ids) == [True]
     assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("missing", ["keys", "values", "tokens"])
-def test_a_block_without_one_of_its_tensors_is_not_there(tmp_path: Path, missing: str) -> None:
+def test_a_block_without_one_of_its_tensors_is_a_miss(tmp_path: Path, missing: str) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 300)
-    fill(store, ids)
+    add_whole_blocks(store, ids)
     file = only_block(tmp_path)
-    was = read_container(file, KIND, FORMAT)
-    del was.tensors[missing]
-    write_container(file, KIND, FORMAT, was.document, was.tensors)
+    content = read_container(file, KIND, FORMAT)
+    del content.tensors[missing]
+    write_container(file, KIND, FORMAT, content.document, content.tensors)
     assert MODEL.session(store=store).feed(ids).reused == 0
     assert MODEL.session(store=store).feed(ids).reused == BLOCK_TOKENS
 
@@ -243,30 +251,30 @@ def test_a_block_without_one_of_its_tensors_is_not_there(tmp_path: Path, missing
         {"keys": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK_TOKENS, 2 * LAYOUT.head_dim)},
         {"values": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK_TOKENS - 1, LAYOUT.head_dim)},
         {"values": torch.zeros(BLOCK_TOKENS)},
-        {"keys": cells()[0].bfloat16()},
+        {"keys": random_cells()[0].bfloat16()},
         {"tokens": torch.zeros(BLOCK_TOKENS, dtype=torch.int64)},
         {"tokens": torch.zeros(2, BLOCK_TOKENS // 2, dtype=torch.int32)},
         {"tokens": torch.zeros(0, dtype=torch.int32)},
     ],
     ids=lambda other: "-".join(f"{name}{list(x.shape)}" for name, x in other.items()),
 )
-def test_a_block_with_other_tensors_is_not_there(
+def test_a_block_with_wrong_tensors_is_a_miss(
     tmp_path: Path, other: dict[str, torch.Tensor]
 ) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 300)
-    fill(store, ids)
-    rewrite(only_block(tmp_path), **other)
+    add_whole_blocks(store, ids)
+    rewrite_block(only_block(tmp_path), **other)
     store.differs_at(MODEL.fingerprint, ids)
     assert MODEL.session(store=store).feed(ids).reused == 0
     assert MODEL.session(store=store).feed(ids).reused == BLOCK_TOKENS
 
 
-def test_a_folder_that_is_named_like_a_block_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_named_like_a_block_is_ignored(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 2 * BLOCK_TOKENS + 10)
     (tmp_path / "some.kvblock").mkdir()
-    assert fill(store, ids) == [True, True]
+    assert add_whole_blocks(store, ids) == [True, True]
     assert store.gc(0) > 0
-    fill(store, ids[:BLOCK_TOKENS])
+    add_whole_blocks(store, ids[:BLOCK_TOKENS])
     file = only_block(tmp_path)
     file.unlink()
     file.mkdir()
@@ -282,9 +290,11 @@ def test_a_corrupt_block_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) 
     second = sorted(tmp_path.glob("*.kvblock"), key=lambda path: -path.stat().st_mtime_ns)[1]
     data = bytearray(second.read_bytes())
     data[len(data) // 2] ^= 4
-    broken = {"flip": data, "truncate": data[:-9], "empty": b"", "foreign": b"what is this?"}
+    broken = {"flip": data, "truncate": data[:-9], "empty": b"", "foreign": b"not a block"}
     second.write_bytes(broken[damage])
-    session, alone = (MODEL.session(policy="full", store=each) for each in (store, None))
+    session, alone = (
+        MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
+    )
     assert session.feed(ids).reused == 256
     alone.feed(ids)
     assert (session.logits - alone.logits).abs().max() <= 1e-4
@@ -294,86 +304,90 @@ def test_a_corrupt_block_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) 
 # The quota
 
 
-def test_the_quota_holds_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at beside each call that makes a folder larger or smaller."""
-    store, seen = PrefixStore(tmp_path, max_bytes=10 * FILE_BYTES), list[int]()
+def test_the_quota_holds_around_every_file_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measure the folder before and after each call that changes its size."""
+    store, sizes = PrefixStore(tmp_path, max_bytes=10 * FILE_BYTES), list[int]()
 
-    def looking(call: Callable[..., None], *given: object) -> None:
-        seen.append(size(tmp_path))
-        call(*given)
-        seen.append(size(tmp_path))
+    def measured(call: Callable[..., None], *arguments: object) -> None:
+        sizes.append(folder_bytes(tmp_path))
+        call(*arguments)
+        sizes.append(folder_bytes(tmp_path))
 
     for name in ("fsync", "replace", "unlink"):
-        monkeypatch.setattr(os, name, partial(looking, getattr(os, name)))
+        monkeypatch.setattr(os, name, partial(measured, getattr(os, name)))
     for seed in range(25):
         ids = prompt(seed, 2 * BLOCK_TOKENS)
         for end in (BLOCK_TOKENS, 2 * BLOCK_TOKENS):
-            assert add(store, ids[:end])
-            assert store.nbytes <= size(tmp_path) <= store.max_bytes
-    assert len(seen) >= 2 * 2 * 50
-    assert 8 * BLOCK_BYTES < max(seen) <= store.max_bytes
+            assert add_last_block(store, ids[:end])
+            assert store.nbytes <= folder_bytes(tmp_path) <= store.max_bytes
+    assert len(sizes) >= 2 * 2 * 50
+    assert 8 * BLOCK_BYTES < max(sizes) <= store.max_bytes
     assert store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK_TOKENS)).tokens == 2 * BLOCK_TOKENS
     assert store.find(MODEL.fingerprint, prompt(0, 2 * BLOCK_TOKENS)).tokens == 0
 
 
-def test_the_quota_holds_between_processes(small_folder: Path, tmp_path: Path) -> None:
+def test_the_quota_holds_across_processes(small_folder: Path, tmp_path: Path) -> None:
     store, quota = tmp_path / "store", 10 * FILE_BYTES
     store.mkdir()
     running = [
-        process(small_folder, "float32", store, quota, i, 2000, tmp_path / f"{i}.pt")
+        start_process(small_folder, "float32", store, quota, i, 2000, tmp_path / f"{i}.pt")
         for i in range(3)
     ]
-    seen = []
-    while any(each.poll() is None for each in running):
-        seen.append(size(store))
+    sizes = []
+    while any(child.poll() is None for child in running):
+        sizes.append(folder_bytes(store))
         time.sleep(0.02)
-    assert [each.wait() for each in running] == [0] * 3
-    assert max(seen, default=0) <= quota
-    assert 5 * BLOCK_BYTES < size(store) <= quota
+    assert [child.wait() for child in running] == [0] * 3
+    assert max(sizes, default=0) <= quota
+    assert 5 * BLOCK_BYTES < folder_bytes(store) <= quota
     assert [x for x in os.listdir(store) if x.startswith(TEMPORARY)] == []
 
 
-def test_what_was_used_last_stays(tmp_path: Path) -> None:
+def test_the_least_recently_used_blocks_are_evicted(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=4 * FILE_BYTES)
     for seed in range(4):
-        fill(store, prompt(seed, BLOCK_TOKENS))
+        add_whole_blocks(store, prompt(seed, BLOCK_TOKENS))
     assert store.find(MODEL.fingerprint, prompt(0, BLOCK_TOKENS)).tokens == BLOCK_TOKENS
     for seed in (4, 5):
-        fill(store, prompt(seed, BLOCK_TOKENS))
-    here = [store.differs_at(MODEL.fingerprint, prompt(seed, BLOCK_TOKENS))[0] for seed in range(6)]
-    assert here == [BLOCK_TOKENS, 0, 0, BLOCK_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS]
+        add_whole_blocks(store, prompt(seed, BLOCK_TOKENS))
+    stored_tokens = [
+        store.differs_at(MODEL.fingerprint, prompt(seed, BLOCK_TOKENS))[0] for seed in range(6)
+    ]
+    assert stored_tokens == [BLOCK_TOKENS, 0, 0, BLOCK_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS]
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning(tmp_path: Path) -> None:
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=6 * FILE_BYTES)
-    fill(store, prompt(0, 4 * BLOCK_TOKENS))
+    add_whole_blocks(store, prompt(0, 4 * BLOCK_TOKENS))
     for seed in (1, 2, 3):
-        fill(store, prompt(seed, BLOCK_TOKENS))
+        add_whole_blocks(store, prompt(seed, BLOCK_TOKENS))
     assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).tokens == 3 * BLOCK_TOKENS
 
 
 def test_a_prompt_longer_than_the_quota_keeps_its_beginning(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=5 * FILE_BYTES)
-    taken = fill(store, prompt(0, 12 * BLOCK_TOKENS))
-    assert taken == [True] * 5 + [False] * 7
+    added = add_whole_blocks(store, prompt(0, 12 * BLOCK_TOKENS))
+    assert added == [True] * 5 + [False] * 7
     assert store.find(MODEL.fingerprint, prompt(0, 12 * BLOCK_TOKENS)).tokens == 5 * BLOCK_TOKENS
 
 
-def test_a_block_larger_than_the_quota_is_not_taken(tmp_path: Path) -> None:
+def test_a_block_larger_than_the_quota_is_not_stored(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=BLOCK_BYTES)
-    assert fill(store, prompt(0, BLOCK_TOKENS)) == [False]
+    assert add_whole_blocks(store, prompt(0, BLOCK_TOKENS)) == [False]
     assert store.nbytes == 0
 
 
-def test_a_block_without_those_before_it_is_not_taken(tmp_path: Path) -> None:
+def test_a_block_without_its_predecessors_is_not_stored(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path)
-    assert not add(store, prompt(0, 2 * BLOCK_TOKENS))
+    assert not add_last_block(store, prompt(0, 2 * BLOCK_TOKENS))
     assert store.nbytes == 0
 
 
-def test_gc_frees_what_is_asked_and_what_killed_writers_left(tmp_path: Path) -> None:
+def test_gc_evicts_to_the_limit_and_removes_files_of_killed_writers(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path)
-    fill(store, prompt(0, 4 * BLOCK_TOKENS))
+    add_whole_blocks(store, prompt(0, 4 * BLOCK_TOKENS))
     (tmp_path / f"{TEMPORARY}0123456789abcdef.kvblock").write_bytes(bytes(10_000))
     before = store.nbytes
     assert store.gc(2 * FILE_BYTES) == before - store.nbytes >= 2 * BLOCK_BYTES
@@ -382,19 +396,19 @@ def test_gc_frees_what_is_asked_and_what_killed_writers_left(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["lock"]
 
 
-def test_unusable_settings_are_refused(tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="max_bytes"):
         PrefixStore(tmp_path, 0)
     with pytest.raises(InvalidArgument, match="max_bytes"):
         PrefixStore(tmp_path).gc(-1)
     with pytest.raises(InvalidArgument, match="start"):
-        PrefixStore(tmp_path).add(MODEL.fingerprint, prompt(0, 600), 100, [cells()])
+        PrefixStore(tmp_path).add(MODEL.fingerprint, prompt(0, 600), 100, [random_cells()])
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="cannot be a prefix store"):
         PrefixStore(tmp_path / "file")
 
 
-def test_a_store_that_cannot_be_written_says_so(
+def test_a_failed_write_raises_a_store_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = PrefixStore(tmp_path)
@@ -404,15 +418,17 @@ def test_a_store_that_cannot_be_written_says_so(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match="No space left"):
-        fill(store, prompt(0, BLOCK_TOKENS))
+        add_whole_blocks(store, prompt(0, BLOCK_TOKENS))
     assert store.nbytes == 0
 
 
-# What sessions give
+# Which cells sessions store
 
 
 @pytest.mark.parametrize("policy", ["sliding", "shift"])
-def test_a_budget_smaller_than_the_prompt(tmp_path: Path, policy: str) -> None:
+def test_prefixes_are_reused_by_a_budget_smaller_than_the_prompt(
+    tmp_path: Path, policy: str
+) -> None:
     store, ids = PrefixStore(tmp_path), prompt(7, 1500)
     alone = MODEL.session(600, policy=policy)
     alone.feed(ids)
@@ -424,18 +440,22 @@ def test_a_budget_smaller_than_the_prompt(tmp_path: Path, policy: str) -> None:
         assert (session.logits - alone.logits).abs().max() <= 1e-4
 
 
-def test_cells_of_a_session_that_forgot_something_never_enter(tmp_path: Path) -> None:
+def test_cells_computed_after_an_eviction_are_not_stored(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(7, 1500)
     bounded = MODEL.session(600, store=store, prefill_step=300)
     bounded.feed(ids)
-    assert store.find(MODEL.fingerprint, ids).tokens == 512  # of 600 that it held at first
-    session, alone = (MODEL.session(policy="full", store=each) for each in (store, None))
+    assert (
+        store.find(MODEL.fingerprint, ids).tokens == 512
+    )  # of the 600 that fit before the first eviction
+    session, alone = (
+        MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
+    )
     assert session.feed(ids).reused == 512
     alone.feed(ids)
     assert (session.logits - alone.logits).abs().max() <= 1e-4
 
 
-def test_only_the_first_prompt_of_a_session_enters(tmp_path: Path) -> None:
+def test_only_the_first_prompt_of_a_session_is_stored(tmp_path: Path) -> None:
     store, draw = PrefixStore(tmp_path), random.Random(1)
     session = MODEL.session(store=store)
     session.feed(prompt(7, 300))
@@ -454,20 +474,20 @@ def test_keep_minus_one_works_with_a_store(tmp_path: Path) -> None:
         assert session.feed(ids).reused == expected
         assert session.keep == 700
         assert (session.logits - alone.logits).abs().max() <= 1e-4
-    for each in (session, alone):
-        each.feed(prompt(10, 600))
+    for fed in (session, alone):
+        fed.feed(prompt(10, 600))
     assert (session.logits - alone.logits).abs().max() <= 1e-4
 
 
-# What adding costs
+# The cost of adding
 
 
 @contextmanager
 def counted_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Keys that are computed, files that are opened, marked as used or looked at in a folder."""
+    """Count computed block keys, opened files, updated times and listed folders."""
     work, counting = Counter[str](), True
 
-    def note(event: str, arguments: tuple[object, ...]) -> None:
+    def count_event(event: str, arguments: tuple[object, ...]) -> None:
         if counting and event in ("open", "os.utime", "os.scandir", "os.listdir"):
             work[event] += 1
 
@@ -477,15 +497,15 @@ def counted_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     compute = prefix_block.block_key
     monkeypatch.setattr(prefix_block, "block_key", key)
-    sys.addaudithook(note)
+    sys.addaudithook(count_event)
     yield work
-    counting = False  # a hook stays for ever
+    counting = False  # an audit hook cannot be removed
 
 
-def test_storing_a_prompt_costs_each_of_its_blocks_the_same(
+def test_the_cost_of_storing_a_block_does_not_grow_with_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    counts = []
     for blocks in (4, 16):
         store = PrefixStore(tmp_path / str(blocks))
         with counted_work(monkeypatch) as work:
@@ -494,8 +514,8 @@ def test_storing_a_prompt_costs_each_of_its_blocks_the_same(
             store.find(MODEL.fingerprint, prompt(5, blocks * BLOCK_TOKENS)).tokens
             == blocks * BLOCK_TOKENS
         )
-        found.append(work)
-    few, many = found
+        counts.append(work)
+    few, many = counts
     assert few["keys"] >= 4
     assert few["open"] >= 4
     for kind, count in many.items():

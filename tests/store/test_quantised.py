@@ -1,4 +1,4 @@
-"""Snapshots of quantised cells: what is in them, and what is refused."""
+"""Snapshots of quantised cells: their tensors, and which files are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,19 @@ TEXT = list(b"a session that wraps around its window more than once")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Anchors, 4 cells, and a ring of 20; keys in 8 bits and values in 4."""
+    """A snapshot of 4 anchor cells and a ring of 20, with keys in 8 bits and values in 4."""
     session = MODEL.session(24, kv_bits="8/4")
     session.feed(TEXT)
     session.snapshot().save(tmp_path / "a.kvkeep")
     return tmp_path / "a.kvkeep"
 
 
-def test_the_file_says_in_which_bits_its_cells_are(path: Path) -> None:
+def test_the_file_records_the_bits_of_its_cells(path: Path) -> None:
     assert describe(path)["bits"] == {"kv": "8/4", "far": None}
     with safe_open(path, "pt") as file:
         assert file.metadata()["version"] == "2"
-        found = {n: file.get_tensor(n) for n in file.keys() if n.startswith("segment.1.")}  # noqa: SIM118
-    assert {name: (each.dtype, tuple(each.shape)) for name, each in found.items()} == {
+        tensors = {n: file.get_tensor(n) for n in file.keys() if n.startswith("segment.1.")}  # noqa: SIM118
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
         "segment.1.keys.int8": (torch.int8, (2, 2, 20, 16)),
         "segment.1.keys.scale": (torch.bfloat16, (2, 2, 20, 1)),
         "segment.1.values.int4": (torch.uint8, (2, 2, 20, 8)),
@@ -40,16 +40,16 @@ def test_the_file_says_in_which_bits_its_cells_are(path: Path) -> None:
     }
 
 
-def test_only_what_is_not_in_the_window_may_be_quantised(tmp_path: Path) -> None:
+def test_cells_outside_the_window_can_be_quantised_alone(tmp_path: Path) -> None:
     session = MODEL.session(24, far_bits="4")
     session.feed(TEXT)
     session.snapshot().save(tmp_path / "a.kvkeep")
-    found = read_container(tmp_path / "a.kvkeep", "snapshot", 2).tensors
-    assert {"segment.0.keys.int4", "segment.0.values.int4", "segment.1.keys"} <= set(found)
+    tensors = read_container(tmp_path / "a.kvkeep", "snapshot", 2).tensors
+    assert {"segment.0.keys.int4", "segment.0.values.int4", "segment.1.keys"} <= set(tensors)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd", "int8"])
-def test_codecs_leave_quantised_cells_as_they_are(path: Path, codec: Any) -> None:
+def test_codecs_do_not_change_quantised_cells(path: Path, codec: Any) -> None:
     snapshot = Snapshot.load(path)
     session = MODEL.restore(snapshot)
     snapshot.save(path, codec)
@@ -81,7 +81,7 @@ def test_codecs_leave_quantised_cells_as_they_are(path: Path, codec: Any) -> Non
 def test_wrong_entries_are_refused(
     path: Path, document: dict[str, object], tensors: dict[str, torch.Tensor]
 ) -> None:
-    found = read_container(path, "snapshot", 2)
-    write_container(path, "snapshot", 2, found.document | document, found.tensors | tensors)
+    content = read_container(path, "snapshot", 2)
+    write_container(path, "snapshot", 2, content.document | document, content.tensors | tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(path)

@@ -1,4 +1,4 @@
-"""A folder of sessions: names that stay inside it, one writer at a time, nothing left behind."""
+"""A folder of sessions: names, locks, leftovers of dead processes, and moving to a new folder."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from kvkeep.storage.sessions.folder import SessionFolder
 
 
 @pytest.mark.parametrize("name", ["a", "Notes-2", "a.b_c", "7", "_x", "x" * 100])
-def test_a_name_is_a_file_in_the_folder(tmp_path: Path, name: str) -> None:
+def test_a_session_name_is_a_file_in_the_folder(tmp_path: Path, name: str) -> None:
     assert SessionFolder(tmp_path).path(name) == tmp_path / f"{name}.kvkeep"
 
 
@@ -34,7 +34,7 @@ def test_a_name_is_a_file_in_the_folder(tmp_path: Path, name: str) -> None:
         "a\0",
     ],
 )
-def test_other_names_are_refused(tmp_path: Path, name: str) -> None:
+def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
     folder = SessionFolder(tmp_path)
     with pytest.raises(InvalidArgument, match="name must be"):
         folder.path(name)
@@ -43,7 +43,7 @@ def test_other_names_are_refused(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_session_has_one_user_at_a_time(tmp_path: Path) -> None:
+def test_a_session_is_locked_by_one_process_at_a_time(tmp_path: Path) -> None:
     one, other = SessionFolder(tmp_path), SessionFolder(tmp_path)
     with one.lock("a"):
         with pytest.raises(Locked, match="another process is using session 'a'"), other.lock("a"):
@@ -54,7 +54,7 @@ def test_a_session_has_one_user_at_a_time(tmp_path: Path) -> None:
         assert path == tmp_path / "a.kvkeep"
 
 
-def test_sessions_are_found_by_name_and_by_age(tmp_path: Path) -> None:
+def test_sessions_are_listed_by_name_and_by_age(tmp_path: Path) -> None:
     folder = SessionFolder(tmp_path)
     for age, name in enumerate(("c", "a", "b")):
         (tmp_path / f"{name}.kvkeep").write_bytes(b"x")
@@ -69,7 +69,7 @@ def test_sessions_are_found_by_name_and_by_age(tmp_path: Path) -> None:
         folder.existing("d")
 
 
-def test_a_folder_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+def test_a_missing_folder_is_listed_as_empty(tmp_path: Path) -> None:
     folder = SessionFolder(tmp_path / "none")
     assert folder.names() == []
     assert list(folder.newest()) == []
@@ -77,7 +77,7 @@ def test_a_folder_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_remove_leaves_nothing_and_refuses_what_is_in_use(tmp_path: Path) -> None:
+def test_remove_deletes_all_files_and_refuses_a_locked_session(tmp_path: Path) -> None:
     folder = SessionFolder(tmp_path)
     with folder.lock("a") as path:
         path.write_bytes(b"12345")
@@ -88,24 +88,24 @@ def test_remove_leaves_nothing_and_refuses_what_is_in_use(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+def test_sweep_removes_only_the_leftovers_of_dead_processes(tmp_path: Path) -> None:
     folder = SessionFolder(tmp_path)
     with folder.lock("kept") as path:
         path.write_bytes(b"x")
     with folder.lock("gone"):
         pass
-    left = tmp_path / ".kvkeep-writing-0123456789abcdef.kvkeep"
-    left.write_bytes(b"half")
+    temporary = tmp_path / ".kvkeep-writing-0123456789abcdef.kvkeep"
+    temporary.write_bytes(b"half")
     with folder.lock("begun"):  # a session whose first save is still to come
         removed = SessionFolder(tmp_path).sweep()
-        assert sorted(removed) == sorted([left, tmp_path / ".gone.lock"])
+        assert sorted(removed) == sorted([temporary, tmp_path / ".gone.lock"])
         assert not any(file.exists() for file in removed)
         with pytest.raises(Locked), SessionFolder(tmp_path).lock("begun"):
             pass
     assert path.read_bytes() == b"x"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"in the way")
     with (
         pytest.raises(StoreError, match="cannot be kept"),
@@ -115,8 +115,8 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def moved(tmp_path: Path) -> SessionFolder:
-    """A folder, and an older one with sessions a (of which the folder has a newer), b and c."""
+def migrating_folder(tmp_path: Path) -> SessionFolder:
+    """A folder with session a, over an older folder with sessions a (out of date), b and c."""
     (tmp_path / "new").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "new" / "a.kvkeep").write_bytes(b"newer a")
@@ -127,20 +127,28 @@ def moved(tmp_path: Path) -> SessionFolder:
     return SessionFolder(tmp_path / "new", older=tmp_path / "old")
 
 
-def test_sessions_in_an_older_folder_are_found(moved: SessionFolder, tmp_path: Path) -> None:
-    assert moved.names() == ["a", "b", "c"]
-    assert [path.read_bytes() for path in moved.newest()] == [b"newer a", b"old b", b"old c"]
-    assert moved.existing("a") == tmp_path / "new" / "a.kvkeep"
-    assert moved.existing("b") == tmp_path / "old" / "b.kvkeep"
+def test_sessions_in_an_older_folder_are_found(
+    migrating_folder: SessionFolder, tmp_path: Path
+) -> None:
+    assert migrating_folder.names() == ["a", "b", "c"]
+    assert [path.read_bytes() for path in migrating_folder.newest()] == [
+        b"newer a",
+        b"old b",
+        b"old c",
+    ]
+    assert migrating_folder.existing("a") == tmp_path / "new" / "a.kvkeep"
+    assert migrating_folder.existing("b") == tmp_path / "old" / "b.kvkeep"
     with pytest.raises(InvalidArgument, match="a, b, c"):
-        moved.existing("d")
+        migrating_folder.existing("d")
     only_old = SessionFolder(tmp_path / "none", older=tmp_path / "old")
     assert only_old.names() == ["a", "b", "c"]
-    assert not (tmp_path / "none").exists(), "looking makes no folder"
+    assert not (tmp_path / "none").exists(), "listing creates no folder"
 
 
 @pytest.mark.parametrize("other_disk", [False, True])
-def test_a_session_moves_when_it_is_locked(moved, tmp_path: Path, monkeypatch, other_disk) -> None:
+def test_a_session_moves_to_the_new_folder_when_it_is_locked(
+    migrating_folder, tmp_path: Path, monkeypatch, other_disk
+) -> None:
     if other_disk:
         rename = Path.rename
 
@@ -150,48 +158,52 @@ def test_a_session_moves_when_it_is_locked(moved, tmp_path: Path, monkeypatch, o
             return rename(self, target)
 
         monkeypatch.setattr(Path, "rename", refused)
-    with moved.lock("b") as path:
+    with migrating_folder.lock("b") as path:
         assert path == tmp_path / "new" / "b.kvkeep"
         assert path.read_bytes() == b"old b"
         assert path.stat().st_mtime == 999
-    with moved.lock("a") as path, moved.lock("new"):
+    with migrating_folder.lock("a") as path, migrating_folder.lock("new"):
         assert path.read_bytes() == b"newer a"
     assert sorted(file.name for file in (tmp_path / "old").iterdir()) == ["a.kvkeep", "c.kvkeep"]
-    assert moved.names() == ["a", "b", "c"]
-    assert moved.remove("c") == 5
-    assert moved.names() == ["a", "b"]
+    assert migrating_folder.names() == ["a", "b", "c"]
+    assert migrating_folder.remove("c") == 5
+    assert migrating_folder.names() == ["a", "b"]
 
 
-def test_a_session_in_use_where_it_was_is_not_moved(moved, tmp_path: Path) -> None:
+def test_a_session_locked_in_the_old_folder_is_not_moved(migrating_folder, tmp_path: Path) -> None:
     with SessionFolder(tmp_path / "old").lock("b"):
-        with pytest.raises(Locked), moved.lock("b"):
+        with pytest.raises(Locked), migrating_folder.lock("b"):
             pass
-        with moved.lock("c"):
+        with migrating_folder.lock("c"):
             pass
     assert (tmp_path / "old" / "b.kvkeep").read_bytes() == b"old b"
     (tmp_path / "old" / ".gone.lock").touch()
-    assert tmp_path / "old" / ".gone.lock" in moved.sweep()
+    assert tmp_path / "old" / ".gone.lock" in migrating_folder.sweep()
 
 
-def test_a_session_that_cannot_be_moved_is_where_it_was(moved, tmp_path: Path, monkeypatch) -> None:
-    def full(self: Path, target: Path) -> Path:
+def test_a_session_that_cannot_be_moved_stays_in_the_old_folder(
+    migrating_folder, tmp_path: Path, monkeypatch
+) -> None:
+    def no_space(self: Path, target: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "rename", full)
-    with pytest.raises(StoreError, match="it is where it was"), moved.lock("b"):
+    monkeypatch.setattr(Path, "rename", no_space)
+    with pytest.raises(StoreError, match="it is where it was"), migrating_folder.lock("b"):
         pass
-    assert moved.existing("b").read_bytes() == b"old b"
+    assert migrating_folder.existing("b").read_bytes() == b"old b"
 
 
-def test_a_session_removed_while_it_is_looked_for_is_not_there(tmp_path: Path, monkeypatch) -> None:
+def test_a_session_removed_by_another_process_is_reported_as_missing(
+    tmp_path: Path, monkeypatch
+) -> None:
     folder, file = SessionFolder(tmp_path), tmp_path / "a.kvkeep"
     file.write_bytes(b"x")
     acquire = FileLock.acquire
 
-    def late(self: FileLock, **how: object) -> object:
+    def after_a_removal(self: FileLock, **options: object) -> object:
         file.unlink()
-        return acquire(self, **how)
+        return acquire(self, **options)
 
-    monkeypatch.setattr(FileLock, "acquire", late)
+    monkeypatch.setattr(FileLock, "acquire", after_a_removal)
     with pytest.raises(InvalidArgument, match="no session 'a'"):
         folder.remove("a")

@@ -1,4 +1,4 @@
-"""A snapshot that was taken is what it was, whatever becomes of the session, and the reverse."""
+"""A snapshot and the sessions around it do not share mutable state."""
 
 import copy
 from dataclasses import fields
@@ -11,11 +11,11 @@ from kvkeep import Sampling, Snapshot
 
 MODEL = small_model()
 TEXT = [(i * 7) % 250 + 1 for i in range(60)]
-HOW = Sampling(temperature=1.0, seed=3)
+SAMPLING = Sampling(temperature=1.0, seed=3)
 
 
-def all_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Copies of all fields of a snapshot, its memory and its cache; cells as they are read."""
+def contents_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Copy every field of a snapshot, its memory and its cache, and the cells of its segments."""
     memory, cache = snapshot.memory, snapshot.memory.cache
     parts = [(snapshot, {"memory"}), (memory, {"cache"}), (cache, {"segments"})]
     contents = {
@@ -40,39 +40,39 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value == other[name], name
 
 
-def test_what_a_session_does_later_is_not_in_a_snapshot_taken_before() -> None:
+def test_later_changes_of_a_session_do_not_reach_its_snapshot() -> None:
     session = MODEL.session(32)
     session.feed(TEXT)
     session.name("said", 40, 45)
-    session.next_token(HOW)
-    taken = session.snapshot()
-    before = all_of(taken)
+    session.next_token(SAMPLING)
+    snapshot = session.snapshot()
+    before = contents_of(snapshot)
     session.name("later", 50, 55)
     session.name("said", 41, 42)
-    session.next_token(HOW)
+    session.next_token(SAMPLING)
     session.pin(50, 54)
     session.keep = 6
     session.delete(45, 47)
     session.feed(TEXT)
     session.prefill_step = 7
-    assert_same(all_of(taken), before)
-    assert list(MODEL.restore(taken).spans) == ["said"]
+    assert_same(contents_of(snapshot), before)
+    assert list(MODEL.restore(snapshot).spans) == ["said"]
 
 
-def test_what_is_written_into_a_snapshot_or_comes_of_one_is_in_no_other_session() -> None:
+def test_changes_of_a_snapshot_or_a_restored_session_reach_no_other_session() -> None:
     session = MODEL.session(32)
     session.feed(TEXT)
     session.name("said", 40, 45)
-    taken = session.snapshot()
-    one, other = MODEL.restore(taken), MODEL.restore(taken)
+    snapshot = session.snapshot()
+    one, other = MODEL.restore(snapshot), MODEL.restore(snapshot)
     expected = session.logits
-    taken.logits.zero_()
-    taken.hidden.zero_()
-    taken.settings["spans"]["more"] = (1, 2)
+    snapshot.logits.zero_()
+    snapshot.hidden.zero_()
+    snapshot.settings["spans"]["more"] = (1, 2)
     one.name("mine", 50, 55)
-    one.next_token(HOW)
-    for each in (session, other):
-        assert torch.equal(each.logits, expected)
-        assert list(each.spans) == ["said"]
-        each.rewind(1)
+    one.next_token(SAMPLING)
+    for unchanged in (session, other):
+        assert torch.equal(unchanged.logits, expected)
+        assert list(unchanged.spans) == ["said"]
+        unchanged.rewind(1)
     assert torch.equal(session.logits, other.logits)

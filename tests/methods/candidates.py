@@ -1,4 +1,4 @@
-"""Cells to be compressed, and what queries find in them written as plain loops."""
+"""Random cells to compress, and attention over them written as plain loops."""
 
 import math
 
@@ -14,15 +14,15 @@ GROUPS = HEADS // KV_HEADS
 SCALE = 0.25
 FREQUENCIES = tuple(10000.0 ** (-2 * i / WIDTH) for i in range(WIDTH // 2))
 ROPE = Rope(FREQUENCIES, torch.device("cpu"))
-PLACES = [(layer, head) for layer in range(LAYERS) for head in range(KV_HEADS)]
+HEAD_INDICES = [(layer, head) for layer in range(LAYERS) for head in range(KV_HEADS)]
 
 
-def some_cells(
+def random_candidates(
     count: int, seed: int = 0, compressed: bool = False, queries: int = 0, statistics: bool = False
 ) -> Candidates:
-    """Random cells at positions 7, 9, 11, ...; compressed ones elsewhere in each KV head.
+    """Return random cells at positions 7, 9, 11, ..., or at random ones per KV head if compressed.
 
-    queries: of the newest tokens, the last of which come after all cells.
+    queries: the number of observed queries; the last ones have positions after all cells.
     """
     random = torch.Generator().manual_seed(seed)
     shape = (LAYERS, KV_HEADS, count)
@@ -32,7 +32,7 @@ def some_cells(
         steps = torch.randint(1, 4, shape, generator=random)
         positions, bias = steps.cumsum(-1), torch.randn(shape, generator=random)
     cells = Cells(keys, values, positions, torch.arange(count), bias)
-    observed, known = None, None
+    observed, measured = None, None
     if queries:
         last = int(positions.max()) + queries // 2
         observed = Queries(
@@ -45,13 +45,17 @@ def some_cells(
         surrogate = Surrogate.from_weights(
             torch.randn(LAYERS, KV_HEADS, 2 * WIDTH + 1, generator=random)
         )
-        known = Statistics(samples.mean(2), moment, torch.full((LAYERS, KV_HEADS), 0.9), surrogate)
-    needed = torch.randn(shape, generator=random)
-    return Candidates(cells, ROPE, SCALE, observed, known, seed, reconstruction=needed)
+        measured = Statistics(
+            samples.mean(2), moment, torch.full((LAYERS, KV_HEADS), 0.9), surrogate
+        )
+    reconstruction_scores = torch.randn(shape, generator=random)
+    return Candidates(
+        cells, ROPE, SCALE, observed, measured, seed, reconstruction=reconstruction_scores
+    )
 
 
-def turned(x: Tensor, position: int) -> Tensor:
-    """One vector rotated to a position, pair by pair, in float64."""
+def rotated(x: Tensor, position: int) -> Tensor:
+    """Rotate one vector to a position, pair by pair, in float64."""
     half, result = WIDTH // 2, x.double().clone()
     for i, frequency in enumerate(FREQUENCIES):
         cosine, sine = math.cos(position * frequency), math.sin(position * frequency)
@@ -70,27 +74,32 @@ def bias_of(candidates: Candidates, layer: int, head: int, cell: int) -> float:
     return 0.0 if bias is None else float(bias[layer, head, cell])
 
 
-def shares(candidates: Candidates, layer: int, head: int, count: int) -> list[list[float]]:
-    """Of each of the last `count` queries, what it gives to each cell: the mean of its heads."""
+def attention_shares(
+    candidates: Candidates, layer: int, head: int, count: int
+) -> list[list[float]]:
+    """Return the attention weight of each of the last `count` queries on each cell.
+
+    Weights are averaged over the query heads of the KV head.
+    """
     queries, n = candidates.queries, len(candidates)
     assert queries is not None
-    found = []
+    all_shares = []
     for index in range(len(queries) - count, len(queries)):
         time, mean = int(queries.times[index]), [0.0] * n
         for group in range(GROUPS):
-            query = turned(queries.values[layer, head * GROUPS + group, index], time)
+            query = rotated(queries.values[layer, head * GROUPS + group, index], time)
             weights = []
             for cell in range(n):
                 product = float(query @ candidates.cells.keys[layer, head, cell].double())
                 logit = product * candidates.scale + bias_of(candidates, layer, head, cell)
-                seen = position(candidates, layer, head, cell) <= time
-                weights.append(math.exp(logit) if seen else 0.0)
+                visible = position(candidates, layer, head, cell) <= time
+                weights.append(math.exp(logit) if visible else 0.0)
             total = sum(weights) or 1.0
             mean = [m + w / total / GROUPS for m, w in zip(mean, weights, strict=True)]
-        found.append(mean)
-    return found
+        all_shares.append(mean)
+    return all_shares
 
 
-def highest(score: list[float], count: int) -> list[int]:
-    """Where the highest scores are, in order."""
+def highest_scores(score: list[float], count: int) -> list[int]:
+    """Return the indices of the highest scores, ascending."""
     return sorted(sorted(range(len(score)), key=lambda i: -score[i])[:count])
