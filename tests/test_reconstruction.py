@@ -37,7 +37,10 @@ class DenseAttention:
         self.streams: list[Tensor] = []  # the input of each layer, [n, hidden_size]
 
     def read(self, ids: list[int]) -> None:
-        hooked = [replace(layer, attention_norm=self.noted(layer)) for layer in self.network.layers]
+        hooked = [
+            replace(layer, attention_norm=self.recording_norm(layer))
+            for layer in self.network.layers
+        ]
         self.network.layers = hooked
         with torch.inference_mode():
             self.network.forward(torch.tensor(ids), self)
