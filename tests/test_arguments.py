@@ -199,6 +199,7 @@ def test_numpys_truth_is_truth() -> None:
     assert list(fed().stream(0, ignore_eos=np.True_)) == []
 
 
+@pytest.mark.extended
 def test_a_session_of_numpys_numbers_on_the_default_model_can_be_saved(smollm2, tmp_path) -> None:
     session = smollm2.session(np.int32(64), keep=np.int64(4), prefill_step=np.uint8(32))
     session.feed(np.arange(100, 200, dtype=np.int32))

@@ -55,6 +55,7 @@ def test_an_agent_can_replace_its_pinned_tool_result_for_ever(policy: str, steps
     assert len(session.tokens) > 2 * BUDGET
 
 
+@pytest.mark.extended
 def test_an_agent_on_the_default_model_sees_what_the_naive_memory_does(
     smollm2: Model, smollm2_fp32: Model
 ) -> None:

@@ -257,6 +257,7 @@ def test_each_session_needs_a_constraint_of_its_own() -> None:
     assert [SessionGroup([parent]).next_tokens(shared) for _ in range(2)] == [[10], [11]]
 
 
+@pytest.mark.extended
 def test_prompts_held_side_by_side_on_the_real_model(smollm2_fp32: Model) -> None:
     def sessions() -> list[Session]:
         paris = smollm2_fp32.session(64, keep=-1)

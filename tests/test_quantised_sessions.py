@@ -282,6 +282,7 @@ def test_bits_may_be_integers(bits: Any) -> None:
     assert MODEL.session(64, far_bits=bits).bits == Bits(far=str(int(bits)))
 
 
+@pytest.mark.extended
 def test_the_real_model_reads_on_as_well_in_few_bits(smollm2: Model) -> None:
     """Measured in steps of 128 and token by token: docs/command-line.md, "Fewer bits"."""
     from topics import topic_ids
