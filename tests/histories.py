@@ -1,6 +1,6 @@
-"""Random histories of sessions: everything that a user may do to one, drawn by hypothesis.
+"""Random histories of sessions: every operation that a user can apply, drawn by hypothesis.
 
-A history is a setting and a list of actions. Doing it twice gives the same session to the bit.
+A history is a setting and a list of actions. The same history gives the same session, bit for bit.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
-HOW = Sampling(temperature=1.0, top_k=40, seed=7)
+SAMPLING = Sampling(temperature=1.0, top_k=40, seed=7)
 TEXT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(2000)]
 
 BUDGETS = st.sampled_from([260, 300, 520])
@@ -45,7 +45,7 @@ SETTINGS = st.one_of(
         dict, policy=st.just("self_extend"), group=st.just(2), window=st.sampled_from([64, 256])
     ),
 )
-# Twice by heads, and all alike at last; edited, taken back, forked and written on between.
+# Compressed twice by heads and once uniformly, with edits, rewinds and generation in between.
 BY_HEADS = [
     ("feed", 300),
     ("pin", 0.2, 20),
@@ -60,16 +60,16 @@ BY_HEADS = [
     ("compress", "uniform"),
     ("next", 4),
 ]
-_PLACES = st.floats(0, 1)  # where among the tokens held, from the oldest to the newest
+_RELATIVE_POSITIONS = st.floats(0, 1)  # among the tokens held: 0 is the oldest, 1 the newest
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("feed"), st.integers(1, 400)),
         st.tuples(st.just("next"), st.integers(1, 12)),
         st.tuples(st.just("rewind"), st.integers(1, 100)),
-        st.tuples(st.just("delete"), _PLACES, st.integers(1, 60)),
-        st.tuples(st.just("insert"), _PLACES, st.integers(1, 60)),
-        st.tuples(st.just("replace"), _PLACES, st.integers(1, 60)),
-        st.tuples(st.just("pin"), _PLACES, st.integers(1, 30)),
+        st.tuples(st.just("delete"), _RELATIVE_POSITIONS, st.integers(1, 60)),
+        st.tuples(st.just("insert"), _RELATIVE_POSITIONS, st.integers(1, 60)),
+        st.tuples(st.just("replace"), _RELATIVE_POSITIONS, st.integers(1, 60)),
+        st.tuples(st.just("pin"), _RELATIVE_POSITIONS, st.integers(1, 30)),
         st.tuples(st.just("unpin")),
         st.tuples(st.just("keep"), st.integers(0, 60)),
         st.tuples(st.just("compress"), st.sampled_from(["uniform", "heads"])),
@@ -81,34 +81,35 @@ ACTIONS = st.lists(
 
 
 def new(model: Model, setting: dict[str, Any]) -> Session:
+    """Return a session of 200 tokens with a setting."""
     session = model.session(prefill_step=128, **setting)
     session.feed(TEXT[:200])
     return session
 
 
 def act(session: Session, action: tuple[Any, ...]) -> Session:
-    """Does it, if it can be done; the session to go on with."""
+    """Apply an action unless it is refused. Returns the session to continue with."""
     try:
-        return _ACTS[action[0]](session, *action[1:]) or session
+        return _ACTIONS_BY_NAME[action[0]](session, *action[1:]) or session
     except KvkeepError:
         return session
 
 
 def _next(session: Session, count: int) -> None:
     for _ in range(count):
-        session.next_token(HOW)
+        session.next_token(SAMPLING)
 
 
-def _range(session: Session, place: float, count: int) -> tuple[int, int]:
-    """A range that is held, as far as it goes."""
+def _range(session: Session, relative_position: float, count: int) -> tuple[int, int]:
+    """Return the start and end of a range of held tokens, cut off at the last token."""
     total = len(session.tokens)
     oldest = max(0, total - session.cache.cells + session.keep % 1000)
-    start = oldest + int(place * max(0, total - oldest - count - 1))
+    start = oldest + int(relative_position * max(0, total - oldest - count - 1))
     return start, min(total, start + count)
 
 
 def _unpin(session: Session) -> None:
-    pinned = [i for i, how in enumerate(session.token_status) if how == "pinned"]
+    pinned = [i for i, status in enumerate(session.token_status) if status == "pinned"]
     session.unpin(pinned[0], pinned[len(pinned) // 2] + 1) if pinned else None
 
 
@@ -116,26 +117,26 @@ def _keep(session: Session, keep: int) -> None:
     session.keep = keep
 
 
-def _replace(session: Session, place: float, count: int) -> None:
-    session.replace(*_range(session, place, count), TEXT[count : count + 30])
+def _replace(session: Session, relative_position: float, count: int) -> None:
+    session.replace(*_range(session, relative_position, count), TEXT[count : count + 30])
 
 
-def _insert(session: Session, place: float, count: int) -> None:
-    session.insert(_range(session, place, count)[0], TEXT[count : 2 * count])
+def _insert(session: Session, relative_position: float, count: int) -> None:
+    session.insert(_range(session, relative_position, count)[0], TEXT[count : 2 * count])
 
 
 def _compress(session: Session, budget: Budget) -> None:
     session.compress(2.0, "keydiff" if budget == "heads" else "fitted", recent=16, budget=budget)
 
 
-_ACTS: dict[str, Any] = {
+_ACTIONS_BY_NAME: dict[str, Any] = {
     "feed": lambda s, n: (s.feed(TEXT[len(s.tokens) % 900 :][:n]), None)[1],
     "next": _next,
     "rewind": lambda s, n: (s.rewind(n), None)[1],
-    "delete": lambda s, place, n: (s.delete(*_range(s, place, n)), None)[1],
+    "delete": lambda s, relative_position, n: (s.delete(*_range(s, relative_position, n)), None)[1],
     "insert": _insert,
     "replace": _replace,
-    "pin": lambda s, place, n: s.pin(*_range(s, place, n)),
+    "pin": lambda s, relative_position, n: s.pin(*_range(s, relative_position, n)),
     "unpin": _unpin,
     "keep": _keep,
     "compress": _compress,

@@ -240,7 +240,7 @@ def test_a_restore_requires_the_calibration_that_the_session_began_with(
     snapshot = Snapshot.load(tmp_path / "a.kvkeep")
     other = calibrate(MODEL, TEXT[::-1])
     for other_calibration in (None, other):
-        with pytest.raises(InvalidArgument, match="give the one that it was begun with"):
+        with pytest.raises(InvalidArgument, match="pass the one that the session was created with"):
             MODEL.restore(snapshot, calibration=other_calibration)
     restored = MODEL.restore(snapshot, calibration=load_calibration(path, MODEL))
     for continued in (session, restored):

@@ -120,9 +120,8 @@ def test_heads_compete_if_too_few_repeats_would_be_kept(unique: int, budget: str
     """Of 640 cells 100 are kept, of which 80 are neither sinks nor recent. With budget "uniform" at
     least an eighth of these, 10 cells, must be repeats.
     """
-    unique_prefix = [
-        255 - number for number in range(4 + unique - len(LINE))
-    ]  # the first line of 30 adds to these
+    # The first occurrence of the line of 30 is unique as well.
+    unique_prefix = [255 - number for number in range(4 + unique - len(LINE))]
     ids = (unique_prefix + LINE * 25)[:640]
     session = fed(ids=ids)
     assert session.compress(6.4, recent=16).budget == budget

@@ -34,7 +34,7 @@ EXTENDED = (
     "integrations/test_transformers_folder.py",
     "models/test_gguf_experts.py",
     "server/test_isolation.py",
-    "store/test_going_on.py",
+    "store/test_continuation.py",
     "store/test_prefix.py",
     "test_callers_defaults.py",
     "test_compression_quality.py",

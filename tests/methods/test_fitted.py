@@ -149,9 +149,8 @@ def statistics_with_moment(moment: Tensor, tolerance: float = 0.9) -> Statistics
 
 def test_keys_that_no_query_distinguishes_are_merged() -> None:
     candidates_with_words = cells_with_words([1, 2], random_values(2))
-    keys = (
-        torch.eye(WIDTH)[[1, 1]] + 3 * torch.eye(WIDTH)[[6, 7]]
-    )  # equal except in dimensions 6 and 7
+    # The two keys are equal except in dimensions 6 and 7.
+    keys = torch.eye(WIDTH)[[1, 1]] + 3 * torch.eye(WIDTH)[[6, 7]]
     cells = replace_keys(
         candidates_with_words.cells,
         ROPE.shifted(keys.expand(*HEADS, -1, -1), candidates_with_words.cells.positions),

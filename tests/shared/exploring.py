@@ -58,7 +58,7 @@ class Violation(AssertionError):
 
 
 class Explorer:
-    """Explores all schedules.
+    """An exhaustive search through all schedules.
 
     actors: get a list to which they append the snapshots whose commits were confirmed to them.
     faults: the maximum per schedule.
@@ -105,11 +105,9 @@ class Explorer:
         yield self._with_result(faulty, index, _UNKNOWN)  # the request never arrived
         if isinstance(step, (PutHead, Upload, Delete)):
             arrived = replace(self._apply(world, step)[0], faults=world.faults - 1)
-            yield self._with_result(
-                arrived, index, _UNKNOWN
-            )  # the request was applied, and its response was lost
+            yield self._with_result(arrived, index, _UNKNOWN)  # it arrived; its response was lost
             later = replace(faulty, late=world.late | {step})
-            yield self._with_result(later, index, _UNKNOWN)  # the request may be applied later
+            yield self._with_result(later, index, _UNKNOWN)  # it may arrive later
             yield replace(later, dead=dead)
 
     def _with_result(self, world: World, index: int, result: Any) -> World:

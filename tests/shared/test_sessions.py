@@ -264,9 +264,8 @@ def _run_schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
     created = sessions_of(objects, "first").create(name)
     commit(created, json.dumps([]).encode(), release=True)
     scheduled = ScheduledStore(objects, order, 2)
-    clock = itertools.count(
-        time.time(), 100
-    ).__next__  # every lease has expired at the next reading
+    # Every reading is 100 seconds later than the last one, so that all leases have expired.
+    clock = itertools.count(time.time(), 100).__next__
     confirmed: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
     losses = [0, 0]
 

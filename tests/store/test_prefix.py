@@ -444,9 +444,8 @@ def test_cells_computed_after_an_eviction_are_not_stored(tmp_path: Path) -> None
     store, ids = PrefixStore(tmp_path), prompt(7, 1500)
     bounded = MODEL.session(600, store=store, prefill_step=300)
     bounded.feed(ids)
-    assert (
-        store.find(MODEL.fingerprint, ids).tokens == 512
-    )  # of the 600 that fit before the first eviction
+    # The first eviction comes after 600 tokens, which hold two whole blocks.
+    assert store.find(MODEL.fingerprint, ids).tokens == 512
     session, alone = (
         MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
     )

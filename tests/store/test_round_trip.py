@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from small import small_model, write_small_folder
-from store.going_on import NEXT, POLICIES, SAMPLINGS, TEXT, continue_session
+from store.continuation import NEXT, POLICIES, SAMPLINGS, TEXT, continue_session
 from topics import topic_ids
 from torch import Tensor
 
@@ -27,7 +27,7 @@ CASES = [
     for number, moment in enumerate(moments(MODEL))
     for sampling in (SAMPLINGS if number == 2 else ["seeded"])
 ]
-SCRIPT = Path(__file__).with_name("going_on.py")
+SCRIPT = Path(__file__).with_name("continuation.py")
 Continuation = dict[str, Tensor]
 
 

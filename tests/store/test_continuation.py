@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ACTIONS, BY_HEADS, HOW, SETTINGS, act, new
+from histories import ACTIONS, BY_HEADS, SAMPLING, SETTINGS, act, new
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packed_model import packed_model, spec_of
@@ -31,17 +31,17 @@ def save_and_restore(session: Session, path: Path, model: Model = MODEL) -> Sess
     return model.restore(Snapshot.load(path))
 
 
-def assert_same_continuation(one: Session, other: Session, count: int = NEXT) -> None:
-    assert one.tokens == other.tokens
-    assert equal_logits(one.logits, other.logits)
-    for index in range(count if one.logits is not None else 0):
-        if one.room is None or one.room > 0:
-            assert one.next_token(HOW) == other.next_token(HOW), f"token {index}"
-            assert equal_logits(one.logits, other.logits), f"logits after token {index}"
+def assert_same_continuation(first: Session, second: Session, count: int = NEXT) -> None:
+    assert first.tokens == second.tokens
+    assert equal_logits(first.logits, second.logits)
+    for index in range(count if first.logits is not None else 0):
+        if first.room is None or first.room > 0:
+            assert first.next_token(SAMPLING) == second.next_token(SAMPLING), f"token {index}"
+            assert equal_logits(first.logits, second.logits), f"logits after token {index}"
 
 
-def equal_logits(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def equal_logits(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second if first is None or second is None else torch.equal(first, second)
 
 
 @settings(max_examples=30)

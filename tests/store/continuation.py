@@ -1,7 +1,7 @@
 """Sessions in every kind of state, and their continuations in this or another process.
 
-As a script, `python going_on.py FOLDER MODEL DTYPE THREADS` restores each snapshot of a folder and
-writes the next tokens and logits beside it.
+As a script, `python continuation.py FOLDER MODEL DTYPE THREADS` restores each snapshot of a folder
+and writes the next tokens and logits beside it.
 """
 
 import sys
