@@ -63,7 +63,7 @@ def test_mean_and_moment_are_measured_over_the_newest_queries_of_each_step(
     calibration: Calibration,
 ) -> None:
     queries, statistics = attention_queries(), calibration.statistics
-    newest = [step * 512 + place for step in range(3) for place in range(384, 512)]
+    newest = [step * 512 + offset for step in range(3) for offset in range(384, 512)]
     for layer in range(2):
         for head in range(2):
             samples = queries[layer, head, newest].flatten(0, 1).double()
@@ -238,10 +238,10 @@ def test_a_restore_requires_the_calibration_that_the_session_began_with(
     session = archive_session(method, calibration)
     session.snapshot().save(tmp_path / "a.kvkeep")
     snapshot = Snapshot.load(tmp_path / "a.kvkeep")
-    other = calibrate(MODEL, TEXT[::-1])
-    for other_calibration in (None, other):
+    of_reversed_text = calibrate(MODEL, TEXT[::-1])
+    for wrong_calibration in (None, of_reversed_text):
         with pytest.raises(InvalidArgument, match="pass the one that the session was created with"):
-            MODEL.restore(snapshot, calibration=other_calibration)
+            MODEL.restore(snapshot, calibration=wrong_calibration)
     restored = MODEL.restore(snapshot, calibration=load_calibration(path, MODEL))
     for continued in (session, restored):
         continued.feed(TEXT[200:300])

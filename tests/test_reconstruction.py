@@ -46,6 +46,8 @@ class DenseAttention:
             self.network.forward(torch.tensor(ids), self)
 
     def recording_norm(self, layer: DecoderLayer) -> Any:
+        """Return the layer's attention norm, wrapped to record its input in `streams`."""
+
         def norm(x: Tensor) -> Tensor:
             self.streams.append(x)
             return layer.attention_norm(x)

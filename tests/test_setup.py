@@ -25,6 +25,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def build(sources: Path, *command: str, **environment: str) -> None:
+    """Run setup.py with a command and more environment variables."""
     subprocess.run(
         [sys.executable, "-W", "ignore", "setup.py", "--quiet", *command],
         cwd=sources,
@@ -35,11 +36,13 @@ def build(sources: Path, *command: str, **environment: str) -> None:
 
 
 def failures(folder: Path) -> dict[str, str]:
+    """Return the reason of each part that a build could not compile."""
     result: dict[str, str] = json.loads((folder / "built.json").read_text())["failures"]
     return result
 
 
 def kernel_status_from_doctor(sources: Path, home: Path) -> dict[str, str]:
+    """Return what `kvkeep doctor` says against each kernel of the sources."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVKEEP_")}
     process = subprocess.run(
         [sys.executable, "-m", "kvkeep", "doctor", "--json"],

@@ -17,6 +17,7 @@ EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Evic
 
 @st.composite
 def compressions(draw: st.DrawFn) -> tuple[Candidates, int]:
+    """Draw candidates and the number of cells to keep."""
     total = draw(st.integers(1, 40))
     candidates = random_candidates(
         total,
@@ -39,9 +40,9 @@ def with_statistics_if_needed(name: str, candidates: Candidates) -> Candidates:
 @settings(max_examples=25)
 @given(compressions())
 def test_every_layer_and_kv_head_keeps_the_given_number_of_cells(
-    name: str, compressions: tuple[Candidates, int]
+    name: str, compression: tuple[Candidates, int]
 ) -> None:
-    candidates, count = compressions
+    candidates, count = compression
     result = make_method(name).compress(with_statistics_if_needed(name, candidates), count)
     cells = result.cells
     shape = (LAYERS, KV_HEADS, count)
@@ -62,8 +63,8 @@ def test_every_layer_and_kv_head_keeps_the_given_number_of_cells(
 @pytest.mark.parametrize("name", EVICTIONS)
 @settings(max_examples=25)
 @given(compressions())
-def test_evictions_keep_cells_bit_exactly(name: str, compressions: tuple[Candidates, int]) -> None:
-    candidates, count = compressions
+def test_evictions_keep_cells_bit_exactly(name: str, compression: tuple[Candidates, int]) -> None:
+    candidates, count = compression
     cells = make_method(name).compress(with_statistics_if_needed(name, candidates), count).cells
     assert cells.bias is not None
     for layer, head in HEAD_INDICES:

@@ -77,6 +77,7 @@ class Explorer:
         return self._schedules(self._first), len(self._known)
 
     def _schedules(self, world: World) -> int:
+        """Return the number of schedules from a state on."""
         count = self._known.get(world)
         if count is None:
             self._check(world)
@@ -85,6 +86,7 @@ class Explorer:
         return count
 
     def _next(self, world: World) -> Iterator[World]:
+        """Yield the states after one operation of an actor or one delayed operation."""
         for index in range(len(self._actors)):
             if index not in world.dead:
                 step, _ = self._replay(index, world.sent[index])
@@ -95,6 +97,7 @@ class Explorer:
             yield self._apply(rest, step)[0]
 
     def _after_step(self, world: World, index: int, step: Any) -> Iterator[World]:
+        """Yield the states after an actor's operation, without a fault and with each one."""
         after, result = self._apply(world, step)
         yield self._with_result(after, index, result)
         if isinstance(step, Wait) or not world.faults:
@@ -111,11 +114,13 @@ class Explorer:
             yield replace(later, dead=dead)
 
     def _with_result(self, world: World, index: int, result: Any) -> World:
+        """Return the state in which an actor was sent one more result."""
         sent = list(world.sent)
         sent[index] = (*sent[index], result)
         return replace(world, sent=tuple(sent))
 
     def _apply(self, world: World, step: Any) -> tuple[World, Any]:
+        """Return the state after an operation of the store, and the operation's result."""
         match step:
             case ReadHead():
                 return world, world.head or _NONE

@@ -13,7 +13,7 @@ import time
 from kvkeep import Snapshot, load_model
 from kvkeep.errors import StoreError
 from kvkeep.storage.objects import open_object_store
-from kvkeep.storage.sessions.shared import SharedSessions
+from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 
 LEASE_SECONDS = 0.3
 
@@ -39,6 +39,7 @@ def main(url: str, model_path: str, tokens: int) -> None:
 
 
 def save_until_killed(url: str, snapshot: Snapshot, writer: int) -> None:
+    """Save without end, and report to the pipe `writer`: `!` with the lease, then each save."""
     sessions = SharedSessions(open_object_store(url), writer=f"{os.getpid()}", lease=LEASE_SECONDS)
     while True:
         try:
@@ -52,8 +53,6 @@ def save_until_killed(url: str, snapshot: Snapshot, writer: int) -> None:
         number += 1
         snapshot.notes["number"] = number
         os.write(writer, b"+%d\n" % number)
-        from kvkeep.storage.sessions.shared import SessionPath
-
         snapshot.save(SessionPath(lease.objects, lease))
         os.write(writer, b"=%d\n" % number)
 

@@ -18,6 +18,8 @@ START = SessionHead(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
 
 
 def writer(name: str, commits: int, renews: bool = False) -> Actor:
+    """Return an actor that acquires the session, commits a number of times, and releases it."""
+
     def steps(confirmed: list[str]) -> Generator[Any, Any, None]:
         try:
             lease = yield from protocol.acquire(LeaseRequest(name, **IGNORING_CLOCKS))
@@ -35,6 +37,7 @@ def writer(name: str, commits: int, renews: bool = False) -> Actor:
 
 
 def collector(confirmed: list[str]) -> Generator[Any, Any, None]:
+    """Acquire the session and delete its unreferenced snapshots."""
     try:
         lease = yield from protocol.acquire(LeaseRequest("collector", **IGNORING_CLOCKS))
         yield from protocol.collect(lease)
@@ -44,6 +47,7 @@ def collector(confirmed: list[str]) -> Generator[Any, Any, None]:
 
 
 def remover(confirmed: list[str]) -> Generator[Any, Any, None]:
+    """Acquire the session and remove it."""
     try:
         lease = yield from protocol.acquire(LeaseRequest("remover", **IGNORING_CLOCKS))
         yield from protocol.remove(lease)
@@ -52,6 +56,8 @@ def remover(confirmed: list[str]) -> Generator[Any, Any, None]:
 
 
 def creator(name: str) -> Actor:
+    """Return an actor that creates the session and commits its first snapshot."""
+
     def steps(confirmed: list[str]) -> Generator[Any, Any, None]:
         try:
             lease = yield from protocol.create(LeaseRequest(name, **IGNORING_CLOCKS))

@@ -206,7 +206,7 @@ class ScheduledStore:
     """A store whose actors (threads) do one operation at a time, in an order that `order` draws."""
 
     def __init__(self, objects: ObjectStore, order: random.Random, actors: int):
-        self._objects, self._order = objects, order
+        self.objects, self._order = objects, order
         self._turn = threading.Condition()
         self._waiting: set[int] = set()
         self._alive, self._next = actors, -1
@@ -215,6 +215,7 @@ class ScheduledStore:
         return _ActorView(self, actor)  # type: ignore[return-value]
 
     def wait(self, actor: int) -> None:
+        """Block until it is the actor's turn."""
         with self._turn:
             self._waiting.add(actor)
             self._choose()
@@ -223,11 +224,13 @@ class ScheduledStore:
             self._next = -1
 
     def done(self) -> None:
+        """Take an actor that has finished out of the schedule."""
         with self._turn:
             self._alive -= 1
             self._choose()
 
     def _choose(self) -> None:
+        """Choose the next actor once every live one is waiting."""
         if self._next < 0 and self._waiting and len(self._waiting) == self._alive:
             self._next = self._order.choice(sorted(self._waiting))
             self._turn.notify_all()
@@ -240,7 +243,7 @@ class _ActorView:
         self._scheduled, self._actor = scheduled, actor
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        function = getattr(self._scheduled._objects, name)
+        function = getattr(self._scheduled.objects, name)
 
         def call_in_turn(*arguments: object, **named: object) -> object:
             self._scheduled.wait(self._actor)

@@ -31,13 +31,13 @@ def contents_of(snapshot: Snapshot) -> dict[str, Any]:
     return contents
 
 
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
+def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
         if isinstance(value, torch.Tensor):
-            assert torch.equal(value, other[name]), name
+            assert torch.equal(value, second[name]), name
         else:
-            assert value == other[name], name
+            assert value == second[name], name
 
 
 def test_later_changes_of_a_session_do_not_reach_its_snapshot() -> None:
@@ -64,15 +64,15 @@ def test_changes_of_a_snapshot_or_a_restored_session_reach_no_other_session() ->
     session.feed(TEXT)
     session.name("said", 40, 45)
     snapshot = session.snapshot()
-    one, other = MODEL.restore(snapshot), MODEL.restore(snapshot)
+    changed, restored = MODEL.restore(snapshot), MODEL.restore(snapshot)
     expected = session.logits
     snapshot.logits.zero_()
     snapshot.hidden.zero_()
     snapshot.settings["spans"]["more"] = (1, 2)
-    one.name("mine", 50, 55)
-    one.next_token(SAMPLING)
-    for unchanged in (session, other):
+    changed.name("mine", 50, 55)
+    changed.next_token(SAMPLING)
+    for unchanged in (session, restored):
         assert torch.equal(unchanged.logits, expected)
         assert list(unchanged.spans) == ["said"]
         unchanged.rewind(1)
-    assert torch.equal(session.logits, other.logits)
+    assert torch.equal(session.logits, restored.logits)
