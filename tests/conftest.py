@@ -40,9 +40,8 @@ settings.load_profile("same")
 THREADS = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
-TINY_VOCABULARY = (
-    12_288  # tokens; loading the full vocabulary of 49,152 takes longer than most tests
-)
+# In tokens. Loading the full vocabulary of 49,152 takes longer than most tests.
+TINY_VOCABULARY = 12_288
 
 # A tiny model is slower on several threads, most of all on a busy machine.
 torch.set_num_threads(1)

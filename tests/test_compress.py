@@ -109,16 +109,18 @@ def test_compress_frees_memory(method: str) -> None:
     before = session.cache.nbytes
     report = compress_uniformly(session, 4.0, method, recent=20)
     assert (report.bytes_before, report.bytes_after) == (before, session.cache.nbytes)
-    overhead = 12 / (2 * 16 * 4)  # bias and position beside a key and a value
+    overhead = 12 / (2 * 16 * 4)  # of bias and position, relative to a key and a value
     assert session.cache.nbytes <= (1 + overhead) * before / 4
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_compressed_session_continues_and_an_earlier_fork_is_unchanged(method: str) -> None:
-    session, alone = fed(), fed()
+    session, uncompressed = fed(), fed()
     fork = session.fork()
     compress_uniformly(session, 3.0, method, recent=40)
-    assert torch.equal(session.logits, alone.logits)  # those of the last token, which is kept
+    assert torch.equal(
+        session.logits, uncompressed.logits
+    )  # those of the last token, which is kept
     generated = session.next_token()
     assert session.rewind(12) == [*TEXT[289:300], generated]
     session.delete(280, 283)
@@ -126,8 +128,8 @@ def test_a_compressed_session_continues_and_an_earlier_fork_is_unchanged(method:
     session.feed(TEXT[300:340])
     assert session.logits.isfinite().all()
     for _ in range(5):
-        assert fork.next_token() == alone.next_token()
-    assert (fork.logits - alone.logits).abs().max() <= 1e-4
+        assert fork.next_token() == uncompressed.next_token()
+    assert (fork.logits - uncompressed.logits).abs().max() <= 1e-4
 
 
 def test_rewinding_recent_tokens_equals_never_feeding_them() -> None:

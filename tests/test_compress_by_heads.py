@@ -247,18 +247,20 @@ def test_ragged_cells_can_be_compressed_again_after_deleting_the_sinks() -> None
 
 
 def test_earlier_forks_are_unchanged_and_later_forks_share_storage() -> None:
-    session, alone = fed(), fed()
+    session, uncompressed = fed(), fed()
     fork = session.fork()
     session.compress(3.0, "keydiff", recent=40, budget="heads")
-    assert torch.equal(session.logits, alone.logits)  # those of the last token, which is kept
+    assert torch.equal(
+        session.logits, uncompressed.logits
+    )  # those of the last token, which is kept
     later = session.fork()
     (cells,), (shared,) = ragged_cells(session), ragged_cells(later)
     assert cells.keys.data_ptr() == shared.keys.data_ptr()
     for _ in range(5):
         assert session.next_token() == later.next_token()
-        assert fork.next_token() == alone.next_token()
+        assert fork.next_token() == uncompressed.next_token()
     assert (session.logits - later.logits).abs().max() <= 1e-4
-    assert (fork.logits - alone.logits).abs().max() <= 1e-4
+    assert (fork.logits - uncompressed.logits).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("bits", ["8", "8/4", "4"])

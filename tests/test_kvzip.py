@@ -81,7 +81,7 @@ def test_progress_counts_every_repeated_cell() -> None:
 
 
 def test_an_interrupt_leaves_the_session_unchanged() -> None:
-    session, alone = fed(), fed()
+    session, uncompressed = fed(), fed()
 
     def interrupted(cells: int) -> None:
         raise KeyboardInterrupt
@@ -90,7 +90,7 @@ def test_an_interrupt_leaves_the_session_unchanged() -> None:
         session.compress(4, "kvzip", progress=interrupted)
     assert session.cache.cells == len(TEXT)
     for _ in range(5):
-        assert session.next_token() == alone.next_token()
+        assert session.next_token() == uncompressed.next_token()
 
 
 @pytest.mark.parametrize("settings", [{"method": "kvzip"}, {"method": "kvzap"}])

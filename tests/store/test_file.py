@@ -137,18 +137,18 @@ def test_describe_reads_the_header(tmp_path: Path) -> None:
 def test_overwriting_a_loaded_file_changes_no_session(codec: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
     SESSIONS["wrapped"].snapshot().save(path, codec)
-    unread, loaded = Snapshot.load(path), MODEL.restore(Snapshot.load(path))
+    snapshot, loaded = Snapshot.load(path), MODEL.restore(Snapshot.load(path))
     with path.open("r+b") as file:  # overwritten in place, not replaced
         file.write(bytes(path.stat().st_size))
         file.flush()
-        one = MODEL.restore(unread)
+        restored_later = MODEL.restore(snapshot)
         file.truncate(0)
-    other = SESSIONS["wrapped"].fork()
-    for session in (loaded, one):
+    expected = SESSIONS["wrapped"].fork()
+    for session in (loaded, restored_later):
         session.feed(TEXT)
-    other.feed(TEXT)
-    assert torch.equal(one.logits, other.logits)
-    assert torch.equal(loaded.logits, other.logits)
+    expected.feed(TEXT)
+    assert torch.equal(restored_later.logits, expected.logits)
+    assert torch.equal(loaded.logits, expected.logits)
 
 
 def test_loading_needs_the_memory_of_the_cells_once_and_aligns_them(tmp_path: Path) -> None:

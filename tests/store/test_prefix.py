@@ -68,7 +68,7 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-# Between processes
+# Sharing between processes
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ def test_a_later_process_reuses_the_prefix_of_an_earlier_one(
     assert first["reused"] == 0
     second = model.session(policy="full", store=PrefixStore(store))
     assert second.feed(prompt(0, 3000)).reused >= 2816
-    alone = model.session(policy="full")
-    alone.feed(prompt(0, 3000))
-    assert torch.equal(first["logits"], alone.logits)
-    assert (second.logits - alone.logits).abs().max() <= 1e-4
+    without_store = model.session(policy="full")
+    without_store.feed(prompt(0, 3000))
+    assert torch.equal(first["logits"], without_store.logits)
+    assert (second.logits - without_store.logits).abs().max() <= 1e-4
 
 
 def test_several_processes_can_add_blocks_concurrently(small_folder: Path, tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_the_real_model_in_bfloat16_differs_by_rounding_only(
     smollm2: Model, tmp_path: Path
 ) -> None:
     ids, store = topic_ids(smollm2)[:3000], PrefixStore(tmp_path)
-    alone = smollm2.session(policy="full")
-    alone.feed(ids)
+    without_store = smollm2.session(policy="full")
+    without_store.feed(ids)
     smollm2.session(policy="full", store=store).feed(ids[:2900])
     reusing = smollm2.session(policy="full", store=store)
     assert reusing.feed(ids).reused == 2816
-    difference = (alone.logits - reusing.logits).abs().max()
-    expected, actual = (s.logits.double().log_softmax(-1) for s in (alone, reusing))
+    difference = (without_store.logits - reusing.logits).abs().max()
+    expected, actual = (s.logits.double().log_softmax(-1) for s in (without_store, reusing))
     divergence = float((expected.exp() * (expected - actual)).sum())
     print(f"largest difference {difference:.3f}, KL {divergence:.2e}")
     assert difference <= 1.0  # logits reach 40; chunks begin elsewhere, and bfloat16 rounds
@@ -133,14 +133,14 @@ def test_a_session_that_reused_a_prefix_continues_like_one_that_did_not(
 ) -> None:
     store, ids = PrefixStore(tmp_path), prompt(3, 1000)
     MODEL.session(policy=policy, store=store).feed(ids)
-    session, alone = MODEL.session(policy=policy, store=store), MODEL.session(policy=policy)
+    session, without_store = MODEL.session(policy=policy, store=store), MODEL.session(policy=policy)
     ids += prompt(4, 100)
     report = session.feed(ids)
-    alone.feed(ids)
+    without_store.feed(ids)
     assert report.reused == 768
-    assert (session.logits - alone.logits).abs().max() <= 1e-4
+    assert (session.logits - without_store.logits).abs().max() <= 1e-4
     for _ in range(20):
-        assert session.next_token() == alone.next_token()
+        assert session.next_token() == without_store.next_token()
 
 
 def test_at_least_one_token_is_evaluated_for_its_logits(tmp_path: Path) -> None:
@@ -205,20 +205,23 @@ def rewrite_block(
 
 def test_a_block_computed_after_other_tokens_is_not_found(tmp_path: Path) -> None:
     """The block's own tokens match, but its cells attended to other tokens before them."""
-    store, same = PrefixStore(tmp_path), prompt(5, BLOCK_TOKENS)
-    one, other = prompt(6, BLOCK_TOKENS) + same, prompt(7, BLOCK_TOKENS) + same
-    for ids in (one, other):
+    store, same_tokens = PrefixStore(tmp_path), prompt(5, BLOCK_TOKENS)
+    first_prompt, second_prompt = (
+        prompt(6, BLOCK_TOKENS) + same_tokens,
+        prompt(7, BLOCK_TOKENS) + same_tokens,
+    )
+    for ids in (first_prompt, second_prompt):
         add_whole_blocks(store, ids)
     first, second = (
         sorted(tmp_path.glob("*.kvblock"), key=lambda path: -path.stat().st_mtime_ns)[index]
         for index in (1, 3)
     )
     contents = first.read_bytes(), second.read_bytes()
-    for ids in (one, other):
+    for ids in (first_prompt, second_prompt):
         assert store.find(MODEL.fingerprint, ids).tokens == 2 * BLOCK_TOKENS
     second.write_bytes(contents[0])
     first.write_bytes(contents[1])
-    for ids in (one, other):
+    for ids in (first_prompt, second_prompt):
         assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
         assert store.differs_at(MODEL.fingerprint, ids) == (BLOCK_TOKENS, BLOCK_TOKENS)
 
@@ -292,12 +295,12 @@ def test_a_corrupt_block_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) 
     data[len(data) // 2] ^= 4
     broken = {"flip": data, "truncate": data[:-9], "empty": b"", "foreign": b"not a block"}
     second.write_bytes(broken[damage])
-    session, alone = (
+    session, without_store = (
         MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
     )
     assert session.feed(ids).reused == 256
-    alone.feed(ids)
-    assert (session.logits - alone.logits).abs().max() <= 1e-4
+    without_store.feed(ids)
+    assert (session.logits - without_store.logits).abs().max() <= 1e-4
     assert MODEL.session(policy="full", store=store).feed(ids).reused == 768
 
 
@@ -430,14 +433,14 @@ def test_prefixes_are_reused_by_a_budget_smaller_than_the_prompt(
     tmp_path: Path, policy: str
 ) -> None:
     store, ids = PrefixStore(tmp_path), prompt(7, 1500)
-    alone = MODEL.session(600, policy=policy)
-    alone.feed(ids)
+    without_store = MODEL.session(600, policy=policy)
+    without_store.feed(ids)
     MODEL.session(policy="full", store=store).feed(ids)
     for _ in range(2):
         session = MODEL.session(600, policy=policy, store=store)
         assert session.feed(ids).reused == 512
-        assert session.cache.cells == alone.cache.cells
-        assert (session.logits - alone.logits).abs().max() <= 1e-4
+        assert session.cache.cells == without_store.cache.cells
+        assert (session.logits - without_store.logits).abs().max() <= 1e-4
 
 
 def test_cells_computed_after_an_eviction_are_not_stored(tmp_path: Path) -> None:
@@ -446,12 +449,12 @@ def test_cells_computed_after_an_eviction_are_not_stored(tmp_path: Path) -> None
     bounded.feed(ids)
     # The first eviction comes after 600 tokens, which hold two whole blocks.
     assert store.find(MODEL.fingerprint, ids).tokens == 512
-    session, alone = (
+    session, without_store = (
         MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
     )
     assert session.feed(ids).reused == 512
-    alone.feed(ids)
-    assert (session.logits - alone.logits).abs().max() <= 1e-4
+    without_store.feed(ids)
+    assert (session.logits - without_store.logits).abs().max() <= 1e-4
 
 
 def test_only_the_first_prompt_of_a_session_is_stored(tmp_path: Path) -> None:
@@ -466,16 +469,16 @@ def test_only_the_first_prompt_of_a_session_is_stored(tmp_path: Path) -> None:
 
 def test_keep_minus_one_works_with_a_store(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(9, 700)
-    alone = MODEL.session(1000, keep=-1)
-    alone.feed(ids)
+    without_store = MODEL.session(1000, keep=-1)
+    without_store.feed(ids)
     for expected in (0, 512):
         session = MODEL.session(1000, keep=-1, store=store)
         assert session.feed(ids).reused == expected
         assert session.keep == 700
-        assert (session.logits - alone.logits).abs().max() <= 1e-4
-    for fed in (session, alone):
+        assert (session.logits - without_store.logits).abs().max() <= 1e-4
+    for fed in (session, without_store):
         fed.feed(prompt(10, 600))
-    assert (session.logits - alone.logits).abs().max() <= 1e-4
+    assert (session.logits - without_store.logits).abs().max() <= 1e-4
 
 
 # The cost of adding

@@ -56,18 +56,18 @@ def test_a_store_does_not_change_the_results_of_any_policy(
 ) -> None:
     """Feed two sessions beyond every window; then a full session reuses the blocks they stored."""
     store, ids = PrefixStore(tmp_path), prompt(7, 900)
-    alone = session(name, None, prefill_step)
-    alone.feed(ids)
+    without_store = session(name, None, prefill_step)
+    without_store.feed(ids)
     for _ in range(2):
         with_store = session(name, store, prefill_step)
         with_store.feed(ids)
-        require_same_continuation(with_store, alone.fork())
-    whole, expected = (
+        require_same_continuation(with_store, without_store.fork())
+    full_session, expected = (
         MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
     )
-    for fed_session in (whole, expected):
+    for fed_session in (full_session, expected):
         fed_session.feed(ids)
-    require_same_continuation(whole, expected)
+    require_same_continuation(full_session, expected)
 
 
 @pytest.mark.parametrize("name", SESSIONS)
@@ -76,10 +76,10 @@ def test_blocks_of_a_full_session_do_not_change_the_results_of_any_policy(
 ) -> None:
     store, ids = PrefixStore(tmp_path), prompt(7, 900)
     MODEL.session(policy="full", store=store).feed(ids)
-    reusing, alone = (session(name, prefix_store) for prefix_store in (store, None))
+    reusing, without_store = (session(name, prefix_store) for prefix_store in (store, None))
     assert reusing.feed(ids).reused >= BLOCK_TOKENS
-    alone.feed(ids)
-    require_same_continuation(reusing, alone)
+    without_store.feed(ids)
+    require_same_continuation(reusing, without_store)
 
 
 @pytest.mark.parametrize("name", SESSIONS)
@@ -99,12 +99,12 @@ def test_only_exact_cells_are_stored_after_edits_and_rewinds(tmp_path: Path, nam
     emptied.delete(100, 120)
     emptied.delete(0, 250)
     emptied.feed(ids[:800])
-    whole, alone = (
+    full_session, without_store = (
         MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
     )
-    for fed_session in (whole, alone):
+    for fed_session in (full_session, without_store):
         fed_session.feed(ids)
-    require_same_continuation(whole, alone)
+    require_same_continuation(full_session, without_store)
 
 
 @pytest.mark.extended
@@ -113,19 +113,19 @@ def test_self_extend_neither_stores_nor_reuses_grouped_cells_on_the_real_model(
 ) -> None:
     """Grouped cells, and cells that attend to them, are neither stored nor reused."""
     ids, store = topic_ids(smollm2)[:540], PrefixStore(tmp_path)
-    alone = smollm2.session(policy="self_extend", group=4, window=256)
-    alone.feed(ids)
+    without_store = smollm2.session(policy="self_extend", group=4, window=256)
+    without_store.feed(ids)
     for reused in (0, 256):
         reusing = smollm2.session(policy="self_extend", group=4, window=256, store=store)
         assert reusing.feed(ids).reused == reused
-        assert torch.equal(reusing.logits, alone.logits)
-    whole, expected = (
+        assert torch.equal(reusing.logits, without_store.logits)
+    full_session, expected = (
         smollm2.session(policy="full", store=prefix_store, prefill_step=256)
         for prefix_store in (store, None)
     )
-    assert whole.feed(ids).reused == 256
+    assert full_session.feed(ids).reused == 256
     expected.feed(ids)
-    assert torch.equal(whole.logits, expected.logits)
+    assert torch.equal(full_session.logits, expected.logits)
 
 
 def archives(
@@ -139,15 +139,15 @@ def archives(
     ]
 
 
-def require_same_archives(reusing: Session, alone: Session) -> None:
+def require_same_archives(reusing: Session, without_store: Session) -> None:
     """Require the same kept cells and the same logits, bit for bit."""
-    assert reusing.cache.cells == alone.cache.cells
-    for a, b in zip(reusing.cache.segments, alone.cache.segments, strict=True):
+    assert reusing.cache.cells == without_store.cache.cells
+    for a, b in zip(reusing.cache.segments, without_store.cache.segments, strict=True):
         one, other = a.read(0, a.length), b.read(0, b.length)
         assert torch.equal(one.positions, other.positions)
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
-    assert torch.equal(reusing.logits, alone.logits)
+    assert torch.equal(reusing.logits, without_store.logits)
 
 
 @cache
@@ -163,22 +163,22 @@ def test_an_archive_keeps_the_same_cells_with_a_store(tmp_path: Path, method: st
     store, ids = PrefixStore(tmp_path), prompt(7, 900)
     MODEL.session(policy="full", store=store, prefill_step=256).feed(ids)
     calibration_used = calibration() if METHODS[method].uses_surrogate else None
-    reusing, alone = archives(MODEL, method, store, calibration_used)
+    reusing, without_store = archives(MODEL, method, store, calibration_used)
     assert reusing.feed(ids).reused == (
         BLOCK_TOKENS if METHODS[method].uses_queries else 2 * BLOCK_TOKENS
     )
-    alone.feed(ids)
-    require_same_archives(reusing, alone)
+    without_store.feed(ids)
+    require_same_archives(reusing, without_store)
 
 
 @pytest.mark.extended
 def test_an_archive_keeps_the_same_cells_on_the_real_model(smollm2: Model, tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), topic_ids(smollm2)[:600]
     smollm2.session(policy="full", store=store, prefill_step=256).feed(ids)
-    reusing, alone = archives(smollm2, "snapkv", store)
+    reusing, without_store = archives(smollm2, "snapkv", store)
     assert reusing.feed(ids).reused == BLOCK_TOKENS
-    alone.feed(ids)
-    require_same_archives(reusing, alone)
+    without_store.feed(ids)
+    require_same_archives(reusing, without_store)
 
 
 @pytest.mark.parametrize("method", ["h2o", "expected_attention"])
@@ -189,13 +189,13 @@ def test_an_archive_keeps_the_same_cells_after_reusing_nearly_the_whole_prompt(
     store, ids = PrefixStore(tmp_path), prompt(7, 900)
     MODEL.session(policy="full", store=store, prefill_step=256).feed(ids)
     for length in (260, 390, 514):
-        reusing, alone = archives(MODEL, method, store)
-        for fed_session in (reusing, alone):
+        reusing, without_store = archives(MODEL, method, store)
+        for fed_session in (reusing, without_store):
             fed_session.feed(ids[:length])
             fed_session.rewind(2)
             fed_session.insert(100, ids[300:400])
             fed_session.feed(ids[length:])
-        assert (reusing.logits - alone.logits).abs().max() <= 1e-4
+        assert (reusing.logits - without_store.logits).abs().max() <= 1e-4
 
 
 # A store that fails
@@ -204,15 +204,15 @@ def test_an_archive_keeps_the_same_cells_after_reusing_nearly_the_whole_prompt(
 def require_session_without_store(store: PrefixStore, error: str, model: Model = MODEL) -> None:
     """Require that a session with this store continues like one without, and reports the error."""
     ids = prompt(7, 900)
-    session, alone = (
+    session, without_store = (
         model.session(policy="full", store=prefix_store) for prefix_store in (store, None)
     )
     report = session.feed(ids)
     assert (report.tokens, report.reused) == (len(ids), 0)
     assert report.store_error is not None
     assert error in report.store_error
-    alone.feed(ids)
-    require_same_continuation(session, alone)
+    without_store.feed(ids)
+    require_same_continuation(session, without_store)
     assert session.feed(ids[:20]).store_error is None  # only the first prompt uses the store
 
 
