@@ -132,7 +132,7 @@ def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
 
 
 def copy_stored(target: KVTensor, source: KVTensor) -> None:
-    """Copy numbers, quantised as the target is."""
+    """Copy `source` into `target` in place, converted to the target's bits or dtype."""
     if isinstance(target, Tensor):
         target.copy_(dequantise(source, target.dtype))
     else:

@@ -1,4 +1,4 @@
-"""Compressed cells of which each layer and KV head has a number of its own."""
+"""Compressed cells whose count differs between layers and KV heads."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Attention of a prompt's chunk by the compiled kernels: one call for each layer."""
+"""Attention over one chunk of a prompt by the compiled kernels, one call per layer."""
 
 import ctypes
 from functools import cached_property
@@ -52,7 +52,7 @@ def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
 class ChunkAttention:
     """The attention of one chunk step, prepared once and used by every layer.
 
-    Raises KernelMismatch for cells of another number of layers.
+    Raises KernelMismatch if stored cells have another number of layers than the chunk.
     """
 
     def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):

@@ -1,4 +1,4 @@
-"""One compression of all that a session holds: its plan, and carrying it out."""
+"""Planning and running one compression of a whole session."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +34,8 @@ from kvkeep.session.memory import Memory
 
 SINKS = 4  # first cells, which always stay: attention sinks
 RECENT = 64  # newest cells that stay unchanged with a uniform budget
-MIN_RECENT = 32  # of these where heads compete
-MAX_RECENT = 256  # of these where only repeats are compressed
+MIN_RECENT = 32  # the least number of these where heads compete
+MAX_RECENT = 256  # the largest number of these where only repeats are compressed
 MIN_REPEATS = 1 / 8  # least share of repeats in the remaining cells, where only they are compressed
 
 
@@ -89,7 +89,7 @@ class CompressionPlan:
         return self.method.budget if self.budget is None else self.budget
 
     def recent_cells(self, cells: int, pinned: int) -> int:
-        """Return how many of the newest cells stay unchanged, of so many.
+        """Return how many of the newest of `cells` cells stay unchanged.
 
         Where heads compete, half of what remains: the following text continues from them, in all
         heads. Less at a ratio above 4, where the older text needs the cells more.
@@ -168,10 +168,14 @@ _Work: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 
 
 def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _Work:
-    """Compress with the plan's method."""
+    """Plan a compression by the method; runs are compressed as the iterator is consumed."""
     runs, remaining = _runs(memory, plan)
-    share = _compress_by_heads if plan.effective_budget == "heads" else _compress_evenly
-    return plan.effective_budget, runs, share(_candidates(memory, plan, runs), remaining, plan)
+    compress_runs = _compress_by_heads if plan.effective_budget == "heads" else _compress_evenly
+    return (
+        plan.effective_budget,
+        runs,
+        compress_runs(_candidates(memory, plan, runs), remaining, plan),
+    )
 
 
 def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _Work | None:

@@ -12,7 +12,7 @@ import torch
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import prompt_dtype
 
-# Features that kernels and PyTorch's matrix products are chosen by, as Linux names them.
+# CPU features that select kernels and PyTorch's matrix products, by their Linux names.
 NOTABLE = (
     *("avx2", "fma", "f16c"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
@@ -54,7 +54,7 @@ def processor_name(facts: dict[str, str]) -> str:
 
 
 def _brand() -> str:
-    """Return the processor's name on systems without /proc."""
+    """Return the processor's name if /proc/cpuinfo does not give one."""
     if platform.system() != "Darwin":
         return platform.processor()
     command = ["sysctl", "-n", "machdep.cpu.brand_string"]

@@ -1,4 +1,4 @@
-"""Every method of compression at every ratio on every task, on the same samples."""
+"""Grids: every compression method at every ratio on every task, on the same samples."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ UNCOMPRESSED = "uncompressed"  # in the place of a method, at ratio 1
 
 @dataclass(frozen=True)
 class Setting:
-    """What a reading is of. seed, sample: which text of the task."""
+    """The setting of one result. seed, sample: identify the text of the task."""
 
     task: str
     seed: int
@@ -31,9 +31,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Reading:
-    """found: every question of the sample answered; None where the text's end is foretold.
+    """The result of one sample in one setting.
 
-    log_probability: of a token of a key, or of that end. cells, nbytes: held when it was asked.
+    found: whether every question was answered; None for a continuation. log_probability: the mean
+    of a token of the answer or continuation. cells, nbytes: held when the question was asked.
     """
 
     of: Setting
@@ -45,10 +46,10 @@ class Reading:
 
 @dataclass
 class Grid:
-    """Readings, none of them twice. about: what they have in common, such as the model. asked: all
-    that was asked for, so that what is left of it can be measured later.
+    """The results of a grid, one for each setting.
 
-    It grows as readings come in.
+    about: what they have in common, such as the model. asked: the options of the run, so that the
+    missing results can be measured later.
     """
 
     about: dict[str, Any]
@@ -59,7 +60,7 @@ class Grid:
         self.readings[reading.of] = reading
 
     def of(self, task: str, method: str, ratio: float) -> list[Reading]:
-        """All samples of one field of the grid."""
+        """Return the results of all samples in one field of the grid."""
         wanted = (task, method, ratio)
         return [
             each
@@ -73,7 +74,7 @@ class Grid:
 
     @property
     def methods(self) -> list[str]:
-        """Without the uncompressed one."""
+        """The methods, without the uncompressed baseline."""
         found = dict.fromkeys(of.method for of in self.readings)
         return [method for method in found if method != UNCOMPRESSED]
 
@@ -82,7 +83,7 @@ class Grid:
         return sorted({of.ratio for of in self.readings if of.method != UNCOMPRESSED})
 
     def require_same(self, about: Mapping[str, Any]) -> None:
-        """Raises InvalidArgument where readings made under `about` do not belong to these."""
+        """Raise InvalidArgument if results with `about` cannot be joined with these."""
         for name in {**self.about, **about}:
             if self.about.get(name) != about.get(name):
                 raise InvalidArgument(
@@ -91,9 +92,9 @@ class Grid:
                 )
 
     def join(self, other: "Grid") -> None:
-        """Takes over another grid's readings; of the same setting, the ones here stay.
+        """Add another grid's results; in a setting of both, those of this grid stay.
 
-        Raises InvalidArgument where the two were not made alike.
+        Raises InvalidArgument if the two were measured differently.
         """
         self.require_same(other.about)
         self.readings = {**other.readings, **self.readings}
@@ -107,7 +108,7 @@ class Grid:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Self:
-        """Raises KeyError, TypeError or AttributeError for what is no grid."""
+        """Return the grid of a JSON object. Raises KeyError, TypeError or AttributeError."""
         grid = cls(dict(found["about"]), asked=dict(found.get("asked", {})))
         names = [each.name for each in dataclasses.fields(Setting)]
         for row in found["readings"]:
@@ -118,7 +119,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class GridPlan:
-    """tasks: by name. methods, ratios: each with each. seed: that the tasks' samples come of."""
+    """What to measure: all methods at all ratios on all tasks. seed: of the tasks' samples."""
 
     tasks: Mapping[str, Samples]
     methods: Sequence[str]
@@ -126,7 +127,7 @@ class GridPlan:
     seed: int = 0
 
     def missing(self, grid: Grid, task: str, sample: int) -> list[Setting]:
-        """What there is to measure of a sample; the uncompressed one first."""
+        """Return the settings of a sample that have no result yet, the uncompressed one first."""
         fields = [(UNCOMPRESSED, 1.0)]
         fields += [(method, ratio) for method in self.methods for ratio in self.ratios]
         asked = [Setting(task, self.seed, sample, method, ratio) for method, ratio in fields]
@@ -141,12 +142,12 @@ def read_sample(
     prefill_step: int = 512,
     kv_bits: KvBits | None = None,
 ) -> Iterator[Reading]:
-    """Reads a text once, then compresses a fork of that memory in each way and asks it.
+    """Prefill a text once, then compress a fork for each setting and ask its questions.
 
-    kv_bits: that all cells are kept in, those of the uncompressed memory, too; None for all bits.
+    kv_bits: of all cells, those of the uncompressed session included; None for no quantisation.
 
-    Raises ContextFull where the model cannot read as much, InvalidArgument for a text of which
-    nothing is left to read.
+    Raises ContextFull if the text is too long for the model, InvalidArgument if nothing of it
+    precedes the continuation.
     """
     session = model.session(policy="full", prefill_step=prefill_step, kv_bits=kv_bits)
     ids = model.text.encode(sample.text)

@@ -15,19 +15,21 @@ NOTHING = "–"
 
 
 def grid_markdown(grid: Grid) -> str:
-    """For each task the share found, of all samples and of those that the uncompressed model finds,
-    and, in brackets, the log-probability of a token of the key. Where the text's end is foretold,
-    its perplexity, and how much more that is than from the whole memory.
+    """Return a Markdown table for each task, with a row for each method and a column for each
+    ratio.
 
-    The head says what keys and values take at each ratio: all methods get as much.
+    For questions: the share of samples answered, of all and of those that the uncompressed model
+    answers, and in brackets the mean log-probability of a token of the answer. For continuations:
+    the perplexity, and its increase over the uncompressed cache. The head has the size of keys and
+    values at each ratio, a range if it differs between methods.
     """
     return "\n\n".join(_task(grid, task) for task in grid.tasks)
 
 
 def filled(path: Path, grid: Grid | None) -> bytes:
-    """The page with the tables in the place of what lies between its markers.
+    """Return a page with the tables between its markers.
 
-    grid: None to see only whether it has markers. Raises InvalidArgument where it has none.
+    grid: None to check only that there are markers. Raises InvalidArgument if there are none.
     """
     page = path.read_text(encoding="utf-8")
     if not has_place(page, BEGIN, END):
@@ -48,7 +50,7 @@ def _size(grid: Grid, task: str, ratio: float) -> str:
 
 
 def _megabytes(readings: Sequence[Reading]) -> str:
-    """Of the readings' mean; of the least and the most where methods differ by more than 1%."""
+    """The mean size of keys and values in MB; a range if methods differ by more than 1%."""
     if not readings:
         return NOTHING
     means: dict[str, list[int]] = {}
@@ -61,7 +63,7 @@ def _megabytes(readings: Sequence[Reading]) -> str:
 
 
 def _figure(readings: Sequence[Reading], whole: Sequence[Reading] = ()) -> str:
-    """whole: what the uncompressed model makes of them."""
+    """The figures of one field of a table. whole: the uncompressed model's results."""
     if not readings:
         return NOTHING
     if readings[0].found is None:
@@ -83,5 +85,5 @@ def _perplexity(readings: Sequence[Reading], whole: Sequence[Reading]) -> str:
 
 
 def _text(reading: Reading) -> tuple[int, int]:
-    """Which text of its task it is of."""
+    """The sample of its task: seed and index."""
     return reading.of.seed, reading.of.sample

@@ -1,4 +1,4 @@
-"""API keys, and the owners that they stand for."""
+"""API keys and the owners that they identify."""
 
 import hashlib
 import hmac

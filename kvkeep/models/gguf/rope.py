@@ -84,7 +84,7 @@ def has_temperature(file: GgufFile, family: str) -> bool:
 
 
 def _settings(file: GgufFile, family: str) -> dict[str, Any] | None:
-    """Return settings for the type and factor, without tables and attn_factor; None for neither."""
+    """Return the scaling by type and factor, without tables and attn_factor; None for none."""
     prefix = f"{family}.rope.scaling"
     kind = file.text(f"{prefix}.type", "linear")
     old_factor = file.number(f"{family}.rope.scale_linear", 1.0)  # its name before 2024

@@ -157,7 +157,7 @@ def _completion(
     head: dict[str, Any],
     results: list[GenerationResult],
 ) -> dict[str, Any]:
-    """Return the whole response."""
+    """Return the response of a request that does not stream."""
     choices = []
     for index, result in enumerate(results):
         text, calls = _split_calls(tools, result.text)
