@@ -485,7 +485,7 @@ def test_a_closed_terminal_loses_nothing(start, tiny, home, in_an_answer: bool) 
     # Which comes first, a read error, end of file or SIGHUP, depends on the system.
     assert process.wait(timeout=PATIENCE) in (129, 0, 2)
     assert len(_saved(home, "s").tokens) > 12
-    assert in_an_answer or _saved(home, "s").settings["pins"]
+    assert in_an_answer or _saved(home, "s").memory.pins
 
 
 def test_the_effects_of_chat_commands_are_saved(invoke, tiny, home) -> None:
@@ -495,11 +495,11 @@ def test_the_effects_of_chat_commands_are_saved(invoke, tiny, home) -> None:
     saved = _saved(home, "s")
     spans = saved.settings["spans"]
     assert turns_in(spans) == [1, 2]
-    assert len(saved.settings["pins"]) == spans["turn 1"][1] - spans["turn 1"][0]
+    assert len(saved.memory.pins) == spans["turn 1"][1] - spans["turn 1"][0]
     said = invoke(*CHAT, "-c", input="/unpin 1\n/forget 2\n/memory\n").stderr
     assert "turn 1 may be forgotten" in said
     assert turns_in(_saved(home, "s").settings["spans"]) == [1]
-    assert not _saved(home, "s").settings["pins"]
+    assert not _saved(home, "s").memory.pins
 
 
 def _turns(home: Path) -> dict[str, list[int]]:
