@@ -103,7 +103,7 @@ OF_MODELS: Mapping[str, str] = dict.fromkeys(("list", "ls"), "kvkeep models")
 
 
 class OptionsOnly(click.Command):
-    """A command without positional arguments. Its error for one names the option to use instead.
+    """A command without positional arguments. If one is given, the error names the option to use.
 
     hint: the error message; "{}" is replaced by the argument.
     """

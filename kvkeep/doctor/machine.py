@@ -75,7 +75,7 @@ def size_to_read(wanted: int) -> int:
 
 
 def bytes_per_second(size: int) -> float:
-    """Measure how fast all torch threads read memory: the fastest pass within half a second.
+    """Measure memory bandwidth, read by all torch threads: the fastest pass within half a second.
 
     Decoding with a large model is mostly limited by this. size: bytes read in one pass.
     """

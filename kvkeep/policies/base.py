@@ -102,11 +102,11 @@ class Policy(ABC):
 
     @property
     def calibrated_by(self) -> str:
-        """The digest of the calibration that it decides by; empty without one."""
+        """The digest of the calibration in use; empty without one."""
         return ""
 
     def calibrated(self, statistics: Statistics, digest: str) -> Self:
-        """Return the policy with a model's calibration. digest: of the calibration.
+        """Return a copy that uses a calibration's statistics. digest: identifies the calibration.
 
         Raises:
             InvalidArgument: if the policy does not use one.

@@ -94,7 +94,7 @@ class Conversation:
         """Return the tokens to prefill so that the model answers `words`: those not in memory yet.
 
         An answer that was cut off is closed first; a complete one has its end-of-turn token in
-        memory already.
+        memory already. An end token that is not the template's is taken back.
         """
         if not self.session.tokens:
             return encode_pieces(self.codec, self._first(words))[0]

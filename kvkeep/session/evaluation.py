@@ -57,7 +57,7 @@ def evaluate_chunk(
 
 
 def rewind(memory: Memory, count: int) -> list[int]:
-    """Remove and return the last `count` tokens; the one before them is evaluated anew.
+    """Remove and return the last `count` tokens; the new last one is re-evaluated for its logits.
 
     Raises InvalidArgument for a negative count, and if that token is no longer held.
     """

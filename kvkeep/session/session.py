@@ -192,10 +192,10 @@ class Session:
 
     @computes
     def take_back(self, count: int) -> None:
-        """Takes the last `count` tokens back, as if they had not come, and evaluates nothing.
+        """Drop the last `count` tokens without evaluating anything.
 
-        There are no logits until more is fed. For who tries tokens out, as speculative decoding
-        does. Raises InvalidArgument where some of what was there before them is forgotten.
+        There are no logits until more is fed. For callers that try tokens out, as speculative
+        decoding does. Raises InvalidArgument if cells of earlier tokens were evicted meanwhile.
         """
         with session_transaction([self.core]) as (state,):
             state.memory.truncate(validation.whole("count", count, 0))

@@ -1,4 +1,4 @@
-"""Measuring a calibration: text is evaluated, and queries and reconstruction scores summed up."""
+"""Measurement of a calibration: sums over the queries and reconstruction scores of a text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from kvkeep.session.session import Session
 
 STEP = 512  # tokens evaluated at once
 STEPS_PER_SESSION = 16  # of a `QueryPart`
-CONTEXT, MAX_CONTEXTS = 1024, 20  # tokens of a `ReconstructionPart`, and their largest number
+CONTEXT, MAX_CONTEXTS = 1024, 20  # tokens of a `ReconstructionPart`, most parts
 HELD_BACK_STRIDE = 5  # one context of so many is held back
 LOWEST = -27.6  # log of an attention weight of 1e-12; lower scores are not distinguished
 
@@ -171,6 +171,7 @@ def _digest(model: LoadedModel, ids: list[int]) -> str:
 
 
 def _calibration(model: LoadedModel, count: int, sums: CalibrationSums) -> Calibration:
+    """The calibration of a model from the sums over `count` tokens."""
     weights = sums.fitted.weights()
     measured = sums.measured.statistics()
     statistics = Statistics(

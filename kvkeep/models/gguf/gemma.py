@@ -92,9 +92,9 @@ def _gemma4_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _rotated_pairs(file: GgufFile, head_dim: int) -> int:
-    """Return how many pairs of a head are rotated: those whose frequency divisor is 1, not 1e20+.
+    """Return how many pairs of a head are rotated: those whose frequency divisor is 1.
 
-    Raises UnsupportedModel for divisors in between.
+    A divisor of 1e20 or more stops rotation. Raises UnsupportedModel for other divisors.
     """
     if "rope_freqs.weight" not in file.tensors:
         return head_dim // 2

@@ -19,7 +19,7 @@ from kvkeep.server.sse import EVENTS, sse_event, sse_response
 router = APIRouter()
 _POLL_SECONDS = 1.0  # between two checks for the server's shutdown
 _KEEPALIVE_POLLS = 15
-_QUEUE_SIZE = 1000  # events that a client may lag behind; later ones are dropped
+_QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are dropped
 
 
 @router.get("/v1/events", response_model=None, responses=EVENTS)
@@ -46,7 +46,7 @@ async def session_events(
 
 @router.post("/v1/prefix/explain")
 async def explain(body: FeedRequest, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
-    """Report how much of a prompt would be reused, and why not more. Nothing is evaluated."""
+    """Report how much of a prompt would be reused, and why not more. The model does not run."""
     ids = await asyncio.to_thread(body.encode, service, True)
     if not ids:
         raise ApiError(400, "give text, tokens or messages")

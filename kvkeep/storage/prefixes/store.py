@@ -210,7 +210,7 @@ class _Quota:
         self._max_free -= self._evictable.pop(path, 0)
 
     def remove(self, path: Path) -> None:
-        """Remove a file. Does nothing if there is none."""
+        """Delete a block file and count its bytes as freed. Does nothing if there is none."""
         path.unlink(missing_ok=True)
         self._free += self._evictable.pop(path, 0)
 
