@@ -124,7 +124,7 @@ def test_a_session_continues_with_its_original_calibration(
     saved = home / "sessions" / "s.kvkeep"
     before = saved.read_bytes()
     _refused(invoke(*asked, "-m", "no-such-model"), str(saved), "as --calibration")
-    _refused(invoke(*asked, "--calibration", other), "begun with")
+    _refused(invoke(*asked, "--calibration", other), "created with")
     fork = ("sessions", "fork", "s", "s2", "--at", 130)
     _refused(invoke(*fork), "as --calibration")
     assert saved.read_bytes() == before
