@@ -1,5 +1,6 @@
 """The events of a generation, and what they carry."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -47,6 +48,12 @@ class Usage:
     def evaluated(self) -> int:
         """Prompt tokens that were not reused."""
         return self.prompt - self.reuse.tokens
+
+    @property
+    def written(self) -> int:
+        """Deprecated: use `generated`."""
+        warnings.warn("Usage.written is now generated", DeprecationWarning, stacklevel=2)
+        return self.generated
 
 
 @dataclass(frozen=True)

@@ -286,3 +286,14 @@ def test_the_former_names_of_requests_and_events_are_deprecated_aliases() -> Non
             assert getattr(engine_package, old) is new
     with pytest.raises(AttributeError, match="no attribute 'Unknown'"):
         _ = engine_package.Unknown  # type: ignore[attr-defined]
+
+
+def test_the_former_name_of_generated_tokens_is_a_deprecated_alias(
+    engine: Engine, smollm2: Model
+) -> None:
+    prompt = tuple(smollm2.text.encode("One and one is"))
+    generation = engine.generate(GenerationRequest(prompt, max_tokens=3))
+    generation.text()  # waits for the end
+    usage = generation.usage
+    with pytest.warns(DeprecationWarning, match="written is now generated"):
+        assert usage.written == usage.generated == 3
