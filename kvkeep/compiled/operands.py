@@ -28,7 +28,7 @@ def address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def strided_address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """As `address`, but only the last dimension must be dense: the kernel gets the strides, too."""
+    """Return the address of a tensor whose last dimension is dense; the kernel gets its strides."""
     if x.dtype is not dtype or x.shape != shape or x.stride()[-1] != 1 or not x.is_cpu:
         raise _mismatch(x, what, f"{dtype} {list(shape)}, the last dimension dense")
     return x.data_ptr()

@@ -100,7 +100,7 @@ class Engine:
     def generate(
         self, request: GenerationRequest, session: str | None = None, owner: str = "0"
     ) -> Generation:
-        """As `submit`, once the engine has admitted the request."""
+        """Submit a request; return its generation once it is admitted. See `submit`."""
         return self.submit(request, session, owner).result()[0]
 
     def submit(

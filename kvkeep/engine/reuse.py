@@ -67,7 +67,10 @@ class Match:
 
 @dataclass(frozen=True)
 class TextDifference:
-    """Where a prompt and the nearest text part: the tokens of both from `start` on, around `at`."""
+    """The first difference of a prompt and the nearest text, at token `at`.
+
+    prompt, nearest: the tokens of both around it, from token `start` on.
+    """
 
     start: int
     at: int

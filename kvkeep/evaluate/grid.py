@@ -119,7 +119,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class GridPlan:
-    """What to measure: all methods at all ratios on all tasks. seed: of the tasks' samples."""
+    """The fields of a grid: all methods at all ratios on all tasks. seed: of the tasks' samples."""
 
     tasks: Mapping[str, Samples]
     methods: Sequence[str]

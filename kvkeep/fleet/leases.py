@@ -321,7 +321,7 @@ class SessionLeases:
 
 @dataclass(frozen=True)
 class _CommitTarget:
-    """Where `Snapshot.save` writes: a commit that releases the lease in the same step."""
+    """A target of `Snapshot.save` that commits the session and releases its lease in one step."""
 
     lease: Lease
 

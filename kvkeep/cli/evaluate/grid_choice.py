@@ -30,7 +30,7 @@ GRID_TASKS = (*PASSKEYS, *NEEDLES, PERPLEXITY)
 
 @dataclass(frozen=True)
 class GridChoice:
-    """What to measure: methods, ratios, tasks and samples."""
+    """The options of a grid: methods, ratios, tasks and samples."""
 
     methods: tuple[str, ...]
     ratios: tuple[float, ...]

@@ -30,7 +30,7 @@ from kvkeep.storage.files.atomic import write_atomic, write_json
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a command measures. settings: the command's own options, for the report."""
+    """The measurement that a command runs. settings: the command's own options, for the report."""
 
     command: str
     samples: Samples

@@ -40,10 +40,10 @@ class KVzip(Eviction):
 
 
 class KVzipPlus(KVzip):
-    """As `KVzip`, scored by a cell's contribution to the repeated token (arXiv:2601.07891).
+    """Keeps the cells that contribute most to the repeated tokens (arXiv:2601.07891).
 
-    The attention weight is multiplied by the norm of the cell's projected value, and divided by
-    that of the residual stream of the query's token.
+    Scores are those of `KVzip`, except that the attention weight is multiplied by the norm of the
+    cell's projected value, and divided by that of the residual stream of the query's token.
     """
 
     name: ClassVar[str] = "kvzip+"
