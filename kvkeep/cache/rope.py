@@ -93,10 +93,10 @@ class Rope:
         """
         return rotate(keys.unsqueeze(-2), self.at(by)).squeeze(-2)
 
-    def for_layer(self, layer: int) -> "Rope":
-        """Return the table for a cache that has only this layer."""
+    def for_layers(self, layers: range) -> "Rope":
+        """Return the table for a cache that has only these layers."""
         rope = shallow_copy(self)
-        rope.unrotated = frozenset([0] if layer in self.unrotated else [])
+        rope.unrotated = frozenset(i for i, layer in enumerate(layers) if layer in self.unrotated)
         return rope
 
     def rotate_layer(self, layer: int, x: Tensor, rotation: Rotation) -> Tensor:

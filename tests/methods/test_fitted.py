@@ -7,10 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods.candidates import HEAD_INDICES, KV_HEADS, LAYERS, ROPE, SCALE, WIDTH, random_candidates
+from methods.candidates import (
+    FREQUENCIES,
+    HEAD_INDICES,
+    KV_HEADS,
+    LAYERS,
+    ROPE,
+    SCALE,
+    WIDTH,
+    random_candidates,
+)
 from torch import Tensor
 
-from kvkeep.cache import Cells
+from kvkeep.cache import Cells, Rope
 from kvkeep.compression.methods import Candidates, Statistics
 from kvkeep.compression.methods.fitted import MASS, Fitted
 
@@ -174,3 +183,24 @@ def test_each_kv_head_merges_by_its_own_tolerance() -> None:
     candidates = replace(cells_with_words([4] * 6, random_values(6)), statistics=statistics)
     mass = masses(Fitted().compress(candidates, 2).cells).sum(-1)
     torch.testing.assert_close(mass, torch.tensor([[6.0, 2.0], [2.0, 6.0]]))
+
+
+@pytest.mark.parametrize("unrotated", [(), (3, 6, 7)])
+def test_layers_are_compressed_as_each_would_be_alone(unrotated: tuple[int, ...]) -> None:
+    """More layers than are compressed at a time, some of them without RoPE."""
+    random, layers, count = torch.Generator().manual_seed(0), 8, 30
+    keys, values = torch.randn(2, layers, KV_HEADS, count, WIDTH, generator=random)
+    positions = torch.arange(count)
+    rope = Rope(FREQUENCIES, torch.device("cpu"), unrotated)
+    cells = Cells(keys, values, positions, positions)
+    together = Fitted(similar=0.3).compress(Candidates(cells, rope, SCALE), 10).cells
+    for layer in range(layers):
+        part = slice(layer, layer + 1)
+        alone = Candidates(
+            Cells(keys[part], values[part], positions, positions),
+            Rope(FREQUENCIES, torch.device("cpu"), [0] if layer in unrotated else []),
+            SCALE,
+        )
+        expected = Fitted(similar=0.3).compress(alone, 10).cells
+        assert torch.equal(together.keys[part], expected.keys)
+        assert torch.equal(together.positions[part], expected.positions)

@@ -76,15 +76,18 @@ class Candidates:
         return replace(
             self,
             cells=cells,
-            rope=self.rope.for_layer(layer),
+            rope=self.rope.for_layers(range(layer, layer + 1)),
             queries=queries,
             statistics=None if statistics is None else statistics.head(layer, head),
             seed=hash((self.seed, layer, head)),
         )
 
-    def layers(self, indices: slice) -> "Candidates":
-        """Return all cells of some layers, without queries and statistics."""
-        cells, per_head = self.cells, self.cells.bias is not None
+    def layers(self, first: int, end: int) -> "Candidates":
+        """Return all cells of layers `first ... end - 1`.
+
+        Without queries, statistics and reconstruction scores, which are those of all layers.
+        """
+        indices, cells, per_head = slice(first, end), self.cells, self.cells.bias is not None
         part = Cells(
             cells.keys[indices],
             cells.values[indices],
@@ -92,7 +95,14 @@ class Candidates:
             cells.serials,
             cells.bias[indices] if cells.bias is not None else None,
         )
-        return replace(self, cells=part, queries=None, statistics=None)
+        return Candidates(
+            part,
+            self.rope.for_layers(range(first, end)),
+            self.scale,
+            seed=self.seed,
+            ageing=self.ageing,
+            newest=self.newest,
+        )
 
     @cached_property
     def positions(self) -> Tensor:

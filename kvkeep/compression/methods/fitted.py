@@ -55,7 +55,7 @@ class Fitted(Method):
             layer_metric = None if metric is None else metric[layers]
             parts.append(
                 _fit(
-                    candidates.layers(layers),
+                    candidates.layers(first, first + LAYERS),
                     count,
                     threshold[layers],
                     penalty[layers],
