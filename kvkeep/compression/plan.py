@@ -23,8 +23,7 @@ from kvkeep.compression.methods import (
     compress,
     compress_by_heads,
 )
-from kvkeep.compression.methods.kvzap import KVzap
-from kvkeep.compression.methods.kvzip import KVzip
+from kvkeep.compression.methods.kvzip import KVzap, KVzip
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
 from kvkeep.compression.reconstruction import cell_tokens, reconstruction
 from kvkeep.errors import InvalidArgument

@@ -2,13 +2,18 @@
 
 from kvkeep.compression.methods.apply import (
     Compression,
+    check_budget,
     check_shares,
     compress,
     compress_and_join,
     compress_by_heads,
     score,
+    top_over_heads,
 )
+from kvkeep.compression.methods.attention import H2O, TOVA, ExpectedAttention, SnapKV
 from kvkeep.compression.methods.base import (
+    BUDGETS,
+    Budget,
     Candidates,
     CellwiseEviction,
     Compressed,
@@ -16,14 +21,16 @@ from kvkeep.compression.methods.base import (
     Method,
     as_compressed,
 )
-from kvkeep.compression.methods.baselines import KeyDiff, KNorm, Random
-from kvkeep.compression.methods.budget import BUDGETS, Budget, check_budget, top_over_heads
-from kvkeep.compression.methods.expected_attention import ExpectedAttention
+from kvkeep.compression.methods.baselines import (
+    Average,
+    KeyDiff,
+    KNorm,
+    PickHeads,
+    Random,
+    Sum,
+)
 from kvkeep.compression.methods.fitted import Fitted
-from kvkeep.compression.methods.kvzap import KVzap
-from kvkeep.compression.methods.kvzip import KVzip, KVzipPlus
-from kvkeep.compression.methods.observed_attention import H2O, TOVA, SnapKV
-from kvkeep.compression.methods.run_merging import Average, PickHeads, Sum
+from kvkeep.compression.methods.kvzip import KVzap, KVzip, KVzipPlus
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import Cells, Ragged
 from kvkeep.compression.methods.base import (
+    BUDGETS,
     Candidates,
     CellwiseEviction,
     Compressed,
@@ -17,7 +18,6 @@ from kvkeep.compression.methods.base import (
     Method,
     as_compressed,
 )
-from kvkeep.compression.methods.budget import check_budget, top_over_heads
 from kvkeep.errors import InvalidArgument
 
 CHUNK = 512  # cells that are decided on together
@@ -97,6 +97,27 @@ def compress_and_join(
     cells = Ragged.select_and_concatenate(parts, top_over_heads(scores, count * heads))
     seconds = time.perf_counter() - begun
     return cells, Compression(sum(map(len, runs)), len(cells), 0.0, seconds)
+
+
+def top_over_heads(scores: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Select the highest scores over all runs, layers and KV heads.
+
+    scores: of each run of cells, of any shape.
+
+    Returns bool masks of the same shapes, `count` true in all, or every one if there are fewer
+    cells: the length of ragged cells is rounded up.
+    """
+    flat = torch.cat([score.flatten() for score in scores])
+    selected = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+    selected[flat.topk(min(count, len(flat)), sorted=False).indices] = True
+    parts = torch.split(selected, [score.numel() for score in scores])
+    return [part.view(score.shape) for part, score in zip(parts, scores, strict=True)]
+
+
+def check_budget(budget: str) -> None:
+    """Raise InvalidArgument for an unknown budget."""
+    if budget not in BUDGETS:
+        raise InvalidArgument(f"budget must be one of {', '.join(BUDGETS)}; found {budget!r}")
 
 
 def check_shares(method: Method, budget: str) -> None:

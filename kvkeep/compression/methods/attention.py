@@ -1,10 +1,115 @@
-"""Attention of queries to cells, and the change of its output when cells are compressed."""
+"""Attention of queries to cells, and the methods that score cells by it, observed or expected."""
+
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import Cells, Queries
-from kvkeep.compression.methods.base import Candidates
+from kvkeep.cache.observer import MAX_QUERIES
+from kvkeep.compression.methods.base import Candidates, Eviction
+from kvkeep.compression.methods.statistics import Statistics
+
+SNAPKV_QUERIES = 32
+SNAPKV_POOL = 7  # cells
+FUTURE_POSITIONS = 512  # that the expectation of `ExpectedAttention` is taken over
+EXPECTED_FLOOR = 1e-2  # added to expected attention, so that the norms of values always count
+
+
+class SnapKV(Eviction):
+    """Keeps the cells that the last 32 queries attended to most, and their neighbours.
+
+    Li et al., arXiv:2404.14469.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    uses_queries: ClassVar[bool] = True
+
+    def score(self, candidates: Candidates) -> Tensor:
+        weights = attention(candidates, newest_queries(candidates, SNAPKV_QUERIES))
+        return max_pooled(weights.mean(2), SNAPKV_POOL)
+
+
+class H2O(Eviction):
+    """Keeps heavy hitters, the cells with the largest sum of attention (Zhang et al., 2306.14048).
+
+    Sums over the newest 128 queries. The paper sums over all, which needs the attention weights of
+    every prefill step; the kernels never have these as a whole.
+    """
+
+    name: ClassVar[str] = "h2o"
+    uses_queries: ClassVar[bool] = True
+
+    def score(self, candidates: Candidates) -> Tensor:
+        return attention(candidates, newest_queries(candidates, MAX_QUERIES)).sum(2)
+
+
+class TOVA(Eviction):
+    """Keeps the cells that the newest query attends to most, the same ones in all KV heads.
+
+    Oren et al., arXiv:2401.06104.
+    """
+
+    name: ClassVar[str] = "tova"
+    uses_queries: ClassVar[bool] = True
+
+    def score(self, candidates: Candidates) -> Tensor:
+        weights = attention(candidates, newest_queries(candidates, 1)).squeeze(2)
+        return weights.mean(1, keepdim=True).expand(candidates.shape)
+
+
+class ExpectedAttention(Eviction):
+    """Keeps the cells with the highest expected attention, times the norm of their values.
+
+    Devoto et al., arXiv:2510.00636. Future queries are modelled as normally distributed, with the
+    mean and covariance of the observed ones or of a calibration; their rotation as the mean over
+    the next 512 positions.
+    """
+
+    name: ClassVar[str] = "expected_attention"
+    uses_queries: ClassVar[bool] = True
+
+    def needs_queries(self, statistics: Statistics | None) -> bool:
+        return statistics is None
+
+    def score(self, candidates: Candidates) -> Tensor:
+        mean, covariance = _query_distribution(candidates)
+        rotation = _mean_rotation(candidates)
+        mean = (rotation @ mean.unsqueeze(-1)).squeeze(-1)
+        covariance = rotation @ covariance @ rotation.mT
+        keys = candidates.keys * candidates.scale
+        logits = (keys @ mean.unsqueeze(-1)).squeeze(-1)
+        logits = logits + ((keys @ covariance) * keys).sum(-1) / 2 + candidates.bias
+        norms: Tensor = candidates.cells.values.float().norm(dim=-1)
+        return (logits.softmax(-1) + EXPECTED_FLOOR) * norms
+
+
+def newest_queries(candidates: Candidates, count: int) -> Queries:
+    """Return the last `count` observed queries. Raises ValueError if there are none."""
+    if candidates.queries is None:
+        raise ValueError("this method decides by queries, and none were observed")
+    return candidates.queries.newest(count)
+
+
+def max_pooled(score: Tensor, width: int) -> Tensor:
+    """Return the largest of `width` neighbouring scores each, so that neighbours stay together."""
+    pooled = F.max_pool1d(score.flatten(0, 1), width, stride=1, padding=width // 2)
+    return pooled.view_as(score)
+
+
+def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
+    """Map `[layers, heads, m, head_dim]` to `[layers, kv_heads, groups * m, head_dim]` float32."""
+    layers, _, _, head_dim = queries.shape
+    return queries.float().reshape(layers, kv_heads, -1, head_dim)
+
+
+def attention(candidates: Candidates, queries: Queries) -> Tensor:
+    """Return the attention weights of queries, `[layers, kv_heads, queries, n]`.
+
+    They are averaged over the query heads of a KV head.
+    """
+    return logits(candidates, candidates.cells, queries).softmax(-1).nan_to_num_().mean(2)
 
 
 def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
@@ -27,20 +132,6 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
     return scores
 
 
-def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
-    """Map `[layers, heads, m, head_dim]` to `[layers, kv_heads, groups * m, head_dim]` float32."""
-    layers, _, _, head_dim = queries.shape
-    return queries.float().reshape(layers, kv_heads, -1, head_dim)
-
-
-def attention(candidates: Candidates, queries: Queries) -> Tensor:
-    """Return the attention weights of queries, `[layers, kv_heads, queries, n]`.
-
-    They are averaged over the query heads of a KV head.
-    """
-    return logits(candidates, candidates.cells, queries).softmax(-1).nan_to_num_().mean(2)
-
-
 def output_error(candidates: Candidates, fewer: Cells, queries: Queries) -> Tensor:
     """Return the relative error of attention output over fewer cells, `[layers, kv_heads]`.
 
@@ -56,9 +147,38 @@ def output_error(candidates: Candidates, fewer: Cells, queries: Queries) -> Tens
         return torch.cat((weights @ values, weights.sum(-1, keepdim=True)), -1)
 
     largest = logits(candidates, candidates.cells, queries).amax(-1, keepdim=True)
-    whole = sums(candidates.cells, largest)
-    whole_output = whole[..., :-1] / whole[..., -1:]
-    part = sums(fewer, largest)
-    output = (part[..., :-1] + whole[..., :-1]) / (part[..., -1:] + whole[..., -1:])
-    error = (output - whole_output).square().sum((2, 3, 4))
-    return error / whole_output.square().sum((2, 3, 4))
+    all_sums = sums(candidates.cells, largest)
+    expected = all_sums[..., :-1] / all_sums[..., -1:]
+    both_sums = sums(fewer, largest) + all_sums
+    output = both_sums[..., :-1] / both_sums[..., -1:]
+    return (output - expected).square().sum((2, 3, 4)) / expected.square().sum((2, 3, 4))
+
+
+def _query_distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """Mean `[layers, kv_heads, head_dim]` and covariance `[..., head_dim, head_dim]`."""
+    statistics = candidates.statistics
+    if statistics is not None:
+        outer = statistics.mean.unsqueeze(-1) * statistics.mean.unsqueeze(-2)
+        return statistics.mean, statistics.moment - outer
+    samples = by_kv_head(newest_queries(candidates, MAX_QUERIES).values, candidates.shape[1])
+    mean = samples.mean(2)
+    centred = samples - mean.unsqueeze(2)
+    return mean, centred.transpose(-1, -2) @ centred / samples.shape[2]
+
+
+def _mean_rotation(candidates: Candidates) -> Tensor:
+    """The mean rotation matrix over the future positions, `[head_dim, head_dim]`.
+
+    `[layers, 1, head_dim, head_dim]` if some layers do not rotate.
+    """
+    first = int(candidates.positions.max()) + 1
+    rotation = candidates.rope.at(range(first, first + FUTURE_POSITIONS))
+    width, unrotated = rotation.cosine.shape[-1], list(candidates.rope.unrotated)
+    identity = torch.eye(width, dtype=torch.float32, device=rotation.cosine.device)
+    matrix = torch.diag(rotation.cosine.mean((0, 1)))
+    matrix = matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * identity.roll(width // 2, 1)
+    if not unrotated:
+        return matrix
+    layers = matrix.expand(candidates.shape[0], 1, -1, -1).clone()
+    layers[unrotated] = identity
+    return layers

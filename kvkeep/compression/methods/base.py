@@ -3,15 +3,22 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Rope
-from kvkeep.compression.methods.budget import Budget
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
+
+# How KV heads share a budget of cells: by competing with their cells' scores, or equally. Heads
+# compete within a layer in Ada-KV (arXiv:2407.11550), and over all layers in KVzip
+# (arXiv:2505.23416): a head that attends to little leaves its share to others.
+Budget: TypeAlias = Literal["heads", "uniform"]
+BUDGETS: tuple[str, ...] = get_args(Budget)
+
+YOUNG = 32  # positions; ageing starts beyond them
 
 # What a reconstruction score measures: a query's attention to a cell, or that times the norm of the
 # cell's projected value, relative to the residual stream of the query's token.
@@ -121,12 +128,12 @@ class Candidates:
         """Rotated keys as stored, in float32."""
         return self.cells.keys.float()
 
-    @cached_property
-    def age(self) -> Tensor:
-        """`[layers, kv_heads, n]` float32: positions before the newest."""
+    @property
+    def age_doublings(self) -> Tensor:
+        """`[layers, kv_heads, n]` float32: 1 at an age of 32 positions, 2 at 96, 3 at 224."""
         newest = self.positions.max() if self.newest is None else self.newest
-        age = newest - self.positions
-        return age.to(self.cells.keys.device, torch.float32)
+        age = (newest - self.positions).to(self.cells.keys.device, torch.float32)
+        return torch.log2(age / YOUNG + 1)
 
     @cached_property
     def unrotated(self) -> Tensor:

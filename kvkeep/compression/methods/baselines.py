@@ -1,12 +1,20 @@
-"""Methods that need no queries: random choice, key norms, and key directions."""
+"""Simple methods for comparison: random choice, key norms and directions, and merging of runs."""
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Eviction
+from kvkeep.cache import NO_TOKEN, Cells
+from kvkeep.compression.methods.base import (
+    Candidates,
+    CellwiseEviction,
+    Compressed,
+    Eviction,
+    Method,
+)
 
 EPSILON = 1e-12  # norm below which a key has no direction
 
@@ -61,3 +69,80 @@ def dissimilarity(x: Tensor, inverse_norms: Tensor) -> Tensor:
     mean_direction = F.normalize(inverse_norms.unsqueeze(-2) @ x, dim=-1)
     cosine: Tensor = (x @ mean_direction.transpose(-1, -2)).squeeze(-1) * inverse_norms
     return -cosine
+
+
+class RunMerging(Method):
+    """Splits the cells into runs of neighbours, as equal as possible, and merges each to one cell.
+
+    These are the cells that would share a position in self-extend. Keys are first rotated to one
+    position, the run's last, where the merged cell then stands.
+
+    All three kinds are of llama.cpp's pull request 5719, which reports that they fail: if a key
+    stands out by a logit gap D, its average with another leaves it 2 e^(-D/2) / (1 + e^-D) of its
+    share, 27% at a gap of 4. What was distinct is lost.
+    """
+
+    @abstractmethod
+    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
+        """Return the weight of each cell in its run's cell, `[kv_heads, n]`.
+
+        run: `[n]`, the run of each cell. sizes: `[runs]`, cells in each.
+        """
+
+    def compress(self, candidates: Candidates, count: int) -> Compressed:
+        layers, kv_heads, total = candidates.shape
+        run = torch.arange(total, dtype=torch.int64, device="cpu") * count // total
+        sizes = torch.bincount(run, minlength=count)
+        last = sizes.cumsum(0) - 1
+        positions = candidates.positions[..., last]
+        cells, rope = candidates.cells, candidates.rope
+        shifts = cells.key_shifts(rope, positions[..., run] - candidates.positions)
+        keys = rope.shifted(cells.keys.float(), shifts)
+        device = keys.device
+        weights = self.weights(candidates, run, sizes.float()).to(device).unsqueeze(-1)
+
+        def merged(x: Tensor) -> Tensor:
+            into = x.new_zeros(layers, kv_heads, count, x.shape[-1])
+            return into.index_add_(2, run.to(device), x * weights)
+
+        return Compressed(
+            Cells(
+                merged(keys).to(cells.keys.dtype),
+                merged(cells.values.float()).to(cells.values.dtype),
+                positions,
+                torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu"),
+                torch.zeros(layers, kv_heads, count, dtype=torch.float32, device=device),
+            ),
+            merged=float(total - count),
+        )
+
+
+class Average(RunMerging):
+    """The mean key and value of each run."""
+
+    name: ClassVar[str] = "average"
+
+    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
+        return (1 / sizes)[run].expand(candidates.shape[1], -1)
+
+
+class Sum(RunMerging):
+    """The summed keys and values of each run."""
+
+    name: ClassVar[str] = "sum"
+
+    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
+        return torch.ones(candidates.shape[1:], dtype=torch.float32, device="cpu")
+
+
+class PickHeads(RunMerging):
+    """One KV head from the run's first cell, the next head from the second, and so on."""
+
+    name: ClassVar[str] = "pick_heads"
+
+    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
+        kv_heads, count = candidates.shape[1:]
+        first = sizes.cumsum(0) - sizes
+        index_in_run = torch.arange(count, dtype=torch.int64, device="cpu") - first[run]
+        heads = torch.arange(kv_heads, dtype=torch.int64, device="cpu").unsqueeze(-1)
+        return (index_in_run == heads % sizes[run]).float()

@@ -16,7 +16,6 @@ BIAS_DECAY = 0.9  # factor on the bias in each compression, if cells age
 LAYERS = 5  # layers compressed at a time, so that intermediate results stay in the CPU caches
 MASS = 0.5  # share of the log of a cell count that goes into the bias
 REPEAT_PENALTY = 4.0  # subtracted from a repeat's score; dissimilarity lies within -2 and 2
-YOUNG = 32  # positions; ageing starts beyond them
 
 
 class Fitted(Method):
@@ -43,35 +42,24 @@ class Fitted(Method):
         self._similar = similar
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        threshold, metric = self._threshold(candidates), None
-        if candidates.statistics is not None:
-            metric = candidates.statistics.metric
+        threshold, statistics = self._threshold(candidates), candidates.statistics
+        metric = None if statistics is None else statistics.metric
         penalty = torch.zeros_like(candidates.bias)
         if candidates.ageing:
-            penalty += AGE_PENALTY * torch.log2(candidates.age / YOUNG + 1)
+            penalty += AGE_PENALTY * candidates.age_doublings
         parts = []
         for first in range(0, candidates.shape[0], LAYERS):
             layers = slice(first, first + LAYERS)
-            layer_metric = None if metric is None else metric[layers]
-            parts.append(
-                _fit(
-                    candidates.layers(first, first + LAYERS),
-                    count,
-                    threshold[layers],
-                    penalty[layers],
-                    layer_metric,
-                )
-            )
+            part = candidates.layers(first, first + LAYERS)
+            part_metric = None if metric is None else metric[layers]
+            parts.append(_fit(part, count, threshold[layers], penalty[layers], part_metric))
         return _stack_layers(parts)
 
     def _threshold(self, candidates: Candidates) -> Tensor:
         """The least cosine of merged keys, `[layers, kv_heads, 1]`."""
         if candidates.statistics is not None and self._similar is None:
             return candidates.statistics.tolerance.unsqueeze(-1)
-        threshold, shape = self._similar or SIMILAR, (*candidates.shape[:2], 1)
-        return torch.full(
-            shape, threshold, dtype=torch.float32, device=candidates.cells.keys.device
-        )
+        return candidates.bias.new_full((*candidates.shape[:2], 1), self._similar or SIMILAR)
 
 
 def _fit(
@@ -88,7 +76,12 @@ def _fit(
     repeats = most_similar_older(directions) > threshold
     scores = distinct - penalty - REPEAT_PENALTY * repeats.float()
     dominant, others = _split_by_score(scores, count)
-    target, joins = _join(directions, threshold, dominant, others)
+    target, joins = others, others.float()  # both empty if all cells are dominant
+    if others.shape[-1]:
+        cosine, target = most_similar(
+            gather_rows(directions, others), gather_rows(directions, dominant)
+        )
+        joins = (cosine > threshold).float()
     return _merge(candidates, dominant, others, target, joins)
 
 
@@ -117,22 +110,13 @@ def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return dominant, (~selected).nonzero()[:, -1].view(layers, kv_heads, total - count)
 
 
-def _join(
-    directions: Tensor, threshold: Tensor, dominant: Tensor, others: Tensor
-) -> tuple[Tensor, Tensor]:
-    """For each other cell its most similar dominant, and 1 if it joins that one, else 0."""
-    if not others.shape[-1]:
-        return others, others.float()
-    cosine, target = most_similar(
-        gather_rows(directions, others), gather_rows(directions, dominant)
-    )
-    return target, (cosine > threshold).float()
-
-
 def _merge(
     candidates: Candidates, dominant: Tensor, others: Tensor, target: Tensor, joins: Tensor
 ) -> Compressed:
-    """The dominant cells, with the mass and the mean value of all cells that join them."""
+    """The dominant cells, with the mass and the mean value of all cells that join them.
+
+    target: the most similar dominant of each other cell. joins: 1 if it joins that one, else 0.
+    """
     cells = candidates.select(dominant)
     mass = (candidates.bias / MASS).exp()
     own_mass, joined_mass = mass.gather(2, dominant), joins * mass.gather(2, others)

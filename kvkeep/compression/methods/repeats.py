@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.cache import Cells
 from kvkeep.compression.methods.apply import Compression, compress
-from kvkeep.compression.methods.base import Candidates, as_compressed, gather_rows
+from kvkeep.compression.methods.base import Candidates, as_compressed
 from kvkeep.compression.methods.fitted import Fitted
 
 RUN = 16  # tokens; in real text, a repeat of this length is boilerplate
@@ -48,10 +48,14 @@ def compress_repeats(
     reports = [Compression(len(unique), len(unique), 0.0, 0.0)]
     others = replace(candidates, cells=_select(candidates.cells, repeated))
     for cells, report in compress(Fitted(), others, count):
-        parts.append(_without_mass(cells))
+        without_mass = Cells(cells.keys, cells.values, cells.positions, cells.serials)
+        parts.append(as_compressed(without_mass))
         reports.append(report)
-    cells = Cells.concatenate(parts)
-    return _sort_by_position(cells) if len(cells) else cells, reports
+    joined = replace(candidates, cells=Cells.concatenate(parts))
+    if not len(joined):
+        return joined.cells, reports
+    order = joined.positions.argsort(stable=True, dim=-1)
+    return joined.select(order.to(candidates.cells.keys.device)), reports
 
 
 def _select(cells: Cells, indices: Tensor) -> Cells:
@@ -62,23 +66,4 @@ def _select(cells: Cells, indices: Tensor) -> Cells:
         cells.values.index_select(2, on_device),
         cells.positions[indices],
         cells.serials[indices],
-    )
-
-
-def _without_mass(cells: Cells) -> Cells:
-    """The same cells with a bias of 0."""
-    return as_compressed(Cells(cells.keys, cells.values, cells.positions, cells.serials))
-
-
-def _sort_by_position(cells: Cells) -> Cells:
-    """Sort the compressed cells of each KV head by position."""
-    assert cells.bias is not None
-    order = cells.positions.argsort(stable=True, dim=-1)
-    on_device = order.to(cells.keys.device)
-    return Cells(
-        gather_rows(cells.keys, on_device),
-        gather_rows(cells.values, on_device),
-        cells.positions.gather(2, order),
-        cells.serials,
-        cells.bias.gather(2, on_device),
     )

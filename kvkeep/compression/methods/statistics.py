@@ -38,13 +38,9 @@ class Surrogate:
         score = keys.float() @ key.unsqueeze(-1) + values.float() @ value.unsqueeze(-1)
         return score.squeeze(-1) + constant.unsqueeze(-1)
 
-    def layers(self, indices: slice) -> "Surrogate":
-        """Return the predictors of some layers."""
-        return Surrogate(self.key[indices], self.value[indices], self.constant[indices])
-
-    def head(self, layer: int, head: int) -> "Surrogate":
-        """Return the predictor of one KV head, of shape `[1, 1, ...]`."""
-        index = slice(layer, layer + 1), slice(head, head + 1)
+    def part(self, layers: slice, heads: slice = slice(None)) -> "Surrogate":
+        """Return the predictors of some layers and KV heads."""
+        index = layers, heads
         return Surrogate(self.key[index], self.value[index], self.constant[index])
 
     @classmethod
@@ -86,7 +82,7 @@ class Statistics:
     def head(self, layer: int, head: int) -> "Statistics":
         """Return the statistics of one KV head, of shape `[1, 1, ...]`."""
         index = slice(layer, layer + 1), slice(head, head + 1)
-        surrogate = None if self.surrogate is None else self.surrogate.head(layer, head)
+        surrogate = None if self.surrogate is None else self.surrogate.part(*index)
         return Statistics(self.mean[index], self.moment[index], self.tolerance[index], surrogate)
 
     @cached_property
