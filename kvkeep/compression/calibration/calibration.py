@@ -49,8 +49,8 @@ class Calibration:
     def digest(self) -> str:
         """A digest of the statistics, by which snapshots refer to the calibration of a session."""
         digest, statistics = blake3(), self.statistics
-        surrogate = _surrogate_tensors(statistics).values()
-        for tensor in (statistics.mean, statistics.moment, statistics.tolerance, *surrogate):
+        tensors = (statistics.mean, statistics.moment, statistics.tolerance)
+        for tensor in (*tensors, *_surrogate_tensors(statistics).values()):
             digest.update(tensor_bytes(tensor))
         return digest.hexdigest()
 
@@ -60,12 +60,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> int:
         """Write the file atomically; return its size in bytes."""
-        document = {
-            "fingerprint": self.fingerprint,
-            "model": self.model,
-            "tokens": self.tokens,
-            "r_squared": self.r_squared,
-        }
+        document = {name: value for name, value in vars(self).items() if name != "statistics"}
         statistics = self.statistics
         rows, columns = _upper_half(statistics.moment.shape[-1])
         tensors = {
@@ -84,7 +79,7 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
     """
     container = read_container(Path(path), KIND, FORMAT)
     try:
-        return _assemble(container.document, container.tensors, model)
+        return _from_saved(container.document, container.tensors, model)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
 
@@ -113,41 +108,41 @@ def _folder() -> Path:
     return home() / "calibrations"
 
 
-def _assemble(
+def _from_saved(
     document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: LoadedModel
 ) -> Calibration:
-    # First: another model's statistics have another shape without being damaged.
+    # Checked first: another model's statistics have another shape without being damaged.
     model.fingerprint.require(document["fingerprint"], "the calibration")
     layout = model.decoder.new_cache().layout
     shape = (layout.layers, layout.kv_heads, layout.head_dim)
-    require_tensor("mean", tensors["mean"], torch.float32, *shape)
-    require_tensor("tolerance", tensors["tolerance"], torch.float32, *shape[:2])
-    for name in ("mean", "tolerance"):
-        require_finite(name, tensors[name])
+    statistics = Statistics(
+        _checked(tensors, "mean", *shape),
+        _moment(tensors, shape),
+        _checked(tensors, "tolerance", *shape[:2]),
+        _surrogate(tensors, shape),
+    )
     require_whole("tokens", document["tokens"], 1, MAX_NUMBER)
     require(isinstance(document["model"], str), "the model must be a name")
     r_squared = document.get("r_squared")
     require(r_squared is None or isinstance(r_squared, float), "r_squared must be a number")
-    moment, surrogate = _moment(tensors, shape), _surrogate(tensors, shape)
     return Calibration(
-        Statistics(tensors["mean"], moment, tensors["tolerance"], surrogate),
-        document["fingerprint"],
-        document["model"],
-        document["tokens"],
-        r_squared,
+        statistics, document["fingerprint"], document["model"], document["tokens"], r_squared
     )
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
+    """Return the tensor of that name. Raises ValueError unless it has that shape and is finite."""
+    require_tensor(name, tensors[name], torch.float32, *shape)
+    require_finite(name, tensors[name])
+    return tensors[name]
 
 
 def _moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Tensor:
     """The second moment: stored whole in format 1, and as its upper half since."""
     width = shape[-1]
     if "moment" in tensors:
-        require_tensor("moment", tensors["moment"], torch.float32, *shape, width)
-        require_finite("moment", tensors["moment"])
-        return tensors["moment"]
-    half = tensors["moment_half"]
-    require_tensor("moment_half", half, torch.float32, *shape[:2], width * (width + 1) // 2)
-    require_finite("moment_half", half)
+        return _checked(tensors, "moment", *shape, width)
+    half = _checked(tensors, "moment_half", *shape[:2], width * (width + 1) // 2)
     rows, columns = _upper_half(width)
     moment = torch.empty(*shape, width, dtype=torch.float32, device="cpu")
     moment[..., rows, columns] = half
@@ -163,20 +158,15 @@ def _upper_half(width: int) -> Tensor:
 def _surrogate(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Surrogate | None:
     if "surrogate.key" not in tensors:
         return None
-    shapes = {"key": shape, "value": shape, "constant": shape[:2]}
-    for name, expected in shapes.items():
-        require_tensor(name, tensors[f"surrogate.{name}"], torch.float32, *expected)
-        require_finite(name, tensors[f"surrogate.{name}"])
-    return Surrogate(**{name: tensors[f"surrogate.{name}"] for name in shapes})
+    return Surrogate(
+        _checked(tensors, "surrogate.key", *shape),
+        _checked(tensors, "surrogate.value", *shape),
+        _checked(tensors, "surrogate.constant", *shape[:2]),
+    )
 
 
 def _surrogate_tensors(statistics: Statistics) -> dict[str, Tensor]:
     """The tensors of the surrogate by their names in the file; empty without one."""
     surrogate = statistics.surrogate
-    if surrogate is None:
-        return {}
-    return {
-        "surrogate.key": surrogate.key,
-        "surrogate.value": surrogate.value,
-        "surrogate.constant": surrogate.constant,
-    }
+    fields = {} if surrogate is None else vars(surrogate)
+    return {f"surrogate.{name}": tensor for name, tensor in fields.items()}

@@ -1,8 +1,7 @@
 """Measurement of a calibration: sums over the queries and reconstruction scores of a text."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ from kvkeep import validation
 from kvkeep.cache import Cells
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.compression.calibration.sums import CalibrationSums
-from kvkeep.compression.methods import Statistics
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.statistics import Surrogate, features
 from kvkeep.compression.plan import SINKS
@@ -25,9 +23,9 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
 
 STEP = 512  # tokens evaluated at once
-STEPS_PER_SESSION = 16  # of a `QueryPart`
-CONTEXT, MAX_CONTEXTS = 1024, 20  # tokens of a `ReconstructionPart`, most parts
-HELD_BACK_STRIDE = 5  # one context of so many is held back
+STEPS_PER_SESSION = 16  # in a `QueryPart`
+CONTEXT, MAX_CONTEXTS = 1024, 20  # tokens of a `ReconstructionPart`, and the most of these parts
+HELD_BACK_STRIDE = 5  # one of so many reconstruction parts evaluates the surrogate
 LOWEST = -27.6  # log of an attention weight of 1e-12; lower scores are not distinguished
 
 Progress = Callable[[int], None]
@@ -67,10 +65,12 @@ def calibrate(
         sums.done += 1
         if unfinished is not None:
             sums.save(unfinished, digest)
-    calibration = _calibration(model, len(ids), sums)
+    measured, weights = sums.queries.statistics(), sums.fitted.weights()
+    statistics = replace(measured, surrogate=Surrogate.from_weights(weights))
+    r_squared = sums.held_back.r_squared(weights)
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
-    return calibration
+    return Calibration(statistics, model.fingerprint.saved(), model.name, len(ids), r_squared)
 
 
 def calibration_tokens(model: LoadedModel, count: int) -> int:
@@ -82,53 +82,48 @@ def calibration_tokens(model: LoadedModel, count: int) -> int:
 
 
 @dataclass(frozen=True)
-class CalibrationPart(ABC):
-    """Tokens `first ... end - 1`, whose sums are added as a whole."""
+class QueryPart:
+    """Tokens `first ... end - 1`, over which queries and the error of merges are measured."""
 
     first: int
     end: int
 
     @property
     def tokens(self) -> int:
-        """Count of tokens that are evaluated for it."""
+        """Count of tokens that are evaluated."""
         return self.end - self.first
 
-    @abstractmethod
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
         """Evaluate the tokens and add to the sums."""
-
-
-class QueryPart(CalibrationPart):
-    """Measures queries, and the error of merges."""
-
-    def measure(
-        self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
-    ) -> None:
         step = _step(model)
         session = Session(model, Sliding(4 * step), step)
         session.cache.observe()
         for first in range(self.first, self.end, step):
             chunk = ids[first : min(first + step, self.end)]
             session.feed(chunk)
-            sums.measured.add(session.cache, step)
+            sums.queries.add(session.cache, step)
             progress(len(chunk))
 
 
 @dataclass(frozen=True)
-class ReconstructionPart(CalibrationPart):
-    """Measures reconstruction scores."""
+class ReconstructionPart:
+    """Tokens `first ... end - 1`, over whose cells reconstruction scores are measured."""
 
+    first: int
+    end: int
     held_back: bool
 
     @property
     def tokens(self) -> int:
-        return 2 * super().tokens  # prefilled, and then repeated
+        """Count of tokens that are evaluated: prefilled, and then repeated."""
+        return 2 * (self.end - self.first)
 
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
+        """Evaluate the tokens and add to the sums."""
         memory = Memory(model.decoder, Full(self.end - self.first))
         for done in evaluate(memory, ids[self.first : self.end], STEP):
             progress(done.hidden.shape[0])
@@ -141,14 +136,14 @@ class ReconstructionPart(CalibrationPart):
             regression.add(layer, x, scores[layer, :, SINKS:])
 
 
-def _parts(model: LoadedModel, count: int) -> list[CalibrationPart]:
+def _parts(model: LoadedModel, count: int) -> list[QueryPart | ReconstructionPart]:
     """The parts of a text of so many tokens."""
     step = _step(model)
     if count < 3 * step:
         raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {count}")
     # The remainder goes to the last part: alone it would have no tokens before it.
     firsts = range(0, max(1, count - 2 * step), STEPS_PER_SESSION * step)
-    parts: list[CalibrationPart] = [
+    parts: list[QueryPart | ReconstructionPart] = [
         QueryPart(first, end) for first, end in zip(firsts, [*firsts[1:], count], strict=True)
     ]
     length = min(CONTEXT, model.spec.max_positions // 2, count // 2)
@@ -168,14 +163,3 @@ def _digest(model: LoadedModel, ids: list[int]) -> str:
     digest = blake3(str(sorted(model.fingerprint.saved().items())).encode())
     digest.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
     return digest.hexdigest()
-
-
-def _calibration(model: LoadedModel, count: int, sums: CalibrationSums) -> Calibration:
-    """The calibration of a model from the sums over `count` tokens."""
-    weights = sums.fitted.weights()
-    measured = sums.measured.statistics()
-    statistics = Statistics(
-        measured.mean, measured.moment, measured.tolerance, Surrogate.from_weights(weights)
-    )
-    r_squared = sums.held_back.r_squared(weights)
-    return Calibration(statistics, model.fingerprint.saved(), model.name, count, r_squared)

@@ -25,18 +25,21 @@ RIDGE = 1e-3  # times the mean square of each feature
 
 
 class QuerySums:
-    """Sums over queries, and the attention error of merges at each cosine."""
+    """Sums over queries, and the attention error of merges at each cosine; float32, on the CPU.
+
+    Attributes, by the names that they have in the file:
+        sum: `[layers, kv_heads, head_dim]`, the sum of queries q before rotation.
+        outer: `[layers, kv_heads, head_dim, head_dim]`, the sum of q q^T.
+        errors: `[cosines, layers, kv_heads]`, of attention output.
+        queries: `[1]` int64, the number of queries of each KV head.
+    """
 
     def __init__(self, layout: Layout):
         heads, head_dim = (layout.layers, layout.kv_heads), layout.head_dim
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device="cpu")
-
-        self._queries = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._sum = zeros(*heads, head_dim)
-        self._outer = zeros(*heads, head_dim, head_dim)
-        self._errors = zeros(len(COSINES), *heads)
+        self.sum = torch.zeros(*heads, head_dim, dtype=torch.float32, device="cpu")
+        self.outer = torch.zeros(*heads, head_dim, head_dim, dtype=torch.float32, device="cpu")
+        self.errors = torch.zeros(len(COSINES), *heads, dtype=torch.float32, device="cpu")
+        self.queries = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def add(self, cache: KVCache, step: int) -> None:
         """Add the queries of an observing cache's last step of `step` tokens.
@@ -47,9 +50,9 @@ class QuerySums:
         queries = cache.observer.queries()
         assert queries is not None
         samples = by_kv_head(queries.values, cache.layout.kv_heads).cpu()
-        self._queries += samples.shape[2]
-        self._sum += samples.sum(2)
-        self._outer += samples.transpose(-1, -2) @ samples
+        self.queries += samples.shape[2]
+        self.sum += samples.sum(2)
+        self.outer += samples.transpose(-1, -2) @ samples
         first = cache.cells - 2 * step
         if first >= 0:
             parts = [cells for segment, cells in cache.read(first, step) if not segment.anchor]
@@ -57,27 +60,19 @@ class QuerySums:
             self._try_merges(candidates, queries.every(QUERY_STRIDE))
 
     def _try_merges(self, candidates: Candidates, queries: Queries) -> None:
-        for errors, cosine in zip(self._errors, COSINES, strict=True):
+        for errors, cosine in zip(self.errors, COSINES, strict=True):
             fewer = Fitted(cosine).compress(candidates, len(candidates) // TRIAL_RATIO).cells
             errors += output_error(candidates, fewer, queries).cpu()
 
     def statistics(self) -> Statistics:
         """Return the means; each KV head's tolerance is the cosine with the least error."""
         cosines = torch.tensor(COSINES, dtype=torch.float32, device="cpu")
-        moment = self._outer / self._queries
+        moment = self.outer / self.queries
         return Statistics(
-            self._sum / self._queries,
+            self.sum / self.queries,
             (moment + moment.transpose(-1, -2)) / 2,  # exactly symmetric: a file stores one half
-            cosines[self._errors.argmin(0)],
+            cosines[self.errors.argmin(0)],
         )
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "sum": self._sum,
-            "outer": self._outer,
-            "errors": self._errors,
-            "queries": self._queries,
-        }
 
 
 class RegressionSums:
@@ -85,12 +80,12 @@ class RegressionSums:
 
     Samples are not stored.
 
-    outer: `[layers, kv_heads, width, width]`, the sum of x x^T. product: `[layers, kv_heads,
-    width]`, of x y. square, total: `[layers, kv_heads]`, of y^2 and y. count: `[1]`, samples of
-    each KV head.
+    Attributes, by the names that they have in the file:
+        outer: `[layers, kv_heads, width, width]`, the sum of x x^T.
+        product: `[layers, kv_heads, width]`, the sum of x y.
+        square, total: `[layers, kv_heads]`, the sums of y^2 and of y.
+        count: `[1]`, samples of each KV head.
     """
-
-    NAMES = ("outer", "product", "square", "total", "count")
 
     def __init__(self, layers: int, kv_heads: int, width: int):
         def zeros(*shape: int) -> Tensor:
@@ -137,37 +132,34 @@ class RegressionSums:
         variance = float(self.square.sum()) - float(self.total.sum()) ** 2 / samples
         return 1 - float(errors.sum()) / variance if variance > 0 else 0.0
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.NAMES}
-
 
 class CalibrationSums:
     """All sums of a calibration in progress.
 
     Attributes:
         done: parts of the text that are in the sums.
-        fitted: the samples that the surrogate is fitted to.
-        held_back: the samples that it is evaluated on.
+        queries: sums over queries.
+        fitted: over the reconstruction scores that the surrogate is fitted to.
+        held_back: over those that it is evaluated on.
     """
 
     def __init__(self, layout: Layout):
         width = 2 * layout.head_dim + 1
         self.done = 0
-        self.measured = QuerySums(layout)
-        self.fitted, self.held_back = (
-            RegressionSums(layout.layers, layout.kv_heads, width) for _ in range(2)
-        )
+        self.queries = QuerySums(layout)
+        self.fitted = RegressionSums(layout.layers, layout.kv_heads, width)
+        self.held_back = RegressionSums(layout.layers, layout.kv_heads, width)
 
     def tensors(self) -> dict[str, Tensor]:
-        groups: dict[str, QuerySums | RegressionSums] = {
-            "measured": self.measured,
-            "fitted": self.fitted,
-            "held_back": self.held_back,
-        }
+        """Return all sums by their names in the file."""
         return {
             f"{group}.{name}": tensor
-            for group, sums in groups.items()
-            for name, tensor in sums.tensors().items()
+            for group, sums in (
+                ("measured", self.queries),
+                ("fitted", self.fitted),
+                ("held_back", self.held_back),
+            )
+            for name, tensor in vars(sums).items()
         }
 
     def save(self, path: Path, digest: str) -> None:
