@@ -111,6 +111,7 @@ def test_json_schema_and_required_tool_are_followed(client: openai.OpenAI) -> No
     assert create(client, [result], previous_response_id=first.id, tools=[tool]).output
 
 
+@pytest.mark.extended
 def test_truncation_disabled_refuses_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
     long = "word " * 3000
     with pytest.raises(openai.BadRequestError) as refused:

@@ -59,7 +59,14 @@ def test_every_flipped_bit_of_the_first_64_bytes_is_refused(path: Path) -> None:
             Snapshot.load(path)
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd", "int8"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param("none", marks=pytest.mark.extended),
+        "zstd",
+        pytest.param("int8", marks=pytest.mark.extended),
+    ],
+)
 def test_a_flipped_bit_of_the_payload_is_refused(path: Path, codec: str) -> None:
     Snapshot.load(path).save(path, codec)  # type: ignore[arg-type]
     data, draw = path.read_bytes(), random.Random(1)
