@@ -13,7 +13,7 @@ from kvkeep.compiled.decoder import CompiledExecutor, can_decode, unsupported_re
 from kvkeep.compiled.instruction_sets import TORCH, runs_here, selected_set
 from kvkeep.errors import SlowPathWarning
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.models.layers.graph import GraphExecutor
+from kvkeep.models.layers.executor import GraphExecutor
 from kvkeep.models.layers.network import Network
 from kvkeep.models.spec.cells import cell_layout
 from kvkeep.models.spec.model_spec import ModelSpec

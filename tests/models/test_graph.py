@@ -3,12 +3,13 @@
 import pytest
 import torch
 from small import small_model
+from torch import Tensor
 
 from kvkeep.cache.static import geometry
 from kvkeep.cache.step import DecodeStep
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.models.layers.graph import DecodeGraphs, GraphExecutor
+from kvkeep.models.layers.executor import GraphExecutor
 from kvkeep.models.layers.network import Network
 from kvkeep.session.session import Session
 
@@ -21,27 +22,26 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-class Counting(DecodeGraphs):
-    """How many tokens went each way."""
+class CountingExecutor(GraphExecutor):
+    """Counts the decode steps that were replayed, and those that were not."""
 
-    replayed = 0
-    others = 0
+    replayed_steps = 0
+    other_steps = 0
 
-    def hidden(self, tokens, step):  # type: ignore[no-untyped-def]
-        found = super().hidden(tokens, step)
-        if found is None:
-            self.others += 1
+    def replayed(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
+        hidden = super().replayed(tokens, step)
+        if hidden is None:
+            self.other_steps += 1
         else:
-            self.replayed += 1
-        return found
+            self.replayed_steps += 1
+        return hidden
 
 
-def graphed() -> tuple[Model, Counting]:
+def graphed() -> tuple[Model, CountingExecutor]:
     model = small_model()
-    executor = GraphExecutor(Network(model.spec, model.decoder.tensors))
-    executor.graphs = counting = Counting(executor.graphs.forward)
+    executor = CountingExecutor(Network(model.spec, model.decoder.tensors))
     model.decoder = Decoder(model.spec, model.decoder.tensors, executor=executor)
-    return model, counting
+    return model, executor
 
 
 def last(session: Session) -> torch.Tensor:
@@ -51,7 +51,7 @@ def last(session: Session) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_it_says_what_the_ordinary_step_says(settings: dict[str, object]) -> None:
+def test_a_replayed_step_equals_the_ordinary_one(settings: dict[str, object]) -> None:
     model, _ = graphed()
     here, there = (m.session(**settings) for m in (model, small_model()))  # type: ignore[arg-type]
     for session in (here, there):
@@ -61,23 +61,23 @@ def test_it_says_what_the_ordinary_step_says(settings: dict[str, object]) -> Non
         assert (last(here) - last(there)).abs().max() <= 1e-5
 
 
-def test_a_full_ring_is_replayed_and_a_growing_memory_is_not() -> None:
+def test_steps_of_a_full_ring_are_replayed_and_of_a_growing_cache_are_not() -> None:
     model, counting = graphed()
     session = model.session(max_kv_size=64)
     session.feed(PROMPT[:60])
     for _ in range(30):
         session.next_token()
     # 4 tokens until it is full, one in which its shape is first seen, and the rest.
-    assert (counting.others, counting.replayed) == (5, 25)
+    assert (counting.other_steps, counting.replayed_steps) == (5, 25)
     whole = model.session(policy="full")
     whole.feed(PROMPT[:60])
-    before = counting.replayed
+    before = counting.replayed_steps
     for _ in range(30):
         whole.next_token()
-    assert counting.replayed == before
+    assert counting.replayed_steps == before
 
 
-def test_sessions_that_take_turns_stay_apart() -> None:
+def test_sessions_that_alternate_do_not_affect_each_other() -> None:
     model, counting = graphed()
     plain = small_model()
     pairs = []
@@ -90,10 +90,10 @@ def test_sessions_that_take_turns_stay_apart() -> None:
         here, there = pairs[turn // 5 % 2]
         assert here.next_token() == there.next_token()
         assert (last(here) - last(there)).abs().max() <= 1e-5
-    assert counting.replayed >= 20
+    assert counting.replayed_steps >= 20
 
 
-def test_a_fork_of_a_replayed_session_goes_its_own_way() -> None:
+def test_a_fork_of_a_replayed_session_is_independent() -> None:
     model, _ = graphed()
     session, there = model.session(max_kv_size=48), small_model().session(max_kv_size=48)
     for each in (session, there):
@@ -110,7 +110,7 @@ def test_a_fork_of_a_replayed_session_goes_its_own_way() -> None:
 
 
 @torch.inference_mode()
-def test_a_ring_that_hides_cells_has_no_lasting_geometry() -> None:
+def test_a_ring_with_hidden_cells_has_no_static_geometry() -> None:
     session = small_model().session(max_kv_size=50, policy="shift", discard=10)
     session.feed(PROMPT[:200])
     found = []

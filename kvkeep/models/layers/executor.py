@@ -1,10 +1,17 @@
-"""The interface of executors, which compute a step's forward pass, and the one in torch."""
+"""The interface of executors, which compute a step's forward pass, and those in torch.
 
+A small model's decode step is hundreds of small kernels, and launching them one by one takes longer
+than running them. A CUDA graph, recorded once and replayed for each token, launches all at once.
+"""
+
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.group_step import GroupStep
+from kvkeep.cache.static import Geometry, StaticStep, geometry
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import finite
@@ -52,3 +59,79 @@ class TorchExecutor:
 
     def unpacked(self, name: str) -> Tensor:
         raise KeyError(name)  # everything is a tensor
+
+
+class GraphExecutor(TorchExecutor):
+    """Computes in torch, and replays decode steps of a full ring by a CUDA graph.
+
+    A step is replayed if its geometry is static and equals that of the step before. Only the last
+    graph is kept: sessions that alternate record anew, and a session's memory is held until another
+    one decodes.
+    """
+
+    name = "CUDA graphs"
+
+    def __init__(self, network: Network):
+        super().__init__(network)
+        self._graph: DecodeGraph | None = None
+        self._last_geometry: Geometry | None = None
+
+    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        replayed = self.replayed(tokens, step) if isinstance(step, DecodeStep) else None
+        return super().hidden(tokens, step) if replayed is None else replayed
+
+    def replayed(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
+        """Return hidden states as `hidden` does; None if there is no graph for this step."""
+        current, previous = geometry(step), self._last_geometry
+        self._last_geometry = current
+        if current is None or current != previous:
+            self._graph = None
+            return None
+        if self._graph is None or self._graph.geometry != current:
+            self._graph = DecodeGraph(self._network.forward, step, current)
+        return self._graph.hidden(tokens, step)
+
+
+class DecodeGraph:
+    """One session's decode step, valid while its geometry stays the same.
+
+    forward: maps tokens `[1]` and the step to hidden states `[1, hidden_size]`.
+    """
+
+    def __init__(
+        self, forward: Callable[[Tensor, StaticStep], Tensor], step: DecodeStep, geometry: Geometry
+    ):
+        self.geometry = geometry
+        self._forward = forward
+        self._static = StaticStep(step)
+        device = step.newest.layout.device
+        self._tokens = torch.zeros(1, dtype=torch.int64, device=device)
+        self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its hidden states
+
+    def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor:
+        """Evaluate a token into a step of this geometry; return `[1, hidden_size]`."""
+        self._static.load(step)
+        self._tokens.copy_(tokens)
+        if self._tokens.device.type != "cuda":
+            return self._run()  # the same code without a graph
+        if self._recorded is None:
+            self._recorded = self._record()
+        graph, hidden = self._recorded
+        graph.replay()
+        return hidden.clone()
+
+    def _run(self) -> Tensor:
+        return self._forward(self._tokens, self._static)
+
+    def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        # Run once beforehand on a side stream, so that libraries initialise outside the recording.
+        # It writes the same cell that the replay writes again.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            hidden = self._run()
+        return graph, hidden

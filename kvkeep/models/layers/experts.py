@@ -5,26 +5,15 @@ its scores would tie. The token goes through the experts with the highest scores
 index), and their outputs are summed, weighted by their shares of the softmax.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.primitives import Linear, Norm, make_norm
+from kvkeep.models.layers.primitives import Linear, NamedWeights, Norm, Product
 from kvkeep.models.spec.model_spec import Gating, ModelSpec
-
-
-class Product(Protocol):
-    """A matrix to multiply by, in whatever form it is stored: a `Linear` or packed weights."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map `[n, in]` to `[n, out]`."""
-
-    def take_rows(self, indices: Tensor) -> Tensor:
-        """Return rows of the matrix, `[n, in]`. indices: `[n]` int64."""
 
 
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:
@@ -158,33 +147,25 @@ class ParallelExperts:
         return self.mlp_norm(mlp_output) + self.output_norm(experts_output)
 
 
-def make_mlp(
-    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
-) -> Mlp | Experts:
-    """Return a layer's MLP, or the experts in its place. product: the matrix of a tensor name."""
-    prefix = f"model.layers.{layer}.mlp"
+def make_mlp(weights: NamedWeights, layer: int) -> Mlp | Experts:
+    """Return a layer's MLP, or the experts in its place."""
+    spec = weights.spec
     if spec.experts_beside or not spec.is_sparse(layer):
-        return _mlp(prefix, product, spec.gating)
-    return _experts(spec, layer, tensors, product)
+        return _mlp(weights, "mlp")
+    return _experts(weights)
 
 
-def make_parallel_experts(
-    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
-) -> ParallelExperts | None:
+def make_parallel_experts(weights: NamedWeights) -> ParallelExperts | None:
     """Return the experts beside a layer's MLP; None if the model has none."""
-    if not spec.experts_beside:
+    if not weights.spec.experts_beside:
         return None
-    prefix = f"model.layers.{layer}."
-    norms = {
-        field: make_norm(spec, tensors[f"{prefix}{name}.weight"])
-        for field, name in PARALLEL_NORMS.items()
-    }
+    norms = {field: weights.norm(f"{name}.weight") for field, name in PARALLEL_NORMS.items()}
     return ParallelExperts(
-        experts=_experts(spec, layer, tensors, product),
+        experts=_experts(weights),
         **norms,
-        router_scale=tensors[f"{prefix}{ROUTER_SCALE}"].float(),
-        expert_scales=tensors[f"{prefix}{EXPERT_SCALES}"].float(),
-        eps=spec.norm_eps,
+        router_scale=weights.tensor(ROUTER_SCALE).float(),
+        expert_scales=weights.tensor(EXPERT_SCALES).float(),
+        eps=weights.spec.norm_eps,
     )
 
 
@@ -196,33 +177,30 @@ def parallel_experts_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {**norms, ROUTER_SCALE: (spec.hidden_size,), EXPERT_SCALES: (spec.experts,)}
 
 
-def _experts(
-    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
-) -> Experts:
-    prefix = f"model.layers.{layer}.mlp"
-
-    def router(name: str, rows: int) -> Linear:
-        weight = tensors.get(name)
-        if weight is None:
-            weight = product(name).take_rows(torch.arange(rows, dtype=torch.int64, device="cpu"))
-        bias = tensors.get(f"{name.removesuffix('weight')}bias")
-        return Linear(weight.float(), None if bias is None else bias.float())
-
-    shared = None
+def _experts(weights: NamedWeights) -> Experts:
+    spec, shared = weights.spec, None
     if spec.shared_expert_size:
-        gate = router(f"{prefix}.shared_expert_gate.weight", 1)
-        shared = SharedExpert(_mlp(f"{prefix}.shared_expert", product, spec.gating), gate)
+        gate = _router(weights, "mlp.shared_expert_gate", 1)
+        shared = SharedExpert(_mlp(weights, "mlp.shared_expert"), gate)
     return Experts(
-        router=router(f"{prefix}.gate.weight", spec.experts),
-        experts=tuple(
-            _mlp(f"{prefix}.experts.{i}", product, spec.gating) for i in range(spec.experts)
-        ),
+        router=_router(weights, "mlp.gate", spec.experts),
+        experts=tuple(_mlp(weights, f"mlp.experts.{i}") for i in range(spec.experts)),
         per_token=spec.experts_per_token,
         norm_topk=spec.norm_topk,
         shared=shared,
     )
 
 
-def _mlp(prefix: str, product: Callable[[str], Product], gating: Gating) -> Mlp:
-    gate, up, down = (product(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
-    return Mlp(gate, up, down, gating)
+def _router(weights: NamedWeights, name: str, rows: int) -> Linear:
+    weight, bias = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
+    if weight is None:
+        all_rows = torch.arange(rows, dtype=torch.int64, device="cpu")
+        weight = weights.product(f"{name}.weight").take_rows(all_rows)
+    return Linear(weight.float(), None if bias is None else bias.float())
+
+
+def _mlp(weights: NamedWeights, name: str) -> Mlp:
+    gate, up, down = (
+        weights.product(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")
+    )
+    return Mlp(gate, up, down, weights.spec.gating)

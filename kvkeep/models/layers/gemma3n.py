@@ -14,7 +14,7 @@ layer passes through all later layers.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -22,13 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.experts import Experts, Mlp, Product
+from kvkeep.models.layers.experts import Experts, Mlp
 from kvkeep.models.layers.per_layer import PerLayerInput, make_per_layer_input
-from kvkeep.models.layers.primitives import Linear, Norm, make_norm
+from kvkeep.models.layers.primitives import Linear, NamedWeights, Norm, Product
 from kvkeep.models.spec.model_spec import ModelSpec
 
-# Projections of each stream but the first: embedding to stream, and stream to output.
-OPENING, CLOSING = "model.altup_projections", "model.altup_unembed_projections"
 _OUTPUT_SCALE = "altup.correct_output_scale"
 _LAUREL_PARTS = ("laurel.linear_left", "laurel.linear_right", "laurel.post_laurel_norm")
 
@@ -146,52 +144,40 @@ class SparseGate:
         return F.relu(wide - bound).to(values.dtype)
 
 
-def make_streams(spec: ModelSpec, product: Callable[[str], Product]) -> AltUpStreams | None:
-    """Return the model's streams; None if it has one residual stream.
-
-    product: the matrix of a tensor name.
-    """
-    if not spec.altup_inputs:
-        return None
-    indices = range(spec.altup_inputs - 1)
-    opening, closing = (
-        tuple(product(f"{name}.{index}.weight") for index in indices) for name in (OPENING, CLOSING)
-    )
-    return AltUpStreams(opening, closing)
+def make_streams(weights: NamedWeights) -> AltUpStreams | None:
+    """Return the model's streams; None if it has one residual stream."""
+    names = _stream_projections(weights.spec)
+    opening, closing = (tuple(map(weights.product, projections)) for projections in names)
+    return AltUpStreams(opening, closing) if weights.spec.altup_inputs else None
 
 
-def make_altup(
-    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
-) -> AltUp | None:
+def make_altup(weights: NamedWeights) -> AltUp | None:
     """Return a layer's AltUp; None if the model has one residual stream."""
-    if not spec.altup_inputs:
+    if not weights.spec.altup_inputs:
         return None
-    prefix = f"model.layers.{layer}."
 
     def linear(name: str) -> Linear:
-        return Linear(tensors[f"{prefix}altup.{name}.weight"].float(), None)
+        return Linear(weights.tensor(f"altup.{name}.weight").float(), None)
 
-    per_layer_input = make_per_layer_input(spec, layer, tensors, product)
+    per_layer_input = make_per_layer_input(weights)
     assert per_layer_input is not None, "the config reader requires per-layer embeddings"
     return AltUp(
-        active=spec.altup_active,
-        norm=make_norm(spec, tensors[f"{prefix}altup.router_norm.weight"].float()),
+        active=weights.spec.altup_active,
+        norm=weights.norm("altup.router_norm.weight", torch.float32),
         router=linear("modality_router"),
         prediction=linear("prediction_coefs"),
         correction=linear("correction_coefs"),
-        output_scale=tensors[f"{prefix}{_OUTPUT_SCALE}"].float(),
+        output_scale=weights.tensor(_OUTPUT_SCALE).float(),
         per_layer_input=per_layer_input,
     )
 
 
-def make_laurel(
-    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
-) -> Laurel | None:
+def make_laurel(weights: NamedWeights) -> Laurel | None:
     """Return a layer's LAuReL branch; None if the model has none."""
-    if not spec.laurel_rank:
+    if not weights.spec.laurel_rank:
         return None
-    left, right, norm = (f"model.layers.{layer}.{name}.weight" for name in _LAUREL_PARTS)
-    return Laurel(product(left), product(right), make_norm(spec, tensors[norm]))
+    left, right, norm = (f"{name}.weight" for name in _LAUREL_PARTS)
+    return Laurel(weights.product(left), weights.product(right), weights.norm(norm))
 
 
 def with_sparse_gate(spec: ModelSpec, layer: int, mlp: Mlp | Experts) -> Mlp | Experts:
@@ -204,8 +190,17 @@ def with_sparse_gate(spec: ModelSpec, layer: int, mlp: Mlp | Experts) -> Mlp | E
 
 def streams_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of AltUp tensors that belong to no layer, by name."""
-    indices, shape = range(spec.altup_inputs - 1), (spec.hidden_size, spec.hidden_size)
-    return {f"{name}.{index}.weight": shape for name in (OPENING, CLOSING) for index in indices}
+    opening, closing = _stream_projections(spec)
+    return dict.fromkeys((*opening, *closing), (spec.hidden_size, spec.hidden_size))
+
+
+def _stream_projections(spec: ModelSpec) -> tuple[list[str], list[str]]:
+    """Names of the projections of each stream but the first: from embeddings, and to outputs."""
+    streams = range(1, spec.altup_inputs)
+    return (
+        [f"model.altup_projections.{stream - 1}.weight" for stream in streams],
+        [f"model.altup_unembed_projections.{stream - 1}.weight" for stream in streams],
+    )
 
 
 def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

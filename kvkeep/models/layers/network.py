@@ -5,7 +5,7 @@ Projections, norms and MLPs. What differs between families is in the `ModelSpec`
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,6 @@ from kvkeep.models.layers.experts import (
     Experts,
     Mlp,
     ParallelExperts,
-    Product,
     make_mlp,
     make_parallel_experts,
 )
@@ -35,7 +34,7 @@ from kvkeep.models.layers.per_layer import (
     make_per_layer_embedding,
     make_per_layer_input,
 )
-from kvkeep.models.layers.primitives import Linear, Norm, make_norm
+from kvkeep.models.layers.primitives import NamedWeights, Norm, Product
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.tensors import EMBEDDING, HEAD, NORM
 
@@ -88,19 +87,17 @@ class Network:
         products: Mapping[str, Product] | None = None,
     ):
         self.spec = spec
-        product = partial(_product, tensors, products or {})
-        self.embedding = product(EMBEDDING)
-        self.layers = [_layer(spec, tensors, product, i) for i in range(spec.layers)]
-        self.norm = make_norm(spec, tensors[NORM])
-        self._dtype = dtype = tensors[NORM].dtype
+        weights, dtype = NamedWeights(spec, tensors, products or {}), tensors[NORM].dtype
+        self.embedding = weights.product(EMBEDDING)
+        self.layers = [_layer(weights, i) for i in range(spec.layers)]
+        self.norm = weights.norm(NORM)
         self._embedding_multiplier = embedding_multiplier(spec, dtype)
-        self._per_layer = make_per_layer_embedding(
-            spec, tensors, product, per_layer_multiplier(spec, dtype)
-        )
-        self._streams = make_streams(spec, product)
+        self._per_layer = make_per_layer_embedding(weights, per_layer_multiplier(spec, dtype))
+        self._streams = make_streams(weights)
         self._head_dims = [spec.group_of(i).head_dim for i in range(spec.layers)]
-        self._query_scales = [self._query_scale(i) for i in range(spec.layers)]
-        self.head = self.embedding if spec.tied_head else product(HEAD)
+        scales = [spec.group_of(i).query_scale(i) for i in range(spec.layers)]
+        self._query_scales = [tensors[NORM].new_tensor(x) if x else None for x in scales]
+        self.head = self.embedding if spec.tied_head else weights.product(HEAD)
 
     def forward(self, tokens: Tensor, step: LayerAttention, norms: Tensor | None = None) -> Tensor:
         """Evaluate `tokens: [n]`. Each layer calls `step.attend` once.
@@ -167,10 +164,6 @@ class Network:
         k = _normed_heads(layer.key_norm, k).view(n, -1, head_dim)
         return layer.output(step.attend(index, q, k, v))
 
-    def _query_scale(self, layer: int) -> Tensor | None:
-        scale = self.spec.group_of(layer).query_scale(layer)
-        return self.norm.weight.new_tensor(scale, dtype=self._dtype) if scale else None
-
     def _residual(self, x: Tensor, update: Tensor) -> Tensor:
         return x + _scaled(update, self.spec.residual_multiplier)
 
@@ -203,40 +196,32 @@ def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
 
 
-def _product(tensors: Mapping[str, Tensor], products: Mapping[str, Product], name: str) -> Product:
-    if name in products:
-        return products[name]
-    return Linear(tensors[name], tensors.get(f"{name.removesuffix('weight')}bias"))
+def _layer(model_weights: NamedWeights, index: int) -> DecoderLayer:
+    spec, weights = model_weights.spec, model_weights.layer(index)
+    own_cells, altup = spec.kv_source(index) == index, make_altup(weights)
+    own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)
 
-
-def _layer(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], product: Callable[[str], Product], index: int
-) -> DecoderLayer:
-    prefix = f"model.layers.{index}."
-
-    def linear(name: str) -> Product:
-        return product(f"{prefix}{name}.weight")
+    def matrix(name: str) -> Product:
+        return weights.product(f"self_attn.{name}.weight")
 
     def norm(name: str, exists: bool) -> Norm | None:
-        return make_norm(spec, tensors[f"{prefix}{name}.weight"]) if exists else None
+        return weights.norm(f"{name}.weight") if exists else None
 
-    own_cells, altup = spec.kv_source(index) == index, make_altup(spec, index, tensors, product)
-    own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)
     return DecoderLayer(
         attention_norm=norm("input_layernorm", spec.norms_before),
-        query=linear("self_attn.q_proj"),
-        key=linear("self_attn.k_proj") if own_cells else None,
-        value=linear("self_attn.v_proj") if own_values else None,
-        output=linear("self_attn.o_proj"),
+        query=matrix("q_proj"),
+        key=matrix("k_proj") if own_cells else None,
+        value=matrix("v_proj") if own_values else None,
+        output=matrix("o_proj"),
         query_norm=norm("self_attn.q_norm", spec.qk_norm),
         key_norm=norm("self_attn.k_norm", spec.qk_norm and own_cells),
         attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
         mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
-        mlp=with_sparse_gate(spec, index, make_mlp(spec, index, tensors, product)),
-        parallel_experts=make_parallel_experts(spec, index, tensors, product),
+        mlp=with_sparse_gate(spec, index, make_mlp(weights, index)),
+        parallel_experts=make_parallel_experts(weights),
         mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
-        per_layer_input=None if altup else make_per_layer_input(spec, index, tensors, product),
-        scale=tensors[f"{prefix}layer_scalar"] if spec.layer_scales else None,
-        laurel=make_laurel(spec, index, tensors, product),
+        per_layer_input=None if altup else make_per_layer_input(weights),
+        scale=weights.tensor("layer_scalar") if spec.layer_scales else None,
+        laurel=make_laurel(weights),
         altup=altup,
     )

@@ -5,14 +5,13 @@ After its MLP a layer adds its vector, gated by the residual stream, to the resi
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvkeep.models.layers.experts import GATED, Product
-from kvkeep.models.layers.primitives import Norm, make_norm
+from kvkeep.models.layers.experts import GATED
+from kvkeep.models.layers.primitives import NamedWeights, Norm, Product
 from kvkeep.models.spec.model_spec import Gating, ModelSpec
 
 TABLE = "model.embed_tokens_per_layer.weight"
@@ -26,8 +25,10 @@ LAYER_PARTS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_i
 class PerLayerEmbedding:
     """The vectors of all layers.
 
-    size: elements of one vector. factor: multiplies the table's rows. rows: of the table; a token
-    id beyond them takes row 0.
+    Attributes:
+        size: elements of one vector.
+        factor: multiplies the table's rows.
+        rows: of the table; a token id beyond them takes row 0.
     """
 
     table: Product
@@ -60,29 +61,25 @@ class PerLayerInput:
         return self.norm(self.projection(GATED[self.gating](self.gate(x), vectors)))
 
 
-def make_per_layer_embedding(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    product: Callable[[str], Product],
-    factor: float,
-) -> PerLayerEmbedding | None:
-    """Return the model's per-layer embedding, or None. product: the matrix of a tensor name."""
-    if not spec.per_layer_size:
+def make_per_layer_embedding(weights: NamedWeights, factor: float) -> PerLayerEmbedding | None:
+    """Return the model's per-layer embedding; None if it has none."""
+    size, rows = weights.spec.per_layer_size, _rows(weights.spec)
+    if not size:
         return None
-    norm = make_norm(spec, tensors[NORM])
-    size, rows = spec.per_layer_size, _rows(spec)
-    return PerLayerEmbedding(product(TABLE), product(PROJECTION), norm, size, factor, rows)
+    table, projection = weights.product(TABLE), weights.product(PROJECTION)
+    return PerLayerEmbedding(table, projection, weights.norm(NORM), size, factor, rows)
 
 
-def make_per_layer_input(
-    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
-) -> PerLayerInput | None:
-    """Return a layer's per-layer input, or None if the model has none."""
-    if not spec.per_layer_size:
+def make_per_layer_input(weights: NamedWeights) -> PerLayerInput | None:
+    """Return a layer's per-layer input; None if the model has none."""
+    if not weights.spec.per_layer_size:
         return None
-    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in LAYER_PARTS)
+    gate, projection, norm = (f"{name}.weight" for name in LAYER_PARTS)
     return PerLayerInput(
-        product(gate), product(projection), make_norm(spec, tensors[norm]), spec.gating
+        weights.product(gate),
+        weights.product(projection),
+        weights.norm(norm),
+        weights.spec.gating,
     )
 
 

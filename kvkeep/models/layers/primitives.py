@@ -1,4 +1,4 @@
-"""Matrix products, norms and the check for non-finite numbers, which all layers share.
+"""Matrix products, norms, access to weights by name, and the check for non-finite numbers.
 
 PyTorch's CPU library compiles a matrix product anew for each number of rows, and keeps every
 compiled product, so that each turn of a chat with a new length would add memory. So `Linear` pads
@@ -11,7 +11,9 @@ same bits.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,16 @@ _ROW_MULTIPLES = ((32, 4), (96, 8), (256, 16), (512, 32))
 _MULTIPLE_BEYOND = 128
 
 
+class Product(Protocol):
+    """A matrix to multiply by, in whatever form it is stored: a `Linear` or packed weights."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[n, in]` to `[n, out]`."""
+
+    def take_rows(self, indices: Tensor) -> Tensor:
+        """Return rows of the matrix, `[n, in]`. indices: `[n]` int64."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """A linear layer. weight: `[out, in]`, bias: `[out]` or None."""
@@ -33,7 +45,6 @@ class Linear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map `[n, in]` to `[n, out]`."""
         n = x.shape[0]
         padding = padded_rows(n) - n
         if not padding:
@@ -41,7 +52,6 @@ class Linear:
         return F.linear(F.pad(x, (0, 0, 0, padding)), self.weight, self.bias)[:n]
 
     def take_rows(self, indices: Tensor) -> Tensor:
-        """Return rows of the weight, `[n, in]`. indices: `[n]` int64."""
         return F.embedding(indices, self.weight)
 
 
@@ -73,10 +83,47 @@ class Norm:
         return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
-def make_norm(spec: ModelSpec, weight: Tensor) -> Norm:
-    """Return the norm of a stored weight, which is the factor less 1 in some families."""
-    factor = 1 + weight.float() if spec.unit_norms else weight
-    return Norm(factor, spec.norm_eps, spec.centred_norms)
+@dataclass(frozen=True)
+class NamedWeights:
+    """A model's weights by Hugging Face name, or one layer's by what follows its prefix.
+
+    Attributes:
+        tensors: all of one dtype and on one device.
+        products: matrices that are not stored as tensors.
+        prefix: put before each name.
+    """
+
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+    products: Mapping[str, Product]
+    prefix: str = ""
+
+    def layer(self, index: int) -> "NamedWeights":
+        """Return the weights of one layer."""
+        return replace(self, prefix=f"model.layers.{index}.")
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor; None if there is none of that name."""
+        return self.tensors.get(self.prefix + name)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[self.prefix + name]
+
+    def product(self, name: str) -> Product:
+        """Return a matrix, with the bias that belongs to it, if any."""
+        full_name = self.prefix + name
+        if full_name in self.products:
+            return self.products[full_name]
+        return Linear(self.tensors[full_name], self.get(f"{name.removesuffix('weight')}bias"))
+
+    def norm(self, name: str, dtype: torch.dtype | None = None) -> Norm:
+        """Return a norm, computed in `dtype` or that of its weight.
+
+        In some families the stored weight is the factor less 1.
+        """
+        weight = self.tensor(name).to(dtype)
+        factor = 1 + weight.float() if self.spec.unit_norms else weight
+        return Norm(factor, self.spec.norm_eps, self.spec.centred_norms)
 
 
 def require_finite(x: Tensor) -> None:
