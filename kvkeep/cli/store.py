@@ -1,9 +1,8 @@
 """Options for the session store, and the store that a command uses."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,20 +11,10 @@ from kvkeep.storage.objects.address import is_url, open_object_store
 from kvkeep.storage.sessions.folder import SessionFolder
 
 if TYPE_CHECKING:
+    from kvkeep.storage.sessions.interface import SessionStore
     from kvkeep.storage.sessions.shared import SessionPath
 
 _STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # keys in the meta dict of click's context
-
-
-class SavedSessions(Protocol):
-    """The operations on saved sessions that commands use, in a folder or an object store."""
-
-    def existing(self, name: str) -> "Path | SessionPath": ...
-    def names(self) -> list[str]: ...
-    def newest(self) -> "Iterator[Path | SessionPath]": ...
-    def lock(self, name: str) -> "AbstractContextManager[Path | SessionPath]": ...
-    def remove(self, name: str) -> int: ...
-    def sweep(self) -> Sequence[object]: ...
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
@@ -74,7 +63,7 @@ def named_secret() -> bytes:
     return read_secret(None if context is None else context.meta.get(_SECRET))
 
 
-def saved_sessions() -> SavedSessions:
+def saved_sessions() -> "SessionStore[Path | SessionPath]":
     """Return the sessions in the store that the command uses."""
     store = named_store()
     if store is None:

@@ -8,26 +8,19 @@ import json
 import re
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvkeep.engine.record import SessionRecord
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.folder import SessionFolder
+from kvkeep.storage.sessions.interface import SnapshotStore
 from kvkeep.storage.snapshots.snapshot import describe
 
 NOTES = "engine"  # the key of the engine's own fields in a snapshot's notes
 _OWNER = re.compile(r"[a-z0-9]{1,64}")
 _MARKER_SUFFIX = ".unsaved"
-
-
-class SnapshotLabels(Protocol):
-    """One owner's snapshots by label, such as a `SessionFolder`."""
-
-    def path(self, name: str) -> Path | ObjectPath: ...
-    def existing(self, name: str) -> Path | ObjectPath: ...
-    def names(self) -> list[str]: ...
-    def remove(self, name: str) -> int: ...
+SnapshotLabels = SnapshotStore[Path | ObjectPath]  # one owner's snapshots by label
 
 
 class SessionFiles:

@@ -15,7 +15,7 @@ from blake3 import blake3
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
-from kvkeep.storage.sessions.folder import is_name
+from kvkeep.storage.sessions.interface import is_name
 
 HEADER = b"x-session-id"
 CALLBACK = f"{__name__}:middlewares"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvkeep.server.errors import ApiError
-from kvkeep.storage.sessions.folder import is_name
+from kvkeep.storage.sessions.interface import is_name
 
 # none: targets no session of the store. create: makes a session, fork: from another one.
 # read: changes nothing. snapshot: writes the session under another name. events: an endless stream.

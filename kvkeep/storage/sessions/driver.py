@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from kvkeep.errors import NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.interface import ChunkSource
-from kvkeep.storage.sessions.folder import SNAPSHOT_SUFFIX
 from kvkeep.storage.sessions.head import SessionHead
+from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX
 from kvkeep.storage.sessions.protocol import (
     Delete,
     ListSnapshots,

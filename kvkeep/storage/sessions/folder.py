@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,34 +11,17 @@ from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporaries
+from kvkeep.storage.sessions.interface import (
+    SNAPSHOT_SUFFIX,
+    SessionStore,
+    checked_name,
+    is_name,
+)
 
-SNAPSHOT_SUFFIX = ".kvkeep"
 _LOCK = ".lock"
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
-def is_name(name: str) -> bool:
-    """Whether a text is a valid name of a session."""
-    return _NAME.fullmatch(name) is not None and ".." not in name
-
-
-def checked_name(name: str) -> str:
-    """Return a session's name. Raises InvalidArgument if it is not valid."""
-    if not is_name(name):
-        raise InvalidArgument(
-            "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
-            f"with no '.' and without '..'; found {name!r}"
-        )
-    return name
-
-
-def unknown_session(name: str, names: list[str]) -> InvalidArgument:
-    """The error for a name without a session. names: of those that exist."""
-    known = ", ".join(names) or "none yet"
-    return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
-
-
-class SessionFolder:
+class SessionFolder(SessionStore[Path]):
     """The sessions in a folder. There is no index that could be wrong, only the files.
 
     A process that will save a session holds its lock from before it reads the session until it has
@@ -65,20 +47,17 @@ class SessionFolder:
         return self._folder / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
 
     def existing(self, name: str) -> Path:
-        """Return the file of a session. Raises InvalidArgument, listing those that exist."""
         path = self.path(name)
         if not path.is_file() and self._older is not None:
             path = self._older.path(name)
         if not path.is_file():
-            raise unknown_session(name, self.names())
+            raise self.unknown(name)
         return path
 
     def names(self) -> list[str]:
-        """Return the names of all sessions, sorted."""
         return sorted(path.stem for path in self._all_files())
 
     def newest(self) -> Iterator[Path]:
-        """Yield the files of all sessions, the last saved first."""
         dated = []
         for path in self._all_files():
             with suppress(FileNotFoundError):
@@ -126,7 +105,6 @@ class SessionFolder:
             lock.release()
 
     def remove(self, name: str) -> int:
-        """Remove a session; return the bytes freed. Raises InvalidArgument, Locked."""
         self.existing(name)
         with self.lock(name):
             path = self.existing(name)  # the lock's previous holder may have removed it

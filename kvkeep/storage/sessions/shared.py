@@ -15,8 +15,14 @@ from kvkeep.storage.objects.interface import ChunkSource
 from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus, object_status, open_object
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import HEAD, SessionObjects
-from kvkeep.storage.sessions.folder import SNAPSHOT_SUFFIX, checked_name, is_name, unknown_session
 from kvkeep.storage.sessions.head import SessionHead
+from kvkeep.storage.sessions.interface import (
+    SNAPSHOT_SUFFIX,
+    SessionStore,
+    SnapshotStore,
+    checked_name,
+    is_name,
+)
 from kvkeep.storage.sessions.lease import Lease
 from kvkeep.storage.sessions.protocol import LeaseRequest, VersionedHead
 
@@ -95,11 +101,11 @@ def sweep_all(objects: ObjectStore) -> list[str]:
     ]
 
 
-class SharedSessions:
-    """The sessions of one owner in an object store, with the methods of `SessionFolder`.
+class SharedSessions(SessionStore[SessionPath]):
+    """The sessions of one owner in an object store.
 
-    Reading needs no lock. A lock is a lease: another process can acquire the session once this
-    process has not renewed it for `lease` seconds.
+    A lock is a lease: another process can acquire the session once this process has not renewed it
+    for `lease` seconds.
 
     writer: the name under which other processes see the lease holder. clock: seconds since 1970;
     a wrong clock only makes processes wait too long or too short, and cannot lose a commit.
@@ -128,19 +134,13 @@ class SharedSessions:
         """Return a session's objects. Raises InvalidArgument for an invalid name."""
         return SessionObjects(self.objects, f"{self._prefix}{checked_name(name)}/", name)
 
-    def existing(self, name: str) -> SessionPath:
-        """Return the path of a session. Raises InvalidArgument, listing those that exist."""
-        path = SessionPath(self.objects_of(name))
-        if not path.exists():
-            raise unknown_session(name, self.names())
-        return path
+    def path(self, name: str) -> SessionPath:
+        return SessionPath(self.objects_of(name))
 
     def names(self) -> list[str]:
-        """Return the names of all sessions with a commit, sorted."""
         return sorted(path.stem for _, path in self._committed())
 
     def newest(self) -> Iterator[SessionPath]:
-        """Yield the paths of all sessions with a commit, the last saved first."""
         dated = [(modified, path.stem, path) for modified, path in self._committed()]
         return (path for _, _, path in sorted(dated, key=lambda row: row[:2], reverse=True))
 
@@ -201,7 +201,6 @@ class SharedSessions:
         return self._lease(objects, objects.run(protocol.create(self._request())))
 
     def remove(self, name: str) -> int:
-        """Remove a session; return the bytes freed. Raises InvalidArgument, Locked."""
         size = self.existing(name).stat().st_size
         lease = self.acquire(name, create=False)
         try:
@@ -256,7 +255,7 @@ def _with_waiting_time(name: str, error: HeldElsewhere, now: float) -> HeldElsew
     )
 
 
-class SharedLabels:
+class SharedLabels(SnapshotStore[ObjectPath]):
     """The labelled snapshots of one owner in an object store.
 
     There are no leases: each write replaces a snapshot atomically, and the last write wins.
@@ -266,25 +265,15 @@ class SharedLabels:
         self._objects, self._prefix = objects, f"snapshots/{owner}/"
 
     def path(self, name: str) -> ObjectPath:
-        """Return the path of a label. Raises InvalidArgument for an invalid name."""
         return ObjectPath(self._objects, f"{self._prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
 
-    def existing(self, name: str) -> ObjectPath:
-        """Return the path of a label. Raises InvalidArgument, listing those that exist."""
-        path = self.path(name)
-        if not path.exists():
-            raise unknown_session(name, self.names())
-        return path
-
     def names(self) -> list[str]:
-        """Return all labels, sorted."""
         infos = self._objects.list_objects(self._prefix)
         keys = [info.key.removeprefix(self._prefix) for info in infos]
         names = [key.removesuffix(SNAPSHOT_SUFFIX) for key in keys if key.endswith(SNAPSHOT_SUFFIX)]
         return sorted(name for name in names if is_name(name))
 
     def remove(self, name: str) -> int:
-        """Remove a label; return the bytes freed. Raises InvalidArgument if there is none."""
         path = self.existing(name)
         size = path.stat().st_size
         self._objects.delete(path.key)

@@ -1,0 +1,73 @@
+"""The interface of session stores, and the rules for names that all of them share."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.storage.objects.paths import Source
+
+FileT_co = TypeVar("FileT_co", bound=Source, covariant=True)
+SNAPSHOT_SUFFIX = ".kvkeep"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+def is_name(name: str) -> bool:
+    """Whether a text is a valid name of a session."""
+    return _NAME.fullmatch(name) is not None and ".." not in name
+
+
+def checked_name(name: str) -> str:
+    """Return a session's name. Raises InvalidArgument if it is not valid."""
+    if not is_name(name):
+        raise InvalidArgument(
+            "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
+            f"with no '.' and without '..'; found {name!r}"
+        )
+    return name
+
+
+class SnapshotStore(Protocol[FileT_co]):
+    """Snapshots by name. Writing one replaces it atomically."""
+
+    def path(self, name: str) -> FileT_co:
+        """Return where a snapshot is kept. Raises InvalidArgument for an invalid name."""
+
+    def names(self) -> list[str]:
+        """Return all names, sorted."""
+
+    def remove(self, name: str) -> int:
+        """Remove a snapshot; return the bytes freed. Raises InvalidArgument if there is none."""
+
+    def existing(self, name: str) -> FileT_co:
+        """Return a snapshot that exists. Raises InvalidArgument, listing those that do."""
+        path = self.path(name)
+        if not path.exists():
+            raise self.unknown(name)
+        return path
+
+    def unknown(self, name: str) -> InvalidArgument:
+        """Return the error for a name without a snapshot."""
+        known = ", ".join(self.names()) or "none yet"
+        return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
+
+
+class SessionStore(SnapshotStore[FileT_co], Protocol[FileT_co]):
+    """Sessions by name, each with one writer at a time.
+
+    `SessionFolder` holds a lock file while a process works on a session, `SharedSessions` a lease
+    that expires when its holder is gone. Reading needs neither.
+    """
+
+    def newest(self) -> Iterator[FileT_co]:
+        """Yield all sessions, the last saved first."""
+
+    def lock(self, name: str) -> AbstractContextManager[FileT_co]:
+        """Keep other writers out for the block, and return what to save the session to.
+
+        Raises Locked at once if another process works on the session.
+        """
+
+    def sweep(self) -> Sequence[object]:
+        """Remove what killed writers left, and return it."""
