@@ -81,7 +81,7 @@ sanitize: install
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  $(BIN)/python -m pytest $(AT_ONCE) -p no:cacheprovider tests/compiled \
 	  tests/methods/test_similarity.py \
-	  tests/test_callers_defaults.py --ignore tests/compiled/test_real_model.py \
+	  tests/test_torch_defaults.py --ignore tests/compiled/test_real_model.py \
 	  -k 'not (number_of_threads and (gemma4 or experts))'
 
 # The wheel of this platform, tried in an environment without a compiler. See docs/wheels.md.

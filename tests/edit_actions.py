@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from dense_reference import DenseMemory, Refused
 from hypothesis import strategies as st
-from small import altup_spec, local_spec, small_model, unrotated_spec
+from small_models import altup_spec, local_spec, small_model, unrotated_spec
 
 from kvkeep import Snapshot
 from kvkeep.errors import KvkeepError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from small import small_tokenizer
+from small_models import small_tokenizer
 
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model

@@ -20,7 +20,9 @@ def fed(policy: str = "sliding", budget: int = 48, **settings) -> Session:
 
 
 @pytest.mark.parametrize("bits", [None, "8", "4"])
-def test_a_restored_session_and_a_fork_go_on_to_the_bit(bits: str | None, tmp_path: Path) -> None:
+def test_restored_and_forked_sessions_continue_bit_exactly(
+    bits: str | None, tmp_path: Path
+) -> None:
     session = fed(kv_bits=bits)
     session.snapshot().save(tmp_path / "a.kvkeep")
     fork, restored = session.fork(), ALTUP_MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
@@ -31,19 +33,19 @@ def test_a_restored_session_and_a_fork_go_on_to_the_bit(bits: str | None, tmp_pa
         assert torch.equal(restored.logits, session.logits)
 
 
-def test_cells_are_of_the_layers_that_make_some() -> None:
+def test_only_layers_with_their_own_cells_hold_cells() -> None:
     session = fed()
     assert session.cache.layout.layers == 1  # of two that see everything
     assert session.cache.local.layout.layers == 3  # of four local ones
 
 
 @pytest.mark.parametrize(("bits", "most"), [("8", 0.1), ("4", 1.5)])
-def test_cells_in_fewer_bits_change_little(bits: str, most: float) -> None:
+def test_quantised_cells_change_logits_little(bits: str, most: float) -> None:
     exact, rounded = fed("full", 256).logits, fed("full", 256, kv_bits=bits).logits
     assert 0 < (exact - rounded).square().mean().sqrt() <= most
 
 
-def test_rows_of_a_group_are_what_sessions_give_alone() -> None:
+def test_group_rows_equal_single_sessions() -> None:
     sessions = [fed("sliding", budget) for budget in (20, 48)]
     sessions.append(sessions[0].fork())
     alone = [session.fork() for session in sessions]
@@ -55,7 +57,7 @@ def test_rows_of_a_group_are_what_sessions_give_alone() -> None:
 
 
 @pytest.mark.parametrize("method", ["kvzip", "kvzip+", "snapkv", "expected_attention", "average"])
-def test_it_can_be_compressed(method: str) -> None:
+def test_a_session_with_altup_can_be_compressed(method: str) -> None:
     session = fed("full", 256)
     report = session.compress(3, method=method, recent=20)
     assert report.cells_after < report.cells_before
@@ -64,7 +66,7 @@ def test_it_can_be_compressed(method: str) -> None:
     assert torch.isfinite(session.logits).all()
 
 
-def test_a_token_without_vectors_of_its_own_has_those_of_the_first_one() -> None:
+def test_tokens_outside_the_per_layer_vocabulary_use_the_first_row() -> None:
     """Of 256 tokens 200 have some."""
     tensors = dict(ALTUP_MODEL.decoder.tensors)
     assert tensors["model.embed_tokens_per_layer.weight"].shape[0] == 200

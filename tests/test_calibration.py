@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from listening import attending
+from attention_hooks import attending
 from packed_model import packed_model, spec_of
-from small import small_model
+from small_models import small_model
 from topics import topic_ids
 from torch import Tensor
 

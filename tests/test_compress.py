@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.archives import same, state
-from small import small_model
+from small_models import small_model
 
 from kvkeep import Calibration, calibrate
 from kvkeep.cache import Cells

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.archives import same, state
-from small import small_model
+from small_models import small_model
 from test_compress import TEXT, calibration, cells_of, fed, pinned_tokens, require_unchanged
 
 from kvkeep.cache import NO_TOKEN, Ragged

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from listed_cells import ListedCells, biased
 from policies.archives import Setting
-from small import small_model
+from small_models import small_model
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Ragged

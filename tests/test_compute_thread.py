@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
-from small import small_model
+from small_models import small_model
+from timeouts import PATIENCE
 from torch import Tensor
 
 from kvkeep.engine import Engine, GeneratedToken, GenerationRequest

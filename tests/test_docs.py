@@ -13,8 +13,8 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from patience import PATIENCE
 from snippets import KINDS, Snippet, indented_code, snippets
+from timeouts import PATIENCE
 from topics import topic_text
 
 import kvkeep

@@ -1,8 +1,8 @@
 """Spans of which nothing is remembered, or nothing ever was: their names, and what can be done."""
 
 import pytest
-from small import small_model
-from whole_state import differences, same, whole_state
+from session_state import differences, same, whole_state
+from small_models import small_model
 
 from kvkeep import Session
 from kvkeep.errors import InvalidArgument
@@ -28,7 +28,7 @@ def forgetful(**options) -> Session:
     return session
 
 
-def test_a_name_whose_tokens_are_all_forgotten_is_free() -> None:
+def test_a_span_name_can_be_reused_once_all_its_tokens_are_evicted() -> None:
     session = forgetful()
     for result in ("new result", "newer one!", "newest one"):
         with session.span("tool"):
@@ -37,14 +37,14 @@ def test_a_name_whose_tokens_are_all_forgotten_is_free() -> None:
         session.feed("?" * 30)
 
 
-def test_a_name_whose_tokens_are_all_compressed_is_free() -> None:
+def test_a_span_name_can_be_reused_once_all_its_tokens_are_compressed() -> None:
     session = forgetful(policy="archive", window=8)
     with session.span("tool"):
         session.feed("new result")
     assert text(session, "tool") == "new result"
 
 
-def test_a_name_is_not_free_as_long_as_one_token_is_remembered() -> None:
+def test_a_span_name_is_taken_while_one_token_is_held() -> None:
     session = MODEL.session(24)
     with session.span("tool"):
         session.feed("a" * 24)
@@ -56,7 +56,7 @@ def test_a_name_is_not_free_as_long_as_one_token_is_remembered() -> None:
     assert same(whole_state(session), before)
 
 
-def test_an_open_span_is_not_free_though_its_tokens_are_forgotten() -> None:
+def test_the_name_of_an_open_span_is_taken_even_if_its_tokens_are_evicted() -> None:
     session = MODEL.session(16)
     with session.span("long"):
         session.feed("x" * 50)
@@ -65,7 +65,7 @@ def test_an_open_span_is_not_free_though_its_tokens_are_forgotten() -> None:
     assert (session.spans["long"].start, session.spans["long"].end) == (0, 50)
 
 
-def test_deleting_what_is_forgotten_takes_it_off_the_record_and_nothing_else() -> None:
+def test_deleting_evicted_tokens_changes_only_the_history() -> None:
     session, other = forgetful(), forgetful()
     report = session.delete("tool")
     assert (report.tokens_evaluated, report.cells_moved) == (0, 0)
@@ -80,7 +80,7 @@ def test_deleting_what_is_forgotten_takes_it_off_the_record_and_nothing_else() -
     session.rewind(3)  # what is held is counted from the end, as before
 
 
-def test_what_may_live_on_in_compressed_cells_is_not_taken_out() -> None:
+def test_compressed_tokens_cannot_be_deleted() -> None:
     session = forgetful(policy="archive", window=8)
     before = whole_state(session)
     with pytest.raises(InvalidArgument, match="compressed cells"):
@@ -88,7 +88,7 @@ def test_what_may_live_on_in_compressed_cells_is_not_taken_out() -> None:
     assert same(whole_state(session), before)
 
 
-def test_what_is_forgotten_cannot_be_replaced_pinned_or_evaluated_around() -> None:
+def test_evicted_tokens_cannot_be_replaced_pinned_or_masked() -> None:
     session = forgetful()
     before = whole_state(session)
     for refused in (
@@ -111,7 +111,7 @@ def with_an_empty_span() -> Session:
 
 
 @pytest.mark.parametrize("recompute", ["none", "suffix"])
-def test_an_empty_span_is_replaced_by_text_which_it_names_then(recompute: str) -> None:
+def test_replacing_an_empty_span_inserts_text_under_its_name(recompute: str) -> None:
     session = with_an_empty_span()
     session.replace("note", None, "in between ", recompute)
     assert session.text() == "before in between after"
@@ -121,7 +121,7 @@ def test_an_empty_span_is_replaced_by_text_which_it_names_then(recompute: str) -
     assert text(session, "note") == "and "
 
 
-def test_an_empty_span_is_deleted_by_its_name_and_has_nothing_to_pin() -> None:
+def test_an_empty_span_can_be_deleted_and_cannot_be_pinned() -> None:
     session = with_an_empty_span()
     before = whole_state(session)
     for refused in (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import small_model
+from small_models import small_model
 
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument, KvkeepError

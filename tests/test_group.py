@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from counting import Counting
+from counting_constraint import Counting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import small_model
+from small_models import small_model
 
 from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.cache.segment import GROWTH

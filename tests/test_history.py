@@ -4,8 +4,8 @@ import random
 import threading
 
 import pytest
-from interrupting import broken_off_at, lines_of
-from small import small_model
+from interrupts import broken_off_at, lines_of
+from small_models import small_model
 
 from kvkeep.session.history import History
 

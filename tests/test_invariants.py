@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from attention_hooks import attending
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listening import attending
-from small import small_model
+from small_models import small_model
 
 from kvkeep.cache import KVCache
 from kvkeep.errors import KvkeepError

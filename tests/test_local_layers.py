@@ -6,7 +6,7 @@ import pytest
 import torch
 from altered_snapshots import altered
 from edit_actions import LOCAL_MODEL, MODEL
-from small import local_spec
+from small_models import local_spec
 from topics import topic_text
 
 from kvkeep import PrefixStore, SessionGroup, Snapshot

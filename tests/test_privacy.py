@@ -44,7 +44,7 @@ def own_private_fields(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
-def test_no_file_writes_the_private_fields_of_another(file: Path) -> None:
+def test_private_fields_are_written_in_their_own_file_only(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     violations = [
         f"line {attribute.lineno}: {ast.unparse(attribute)}"
@@ -54,7 +54,7 @@ def test_no_file_writes_the_private_fields_of_another(file: Path) -> None:
     assert violations == []
 
 
-def test_no_object_takes_over_the_dict_of_another() -> None:
+def test_no_object_takes_the_dict_of_another() -> None:
     violations = [
         str(file.relative_to(PACKAGE))
         for file in FILES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import small_model
+from small_models import small_model
 from torch import Tensor
 
 from kvkeep import SessionGroup
@@ -71,7 +71,7 @@ def require_kept_as_asked(session: Session, bits: Bits) -> None:
 
 
 @pytest.mark.parametrize(("policy", "bits"), [e for e in EACH if e[0] != "self_extend"])
-def test_the_next_step_sees_what_restored_cells_would_show(policy: str, bits: Bits) -> None:
+def test_the_next_step_attends_to_the_dequantised_cells(policy: str, bits: Bits) -> None:
     """Self-extend moves cells before each step, and quantises them once more."""
     session = fed(policy, bits)
     plain = with_restored_cells(session)
@@ -95,7 +95,9 @@ def test_the_budget_holds_and_is_smaller(policy: str, bits: Bits) -> None:
 
 
 @each
-def test_edits_pins_rewinds_and_keep_go_as_with_plain_cells(policy: str, bits: Bits) -> None:
+def test_edits_pins_rewinds_and_keep_work_as_with_unquantised_cells(
+    policy: str, bits: Bits
+) -> None:
     session, plain = fed(policy, bits), fed(policy, Bits())
     for one in (session, plain):
         if policy != "self_extend":
@@ -117,7 +119,7 @@ def test_edits_pins_rewinds_and_keep_go_as_with_plain_cells(policy: str, bits: B
 
 
 @each
-def test_forks_and_parent_go_their_own_ways(policy: str, bits: Bits) -> None:
+def test_forks_and_parent_are_independent(policy: str, bits: Bits) -> None:
     session, beside = fed(policy, bits), fed(policy, bits)
     fork, other = session.fork(), session.fork()
     fork.feed(TEXT[300:340])
@@ -195,7 +197,7 @@ def test_which_cells_are_held_never_depends_on_bits(
     require_kept_as_asked(sessions[0], bits)
 
 
-def test_sessions_of_several_kinds_write_together() -> None:
+def test_sessions_with_different_bits_decode_in_one_group() -> None:
     kinds = [("full", Bits(kv="8")), ("full", Bits(kv="4")), ("sliding", Bits(far="4"))]
     made = [fed(*kind) for kind in kinds]
     sessions = [*made, made[0].fork(), made[2].fork(), fed("full", Bits())]
@@ -253,7 +255,7 @@ def test_with_kv_bits_results_depend_on_the_prefill_step(policy: PolicyName, bit
 
 
 @pytest.mark.parametrize(("keep", "depends"), [(4, False), (40, True)])
-def test_with_far_bits_they_do_where_it_cuts_what_is_kept(keep: int, depends: bool) -> None:
+def test_with_far_bits_results_depend_on_the_prefill_step(keep: int, depends: bool) -> None:
     settings = {"max_kv_size": 200, "keep": keep, "far_bits": "8"}
     assert bool((after(7, **settings) - after(64, **settings)).abs().max() > 1e-3) is depends
 
@@ -270,7 +272,7 @@ def test_with_far_bits_they_do_where_it_cuts_what_is_kept(keep: int, depends: bo
         ({"far_bits": "8", "policy": "full"}, 'policy "full" has none: use kv_bits'),
     ],
 )
-def test_bits_without_meaning_are_refused(options: dict[str, str], message: str) -> None:
+def test_unknown_bits_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         MODEL.session(64, **options)  # type: ignore[arg-type]
 
@@ -283,7 +285,7 @@ def test_bits_may_be_integers(bits: Any) -> None:
 
 
 @pytest.mark.extended
-def test_the_real_model_reads_on_as_well_in_few_bits(smollm2: Model) -> None:
+def test_perplexity_of_the_real_model_hardly_rises_with_fewer_bits(smollm2: Model) -> None:
     """Measured in steps of 128 and token by token: docs/command-line.md, "Fewer bits"."""
     from topics import topic_ids
 

@@ -107,7 +107,7 @@ def change(draw: random.Random, pair: Pair) -> None:
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("seed", range(3))
-def test_sessions_write_in_random_groups_what_each_writes_alone(
+def test_random_groups_generate_the_same_bits_as_single_sessions(
     bits: MatrixBits | None, seed: int
 ) -> None:
     draw, model = random.Random(seed), packed_model(spec_of(32), bits)

@@ -79,7 +79,7 @@ def act(model: Model, session: Session, draw: random.Random, ids: list[int], fil
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_each_token_finds_what_is_in_the_cells_that_it_sees(
+def test_queries_attend_to_exactly_the_cells_in_view(
     setting, smollm2: Model, smollm2_fp32: Model, tmp_path
 ) -> None:
     session = smollm2.session(**{"max_kv_size": BUDGET} | setting)
@@ -88,7 +88,7 @@ def test_each_token_finds_what_is_in_the_cells_that_it_sees(
 
 
 @pytest.mark.parametrize("bits", [None, "8", "4"])
-def test_so_it_does_where_heads_have_numbers_of_cells_of_their_own(
+def test_queries_attend_to_exactly_the_ragged_cells_in_view(
     bits, smollm2: Model, smollm2_fp32: Model, tmp_path
 ) -> None:
     session = smollm2.session(128, policy="full", kv_bits=bits)
@@ -125,7 +125,7 @@ def smollm2_fp32(smollm2: Model) -> Model:
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding", "shift"])
-def test_random_edits_leave_what_the_naive_memory_holds(
+def test_random_edits_equal_the_naive_memory(
     policy: str, smollm2: Model, smollm2_fp32: Model, tmp_path
 ) -> None:
     draw, ids, size = random.Random(policy), topic_ids(smollm2), 80 if policy == "full" else 16

@@ -11,8 +11,8 @@ import torch
 from histories import ACTIONS, BY_HEADS, SETTINGS, TEXT, act, new
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from interrupting import broken_off_at, interrupted_from
-from whole_state import differences, whole_state
+from interrupts import broken_off_at, interrupted_from
+from session_state import differences, whole_state
 
 from kvkeep import PrefixStore, Session
 from kvkeep.errors import KvkeepError
@@ -81,7 +81,7 @@ def act_with_fault(session: Session, action: tuple[Any, ...], fault: tuple[str, 
 @given(SETTINGS, ACTIONS, st.lists(FAULT, min_size=7, max_size=7))
 @example({"policy": "full"}, BY_HEADS, [("none", 0)] * len(BY_HEADS))
 @example({"policy": "full"}, BY_HEADS, FAULTS_BY_HEADS)
-def test_a_session_is_sound_after_every_call_and_fault(
+def test_invariants_hold_after_every_call_and_fault(
     smollm2: Model, setting: dict[str, Any], actions: list[Any], faults: list[Any]
 ) -> None:
     session = new(smollm2, setting)

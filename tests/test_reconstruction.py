@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small import small_model
+from session_state import differences, whole_state
+from small_models import small_model
 from topics import topic_ids
 from torch import Tensor
-from whole_state import differences, whole_state
 
 from kvkeep import Bits
 from kvkeep.cache import Cells, PositionMap, Segment

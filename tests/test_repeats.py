@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from policies.archives import same, state
-from small import small_model
+from small_models import small_model
 from test_compress import cells_of, require_unchanged
 
 from kvkeep import Session

@@ -1,11 +1,11 @@
 """What a person sees of a model, a session, its cells, a snapshot and a group."""
 
-from small import small_model
+from small_models import small_model
 
 from kvkeep import SessionGroup
 
 
-def test_each_says_in_a_line_what_it_is() -> None:
+def test_repr_is_one_informative_line() -> None:
     model = small_model()
     session = model.session(24, keep=2)
     session.feed(list(range(1, 31)))
@@ -32,7 +32,7 @@ def test_each_says_in_a_line_what_it_is() -> None:
     )
 
 
-def test_of_ragged_cells_it_says_how_many_a_head_has_on_average_and_the_bytes_of_all() -> None:
+def test_repr_of_ragged_cells_gives_the_mean_per_head_and_all_bytes() -> None:
     session = small_model().session(policy="full")
     session.feed([(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)])
     session.compress(4.0, "knorm", recent=20, budget="heads")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small import small_model
+from small_models import small_model
 from topics import topic_ids
 from torch import Tensor
 
@@ -161,7 +161,7 @@ def pass_key_prompt(junk: int, at: int, key: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("junk", [500, 670])
-def test_it_finds_the_pass_key_beyond_the_trained_length(smollm2: Model, junk: int) -> None:
+def test_the_pass_key_is_found_beyond_the_trained_length(smollm2: Model, junk: int) -> None:
     prompt = smollm2.text.encode(pass_key_prompt(junk, junk // 3, 48137))
     assert len(prompt) > 12_000
     session = smollm2.session(policy="self_extend")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small import small_model
+from small_models import small_model
 
 import kvkeep
 from kvkeep import Sampling

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from packed_model import packed_model, spec_of
-from small import small_model
+from small_models import small_model
 from torch import Tensor
 
 from kvkeep import Sampling, SessionGroup

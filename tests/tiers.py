@@ -36,14 +36,14 @@ EXTENDED = (
     "server/test_isolation.py",
     "store/test_continuation.py",
     "store/test_prefix.py",
-    "test_callers_defaults.py",
+    "test_torch_defaults.py",
     "test_compression_quality.py",
     "test_compute_thread.py",
     "test_quality.py",
     "test_real_edits.py",
     "test_real_invariants.py",
     "test_streaming_reference.py",
-    "test_whole_or_not_at_all.py",
+    "test_atomic_calls.py",
     # Damaged files by the thousands.
     "fuzz/",
 )

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small import write_small_folder
+from small_models import write_small_folder
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A group against its sessions one after another: what is measured, and what is made of it."""
 
 import pytest
-from small import small_model
+from small_models import small_model
 
 from benchmarks.branches import Round, measure_branches, summarise, table
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from small import small_model
+from small_models import small_model
 
 from benchmarks import edits
 from benchmarks.edits import Edits, Plan, measure_edits, scattered

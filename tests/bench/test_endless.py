@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from small import small_model
+from small_models import small_model
 
 from benchmarks import endless, endless_run
 from benchmarks.endless_plot import draw_endless

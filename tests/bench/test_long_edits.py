@@ -1,7 +1,7 @@
 """The measurement of edits in long sessions, in small."""
 
 import pytest
-from small import small_model
+from small_models import small_model
 
 from benchmarks.long_edits import Plan, measure_long_edits, table
 from kvkeep.errors import InvalidArgument

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from small import small_model
+from small_models import small_model
 
 from benchmarks.picture import Curve, measure_curves
 from benchmarks.picture_plot import draw_picture

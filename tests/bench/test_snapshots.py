@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from small import small_model
+from small_models import small_model
 
 from benchmarks.snapshots import measure_snapshots, table
 

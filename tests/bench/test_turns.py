@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from small import small_model
+from small_models import small_model
 
 from benchmarks.turns import SHORTEST, chat
 from kvkeep.compiled.binding import library

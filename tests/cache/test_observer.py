@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from attention_hooks import attending
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listening import attending
-from small import small_model
+from small_models import small_model
 from torch import Tensor
 
 from kvkeep import SessionGroup

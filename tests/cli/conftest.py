@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import ctrl_c
+import interrupt_at_step
 import pytest
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
@@ -38,7 +38,7 @@ def ctrl_c_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def arm(step: int, number: int = signal.SIGINT) -> None:
         monkeypatch.setattr(F, "embedding", real)
-        monkeypatch.setattr(F, "embedding", ctrl_c.interrupting(step, number))
+        monkeypatch.setattr(F, "embedding", interrupt_at_step.interrupting(step, number))
 
     return arm
 
@@ -63,7 +63,9 @@ def start() -> Iterator[Start]:
         environment: dict[str, str] | None = None,
         **options: object,
     ) -> "subprocess.Popen[bytes]":
-        program = ["-m", "kvkeep"] if ctrl_c_at is None else [ctrl_c.__file__, str(ctrl_c_at)]
+        program = (
+            ["-m", "kvkeep"] if ctrl_c_at is None else [interrupt_at_step.__file__, str(ctrl_c_at)]
+        )
         command = [sys.executable, *program, *map(str, arguments)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})

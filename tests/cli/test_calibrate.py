@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from small_files import small_files_only
+from full_disk import small_files_only
 
 from kvkeep import load_model
 from kvkeep.compression.calibration.calibration import load_calibration

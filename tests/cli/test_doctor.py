@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE
-from sets_here import sets_here
-from small import small_spec, write_small_folder
+from available_sets import sets_here
+from small_models import small_spec, write_small_folder
+from timeouts import PATIENCE
 
 from kvkeep import load_model
 from kvkeep.compiled import instruction_sets

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
+from full_disk import small_files_only
 from safetensors.torch import load_file, save_file
-from small_files import small_files_only
+from timeouts import PATIENCE
 
 from kvkeep import Snapshot
 from kvkeep.cli.memory import CODEC_NAMES

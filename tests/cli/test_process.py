@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
+from timeouts import PATIENCE
 
 from kvkeep import Snapshot
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Invoke
-from patience import PATIENCE
 from server.conftest import RunningServer, running_server, without_saved_revision
+from timeouts import PATIENCE
 
 from kvkeep.client import Client
 from kvkeep.model import Model

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from patience import PATIENCE
+from timeouts import PATIENCE
 
 from kvkeep.cli.options import nbytes
 from kvkeep.cli.output import shown_bytes

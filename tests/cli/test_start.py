@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from timeouts import PATIENCE
 
 # A module that Python imports first: it sends a signal during a later import.
 SITE = """

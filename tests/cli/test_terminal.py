@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from timeouts import PATIENCE
 
 from kvkeep import Snapshot, load_model
 from kvkeep.models.hub.library import home

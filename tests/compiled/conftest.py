@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from sanitized import SANITIZED
-from sets_here import sets_here
+from available_sets import sets_here
+from sanitizers import SANITIZED
 
 # Modules that test results. Others test operands or files.
 ON_EACH_SET = {

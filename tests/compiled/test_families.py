@@ -10,7 +10,7 @@ import torch
 import transformers
 from compiled.test_decoding import SETTINGS, by_torch_of, forked, last, logits_of
 from packed_model import packed_model, routed_by_tokens, spec_of
-from sanitized import SANITIZED
+from sanitizers import SANITIZED
 
 from kvkeep import SessionGroup, load_model
 from kvkeep.compiled.binding import library

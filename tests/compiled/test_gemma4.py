@@ -12,7 +12,7 @@ from compiled.test_decoding import by_torch_of, forked, last, logits_of
 from gguf import GGMLQuantizationType as Type
 from models.test_gguf_families import TOKENS, random_model, write
 from packed_model import packed_model, routed_by_tokens, spec_of
-from sanitized import SANITIZED
+from sanitizers import SANITIZED
 from torch import Tensor
 
 from kvkeep import SessionGroup, Snapshot, load_model

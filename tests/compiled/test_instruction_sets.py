@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sets_here import sets_here
+from available_sets import sets_here
 
 from kvkeep.compiled import instruction_sets
 from kvkeep.compiled.binding import library, require_done

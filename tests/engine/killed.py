@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from small import small_model
+from small_models import small_model
 
 from kvkeep.engine import Engine, GeneratedToken, GenerationRequest, Limits
 from kvkeep.session.sampling import Sampling

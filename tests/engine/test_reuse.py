@@ -7,7 +7,7 @@ import pytest
 from engine.random_workload import World
 from engine.workload import Change, Create, Request, Result, Work
 from packed_model import packed_model, spec_of
-from small import small_model
+from small_models import small_model
 
 from kvkeep.compiled.binding import library
 from kvkeep.engine import Engine

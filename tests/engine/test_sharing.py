@@ -1,7 +1,7 @@
 """Generations and sessions of an engine share no mutable state."""
 
 import pytest
-from counting import Counting
+from counting_constraint import Counting
 from engine.killed import MODEL, SETTINGS, text
 
 from kvkeep.engine import Engine, GeneratedToken, GenerationRequest

@@ -1,7 +1,7 @@
 """Facts lie where they were asked to lie, and nothing of a question comes before it is asked."""
 
 import pytest
-from small import small_model
+from small_models import small_model
 from topics import topic_text
 
 from kvkeep.errors import InvalidArgument

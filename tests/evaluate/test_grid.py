@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from small import small_model
+from small_models import small_model
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import Sample

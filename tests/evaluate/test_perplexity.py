@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from small import VOCABULARY, small_model
+from small_models import VOCABULARY, small_model
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.evaluate.perplexity import RECENT, measure_perplexity, perplexity_points

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from small import small_model
+from small_models import small_model
 
 from kvkeep.evaluate.facts import Fact, Where
 from kvkeep.evaluate.passkey import Passkey

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from fleet.test_shared_sessions import STORY, generate_locally
 from object_server import ObjectServer
-from patience import PATIENCE
+from timeouts import PATIENCE
 
 from kvkeep.model import Model
 from kvkeep.storage.objects import open_object_store

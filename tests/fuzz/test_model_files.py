@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from fuzz.fuzzing import fuzz
 from fuzz.mutations import json_bytes, mutate_bytes, mutate_json
-from small import write_small_folder
+from small_models import write_small_folder
 from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.models.gguf.config import config_from_gguf

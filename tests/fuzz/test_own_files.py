@@ -7,7 +7,7 @@ from random import Random
 from fuzz.fuzzing import fuzz
 from fuzz.mutations import mutate_bytes
 from fuzz.sealed import mutate
-from small import small_model
+from small_models import small_model
 
 from kvkeep import PrefixStore, calibrate, load_calibration
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from fuzz.fuzzing import fuzz
 from fuzz.sealed import assemble, mutate, take_apart
-from small import small_model
+from small_models import small_model
 
 from kvkeep import Session, Snapshot
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from altered_snapshots import altered
-from hooked import hooked_modules
+from module_hooks import hooked_modules
 from topics import topic_ids
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 

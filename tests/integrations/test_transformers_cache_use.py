@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hooked import hooked_modules
+from module_hooks import hooked_modules
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from benchmarks.architectures import small_model

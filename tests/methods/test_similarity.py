@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from available_sets import sets_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sets_here import sets_here
 
 from kvkeep.compiled.binding import library
 from kvkeep.compression.methods import similarity

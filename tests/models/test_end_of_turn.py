@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import pytest
-from small import small_spec, write_small_folder
+from small_models import small_spec, write_small_folder
 from tiny_gguf import tiny_llama, write_gguf, write_tokens
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE

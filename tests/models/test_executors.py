@@ -3,7 +3,7 @@
 import pytest
 import torch
 from packed_model import packed_model, spec_of
-from small import small_model
+from small_models import small_model
 
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor

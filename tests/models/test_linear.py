@@ -3,7 +3,7 @@
 import pytest
 import torch
 from packed_model import packed_model, spec_of
-from small import small_model
+from small_models import small_model
 from torch.overrides import TorchFunctionMode
 
 from kvkeep.model import Model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from packed_model import packed_model, spec_of
 from safetensors.torch import load_file, save_file
-from small import write_small_folder
+from small_models import write_small_folder
 
 import kvkeep
 from kvkeep.compiled.binding import library

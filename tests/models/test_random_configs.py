@@ -18,7 +18,7 @@ from models.test_families import open_model
 from models.test_text_part import IMAGES
 from random_configs import class_defaults, family_name, random_config
 from safetensors.torch import load_file, save_file
-from small import small_tokenizer
+from small_models import small_tokenizer
 
 from kvkeep.errors import KvkeepError
 from kvkeep.models.spec.families import FAMILIES

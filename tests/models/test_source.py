@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from patience import PATIENCE
+from timeouts import PATIENCE
 from tiny_gguf import tiny_llama, write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import write_small_folder
+from small_models import write_small_folder
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,

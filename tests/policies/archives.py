@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 from hypothesis import strategies as st
-from small import small_model
+from small_models import small_model
 
 from kvkeep import Calibration, calibrate
 from kvkeep.cache import KVCache, Ragged

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from attention_hooks import attending
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listening import attending
 from policies.archives import MODEL, TEXT, Setting, archived, archives, same, state
 
 from kvkeep import Sampling, SessionGroup

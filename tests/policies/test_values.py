@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small import small_model
+from small_models import small_model
 
 from kvkeep.cache import Bits
 from kvkeep.errors import InvalidArgument

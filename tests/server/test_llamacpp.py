@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from server.conftest import RunningServer, running_server
-from small import write_small_folder
+from small_models import write_small_folder
 from topics import topic_text
 
 from kvkeep.model import Model, load_model

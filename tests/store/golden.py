@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from small import small_model, small_spec
+from small_models import small_model, small_spec
 
 from kvkeep import Sampling
 from kvkeep.model import Model

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from small import small_model
-from whole_state import differences, whole_state
+from session_state import differences, whole_state
+from small_models import small_model
 
 from kvkeep.cache import Ragged
 from kvkeep.errors import CorruptFile

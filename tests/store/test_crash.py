@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import pytest
 import torch
-from small import small_model
+from small_models import small_model
 
 from kvkeep.errors import StoreError
 from kvkeep.storage.files import atomic

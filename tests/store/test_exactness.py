@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from available_sets import sets_here
 from packed_model import packed_model, spec_of
-from sets_here import sets_here
-from small import small_model
+from small_models import small_model
 from store.golden import PATH
 
 from kvkeep import Snapshot

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import torch
 from altered_snapshots import altered
-from small import small_model
+from small_models import small_model
 from topics import topic_ids
 
 from kvkeep.cache import Cells, Layout, PositionMap, Segment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import small_model
+from small_models import small_model
 from tokenizers import Tokenizer
 
 from kvkeep.errors import FingerprintMismatch

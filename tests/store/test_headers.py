@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
-from small import small_model
+from small_models import small_model
 
 from kvkeep import Calibration, Snapshot, load_calibration
 from kvkeep.compression.methods import Statistics

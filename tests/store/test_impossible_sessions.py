@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from altered_snapshots import altered
-from small import small_model
+from small_models import small_model
 from torch import Tensor
 
 from kvkeep import Sampling

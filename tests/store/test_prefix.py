@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import small_model, write_small_folder
+from small_models import small_model, write_small_folder
 from store.prefill import prompt
 from topics import topic_ids
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from small import small_model
+from small_models import small_model
 
 from kvkeep.errors import CorruptFile
 from kvkeep.storage.snapshots.container import read_container, write_container

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from small import small_model
-from small_files import small_files_only
+from full_disk import small_files_only
+from small_models import small_model
 from store.prefill import prompt
 from topics import topic_ids
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import small_model, write_small_folder
+from small_models import small_model, write_small_folder
 from store.continuation import NEXT, POLICIES, SAMPLINGS, TEXT, continue_session
 from topics import topic_ids
 from torch import Tensor

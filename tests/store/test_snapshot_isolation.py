@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from small import small_model
+from small_models import small_model
 
 from kvkeep import Sampling, Snapshot
 

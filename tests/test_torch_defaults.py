@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed_model import packed_model, spec_of
-from small import small_model, write_small_folder
+from small_models import small_model, write_small_folder
 from torch import Tensor
 
 import kvkeep
@@ -160,7 +160,7 @@ SMALL = {"small": lambda: packed_model(spec_of(), 4), "small, by torch": small_m
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", SMALL.values(), ids=SMALL)
-def test_sessions_give_the_same_bits(
+def test_sessions_are_bit_equal_under_any_torch_default(
     way: Callable[[Model, Path], list[Tensor]], model: Callable[[], Model], tmp_path: Path
 ) -> None:
     expected = way(model(), tmp_path / "none")
@@ -169,7 +169,7 @@ def test_sessions_give_the_same_bits(
 
 
 @pytest.mark.parametrize("way", WITH_KERNELS)
-def test_sessions_of_the_default_model_give_the_same_bits(
+def test_sessions_of_the_default_model_are_bit_equal_under_any_torch_default(
     way: Callable[[Model, Path], list[Tensor]], smollm2: Model, tmp_path: Path
 ) -> None:
     expected = way(smollm2, tmp_path)

@@ -54,7 +54,7 @@ def plain_bytes(cache: KVCache) -> int:
 
 @pytest.mark.parametrize("bits", [{}, {"kv_bits": "8"}], ids=["plain", "8 bits"])
 @pytest.mark.parametrize("kind", [*POLICIES, "archive by heads"])
-def test_storage_takes_no_more_than_a_budget_and_an_eighth(kind: str, bits) -> None:
+def test_storage_is_at_most_nine_eighths_of_the_budget(kind: str, bits) -> None:
     for seed in range(4):
         budget, draw = (48, 256)[seed % 2], random.Random(seed)
         session = MODEL.session(

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from interrupting import interrupted_from, lines_of
-from small import small_model
-from whole_state import differences, whole_state
+from interrupts import interrupted_from, lines_of
+from session_state import differences, whole_state
+from small_models import small_model
 
 from kvkeep import Feeding, FeedStep, PrefixStore, Session
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
@@ -17,7 +17,7 @@ def session(**options) -> Session:
     return MODEL.session(**{"max_kv_size": 48, "prefill_step": 16, **options})
 
 
-def test_it_ends_where_feed_does_and_reports_the_same() -> None:
+def test_stepwise_prefill_equals_feed() -> None:
     one, other = session(), session()
     feeding = one.feeding(TEXT[:100])
     steps = list(feeding)
@@ -29,7 +29,7 @@ def test_it_ends_where_feed_does_and_reports_the_same() -> None:
     assert (feeding.report.tokens, feeding.report.peak_cells) == (100, report.peak_cells)
 
 
-def test_between_two_steps_the_session_stands_after_the_last_one() -> None:
+def test_the_session_is_usable_between_two_steps() -> None:
     one = session()
     for step in one.feeding(TEXT[:100]):
         assert one.tokens == TEXT[: step.done]
@@ -40,7 +40,7 @@ def test_between_two_steps_the_session_stands_after_the_last_one() -> None:
         assert one.fork().next_token() == alone.next_token()
 
 
-def test_closed_early_it_leaves_the_session_there() -> None:
+def test_closing_early_keeps_the_steps_already_evaluated() -> None:
     one, other = session(), session()
     feeding = one.feeding(TEXT[:100])
     done = next(feeding).done + next(feeding).tokens
@@ -52,7 +52,7 @@ def test_closed_early_it_leaves_the_session_there() -> None:
     assert one.next_token() == other.next_token()
 
 
-def test_sessions_take_turns() -> None:
+def test_sessions_can_prefill_alternately() -> None:
     several, alone = [session() for _ in "abc"], [session() for _ in "abc"]
     feedings = [one.feeding(TEXT[i : i + 80]) for i, one in enumerate(several)]
     while {next(feeding, None) for feeding in feedings} != {None}:
@@ -62,7 +62,7 @@ def test_sessions_take_turns() -> None:
         assert torch.equal(one.logits, other.logits)
 
 
-def test_a_prompt_that_feed_refuses_is_refused_at_once() -> None:
+def test_a_prompt_that_feed_refuses_is_refused_before_the_first_step() -> None:
     one = session(policy="full")
     before = whole_state(one)
     for prompt, error in (
@@ -75,7 +75,7 @@ def test_a_prompt_that_feed_refuses_is_refused_at_once() -> None:
     assert list(differences(whole_state(one), before)) == []
 
 
-def test_a_step_that_failed_can_be_asked_for_again() -> None:
+def test_a_failed_step_can_be_retried() -> None:
     one, other = session(), session()
     feeding = one.feeding(TEXT[:60])
     first = next(feeding).done
@@ -100,7 +100,7 @@ def read_on(feeding: Feeding) -> None:
         next(feeding)
 
 
-def test_interrupted_at_any_line_it_reads_each_token_once() -> None:
+def test_interrupted_at_any_line_each_token_is_evaluated_once() -> None:
     expected = session()
     expected.feed(TEXT[:60])
     total = lines_of(lambda: read_on(session().feeding(TEXT[:60])))
@@ -113,7 +113,7 @@ def test_interrupted_at_any_line_it_reads_each_token_once() -> None:
         assert list(differences(whole_state(one), whole_state(expected))) == []
 
 
-def test_a_store_gives_its_step_first_and_gets_what_is_read(tmp_path) -> None:
+def test_a_prefix_store_supplies_the_first_step_and_receives_the_rest(tmp_path) -> None:
     store = PrefixStore(tmp_path)
     wide = {"max_kv_size": 1024, "prefill_step": 128}
     first = session(**wide, store=store).feeding(TEXT[:600])
@@ -129,7 +129,7 @@ def test_a_store_gives_its_step_first_and_gets_what_is_read(tmp_path) -> None:
     assert (second.logits - plain.logits).abs().max() < 1e-4
 
 
-def test_a_session_that_went_another_way_in_between_gives_a_store_nothing(tmp_path) -> None:
+def test_a_session_changed_between_steps_stores_no_prefix(tmp_path) -> None:
     store = PrefixStore(tmp_path)
     one = session(max_kv_size=1024, prefill_step=200, store=store)
     feeding = one.feeding(TEXT[:600])

@@ -1,6 +1,6 @@
 """Ctrl-C at a given step of the model, on any machine.
 
-As a script: `python ctrl_c.py STEP ...` is `python -m kvkeep ...`, interrupted there.
+As a script: `python interrupt_at_step.py STEP ...` is `python -m kvkeep ...`, interrupted there.
 """
 
 import itertools

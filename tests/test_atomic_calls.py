@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from interrupting import BrokenOff, broken_off_at, interrupted_from, lines_of
-from small import small_model
-from whole_state import Whole, differences, going_on, same, whole_state
+from interrupts import BrokenOff, broken_off_at, interrupted_from, lines_of
+from session_state import Whole, differences, going_on, same, whole_state
+from small_models import small_model
 
 from kvkeep import Sampling, Session, SessionGroup
 from kvkeep.model import Model
@@ -167,17 +167,17 @@ def check(case: Case, model: Model, points: int, breaking: Breaking) -> None:
 
 @pytest.mark.parametrize("breaking", [broken_off_at, interrupted_from])
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_that_is_broken_off_leaves_the_session_whole(name: str, breaking: Breaking) -> None:
+def test_an_interrupted_call_is_all_or_nothing(name: str, breaking: Breaking) -> None:
     check(CASES[name], MODEL, 5, breaking)
 
 
 @pytest.mark.parametrize("name", ["feed", "next_token", "rewind", "pin", "delete"])
-def test_it_does_in_compiled_code_too(name: str, smollm2: Model) -> None:
+def test_an_interrupted_call_is_all_or_nothing_in_compiled_code(name: str, smollm2: Model) -> None:
     settings = RING | {"prefill_step": 32}
     check(replace(CASES[name], settings=settings, steps=False), smollm2, 3, broken_off_at)
 
 
-def test_a_span_names_all_of_its_tokens_or_none() -> None:
+def test_an_interrupted_span_names_all_of_its_tokens_or_none() -> None:
     total = lines_of(lambda: spanned(CASES["feed"].session(MODEL)))
     for index in range(0, total, total // 12):
         session = CASES["feed"].session(MODEL)
@@ -187,7 +187,7 @@ def test_a_span_names_all_of_its_tokens_or_none() -> None:
 
 
 @pytest.mark.parametrize("breaking", [broken_off_at, interrupted_from])
-def test_a_group_takes_a_token_in_every_session_or_in_none(breaking: Breaking) -> None:
+def test_an_interrupted_group_step_advances_all_sessions_or_none(breaking: Breaking) -> None:
     def sessions() -> list[Session]:
         """Of several kinds; the last one shares its parent's cells."""
         found = [CASES[name].session(MODEL) for name in ("feed", "feed archive", "rewind full")]
@@ -209,7 +209,7 @@ def test_a_group_takes_a_token_in_every_session_or_in_none(breaking: Breaking) -
         assert any(not any(differences(found, each)) for each in allowed), index
 
 
-def test_nothing_of_a_session_before_stays_in_memory() -> None:
+def test_no_earlier_session_state_stays_referenced() -> None:
     session = CASES["feed"].session(MODEL)
     gone = [weakref.ref(segment.block) for segment in session.cache.segments]
     session.feed(TEXT[:40])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import small_model
+from small_models import small_model
 
 from kvkeep import PrefixStore, Sampling, Session, SessionGroup, Snapshot, calibrate
 from kvkeep.errors import InvalidArgument
@@ -84,14 +84,14 @@ NUMBERS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", WHOLE_NUMBERS)
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=shown)
-def test_what_is_no_whole_number_is_refused(name: str, value: Any) -> None:
+def test_integer_arguments_refuse_other_types(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match="found"):
         WHOLE_NUMBERS[name](value)
 
 
 @pytest.mark.parametrize("name", NONE_ALLOWED)
 @pytest.mark.parametrize("value", [x for x in NO_NUMBERS if x is not None], ids=shown)
-def test_what_is_no_whole_number_is_refused_where_none_has_a_meaning(name: str, value: Any) -> None:
+def test_optional_integer_arguments_refuse_other_types(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match="found"):
         NONE_ALLOWED[name](value)
 
@@ -102,13 +102,13 @@ def test_what_is_no_whole_number_is_refused_where_none_has_a_meaning(name: str, 
     ["1", b"1", True, np.True_, math.nan, math.inf, 1j, [1], np.ones(2), 10**400, object()],
     ids=shown,
 )
-def test_what_is_no_finite_number_is_refused(name: str, value: Any) -> None:
+def test_number_arguments_refuse_non_finite_values(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match="found"):
         NUMBERS[name](value)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, torch.tensor])
-def test_whole_numbers_of_other_libraries_are_pythons_from_there_on(kind: Any, tmp_path) -> None:
+def test_integers_of_other_libraries_become_python_integers(kind: Any, tmp_path) -> None:
     session = MODEL.session(kind(48), keep=kind(3), prefill_step=kind(7))
     session.feed([kind(token) for token in PROMPT])
     with session.span("named"):
@@ -132,7 +132,7 @@ def test_whole_numbers_of_other_libraries_are_pythons_from_there_on(kind: Any, t
 @pytest.mark.parametrize(
     "prompt", [b"bytes", {1: 2}, {1, 2}, 5, None, np.int64(5), [[1]], np.ones((2, 2), int), [300]]
 )
-def test_what_is_no_prompt_is_refused_and_changes_nothing(prompt: Any) -> None:
+def test_an_invalid_prompt_is_refused_and_changes_nothing(prompt: Any) -> None:
     session = fed()
     for call in (session.feed, session.score, lambda p: session.insert(3, p)):
         with pytest.raises(InvalidArgument):
@@ -142,7 +142,7 @@ def test_what_is_no_prompt_is_refused_and_changes_nothing(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("half", ["\ud800", "a\udcffb"])
-def test_half_a_character_is_refused_by_name_and_changes_nothing(half: str) -> None:
+def test_a_lone_surrogate_is_refused_and_changes_nothing(half: str) -> None:
     session = fed()
     calls: tuple[Callable[[], object], ...] = (
         lambda: session.feed(half),
@@ -162,13 +162,13 @@ def test_half_a_character_is_refused_by_name_and_changes_nothing(half: str) -> N
 
 
 @pytest.mark.parametrize("stop", ["", "text", b"x", ("",), (b"x",), (1,), 5, None])
-def test_stop_strings_are_a_tuple_of_some(stop: Any) -> None:
+def test_stop_strings_must_be_non_empty(stop: Any) -> None:
     with pytest.raises(InvalidArgument, match="stop"):
         Sampling(stop=stop)
     assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
-def test_objects_of_another_kind_are_refused() -> None:
+def test_objects_of_the_wrong_type_are_refused() -> None:
     session: Any = fed()
     calls: tuple[Callable[[], object], ...] = (
         lambda: session.next_token({"temperature": 1}),
@@ -195,12 +195,12 @@ def test_objects_of_another_kind_are_refused() -> None:
     assert session.tokens == PROMPT
 
 
-def test_numpys_truth_is_truth() -> None:
+def test_numpy_booleans_are_accepted() -> None:
     assert list(fed().stream(0, ignore_eos=np.True_)) == []
 
 
 @pytest.mark.extended
-def test_a_session_of_numpys_numbers_on_the_default_model_can_be_saved(smollm2, tmp_path) -> None:
+def test_a_session_configured_with_numpy_numbers_can_be_saved(smollm2, tmp_path) -> None:
     session = smollm2.session(np.int32(64), keep=np.int64(4), prefill_step=np.uint8(32))
     session.feed(np.arange(100, 200, dtype=np.int32))
     session.next_token(Sampling(np.float32(0.7), seed=np.uint32(3)))

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from interrupting import at_each_line
-from small import small_model
+from interrupts import at_each_line
+from small_models import small_model
 
 from kvkeep import Sampling, Session
 from kvkeep.errors import ContextFull, NonFiniteLogits
@@ -34,7 +34,7 @@ def text_of(session: Session, first: int) -> str:
     return MODEL.text.decode(session.tokens[first:], skip_special=True)
 
 
-def test_text_that_was_held_back_comes_before_the_context_is_full() -> None:
+def test_withheld_text_is_emitted_before_context_full() -> None:
     session = MODEL.session(len(PROMPT) + 6, policy="full")
     session.feed(PROMPT)
     stream = session.stream(sampling=doubtful(session, 6), ignore_eos=True)
@@ -43,7 +43,7 @@ def test_text_that_was_held_back_comes_before_the_context_is_full() -> None:
     assert len(session.tokens) == len(PROMPT) + 6
 
 
-def test_text_that_was_held_back_comes_before_a_model_fails() -> None:
+def test_withheld_text_is_emitted_before_a_model_error() -> None:
     session = MODEL.session(64)
     session.feed(PROMPT)
     stream, found = session.stream(sampling=doubtful(session, 4), ignore_eos=True), ""
@@ -65,7 +65,7 @@ def test_text_that_was_held_back_comes_before_a_model_fails() -> None:
 
 @pytest.mark.parametrize("held_back", [True, False])
 @pytest.mark.parametrize("line", [0, 40, 150, 400])
-def test_text_of_every_token_comes_before_an_interrupt(line: int, held_back: bool) -> None:
+def test_text_of_every_token_is_emitted_before_an_interrupt(line: int, held_back: bool) -> None:
     session = MODEL.session(64)
     session.feed(PROMPT)
     how = doubtful(session, 8) if held_back else Sampling()
@@ -83,7 +83,7 @@ def test_text_of_every_token_comes_before_an_interrupt(line: int, held_back: boo
     assert session.finish_reason == "interrupt"
 
 
-def test_an_interrupt_is_not_lost_where_nobody_asks_for_more() -> None:
+def test_an_interrupt_is_raised_even_if_the_stream_is_not_resumed() -> None:
     session = MODEL.session(64)
     session.feed(PROMPT)
     stream = session.stream(sampling=doubtful(session, 8), ignore_eos=True)

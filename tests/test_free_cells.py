@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from small import small_model
-from whole_state import same, whole_state
+from session_state import same, whole_state
+from small_models import small_model
 
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 
