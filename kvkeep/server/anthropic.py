@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse
+from kvkeep.engine import Finished, GenerationRequest, PrefillProgress, Usage
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.errors import api_error_for
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
-from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, RequestBody, SamplingParams, ServiceDep
-from kvkeep.server.service import GenerationStream, Service
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, collect
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import ToolCall, Tools, checked_tools
 
@@ -38,8 +38,7 @@ class CountTokensRequest(RequestBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
 
-    def openai_tools(self) -> Tools | None:
-        """Validate the tools and return them in OpenAI's form."""
+    def checked_tools(self) -> Tools:
         functions = [
             {
                 "type": "function",
@@ -51,22 +50,19 @@ class CountTokensRequest(RequestBody):
             }
             for tool in self.tools or ()
         ]
-        openai_choices = {"auto": "auto", "any": "required", "none": "none"}
         choice = self.tool_choice or {"type": "auto"}
-        kind = choice.get("type")
-        if kind == "tool":
+        choice_type = choice.get("type")
+        if choice_type == "tool":
             return checked_tools(functions, {"name": choice.get("name")})
-        return checked_tools(
-            functions, openai_choices.get(kind, kind) if isinstance(kind, str) else kind
-        )
+        return checked_tools(functions, "required" if choice_type == "any" else choice_type)
 
-    async def encode_prompt(self, service: Service) -> list[int]:
+    async def encode_prompt(self, codec: TextCodec, tools: Tools) -> list[int]:
         messages = []
         if self.system is not None:
             messages.append({"role": "system", "content": _plain_text(self.system)})
         for message in self.messages:
             messages += _template_messages(message)
-        return await prompt_ids(service, messages, self.openai_tools())
+        return await prompt_ids(codec, messages, tools)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -87,88 +83,82 @@ class MessagesRequest(CountTokensRequest):
 
 
 @router.post("/v1/messages", response_model=None, responses=JSON_OR_EVENTS)
-async def messages(
-    body: MessagesRequest, http_request: HttpRequest, service: ServiceDep, owner: OwnerDep
-) -> Response | dict[str, Any]:
+async def messages(body: MessagesRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message."""
-    ids, tools = await body.encode_prompt(service), body.openai_tools()
-    samplings = constrain(service, body.sampling_params().samplings(), tools)
+    tools = body.checked_tools()
+    ids = await body.encode_prompt(context.codec, tools)
+    samplings = constrain(context.service.model, body.sampling_params().samplings(), tools)
     request = GenerationRequest(tuple(ids), body.max_tokens)
-    generations = await start_generations(service, request, owner, samplings)
+    generations = await start_generations(context, request, samplings)
     head = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
         "role": "assistant",
-        "model": service.name,
+        "model": context.service.name,
     }
     if body.stream:
-        return sse_response(_stream(generations, head, tools, len(ids)))
-    async with generations.cancel_on_disconnect(http_request):
-        (result,) = await generations.collect()
-        return _message(head, result.text, result.end, tools)
+        return sse_response(_stream(generations, head, tools), _error_event)
+    (result,) = await collect(context.http_request, generations)
+    return _message(head, result, tools)
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: CountTokensRequest, service: ServiceDep) -> dict[str, int]:
+async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
     """Count the tokens of a prompt, those of the chat template included."""
-    return {"input_tokens": len(await body.encode_prompt(service))}
+    return {"input_tokens": len(await body.encode_prompt(context.codec, body.checked_tools()))}
 
 
-def _message(head: dict[str, Any], text: str, end: Finished, tools: Tools | None) -> dict[str, Any]:
-    text, calls = tools.parse(text) if tools else (text, [])
+def _message(head: dict[str, Any], result: GenerationResult, tools: Tools) -> dict[str, Any]:
+    text, calls = tools.parse(result.text)
     content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
     content += [_tool_use(call) for call in calls]
-    usage = {**_usage(end.usage.prompt, end.usage.reuse), "output_tokens": end.usage.generated}
-    return {**head, "content": content, **_stop_fields(end, calls), "usage": usage}
+    usage = _usage(result.end.usage, result.end.usage.generated)
+    return {**head, "content": content, **_stop_fields(result.end, calls), "usage": usage}
 
 
 async def _stream(
-    generations: GenerationStream, head: dict[str, Any], tools: Tools | None, prompt: int
+    generations: GenerationStream, head: dict[str, Any], tools: Tools
 ) -> AsyncIterator[bytes]:
     """Yield text as it comes; with tools, yield all of it at the end, once calls are parsed."""
-    reuse, text, started = Reuse(), "", False
-    try:
-        async for _, progress in generations:
-            if isinstance(progress, PrefillProgress):
-                reuse = progress.reuse
-                continue
-            if not started:
-                started = True
-                usage = {**_usage(prompt, reuse), "output_tokens": 0}
-                message = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
-                yield _event("message_start", message={**message, "usage": usage})
-                yield _event("ping")
-                if tools is None:
-                    yield _block_start(0, {"type": "text", "text": ""})
-            assert isinstance(progress, (GeneratedToken, Finished))
-            text += progress.text
-            if tools is None and progress.text:
-                yield _block_delta(0, {"type": "text_delta", "text": progress.text})
-            if isinstance(progress, Finished):
-                for event in _last_events(progress, text, tools):
-                    yield event
-    except Exception as error:  # the status is already sent: the last event reports the error
-        yield sse_event(api_error_for(error).anthropic_body(), "error")
+    started = False
+    async for _, progress in generations:
+        if isinstance(progress, PrefillProgress):
+            continue
+        if not started:
+            started = True
+            usage = _usage(generations.generations[0].usage, 0)
+            message = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
+            yield _event("message_start", message={**message, "usage": usage})
+            yield _event("ping")
+            if not tools:
+                yield _block_start(0, {"type": "text", "text": ""})
+        if progress.text and not tools:
+            yield _block_delta(0, {"type": "text_delta", "text": progress.text})
+    result = generations.results[0]
+    text, calls = tools.parse(result.text)
+    if tools:
+        for event in _block_events(text, calls):
+            yield event
+    else:
+        yield _event("content_block_stop", index=0)
+    output = {"output_tokens": result.end.usage.generated}
+    yield _event("message_delta", delta=_stop_fields(result.end, calls), usage=output)
+    yield _event("message_stop")
 
 
-def _last_events(end: Finished, text: str, tools: Tools | None) -> list[bytes]:
-    text, calls = tools.parse(text) if tools else (text, [])
-    events, first_call = [], 0
-    if tools is None:
-        events.append(_event("content_block_stop", index=0))
-    elif text:
-        events.append(_block_start(0, {"type": "text", "text": ""}))
-        events.append(_block_delta(0, {"type": "text_delta", "text": text}))
-        events.append(_event("content_block_stop", index=0))
-        first_call = 1
-    for index, call in enumerate(calls, first_call):
+def _block_events(text: str, calls: Sequence[ToolCall]) -> list[bytes]:
+    """Return the events of complete content blocks: the text, if there is any, and the calls."""
+    blocks: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each without content; its content
+    if text:
+        blocks.append(({"type": "text", "text": ""}, {"type": "text_delta", "text": text}))
+    for call in calls:
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        events.append(_block_start(index, {**_tool_use(call), "input": {}}))
-        events.append(_block_delta(index, delta))
+        blocks.append(({**_tool_use(call), "input": {}}, delta))
+    events = []
+    for index, (block, delta) in enumerate(blocks):
+        events += [_block_start(index, block), _block_delta(index, delta)]
         events.append(_event("content_block_stop", index=index))
-    usage = {"output_tokens": end.usage.generated}
-    events.append(_event("message_delta", delta=_stop_fields(end, calls), usage=usage))
-    return [*events, _event("message_stop")]
+    return events
 
 
 def _stop_fields(end: Finished, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -176,11 +166,12 @@ def _stop_fields(end: Finished, calls: Sequence[ToolCall]) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": end.stop}
 
 
-def _usage(prompt: int, reuse: Reuse) -> dict[str, int]:
+def _usage(usage: Usage, generated: int) -> dict[str, int]:
     return {
-        "input_tokens": prompt - reuse.tokens,
-        "cache_read_input_tokens": reuse.tokens,
+        "input_tokens": usage.evaluated,
+        "cache_read_input_tokens": usage.reuse.tokens,
         "cache_creation_input_tokens": 0,
+        "output_tokens": generated,
     }
 
 
@@ -194,8 +185,8 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": block_id, "name": call.name, "input": arguments}
 
 
-def _event(kind: str, **data: Any) -> bytes:
-    return sse_event({"type": kind, **data}, kind)
+def _event(event_type: str, **data: Any) -> bytes:
+    return sse_event({"type": event_type, **data}, event_type)
 
 
 def _block_start(index: int, block: dict[str, Any]) -> bytes:
@@ -206,16 +197,20 @@ def _block_delta(index: int, delta: dict[str, Any]) -> bytes:
     return _event("content_block_delta", index=index, delta=delta)
 
 
+def _error_event(error: ApiError) -> bytes:
+    return sse_event(error.anthropic_body(), "error")
+
+
 def _plain_text(content: Any) -> str:
-    """Join text blocks. Raises InvalidArgument for blocks of any other kind."""
+    """Join text blocks. Raises InvalidArgument for other blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidArgument("content must be text or a list of blocks")
     for block in content:
         if not isinstance(block, Mapping) or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, Mapping) else block
-            raise InvalidArgument(f"content blocks must be text; found {kind!r}")
+            wrong = block.get("type") if isinstance(block, Mapping) else block
+            raise InvalidArgument(f"content blocks must be text; found {wrong!r}")
     return "".join(block["text"] for block in content)
 
 
@@ -229,21 +224,19 @@ def _template_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     texts, calls, thoughts = [], [], []
     for block in content:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "tool_result":
+        block_type = block.get("type") if isinstance(block, Mapping) else None
+        if block_type == "tool_result":
             result = _plain_text(block.get("content") or "")
             messages.append({"role": "tool", "content": result})
-        elif kind == "tool_use":
+        elif block_type == "tool_use":
             function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
             calls.append({"type": "function", "function": function})
-        elif kind in ("thinking", "redacted_thinking"):  # a redacted block has no readable text
+        elif block_type in ("thinking", "redacted_thinking"):  # a redacted block has no text
             thoughts.append(str(block.get("thinking") or ""))
         else:
             texts.append(block)
-    thinking = {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
-    if calls:
-        content = _plain_text(texts)
-        messages.append({"role": role, "content": content, "tool_calls": calls, **thinking})
-    elif texts:
-        messages.append({"role": role, "content": _plain_text(texts), **thinking})
+    if calls or texts:
+        tool_calls = {"tool_calls": calls} if calls else {}
+        thinking = {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
+        messages.append({"role": role, "content": _plain_text(texts), **tool_calls, **thinking})
     return messages

@@ -19,9 +19,8 @@ from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for, docum
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion
 from kvkeep.server.openai import chat, completions, responses
-from kvkeep.server.schemas import ServiceDep
 from kvkeep.server.security import SecurityMiddleware
-from kvkeep.server.service import Service
+from kvkeep.server.service import ContextDep, Service
 from kvkeep.server.sessions import editing, events, generate, lifecycle, memory
 from kvkeep.version import __version__
 
@@ -83,9 +82,9 @@ async def icon() -> Response:
 
 
 @_page_routes.get("/v1/page")
-async def page_settings(service: ServiceDep) -> dict[str, Any]:
+async def page_settings(context: ContextDep) -> dict[str, Any]:
     """Return the model's name, and whether the web UI may change sessions."""
-    return {"edits": service.allow_edit, "model": service.name}
+    return {"edits": context.service.allow_edit, "model": context.service.name}
 
 
 async def _expected_error(request: HttpRequest, error: Exception) -> JSONResponse:

@@ -7,9 +7,11 @@ from typing import Any
 
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import ContextFull, InvalidArgument
+from kvkeep.model import Model
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import ApiError
 from kvkeep.server.grammar import Grammar
-from kvkeep.server.service import GenerationStream, Service
+from kvkeep.server.service import GenerationStream, RequestContext, Service
 from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
 
@@ -50,9 +52,9 @@ def _part_text(index: int, part: Any) -> str:
 
 
 async def prompt_ids(
-    service: Service,
+    codec: TextCodec,
     messages: list[dict[str, Any]],
-    tools: Tools | None = None,
+    tools: Tools,
     continue_final: bool | None = None,
 ) -> list[int]:
     """Render messages with the model's chat template and return the token ids.
@@ -60,54 +62,58 @@ async def prompt_ids(
     The prompt ends where the assistant's turn begins. continue_final: whether it ends with the
     last message left open instead; None for "if that is the assistant's".
     """
-    codec = service.model.text
 
     def encode() -> list[int]:
-        rendered, template_tools = template_messages(messages), None
-        if tools is not None:
-            rendered, template_tools = tools.for_template(codec, rendered)
+        rendered, functions = tools.for_template(codec, template_messages(messages))
         from_assistant = [message["role"] == "assistant" for message in rendered[-2:]]
         if not (from_assistant[-1] if continue_final is None else continue_final):
-            return codec.encode(codec.chat(rendered, tools=template_tools))
+            return codec.encode(codec.chat(rendered, tools=functions))
         if from_assistant == [True, True]:
             raise InvalidArgument(
                 "the assistant's last message is to be continued, but the one before it is the "
                 "assistant's too: join them"
             )
-        return codec.chat_to_continue(rendered, template_tools)
+        return codec.chat_to_continue(rendered, functions)
 
     return await asyncio.to_thread(encode)  # a long text would block the event loop
 
 
 def constrain(
-    service: Service,
+    model: Model,
     samplings: list[Sampling],
-    tools: Tools | None,
-    schema: dict[str, Any] | None = None,
+    tools: Tools = Tools(),  # noqa: B008 (frozen)
+    schema: Mapping[str, Any] | None = None,
     grammar: str | None = None,
 ) -> list[Sampling]:
     """Return the samplings, constrained to a forced tool call, a JSON schema, or a GBNF grammar.
 
     Raises InvalidArgument where a grammar comes with either of the others, or cannot be used.
     """
-    model = service.model
-    if tools is not None and tools.forced:
+    if tools.forced:
         schema = tools.schema()
     if schema is not None and grammar:
         raise InvalidArgument("a grammar cannot be combined with a schema or a required tool call")
     if schema is not None:
-        return [replace(each, constraint=Grammar.from_schema(model, schema)) for each in samplings]
+        return [replace(s, constraint=Grammar.from_schema(model, schema)) for s in samplings]
     if grammar:
-        return [replace(each, constraint=Grammar.from_gbnf(model, grammar)) for each in samplings]
+        return [replace(s, constraint=Grammar.from_gbnf(model, grammar)) for s in samplings]
     return samplings
 
 
 async def start_generations(
-    service: Service, request: GenerationRequest, owner: str, samplings: list[Sampling]
+    context: RequestContext, request: GenerationRequest, samplings: list[Sampling]
 ) -> GenerationStream:
     """Submit a prompt without a session. One that does not fit is refused as by llama.cpp."""
+    stream = GenerationStream(len(samplings))
+    listeners = [stream.listener(index) for index in range(len(samplings))]
     try:
-        return await service.generate(request, owner, samplings)
+        await stream.start(context.engine.submit_many(request, samplings, context.owner, listeners))
     except ContextFull as error:
-        extra = {"n_prompt_tokens": len(request.prompt), "n_ctx": service.context_size}
-        raise ApiError(400, str(error), "exceed_context_size_error", extra=extra) from error
+        raise context_size_error(str(error), len(request.prompt), context.service) from error
+    return stream
+
+
+def context_size_error(message: str, prompt: int, service: Service) -> ApiError:
+    """Return llama.cpp's error for a prompt, of so many tokens, that does not fit."""
+    extra = {"n_prompt_tokens": prompt, "n_ctx": service.context_size}
+    return ApiError(400, message, "exceed_context_size_error", extra=extra)

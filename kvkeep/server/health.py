@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.engine import Totals
 from kvkeep.server.errors import ApiError
-from kvkeep.server.schemas import ServiceDep
+from kvkeep.server.service import ContextDep
 
 router = APIRouter()
 
@@ -26,9 +26,9 @@ async def health() -> dict[str, str]:
 
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
-async def models(service: ServiceDep) -> dict[str, Any]:
+async def models(context: ContextDep) -> dict[str, Any]:
     """List the one model that is served."""
-    spec = service.model.spec
+    service, spec = context.service, context.service.model.spec
     meta = {
         "vocab_size": spec.vocab_size,
         "n_ctx_train": spec.max_positions,
@@ -41,9 +41,9 @@ async def models(service: ServiceDep) -> dict[str, Any]:
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, service: ServiceDep) -> dict[str, Any]:
+async def model(name: str, context: ContextDep) -> dict[str, Any]:
     """Return the model of that name."""
-    entry: dict[str, Any] = (await models(service))["data"][0]
+    entry: dict[str, Any] = (await models(context))["data"][0]
     if entry["id"] != name:
         message = f"there is no model {name!r}; there is {entry['id']!r}"
         raise ApiError(404, message, "not_found_error")
@@ -51,11 +51,11 @@ async def model(name: str, service: ServiceDep) -> dict[str, Any]:
 
 
 @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
-async def metrics(service: ServiceDep) -> Response:
+async def metrics(context: ContextDep) -> Response:
     """Return Prometheus metrics, summed over all owners."""
-    totals = await asyncio.wrap_future(service.engine.totals())
+    totals = await asyncio.wrap_future(context.engine.totals())
     registry = CollectorRegistry()
-    registry.register(_EngineCollector(totals, service.status_counts))
+    registry.register(_EngineCollector(totals, context.service.status_counts))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,15 +1,13 @@
-"""The common parts of all APIs' requests: dependencies, token ids, sampling parameters."""
+"""The common parts of all APIs' request bodies: token ids, limits, sampling parameters."""
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends
-from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.service import Service
 from kvkeep.session.sampling import Sampling
 
 MAX_TOKENS = 1_000_000  # of one generation
@@ -18,20 +16,6 @@ _SEEDS = 2**53
 _FORBIDDEN = -1e6  # the bias for which llama.cpp's clients write `false`
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-def _service(request: HttpRequest) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-def _owner(request: HttpRequest) -> str:
-    owner: str = request.scope["owner"]  # set by SecurityMiddleware
-    return owner
-
-
-ServiceDep = Annotated[Service, Depends(_service)]
-OwnerDep = Annotated[str, Depends(_owner)]
 
 
 class RequestBody(BaseModel):
@@ -64,30 +48,22 @@ class SamplingParams(RequestBody):
 
         With a seed the same request gives the same texts; generation i has seed + i.
         """
-        given = self.seed is not None and self.seed >= 0
-        first = self.seed if given and self.seed is not None else secrets.randbelow(_SEEDS)
-        return [self._sampling(first + index, temperature) for index in range(count)]
-
-    def _sampling(self, seed: int, temperature: float) -> Sampling:
+        seed = secrets.randbelow(_SEEDS) if self.seed is None or self.seed < 0 else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        last_n = _or(self.repeat_last_n, 64)
-        return Sampling(
-            temperature=_or(self.temperature, temperature),
-            top_k=max(0, _or(self.top_k, 0)),
-            top_p=_or(self.top_p, 1.0),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repeat_penalty, 1.0),
+        last_n = 64 if self.repeat_last_n is None else self.repeat_last_n
+        sampling = Sampling(
+            temperature=temperature if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=self.top_p or 1.0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repeat_penalty or 1.0,
             repetition_window=2**31 if last_n < 0 else last_n,  # -1: all tokens
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            seed=seed,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             stop=tuple(text for text in stop if text),
             logit_bias=_bias_pairs(self.logit_bias or {}),
         )
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+        return [replace(sampling, seed=seed + index) for index in range(count)]
 
 
 def _bias_pairs(biases: Mapping[str, float] | Sequence[Any]) -> tuple[tuple[int, float], ...]:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from starlette.requests import Request as HttpRequest
+from fastapi import Depends
+from fastapi import Request as HttpRequest
 
 from kvkeep.engine import (
     Engine,
@@ -17,11 +18,14 @@ from kvkeep.engine import (
     Generation,
     GenerationEvent,
     GenerationRequest,
+    PrefillProgress,
     SessionRecord,
 )
 from kvkeep.model import Model
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.keys import ApiKeys
-from kvkeep.session.sampling import Sampling
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -56,48 +60,65 @@ class Service:
         """Return the requested limit, or the model's positions: unlimited is no sane default."""
         return self.model.spec.max_positions if requested is None else requested
 
+
+@dataclass(frozen=True)
+class RequestContext:
+    """What a route needs beside the body: the service, the API key's owner, and the connection."""
+
+    service: Service
+    owner: str
+    http_request: HttpRequest
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    @property
+    def codec(self) -> TextCodec:
+        return self.service.model.text
+
+    async def inspect(self, session: str, function: Callable[[SessionRecord], T]) -> T:
+        """Return a function's result for a session. It runs in the engine's thread."""
+        return await asyncio.wrap_future(self.engine.inspect(session, self.owner, function))
+
     async def generate(
         self,
         request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
-        owner: str,
-        samplings: Sequence[Sampling] | None = None,
-        session: str | None = None,
+        session: str,
         revision: int | None = None,
     ) -> "GenerationStream":
-        """Submit a request to the engine: one generation, or one for each of `samplings`.
-
-        Raises what `Engine.submit` does.
-        """
-        stream = GenerationStream(asyncio.get_running_loop())
-        if samplings is None:
-            future = self.engine.submit(request, session, owner, stream.listener(0), revision)
-        else:
-            assert isinstance(request, GenerationRequest)
-            listeners = [stream.listener(index) for index in range(len(samplings))]
-            future = self.engine.submit_many(request, samplings, owner, listeners)
-        try:
-            stream.generations = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(_cancel_generations)
-            raise
+        """Submit a request to a session. Raises what `Engine.submit` does."""
+        stream = GenerationStream(1)
+        await stream.start(
+            self.engine.submit(request, session, self.owner, stream.listener(0), revision)
+        )
         return stream
+
+
+async def _request_context(request: HttpRequest) -> RequestContext:
+    # SecurityMiddleware has set the owner.
+    return RequestContext(request.app.state.service, request.scope["owner"], request)
+
+
+ContextDep = Annotated[RequestContext, Depends(_request_context)]
 
 
 @dataclass
 class GenerationResult:
-    """A finished generation: its text, its sampled tokens, and how it ended."""
+    """A generation's text and sampled tokens so far. end: how it ended, once it has."""
 
-    text: str
-    tokens: list[GeneratedToken]
-    end: Finished
+    text: str = ""
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    end: Finished = field(init=False)
 
 
 class GenerationStream:
-    """Generations in progress, as an event loop sees them: pairs of an index and an event."""
+    """Generations in progress, as an event loop sees them. results: of each, so far."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
+    def __init__(self, count: int):
         self.generations: list[Generation] = []
-        self._loop = loop
+        self.results = [GenerationResult() for _ in range(count)]
+        self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
         self._available = asyncio.Event()
         self._wake_scheduled = False
@@ -117,8 +138,18 @@ class GenerationStream:
         self._wake_scheduled = False
         self._available.set()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
-        """Yield events until all generations have finished. Raises the first failure.
+    async def start(self, submission: Future[list[Generation]]) -> None:
+        """Wait until the engine has admitted the generations."""
+        try:
+            self.generations = await asyncio.wrap_future(submission)
+        except asyncio.CancelledError:
+            submission.add_done_callback(_cancel_generations)
+            raise
+
+    async def __aiter__(
+        self,
+    ) -> AsyncIterator[tuple[int, PrefillProgress | GeneratedToken | Finished]]:
+        """Yield indices and events until all generations have finished. Raises the first failure.
 
         Leaving the loop early cancels the generations.
         """
@@ -129,50 +160,56 @@ class GenerationStream:
                 self._available.clear()
                 while self._queue:
                     index, event = self._queue.popleft()
+                    result = self.results[index]
                     if isinstance(event, Failed):
                         raise event.error
-                    finished += isinstance(event, Finished)
+                    if isinstance(event, GeneratedToken):
+                        result.text += event.text
+                        result.tokens.append(event)
+                    elif isinstance(event, Finished):
+                        result.text += event.text
+                        result.end = event
+                        finished += 1
                     yield index, event
         finally:
             self.cancel()
-
-    async def collect(self) -> list[GenerationResult]:
-        """Wait for all generations. Raises the first failure."""
-        texts = ["" for _ in self.generations]
-        tokens: list[list[GeneratedToken]] = [[] for _ in self.generations]
-        ends: dict[int, Finished] = {}
-        async for index, event in self:
-            if isinstance(event, GeneratedToken):
-                tokens[index].append(event)
-            if isinstance(event, (GeneratedToken, Finished)):
-                texts[index] += event.text
-            if isinstance(event, Finished):
-                ends[index] = event
-        indices = range(len(self.generations))
-        return [GenerationResult(texts[index], tokens[index], ends[index]) for index in indices]
 
     def cancel(self) -> None:
         """Cancel the generations that have not finished."""
         for generation in self.generations:
             generation.cancel()
 
-    @asynccontextmanager
-    async def cancel_on_disconnect(self, http_request: HttpRequest) -> AsyncIterator[None]:
-        """Cancel when the client disconnects. The request's body must have been read."""
 
-        async def watch() -> None:
-            while (await http_request.receive())["type"] != "http.disconnect":
-                pass
-            self.cancel()
-
-        watching = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            watching.cancel()
-
-
-def _cancel_generations(future: object) -> None:
-    generations = future.result() if future.exception() is None else ()  # type: ignore[attr-defined]
-    for generation in generations:
+def _cancel_generations(submission: Future[list[Generation]]) -> None:
+    for generation in submission.result() if submission.exception() is None else ():
         generation.cancel()
+
+
+async def collect(http_request: HttpRequest, *streams: GenerationStream) -> list[GenerationResult]:
+    """Wait for all generations; return their results. Raises the first failure.
+
+    The failure of one cancels the others, and a disconnect of the client cancels all of them. The
+    request's body must have been read.
+    """
+
+    def cancel() -> None:
+        for stream in streams:
+            stream.cancel()
+
+    async def cancel_on_disconnect() -> None:
+        while (await http_request.receive())["type"] != "http.disconnect":
+            pass
+        cancel()
+
+    async def finish(stream: GenerationStream) -> list[GenerationResult]:
+        async for _ in stream:
+            pass
+        return stream.results
+
+    watcher = asyncio.create_task(cancel_on_disconnect())
+    try:
+        results = await asyncio.gather(*map(finish, streams))
+        return [result for part in results for result in part]
+    finally:
+        watcher.cancel()
+        cancel()

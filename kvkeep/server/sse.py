@@ -1,10 +1,12 @@
 """Server-sent events: their wire form (HTML standard), and their OpenAPI descriptions."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
+
+from kvkeep.server.errors import ApiError, api_error_for
 
 DONE = b"data: [DONE]\n\n"  # ends a stream of OpenAI's API
 _CONTENT: dict[str, Any] = {"text/event-stream": {}}
@@ -26,7 +28,27 @@ def sse_event(data: Any, name: str | None = None) -> bytes:
     return f"{head}data: {text}\n\n".encode()
 
 
-def sse_response(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """Return a streaming response that proxies are told neither to cache nor to buffer."""
+def openai_error_event(error: ApiError) -> bytes:
+    return sse_event(error.openai_body())
+
+
+def sse_response(
+    events: AsyncIterator[bytes], error_event: Callable[[ApiError], bytes] = openai_error_event
+) -> StreamingResponse:
+    """Return a streaming response that proxies are told neither to cache nor to buffer.
+
+    error_event: encodes the last event of a stream that fails.
+    """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    stream = _with_error_event(events, error_event)
+    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+
+async def _with_error_event(
+    events: AsyncIterator[bytes], error_event: Callable[[ApiError], bytes]
+) -> AsyncIterator[bytes]:
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:  # the status is already sent
+        yield error_event(api_error_for(error))

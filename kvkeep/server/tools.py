@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.errors import InvalidArgument
@@ -27,22 +27,26 @@ class ToolCall:
 
     name: str
     arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     def openai_entry(self) -> dict[str, Any]:
-        """Return the call in the form of OpenAI's chat API, with a new id."""
+        """Return the call in the form of OpenAI's chat API."""
         function = {"name": self.name, "arguments": self.arguments}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request, in OpenAI's form.
+    """The tools that the model may call, in OpenAI's form; false if there are none.
 
     choice: "auto", "required", or the name of the tool that must be called.
     """
 
-    functions: Sequence[Mapping[str, Any]]
+    functions: Sequence[Mapping[str, Any]] = ()
     choice: str = "auto"
+
+    def __bool__(self) -> bool:
+        return bool(self.functions)
 
     @property
     def names(self) -> list[str]:
@@ -63,17 +67,19 @@ class Tools:
         return {"anyOf": [_call_schema(function) for function in callable_functions]}
 
     def for_template(
-        self, codec: TextCodec, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        self, codec: TextCodec, messages: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
         """Return the messages and the tools for the chat template.
 
         For a template without tool support, tools and calls become text, and the tools are None.
         """
+        if not self:
+            return messages, None
         if _template_supports_tools(codec):
-            return [dict(message) for message in messages], [dict(tool) for tool in self.functions]
+            return messages, self.functions
         plain = [_without_tools(message) for message in messages]
         text = _tool_description(self.functions)
-        if plain and plain[0]["role"] == "system":
+        if plain[0]["role"] == "system":
             plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
         else:
             plain.insert(0, {"role": "system", "content": text})
@@ -81,6 +87,8 @@ class Tools:
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """Split generated text into the text beside the calls and the calls of known tools."""
+        if not self:
+            return text, []
         calls = [call for part in _CALL.findall(text) for call in self._parse_calls(part)]
         if calls:
             return _CALL.sub("", text).strip(), calls
@@ -99,14 +107,14 @@ class Tools:
         return calls if len(calls) == len(entries) else []
 
 
-def checked_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> Tools | None:
-    """Validate the tools of a request in OpenAI's form. Returns None if none may be called.
+def checked_tools(functions: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
+    """Validate the tools of a request in OpenAI's form.
 
     Raises InvalidArgument for an entry that is no tool, and for a choice of an unknown tool.
     """
-    if len(tools) > _MAX_TOOLS:
-        raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(tools)}")
-    for index, tool in enumerate(tools):
+    if len(functions) > _MAX_TOOLS:
+        raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(functions)}")
+    for index, tool in enumerate(functions):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -116,12 +124,12 @@ def checked_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> Tools | No
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
         choice = function.get("name") if isinstance(function, Mapping) else None
-    result = Tools(tools, choice or "auto")
-    if result.choice == "none" or (not tools and result.choice == "auto"):
-        return None
-    if result.choice not in ("auto", "required", *result.names) or not tools:
-        raise InvalidArgument(f"tool_choice: there is no such tool; there are {result.names}")
-    return result
+    tools = Tools(functions, choice or "auto")
+    if tools.choice == "none" or (not functions and tools.choice == "auto"):
+        return Tools()
+    if tools.choice not in ("auto", "required", *tools.names) or not functions:
+        raise InvalidArgument(f"tool_choice: there is no such tool; there are {tools.names}")
+    return tools
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from pydantic import Field
 
 from kvkeep.errors import NoSuchSession, UnsupportedModel
 from kvkeep.models.text.chat_template import template_source
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import template_messages
-from kvkeep.server.schemas import OwnerDep, RequestBody, ServiceDep, TokenId
-from kvkeep.server.service import Service
+from kvkeep.server.schemas import RequestBody, TokenId
+from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.version import __version__
 
 router = APIRouter()
@@ -40,33 +41,46 @@ class SlotFile(RequestBody):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, context: ContextDep) -> dict[str, Any]:
     """Encode a text. Control tokens are parsed unless `parse_special` is false, as in llama.cpp."""
-    codec = service.model.text
+    codec = context.codec
     ids = await asyncio.to_thread(codec.encode, body.content, body.parse_special)
     ids = [*codec.opening_ids, *ids] if body.add_special else ids
     if not body.with_pieces:
         return {"tokens": ids}
-    return {"tokens": [{"id": token, "piece": _piece(service, token)} for token in ids]}
+    return {"tokens": [{"id": token, "piece": _piece(codec, token)} for token in ids]}
+
+
+def _piece(codec: TextCodec, token: int) -> str | list[int]:
+    """Return a token's text, or its bytes if they are not whole characters."""
+    raw = codec.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> dict[str, str]:
+async def detokenize(body: DetokenizeRequest, context: ContextDep) -> dict[str, str]:
     """Decode token ids."""
-    return {"content": service.model.text.decode(body.tokens)}
+    return {"content": context.codec.decode(body.tokens)}
 
 
 @router.post("/apply-template")
-async def apply_template(body: TemplateRequest, service: ServiceDep) -> dict[str, str]:
+async def apply_template(body: TemplateRequest, context: ContextDep) -> dict[str, str]:
     """Render messages with the model's chat template."""
     messages = template_messages(body.messages)
-    return {"prompt": str(service.model.text.chat(messages, body.add_generation_prompt))}
+    return {"prompt": str(context.codec.chat(messages, body.add_generation_prompt))}
 
 
 @router.get("/props")
-async def props(service: ServiceDep) -> dict[str, Any]:
+async def props(context: ContextDep) -> dict[str, Any]:
     """Return the server's properties, which clients read first."""
-    codec = service.model.text
+    service, codec = context.service, context.codec
+    try:
+        template = template_source(codec.folder)
+    except UnsupportedModel:
+        template = ""
     return {
         "default_generation_settings": {
             "n_ctx": service.context_size,
@@ -77,19 +91,19 @@ async def props(service: ServiceDep) -> dict[str, Any]:
         "model_path": service.name,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"kvkeep {__version__}",
-        "chat_template": _chat_template(service),
+        "chat_template": template,
         "bos_token": codec.decode(codec.opening_ids),
         "eos_token": codec.decode(service.model.end_token_ids[:1]),
     }
 
 
 @router.get("/slots")
-async def list_slots(service: ServiceDep, owner: OwnerDep) -> list[dict[str, Any]]:
+async def list_slots(context: ContextDep) -> list[dict[str, Any]]:
     """List the slots; one without a session is idle."""
-    records = await asyncio.wrap_future(service.engine.sessions(owner))
-    busy = {record.name for record in records if record.busy}
+    records = await asyncio.wrap_future(context.engine.sessions(context.owner))
+    busy, size = {record.name for record in records if record.busy}, context.service.context_size
     return [
-        {"id": slot, "n_ctx": service.context_size, "is_processing": slot_name(slot) in busy}
+        {"id": slot, "n_ctx": size, "is_processing": slot_name(slot) in busy}
         for slot in range(SLOTS)
     ]
 
@@ -98,60 +112,41 @@ async def list_slots(service: ServiceDep, owner: OwnerDep) -> list[dict[str, Any
 async def change_slot(
     slot: Annotated[int, Path(ge=0, lt=SLOTS)],
     action: Annotated[Literal["save", "restore", "erase"], Query()],
-    service: ServiceDep,
-    owner: OwnerDep,
+    context: ContextDep,
     body: SlotFile | None = None,
 ) -> dict[str, Any]:
     """Save a slot's session as a snapshot, restore one into the slot, or empty the slot."""
-    engine, name, start = service.engine, slot_name(slot), time.perf_counter()
-    label = body.filename if body else ""
+    engine, owner, name = context.engine, context.owner, slot_name(slot)
+    label, start = body.filename if body else "", time.perf_counter()
     if action == "erase":
-        return {"id_slot": slot, "n_erased": await _erase(service, name, owner)}
+        return {"id_slot": slot, "n_erased": await _erase(context, name)}
     if action == "save":
         size = await asyncio.wrap_future(engine.snapshot(name, label, owner))
-        counts = {"n_saved": await _token_count(service, name, owner), "n_written": size}
+        counts = {"n_saved": await _token_count(context, name), "n_written": size}
         timings = {"save_ms": 1000 * (time.perf_counter() - start)}
-        return {"id_slot": slot, "filename": label, **counts, "timings": timings}
-    snapshot = await asyncio.to_thread(engine.load_snapshot, label, owner)
-    await asyncio.wrap_future(engine.restore(snapshot, owner, name, replace=True))
-    timings = {"restore_ms": 1000 * (time.perf_counter() - start)}
-    size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
-    counts = {"n_restored": await _token_count(service, name, owner), "n_read": size}
+    else:
+        snapshot = await asyncio.to_thread(engine.load_snapshot, label, owner)
+        await asyncio.wrap_future(engine.restore(snapshot, owner, name, replace=True))
+        timings = {"restore_ms": 1000 * (time.perf_counter() - start)}
+        size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
+        counts = {"n_restored": await _token_count(context, name), "n_read": size}
     return {"id_slot": slot, "filename": label, **counts, "timings": timings}
 
 
-async def _erase(service: Service, name: str, owner: str) -> int:
+async def _erase(context: RequestContext, name: str) -> int:
     """Delete a slot's session, if any, and return how many tokens it held."""
     try:
-        tokens = await _token_count(service, name, owner)
+        tokens = await _token_count(context, name)
     except NoSuchSession:
         return 0
-    await asyncio.wrap_future(service.engine.delete(name, owner))
+    await asyncio.wrap_future(context.engine.delete(name, context.owner))
     return tokens
 
 
-async def _token_count(service: Service, name: str, owner: str) -> int:
-    return await asyncio.wrap_future(
-        service.engine.inspect(name, owner, lambda record: len(record.live.tokens))
-    )
+async def _token_count(context: RequestContext, name: str) -> int:
+    return await context.inspect(name, lambda record: len(record.live.tokens))
 
 
 def slot_name(slot: int) -> str:
     """Return the name of a slot's session."""
     return f"slot-{slot}"
-
-
-def _chat_template(service: Service) -> str:
-    try:
-        return template_source(service.model.text.folder)
-    except UnsupportedModel:
-        return ""
-
-
-def _piece(service: Service, token: int) -> str | list[int]:
-    """Return a token's text, or its bytes if they are not whole characters."""
-    raw = service.model.text.token_bytes(token)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return list(raw)

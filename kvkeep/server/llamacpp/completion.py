@@ -2,30 +2,35 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, TokenLogprob
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.errors import api_error_for
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.llamacpp.auxiliary import DEFAULTS, SLOTS, slot_name
-from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
+from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, token_logprobs
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
     MAX_TOKENS,
     Bias,
-    OwnerDep,
     RequestBody,
     SamplingParams,
-    ServiceDep,
     TokenId,
 )
-from kvkeep.server.service import GenerationStream, Service
+from kvkeep.server.service import (
+    ContextDep,
+    GenerationResult,
+    GenerationStream,
+    RequestContext,
+    Service,
+    collect,
+)
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
@@ -71,16 +76,16 @@ class LlamaCompletionRequest(SamplingParams):
             return False
         return not any(isinstance(part, int) for part in self.prompt)
 
-    def encode_prompts(self, service: Service) -> list[list[int]]:
+    def encode_prompts(self, codec: TextCodec) -> list[list[int]]:
         """Return the token ids of each prompt."""
         prompts: list[Any] = list(self.prompt) if self.has_many_prompts else [self.prompt]
-        return [_encode_prompt(prompt, service) for prompt in prompts]
+        return [_encode_prompt(prompt, codec) for prompt in prompts]
 
-    def with_encoded_bias(self, service: Service) -> "LlamaCompletionRequest":
+    def with_encoded_bias(self, codec: TextCodec) -> "LlamaCompletionRequest":
         """Return a copy in which the texts of `logit_bias` are replaced by their tokens."""
         biases = self.logit_bias
         items = biases.items() if isinstance(biases, dict) else biases or ()
-        pairs = [(token, bias) for text, bias in items for token in _bias_tokens(text, service)]
+        pairs = [(token, bias) for text, bias in items for token in _bias_tokens(text, codec)]
         return self.model_copy(update={"logit_bias": pairs})
 
     def with_defaults(self) -> "LlamaCompletionRequest":
@@ -89,8 +94,7 @@ class LlamaCompletionRequest(SamplingParams):
         return self.model_copy(update=missing)
 
 
-def _encode_prompt(prompt: _Prompt, service: Service) -> list[int]:
-    codec = service.model.text
+def _encode_prompt(prompt: _Prompt, codec: TextCodec) -> list[int]:
     if isinstance(prompt, PromptObject):
         if prompt.multimodal_data:
             raise InvalidArgument("multimodal_data: the model takes text only")
@@ -103,131 +107,91 @@ def _encode_prompt(prompt: _Prompt, service: Service) -> list[int]:
     return ids
 
 
-def _bias_tokens(text: int | str, service: Service) -> list[int]:
+def _bias_tokens(text: int | str, codec: TextCodec) -> list[int]:
     if isinstance(text, int):
         return [text]
     if text.isascii() and text.isdigit():  # a token id, as OpenAI's clients write it
         return [int(text)]
-    return service.model.text.encode(text)
+    return codec.encode(text)
 
 
 @router.post("/completion", response_model=None, responses=JSON_OR_EVENTS)
 @router.post("/completions", response_model=None, include_in_schema=False)
 async def completion(
-    body: LlamaCompletionRequest, http_request: HttpRequest, service: ServiceDep, owner: OwnerDep
+    body: LlamaCompletionRequest, context: ContextDep
 ) -> Response | dict[str, Any] | list[dict[str, Any]]:
     """Complete a prompt, or each of several."""
-    prompts = await asyncio.to_thread(body.encode_prompts, service)
+    prompts = await asyncio.to_thread(body.encode_prompts, context.codec)
     if not all(prompts):
         raise InvalidArgument("the prompt is empty")
-    body = body.with_encoded_bias(service)
-    if body.has_many_prompts:
-        return await _complete_many(body, prompts, http_request, service, owner)
-    (ids,) = prompts
-    generations = await _start(body, ids, service, owner)
-    output = _LlamaOutput(body, ids, service)
-    if body.stream:
-        return sse_response(output.events(generations))
-    async with generations.cancel_on_disconnect(http_request):
-        return await output.whole(generations)
-
-
-async def _complete_many(
-    body: LlamaCompletionRequest,
-    prompts: list[list[int]],
-    http_request: HttpRequest,
-    service: Service,
-    owner: str,
-) -> list[dict[str, Any]]:
-    """Complete several prompts concurrently."""
-    if body.stream or body.id_slot >= 0:
+    body = body.with_encoded_bias(context.codec)
+    if body.has_many_prompts and (body.stream or body.id_slot >= 0):
         raise InvalidArgument("stream and id_slot take a single prompt")
+    outputs = [_LlamaOutput(body, ids, context.service, index) for index, ids in enumerate(prompts)]
     started = list[GenerationStream]()
     try:
         for ids in prompts:
-            started.append(await _start(body, ids, service, owner))
-        outputs = [_LlamaOutput(body, ids, service, index) for index, ids in enumerate(prompts)]
-        responses = [
-            output.whole(generations) for output, generations in zip(outputs, started, strict=True)
-        ]
-        together = GenerationStream(asyncio.get_running_loop())  # only to cancel all of them
-        together.generations = [one for stream in started for one in stream.generations]
-        async with together.cancel_on_disconnect(http_request):
-            return await asyncio.gather(*responses)
-    finally:
+            started.append(await _start(body, ids, context))
+    except BaseException:
         for generations in started:
             generations.cancel()
+        raise
+    if body.stream:
+        return sse_response(outputs[0].events(started[0]))
+    results = await collect(context.http_request, *started)
+    responses = [output.whole(result) for output, result in zip(outputs, results, strict=True)]
+    return responses if body.has_many_prompts else responses[0]
 
 
 async def _start(
-    body: LlamaCompletionRequest, ids: list[int], service: Service, owner: str
+    body: LlamaCompletionRequest, ids: list[int], context: RequestContext
 ) -> GenerationStream:
     """Submit a prompt, in the session of its slot if it has one."""
-    samplings = body.with_defaults().samplings()
-    (sampling,) = constrain(service, samplings, None, body.json_schema, body.grammar)
-    limit = service.max_tokens(None if body.n_predict < 0 else body.n_predict)
-    logprobs = body.n_probs or None
-
-    def request_for(prompt: list[int]) -> GenerationRequest:
-        return GenerationRequest(tuple(prompt), limit, sampling, body.ignore_eos, logprobs)
-
+    model, samplings = context.service.model, body.with_defaults().samplings()
+    (sampling,) = constrain(model, samplings, schema=body.json_schema, grammar=body.grammar)
+    limit = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
+    request = GenerationRequest(
+        tuple(ids), limit, sampling, body.ignore_eos, logprobs=body.n_probs or None
+    )
     if body.id_slot < 0:
-        return await start_generations(service, request_for(ids), owner, [sampling])
-    name = slot_name(body.id_slot)
-    cached = await asyncio.wrap_future(service.engine.prepare(ids, name, owner))
-    return await service.generate(request_for(ids[cached:]), owner, session=name)
+        return await start_generations(context, request, [sampling])
+    session = slot_name(body.id_slot)
+    cached = await asyncio.wrap_future(context.engine.prepare(ids, session, context.owner))
+    return await context.generate(replace(request, prompt=request.prompt[cached:]), session)
 
 
 class _LlamaOutput:
     """A completion in the form of llama.cpp's responses. index: of its prompt."""
 
-    def __init__(
-        self, body: LlamaCompletionRequest, ids: list[int], service: Service, index: int = 0
-    ):
+    def __init__(self, body: LlamaCompletionRequest, ids: list[int], service: Service, index: int):
         self._body, self._ids, self._service, self._index = body, ids, service, index
 
-    async def whole(self, generations: GenerationStream) -> dict[str, Any]:
-        (result,) = await generations.collect()
+    def whole(self, result: GenerationResult) -> dict[str, Any]:
         content = self._content(result.text, result.tokens)
         fields = {**self._final(result.end), **content, "has_new_line": "\n" in result.text}
         return _select_fields(fields, self._body.response_fields)
 
     async def events(self, generations: GenerationStream) -> AsyncIterator[bytes]:
-        try:
-            async for _, progress in generations:
-                if isinstance(progress, PrefillProgress) and self._body.return_progress:
-                    prefill = {"prompt_progress": llamacpp_progress(progress)}
-                    yield sse_event({**prefill, "content": "", "stop": False})
-                elif isinstance(progress, GeneratedToken):
-                    content = self._content(progress.text, [progress])
-                    yield sse_event({"index": self._index, **content, "stop": False})
-                elif isinstance(progress, Finished):
-                    content = self._content(progress.text, [])
-                    yield sse_event({**self._final(progress), **content})
-        except Exception as error:  # the status is already sent: the last event reports the error
-            yield sse_event(api_error_for(error).openai_body())
+        async for _, progress in generations:
+            if isinstance(progress, Finished):
+                content = self._content(progress.text, [])
+                yield sse_event({**self._final(progress), **content})
+            elif isinstance(progress, GeneratedToken):
+                content = self._content(progress.text, [progress])
+                yield sse_event({"index": self._index, **content, "stop": False})
+            elif self._body.return_progress:
+                prefill = {"prompt_progress": llamacpp_progress(progress)}
+                yield sse_event({**prefill, "content": "", "stop": False})
 
     def _content(self, text: str, sampled: list[GeneratedToken]) -> dict[str, Any]:
         with_tokens = self._body.return_tokens or self._body.stream
         tokens = [event.token for event in sampled] if with_tokens else []
         content: dict[str, Any] = {"content": text, "tokens": tokens}
-        if self._body.n_probs:
-            content["completion_probabilities"] = [self._logprobs(event) for event in sampled]
+        if self._body.n_probs:  # partial characters are dropped, as in llama.cpp
+            codec = self._service.model.text
+            probabilities = [token_logprobs(codec, event, "ignore") for event in sampled]
+            content["completion_probabilities"] = probabilities
         return content
-
-    def _logprobs(self, sampled: GeneratedToken) -> dict[str, Any]:
-        assert sampled.logprob is not None
-        top = [self._logprob(logprob) for logprob in sampled.top_logprobs]
-        return {**self._logprob(sampled.logprob), "top_logprobs": top}
-
-    def _logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
-        raw = self._service.model.text.token_bytes(logprob.token)
-        return {
-            "id": logprob.token,
-            "token": raw.decode(errors="ignore"),  # partial characters dropped, as in llama.cpp
-            "bytes": list(raw),
-            "logprob": logprob.logprob,
-        }
 
     def _final(self, end: Finished) -> dict[str, Any]:
         usage, body = end.usage, self._body

@@ -2,47 +2,36 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import (
-    Finished,
-    GeneratedToken,
-    GenerationEvent,
-    GenerationRequest,
-    PrefillProgress,
-    Usage,
-)
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.errors import api_error_for
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.openai.usage import (
     FINGERPRINT,
     FINISH_REASONS,
-    chat_logprobs,
     llamacpp_progress,
     llamacpp_timings,
-    openai_usage,
+    token_logprobs,
+    usage_and_timings,
 )
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
     MAX_TOKENS,
-    OwnerDep,
     RequestBody,
     SamplingParams,
-    ServiceDep,
     StreamOptions,
 )
-from kvkeep.server.service import GenerationResult, GenerationStream, Service
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, collect
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import Tools, checked_tools
-from kvkeep.session.sampling import Sampling
+from kvkeep.server.tools import ToolCall, Tools, checked_tools
 
 router = APIRouter()
 _MAX_MESSAGES = 10_000
@@ -95,12 +84,15 @@ class ChatRequest(SamplingParams):
             )
         return False if self.add_generation_prompt else self.continue_final_message
 
-    def wanted_schema(self) -> dict[str, Any] | None:
+    def checked_tools(self) -> Tools:
+        return checked_tools(self.tools or (), self.tool_choice)
+
+    def wanted_schema(self) -> Mapping[str, Any] | None:
         """Return the JSON schema that the output must follow. Raises InvalidArgument."""
-        schema = None
+        schema: Mapping[str, Any] | None = None
         form = self.response_format or ResponseFormat()
         if form.type == "json_object":
-            schema = dict(ANY_OBJECT) if form.object_schema is None else form.object_schema
+            schema = ANY_OBJECT if form.object_schema is None else form.object_schema
         elif form.type == "json_schema":
             schema = (form.json_schema or {}).get("schema")
             if not isinstance(schema, dict):
@@ -112,67 +104,56 @@ class ChatRequest(SamplingParams):
 
 @router.post("/v1/chat/completions", response_model=None, responses=JSON_OR_EVENTS)
 @router.post("/chat/completions", response_model=None, include_in_schema=False)
-async def chat(
-    body: ChatRequest, http_request: HttpRequest, service: ServiceDep, owner: OwnerDep
-) -> Response | dict[str, Any]:
+async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message, in `n` choices."""
-    tools = checked_tools(body.tools or (), body.tool_choice)
-    prompt = await prompt_ids(service, body.messages, tools, body.continue_final)
+    tools = body.checked_tools()
+    prompt = await prompt_ids(context.codec, body.messages, tools, body.continue_final)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    limit = service.max_tokens(body.token_limit)
+    limit = context.service.max_tokens(body.token_limit)
     request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
-    samplings = _samplings(service, body, tools)
-    generations = await start_generations(service, request, owner, samplings)
+    samplings, model = body.samplings(body.n or 1), context.service.model
+    samplings = constrain(model, samplings, tools, body.wanted_schema(), body.grammar)
+    generations = await start_generations(context, request, samplings)
     head = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "created": int(time.time()),
-        "model": service.name,
+        "model": context.service.name,
         "system_fingerprint": FINGERPRINT,
     }
     if body.stream:
-        return sse_response(_ChatStream(service, body, tools, head).events(generations))
-    async with generations.cancel_on_disconnect(http_request):
-        results = await generations.collect()
-    return _completion(service, body, tools, head, results)
+        return sse_response(_ChatStream(generations, body, tools, head, context.codec).events())
+    results = await collect(context.http_request, generations)
+    choices = [
+        _choice(index, result, body, tools, context.codec) for index, result in enumerate(results)
+    ]
+    totals = usage_and_timings(results)
+    return {**head, "object": "chat.completion", "choices": choices, **totals}
 
 
 @router.post("/v1/chat/completions/input_tokens", response_model=None)
 @router.post("/chat/completions/input_tokens", response_model=None, include_in_schema=False)
-async def input_tokens(body: ChatRequest, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of the messages; nothing is evaluated."""
-    tools = checked_tools(body.tools or (), body.tool_choice)
-    prompt = await prompt_ids(service, body.messages, tools, body.continue_final)
+    tools = body.checked_tools()
+    prompt = await prompt_ids(context.codec, body.messages, tools, body.continue_final)
     return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
 
-def _samplings(service: Service, body: ChatRequest, tools: Tools | None) -> list[Sampling]:
-    samplings = body.samplings(body.n or 1)
-    return constrain(service, samplings, tools, body.wanted_schema(), body.grammar)
-
-
-def _completion(
-    service: Service,
-    body: ChatRequest,
-    tools: Tools | None,
-    head: dict[str, Any],
-    results: list[GenerationResult],
+def _choice(
+    index: int, result: GenerationResult, body: ChatRequest, tools: Tools, codec: TextCodec
 ) -> dict[str, Any]:
-    """Return the response of a request that does not stream."""
-    choices = []
-    for index, result in enumerate(results):
-        text, calls = _split_calls(tools, result.text)
-        message = {"role": "assistant", "content": text or (None if calls else "")}
-        entries = [chat_logprobs(service.model.text, sampled) for sampled in result.tokens]
-        choices.append(
-            {
-                "index": index,
-                "message": {**message, "tool_calls": calls} if calls else message,
-                "logprobs": {"content": list(filter(None, entries))} if body.logprobs else None,
-                "finish_reason": _finish_reason(result.end, calls),
-            }
-        )
-    totals = _totals([result.end.usage for result in results])
-    return {**head, "object": "chat.completion", "choices": choices, **totals}
+    """Return a choice of a response that does not stream."""
+    text, calls = tools.parse(result.text)
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    if calls:
+        message["tool_calls"] = [call.openai_entry() for call in calls]
+    logprobs = [token_logprobs(codec, sampled) for sampled in result.tokens if sampled.logprob]
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": {"content": logprobs} if body.logprobs else None,
+        "finish_reason": _finish_reason(result.end, calls),
+    }
 
 
 class _ChatStream:
@@ -182,50 +163,45 @@ class _ChatStream:
     """
 
     def __init__(
-        self, service: Service, body: ChatRequest, tools: Tools | None, head: dict[str, Any]
+        self,
+        generations: GenerationStream,
+        body: ChatRequest,
+        tools: Tools,
+        head: dict[str, Any],
+        codec: TextCodec,
     ):
-        self._codec, self._body, self._tools = service.model.text, body, tools
+        self._generations, self._body, self._tools, self._codec = generations, body, tools, codec
         self._head = {**head, "object": "chat.completion.chunk"}
-        count = body.n or 1
-        self._texts = [""] * count
-        self._sent = [0] * count  # characters of each text that the client has
-        self._usages: list[Usage | None] = [None] * count
+        self._sent = [0] * len(generations.results)  # characters of each text sent to the client
 
-    async def events(self, generations: GenerationStream) -> AsyncIterator[bytes]:
-        try:
-            for index in range(len(self._texts)):
-                yield self._chunk(index, {"role": "assistant", "content": None})
-            async for index, progress in generations:
-                for chunk in self._chunks(index, progress):
+    async def events(self) -> AsyncIterator[bytes]:
+        for index in range(len(self._sent)):
+            yield self._chunk(index, {"role": "assistant", "content": None})
+        async for index, progress in self._generations:
+            if isinstance(progress, Finished):
+                for chunk in self._last_chunks(index, progress):
                     yield chunk
-            options = self._body.stream_options
-            if options and options.include_usage:
-                totals = _totals([usage for usage in self._usages if usage])
-                yield sse_event({**self._head, "choices": [], **totals})
-            yield DONE
-        except Exception as error:  # the status is already sent: the last event reports the error
-            yield sse_event(api_error_for(error).openai_body())
+            elif isinstance(progress, GeneratedToken):
+                delta = self._next_text(index)
+                if delta or progress.logprob:
+                    yield self._chunk(index, delta, sampled=progress)
+            elif self._body.return_progress:
+                yield self._chunk(index, {}, prompt_progress=llamacpp_progress(progress))
+        options = self._body.stream_options
+        if options and options.include_usage:
+            totals = usage_and_timings(self._generations.results)
+            yield sse_event({**self._head, "choices": [], **totals})
+        yield DONE
 
-    def _chunks(self, index: int, progress: GenerationEvent) -> list[bytes]:
-        if isinstance(progress, PrefillProgress):
-            if not self._body.return_progress:
-                return []
-            return [self._chunk(index, {}, extra={"prompt_progress": llamacpp_progress(progress)})]
-        assert isinstance(progress, (GeneratedToken, Finished))
-        self._texts[index] += progress.text
-        if isinstance(progress, Finished):
-            return self._last_chunks(index, progress)
-        text, sent = self._texts[index], self._sent[index]
-        end = max(sent, self._releasable(text))
-        self._sent[index] = end
-        entry = chat_logprobs(self._codec, progress)
-        if end == sent and not entry:
-            return []
-        return [self._chunk(index, {"content": text[sent:end]} if end > sent else {}, entry=entry)]
+    def _next_text(self, index: int) -> dict[str, Any]:
+        """Return the delta with the text that can be sent now; empty if there is none."""
+        text, sent = self._generations.results[index].text, self._sent[index]
+        end = self._sent[index] = max(sent, self._releasable(text))
+        return {"content": text[sent:end]} if end > sent else {}
 
     def _releasable(self, text: str) -> int:
         """Return how many characters cannot be part of a tool call."""
-        if self._tools is None:
+        if not self._tools:
             return len(text)
         if self._tools.forced or text.lstrip()[:1] in ("{", "["):
             return 0
@@ -233,41 +209,29 @@ class _ChatStream:
         return len(text) if at < 0 else at
 
     def _last_chunks(self, index: int, end: Finished) -> list[bytes]:
-        self._usages[index] = end.usage
-        text, calls = _split_calls(self._tools, self._texts[index])
-        chunks = []
+        text, calls = self._tools.parse(self._generations.results[index].text)
+        deltas: list[dict[str, Any]] = []
         if rest := text[self._sent[index] :]:
-            chunks.append(self._chunk(index, {"content": rest}))
-        for number, call in enumerate(calls):
-            chunks.append(self._chunk(index, {"tool_calls": [{"index": number, **call}]}))
-        timings = {"timings": llamacpp_timings(end.usage)}
-        chunks.append(self._chunk(index, {}, _finish_reason(end, calls), extra=timings))
-        return chunks
+            deltas.append({"content": rest})
+        for position, call in enumerate(calls):
+            deltas.append({"tool_calls": [{"index": position, **call.openai_entry()}]})
+        reason, timings = _finish_reason(end, calls), llamacpp_timings(end.usage)
+        last = self._chunk(index, {}, reason, timings=timings)
+        return [*(self._chunk(index, delta) for delta in deltas), last]
 
     def _chunk(
         self,
         index: int,
         delta: dict[str, Any],
         finish_reason: str | None = None,
-        entry: dict[str, Any] | None = None,
-        extra: dict[str, Any] | None = None,
+        sampled: GeneratedToken | None = None,
+        **extra: Any,
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
-        choice["logprobs"] = {"content": [entry]} if entry else None
-        return sse_event({**self._head, "choices": [choice], **(extra or {})})
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        if sampled and sampled.logprob:
+            choice["logprobs"] = {"content": [token_logprobs(self._codec, sampled)]}
+        return sse_event({**self._head, "choices": [choice], **extra})
 
 
-def _split_calls(tools: Tools | None, text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Split generated text into text and tool calls in OpenAI's form."""
-    if tools is None:
-        return text, []
-    rest, calls = tools.parse(text)
-    return rest, [call.openai_entry() for call in calls]
-
-
-def _totals(usages: list[Usage]) -> dict[str, Any]:
-    return {"usage": openai_usage(usages), "timings": llamacpp_timings(usages[0])}
-
-
-def _finish_reason(end: Finished, calls: list[dict[str, Any]]) -> str:
+def _finish_reason(end: Finished, calls: Sequence[ToolCall]) -> str:
     return "tool_calls" if calls and end.reason != "length" else FINISH_REASONS[end.reason]

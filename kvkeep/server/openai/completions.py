@@ -7,30 +7,26 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, Usage
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.errors import api_error_for
 from kvkeep.server.generation import start_generations
 from kvkeep.server.openai.usage import (
     FINISH_REASONS,
     CompletionLogprobs,
-    llamacpp_timings,
     openai_usage,
+    usage_and_timings,
 )
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
     MAX_TOKENS,
-    OwnerDep,
     SamplingParams,
-    ServiceDep,
     StreamOptions,
     TokenId,
 )
-from kvkeep.server.service import GenerationResult, GenerationStream, Service
+from kvkeep.server.service import ContextDep, GenerationStream, collect
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
@@ -48,48 +44,37 @@ class CompletionRequest(SamplingParams):
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     ignore_eos: bool = False
 
+    def encode_prompt(self, codec: TextCodec) -> list[int]:
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        return [*codec.opening_ids, *codec.encode(prompt)] if isinstance(prompt, str) else prompt
+
 
 @router.post("/v1/completions", response_model=None, responses=JSON_OR_EVENTS)
-async def completions(
-    body: CompletionRequest, http_request: HttpRequest, service: ServiceDep, owner: OwnerDep
-) -> Response | dict[str, Any]:
+async def completions(body: CompletionRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Continue a prompt, in `n` choices."""
-    ids, codec = await asyncio.to_thread(_prompt_ids, service, body.prompt), service.model.text
-    limit = service.max_tokens(body.max_tokens)
+    codec = context.codec
+    ids = await asyncio.to_thread(body.encode_prompt, codec)
+    limit = context.service.max_tokens(body.max_tokens)
     request = GenerationRequest(
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
     )
-    generations = await start_generations(service, request, owner, body.samplings(body.n))
+    generations = await start_generations(context, request, body.samplings(body.n))
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "created": int(time.time()),
-        "model": service.name,
+        "model": context.service.name,
         "object": "text_completion",
     }
     echo = codec.decode(ids) if body.echo else ""
     if body.stream:
         return sse_response(_stream(generations, head, body, echo, codec))
-    async with generations.cancel_on_disconnect(http_request):
-        return _completion(head, await generations.collect(), echo, codec)
-
-
-def _prompt_ids(service: Service, prompt: Any) -> list[int]:
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    text = service.model.text
-    return [*text.opening_ids, *text.encode(prompt)] if isinstance(prompt, str) else list(prompt)
-
-
-def _completion(
-    head: dict[str, Any], results: list[GenerationResult], echo: str, codec: TextCodec
-) -> dict[str, Any]:
-    choices = []
+    choices, results = [], await collect(context.http_request, generations)
     for index, result in enumerate(results):
         logprobs = CompletionLogprobs(codec, len(echo)).entry(result.tokens)
         choices.append(_choice(index, echo + result.text, result.end, logprobs))
-    usages = [result.end.usage for result in results]
-    totals = {"usage": openai_usage(usages), "timings": llamacpp_timings(usages[0])}
-    return {**head, "choices": choices, **totals}
+    return {**head, "choices": choices, **usage_and_timings(results)}
 
 
 async def _stream(
@@ -99,29 +84,25 @@ async def _stream(
     echo: str,
     codec: TextCodec,
 ) -> AsyncIterator[bytes]:
-    usages: list[Usage] = []
     logprobs = [CompletionLogprobs(codec, len(echo)) for _ in range(body.n)]
-    try:
-        for index in range(body.n if echo else 0):
-            yield sse_event({**head, "choices": [_choice(index, echo, None)]})
-        async for index, progress in generations:
-            if isinstance(progress, Finished):
-                usages.append(progress.usage)
-                choice = _choice(index, progress.text, progress)
-                yield sse_event({**head, "choices": [choice]})
-            elif isinstance(progress, GeneratedToken) and (progress.text or progress.logprob):
-                entry = logprobs[index].entry([progress])
-                choice = _choice(index, progress.text, None, entry)
-                yield sse_event({**head, "choices": [choice]})
-        if body.stream_options and body.stream_options.include_usage:
-            yield sse_event({**head, "choices": [], "usage": openai_usage(usages)})
-        yield DONE
-    except Exception as error:  # the status is already sent: the last event reports the error
-        yield sse_event(api_error_for(error).openai_body())
+    for index in range(body.n if echo else 0):
+        yield sse_event({**head, "choices": [_choice(index, echo)]})
+    async for index, progress in generations:
+        if isinstance(progress, Finished):
+            yield sse_event({**head, "choices": [_choice(index, progress.text, progress)]})
+        elif isinstance(progress, GeneratedToken) and (progress.text or progress.logprob):
+            choice = _choice(index, progress.text, logprobs=logprobs[index].entry([progress]))
+            yield sse_event({**head, "choices": [choice]})
+    if body.stream_options and body.stream_options.include_usage:
+        yield sse_event({**head, "choices": [], "usage": openai_usage(generations.results)})
+    yield DONE
 
 
 def _choice(
-    index: int, text: str, end: Finished | None, logprobs: dict[str, Any] | None = None
+    index: int,
+    text: str,
+    end: Finished | None = None,
+    logprobs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    reason = None if end is None else FINISH_REASONS[end.reason]
+    reason = FINISH_REASONS[end.reason] if end else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

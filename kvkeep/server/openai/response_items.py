@@ -9,8 +9,9 @@ from pydantic import Field
 
 from kvkeep.engine import Finished
 from kvkeep.errors import InvalidArgument
+from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
-from kvkeep.server.tools import Tools, checked_tools
+from kvkeep.server.tools import ToolCall, Tools, checked_tools
 
 ID_PATTERN = r"^resp_[0-9a-f]{24}$"
 _STATUSES = {"eos": "completed", "stop": "completed", "length": "incomplete", "full": "incomplete"}
@@ -35,92 +36,71 @@ class ResponsesRequest(SamplingParams):
     return_progress: bool = False
     timings_per_token: bool = False
 
-    def checked_tools(self) -> Tools | None:
-        return checked_tools(chat_tools(self.tools or ()), self.tool_choice)
+    def checked_tools(self) -> Tools:
+        """Validate the tools. In chats, a function's fields are one level deeper than here."""
+        functions = []
+        for tool in self.tools or ():
+            fields = ("name", "description", "parameters")
+            function = {key: tool[key] for key in fields if tool.get(key) is not None}
+            functions.append({"type": tool.get("type"), "function": function})
+        return checked_tools(functions, self.tool_choice)
 
-    def wanted_schema(self) -> dict[str, Any] | None:
+    def text_format(self) -> dict[str, Any]:
+        return (self.text.format if self.text else None) or {"type": "text"}
+
+    def wanted_schema(self) -> Mapping[str, Any] | None:
         """Return the JSON schema that the output must follow. Raises InvalidArgument."""
-        form = (self.text.format if self.text else None) or {"type": "text"}
-        if form.get("type") == "json_schema":
-            schema = form.get("schema")
-            if not isinstance(schema, dict):
-                raise InvalidArgument("text.format.schema must be a JSON schema")
-            return schema
-        if form.get("type") not in ("text", "json_object"):
-            raise InvalidArgument(f"text.format.type cannot be {form.get('type')!r}")
-        return {"type": "object"} if form["type"] == "json_object" else None
+        text_format = self.text_format()
+        format_type, schema = text_format.get("type"), text_format.get("schema")
+        if format_type == "json_schema" and not isinstance(schema, dict):
+            raise InvalidArgument("text.format.schema must be a JSON schema")
+        if format_type not in ("text", "json_object", "json_schema"):
+            raise InvalidArgument(f"text.format.type cannot be {format_type!r}")
+        return {"text": None, "json_object": ANY_OBJECT, "json_schema": schema}[format_type]
+
+    def system_messages(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.instructions}] if self.instructions else []
+
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Return the input as chat messages. Raises InvalidArgument for unknown items."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        if not self.input:
+            raise InvalidArgument("input must be a text, or a list of items")
+        return [_input_message(index, item) for index, item in enumerate(self.input)]
 
 
-def input_messages(value: Any) -> list[dict[str, Any]]:
-    """Return a request's input as chat messages. Raises InvalidArgument for unknown items."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise InvalidArgument("input must be a text, or a list of items")
-    return [_input_message(index, item) for index, item in enumerate(value)]
-
-
-def _input_message(index: int, item: Any) -> dict[str, Any]:
-    kind = item.get("type", "message") if isinstance(item, Mapping) else None
-    if kind == "message":
+def _input_message(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
+    item_type = item.get("type", "message")
+    if item_type == "message":
         return {"role": item.get("role"), "content": item.get("content")}
-    if kind == "function_call":
+    if item_type == "function_call":
         function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", "{}"))}
         call = {"type": "function", "id": item.get("call_id"), "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind == "function_call_output":
+    if item_type == "function_call_output":
         return {"role": "tool", "content": str(item.get("output", ""))}
     raise InvalidArgument(
         f"input[{index}] must be a message, a function_call or a function_call_output; "
-        f"found {kind or item!r}"
+        f"found {item_type or item!r}"
     )
 
 
-def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools in the form of chats, where a function's fields are one level deeper."""
-    result = []
-    for tool in tools:
-        fields = ("name", "description", "parameters")
-        function = {key: tool[key] for key in fields if tool.get(key) is not None}
-        result.append({"type": tool.get("type"), "function": function})
-    return result
-
-
-class GeneratedOutput:
-    """Generated text, as a response's output items and as a chat message."""
-
-    def __init__(self, text: str, tools: Tools | None, item_id: str):
-        self.text, calls = tools.parse(text) if tools else (text, [])
-        self._calls = [(call, f"call_{secrets.token_hex(12)}") for call in calls]
-        self._item_id = item_id
-
-    def items(self) -> list[dict[str, Any]]:
-        items = [message_item(self._item_id, self.text)] if self.text or not self._calls else []
-        for call, call_id in self._calls:
-            items.append(
-                {
-                    "id": f"fc_{secrets.token_hex(12)}",
-                    "type": "function_call",
-                    "status": "completed",
-                    "call_id": call_id,
-                    "name": call.name,
-                    "arguments": call.arguments,
-                }
-            )
-        return items
-
-    def message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if self._calls:
-            message["tool_calls"] = [
-                {
-                    "id": call_id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call, call_id in self._calls
-            ]
-        return message
+def output_items(item_id: str, text: str, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Return the generated text and calls as a response's items. item_id: the message's."""
+    items = [message_item(item_id, text)] if text or not calls else []
+    for call in calls:
+        items.append(
+            {
+                "id": f"fc_{secrets.token_hex(12)}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+            }
+        )
+    return items
 
 
 def message_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
@@ -137,13 +117,12 @@ def final_fields(end: Finished, prompt: int, cached: int) -> dict[str, Any]:
     """Return status and usage. prompt: its tokens; cached: those that were not evaluated."""
     status = _STATUSES[end.reason]
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    written = end.usage.generated
     usage = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens": written,
+        "output_tokens": end.usage.generated,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + written,
+        "total_tokens": prompt + end.usage.generated,
     }
     return {"status": status, "incomplete_details": incomplete, "usage": usage}
 
@@ -166,7 +145,7 @@ def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[s
         "previous_response_id": body.previous_response_id,
         "store": body.store is not False,
         "temperature": body.temperature,
-        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+        "text": {"format": body.text_format()},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": body.top_p,

@@ -6,37 +6,43 @@ from typing import Any
 
 from kvkeep.engine import GeneratedToken, PrefillProgress, TokenLogprob, Usage
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.service import GenerationResult
 from kvkeep.version import __version__
 
 FINGERPRINT = f"kvkeep-{__version__}"  # a seed gives the same text under the same fingerprint
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
 
 
-def openai_usage(usages: list[Usage]) -> dict[str, Any]:
+def usage_and_timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """Return `usage` for all generations of one prompt, and the `timings` of the first."""
+    return {"usage": openai_usage(results), "timings": llamacpp_timings(results[0].end.usage)}
+
+
+def openai_usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
     """Return `usage` for all generations of one prompt, which is counted once."""
-    prompt, written = usages[0].prompt, sum(usage.generated for usage in usages)
+    first, generated = results[0].end.usage, sum(r.end.usage.generated for r in results)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": usages[0].reuse.tokens},
+        "prompt_tokens": first.prompt,
+        "completion_tokens": generated,
+        "total_tokens": first.prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": first.reuse.tokens},
     }
 
 
 def llamacpp_timings(usage: Usage) -> dict[str, Any]:
     """Return llama.cpp's `timings`: milliseconds, and tokens per second."""
     prefill_ms, decode_ms = 1000 * usage.prefill_seconds, 1000 * usage.decode_seconds
-    evaluated, written = usage.evaluated, usage.generated
+    evaluated, generated = usage.evaluated, usage.generated
     return {
         "cache_n": usage.reuse.tokens,
         "prompt_n": evaluated,
         "prompt_ms": prefill_ms,
         "prompt_per_token_ms": prefill_ms / evaluated if evaluated else 0.0,
         "prompt_per_second": 1000 * evaluated / prefill_ms if prefill_ms else 0.0,
-        "predicted_n": written,
+        "predicted_n": generated,
         "predicted_ms": decode_ms,
-        "predicted_per_token_ms": decode_ms / written if written else 0.0,
-        "predicted_per_second": 1000 * written / decode_ms if decode_ms else 0.0,
+        "predicted_per_token_ms": decode_ms / generated if generated else 0.0,
+        "predicted_per_second": 1000 * generated / decode_ms if decode_ms else 0.0,
     }
 
 
@@ -50,22 +56,26 @@ def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(codec: TextCodec, sampled: GeneratedToken) -> dict[str, Any] | None:
-    """Return a token's entry in the form of chats, or None if log probabilities were not asked."""
-    if sampled.logprob is None:
-        return None
-    top = [_chat_entry(codec, logprob) for logprob in sampled.top_logprobs]
-    return {**_chat_entry(codec, sampled.logprob), "top_logprobs": top}
+def token_logprobs(
+    codec: TextCodec, sampled: GeneratedToken, partial: str = "backslashreplace"
+) -> dict[str, Any]:
+    r"""Return a token's entry in the form of chats. Its log probability must be known.
 
+    partial: how the bytes of a partial character are decoded, as in `bytes.decode`: as \xf0 by
+    default, as OpenAI does.
+    """
 
-def _chat_entry(codec: TextCodec, logprob: TokenLogprob) -> dict[str, Any]:
-    raw = codec.token_bytes(logprob.token)
-    return {
-        "id": logprob.token,
-        "token": _escaped(raw),
-        "logprob": logprob.logprob,
-        "bytes": list(raw),
-    }
+    def entry(logprob: TokenLogprob) -> dict[str, Any]:
+        raw = codec.token_bytes(logprob.token)
+        return {
+            "id": logprob.token,
+            "token": raw.decode(errors=partial),
+            "logprob": logprob.logprob,
+            "bytes": list(raw),
+        }
+
+    assert sampled.logprob is not None
+    return {**entry(sampled.logprob), "top_logprobs": [entry(top) for top in sampled.top_logprobs]}
 
 
 class CompletionLogprobs:
@@ -106,15 +116,10 @@ class CompletionLogprobs:
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            return f"bytes:{_escaped(raw)}"
+            return f"bytes:{raw.decode(errors='backslashreplace')}"
 
     def _next_offset(self, token: int) -> int:
         offset = self._offset
         if not self._codec.is_control(token):  # control tokens are not part of the text
             self._offset += len(self._decoder.decode(self._codec.token_bytes(token)))
         return offset
-
-
-def _escaped(raw: bytes) -> str:
-    r"""Decode bytes, writing those of a partial character as \xf0, as OpenAI does."""
-    return raw.decode(errors="backslashreplace")

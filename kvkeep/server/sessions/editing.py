@@ -59,8 +59,7 @@ class CompressRequest(RequestBody):
 @router.post("/v1/sessions/{name}/edit", response_model=None)
 async def edit(body: EditRequest, session: SessionDep) -> Response:
     """Delete, insert or replace tokens. The suffix stays, or is evaluated again."""
-    codec = session.service.model.text
-    new = codec.encode(body.text) if body.text is not None else body.tokens or []
+    new = session.codec.encode(body.text) if body.text is not None else body.tokens or []
 
     def apply(live: Session) -> dict[str, Any]:
         if body.op == "insert":

@@ -3,19 +3,17 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, Header, Path
 from pydantic import Field
 from starlette.responses import JSONResponse
 
-from kvkeep.engine import Engine, SessionRecord
+from kvkeep.engine import SessionRecord
 from kvkeep.server.errors import ApiError
-from kvkeep.server.schemas import OwnerDep, ServiceDep
-from kvkeep.server.service import Service
+from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.session.session import Session
 
-T = TypeVar("T")
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
 SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
 TokenIndex = Annotated[int, Field(ge=0, lt=2**40)]
@@ -30,32 +28,22 @@ def parse_if_match(if_match: str | None) -> int | None:
     """Return the revision in `If-Match: "3"`, or None for any. Raises ApiError."""
     if if_match is None or if_match.strip() == "*":
         return None
-    number = if_match.strip().removeprefix("W/").strip('"')
-    if not (number.isascii() and number.isdigit() and len(number) < 19):
+    revision = if_match.strip().removeprefix("W/").strip('"')
+    if not (revision.isascii() and revision.isdigit() and len(revision) < 19):
         raise ApiError(400, f'If-Match is a session\'s revision, such as "3"; found {if_match!r}')
-    return int(number)
+    return int(revision)
 
 
 @dataclass(frozen=True)
-class SessionContext:
-    """The session that a route changes. revision: the one that the request is for; None for any."""
+class SessionContext(RequestContext):
+    """A request about one session. revision: the one that the request is for; None for any."""
 
-    service: Service
-    owner: str
     name: str
     revision: int | None
-
-    @property
-    def engine(self) -> Engine:
-        return self.service.engine
 
     async def find(self) -> SessionRecord:
         """Return the session's record, without loading it from disk."""
         return await asyncio.wrap_future(self.engine.find(self.name, self.owner))
-
-    async def inspect(self, function: Callable[[SessionRecord], T]) -> T:
-        """Return what a function says of the session. It runs in the engine's thread."""
-        return await read_session(self.service, self.name, self.owner, function)
 
     async def change(
         self, operation: str, function: Callable[[Session], Any], adds: int = 0
@@ -68,16 +56,16 @@ class SessionContext:
             self.name, self.owner, operation, function, self.revision, adds
         )
         result = await asyncio.wrap_future(changed)
-        return await self.inspect(lambda record: session_response(record, result=result))
+        return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
 
-def _session_context(
+async def _session_context(
     name: SessionName,
-    service: ServiceDep,
-    owner: OwnerDep,
+    context: ContextDep,
     if_match: Annotated[str | None, Header(max_length=40, description=_IF_MATCH)] = None,
 ) -> SessionContext:
-    return SessionContext(service, owner, name, parse_if_match(if_match))
+    revision = parse_if_match(if_match)
+    return SessionContext(context.service, context.owner, context.http_request, name, revision)
 
 
 SessionDep = Annotated[SessionContext, Depends(_session_context)]
@@ -98,34 +86,23 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
         "created": int(record.created),
         "lost_revision": record.lost_revision,
     }
-    if record.session is not None:
-        entry |= _live_fields(record.session)
+    if (session := record.session) is not None:
+        entry |= {
+            "tokens": len(session.tokens),
+            "cells": session.cache.cells,
+            "max_kv_size": session.max_kv_size,
+            "policy": session.policy,
+            "settings": session.settings,
+            "keep": session.keep,
+            "bytes": session.cache.nbytes,
+            "kv_bits": session.bits.kv,
+            "far_bits": session.bits.far,
+            "spans": {name: [start, end] for name, (start, end) in session.places.items()},
+        }
     return entry
-
-
-def _live_fields(session: Session) -> dict[str, Any]:
-    return {
-        "tokens": len(session.tokens),
-        "cells": session.cache.cells,
-        "max_kv_size": session.max_kv_size,
-        "policy": session.policy,
-        "settings": session.settings,
-        "keep": session.keep,
-        "bytes": session.cache.nbytes,
-        "kv_bits": session.bits.kv,
-        "far_bits": session.bits.far,
-        "spans": {name: [start, end] for name, (start, end) in session.places.items()},
-    }
 
 
 def session_response(record: SessionRecord, status: int = 200, **extra: Any) -> JSONResponse:
     """Return a session's fields, with its revision as the entity tag."""
     headers = {"ETag": f'"{record.revision}"'}
     return JSONResponse({**session_entry(record), **extra}, status, headers)
-
-
-async def read_session(
-    service: Service, name: str, owner: str, function: Callable[[SessionRecord], T]
-) -> T:
-    """Return what a function says of a session. It runs in the engine's thread."""
-    return await asyncio.wrap_future(service.engine.inspect(name, owner, function))

@@ -5,12 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import (
-    Finished,
     GeneratedToken,
     GenerationRequest,
     PrefillProgress,
@@ -18,11 +16,12 @@ from kvkeep.engine import (
     chat_turn,
 )
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.errors import api_error_for
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import template_messages
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
-from kvkeep.server.service import GenerationResult, GenerationStream, Service
+from kvkeep.server.service import GenerationResult, GenerationStream, collect
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
@@ -43,16 +42,13 @@ class FeedRequest(SamplingParams):
     special: bool = False
     stream: bool = False
 
-    def encode(self, service: Service, generation_prompt: bool) -> tuple[int, ...]:
+    def encode(self, codec: TextCodec, generation_prompt: bool) -> tuple[int, ...]:
         """Return the token ids. generation_prompt: whether messages end where a reply begins."""
-        given = [self.text is not None, self.tokens is not None, self.messages is not None]
-        if sum(given) > 1:
+        if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("give one of text, tokens and messages")
-        codec = service.model.text
         if self.messages is not None:
             messages = template_messages(self.messages)
-            chat = codec.chat(messages, add_generation_prompt=generation_prompt)
-            return tuple(codec.encode(chat))
+            return tuple(codec.encode(codec.chat(messages, generation_prompt)))
         return tuple(self.tokens or codec.encode(self.text or "", self.special))
 
     def name_span(self) -> Callable[[Session, int, int], None] | None:
@@ -84,33 +80,27 @@ class TurnRequest(SamplingParams):
 
 
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
-async def feed(
-    body: FeedRequest, http_request: HttpRequest, session: SessionDep
-) -> Response | dict[str, Any]:
+async def feed(body: FeedRequest, session: SessionDep) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
-    ids = await asyncio.to_thread(body.encode, session.service, False)
+    ids = await asyncio.to_thread(body.encode, session.codec, False)
     if not ids:
         raise InvalidArgument("nothing to prefill: give text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span())
-    return await _run(request, session, http_request, body.stream)
+    return await _run(request, session, body.stream)
 
 
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
-async def generate(
-    body: GenerateRequest, http_request: HttpRequest, session: SessionDep
-) -> Response | dict[str, Any]:
+async def generate(body: GenerateRequest, session: SessionDep) -> Response | dict[str, Any]:
     """Prefill what is given, if anything, and generate."""
-    ids = await asyncio.to_thread(body.encode, session.service, True)
+    ids = await asyncio.to_thread(body.encode, session.codec, True)
     (sampling,) = body.samplings(temperature=0.0)
     on_end = body.name_span()
     request = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, on_end=on_end)
-    return await _run(request, session, http_request, body.stream)
+    return await _run(request, session, body.stream)
 
 
 @router.post("/v1/sessions/{name}/turns", response_model=None, responses=JSON_OR_EVENTS)
-async def say(
-    body: TurnRequest, http_request: HttpRequest, session: SessionDep
-) -> Response | dict[str, Any]:
+async def say(body: TurnRequest, session: SessionDep) -> Response | dict[str, Any]:
     """Prefill a user's turn, as the chat template renders it, and generate the reply.
 
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
@@ -118,48 +108,39 @@ async def say(
     (sampling,) = body.samplings(temperature=0.0)
     reply = GenerationRequest((), body.max_tokens, sampling)
     request = chat_turn(session.service.model, body.content, reply, body.system)
-    return await _run(request, session, http_request, body.stream)
+    return await _run(request, session, body.stream)
 
 
 async def _run(
     request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
     session: SessionContext,
-    http_request: HttpRequest,
     streamed: bool,
 ) -> Response | dict[str, Any]:
     """Run a request in a session; respond with the whole result or with a stream of events."""
-    generations = await session.service.generate(
-        request, session.owner, session=session.name, revision=session.revision
-    )
+    generations = await session.generate(request, session.name, session.revision)
     if streamed:
-        return sse_response(_stream(generations, session))
-    async with generations.cancel_on_disconnect(http_request):
-        (result,) = await generations.collect()
+        return sse_response(_stream(generations, session), _error_event)
+    (result,) = await collect(session.http_request, generations)
     return await _response(result, session)
 
 
 async def _stream(generations: GenerationStream, session: SessionContext) -> AsyncIterator[bytes]:
     """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
-    text, tokens = "", list[GeneratedToken]()
-    try:
-        async for _, progress in generations:
-            if isinstance(progress, PrefillProgress):
-                yield sse_event({"done": progress.done, "total": progress.total}, "read")
-            elif isinstance(progress, GeneratedToken):
-                text += progress.text
-                tokens.append(progress)
-                yield sse_event({"token": progress.token, "text": progress.text}, "token")
-            elif isinstance(progress, Finished):
-                end = progress
-        result = GenerationResult(text + end.text, tokens, end)
-        yield sse_event(await _response(result, session), "done")
-    except Exception as error:  # the status is already sent: the last event reports the error
-        yield sse_event(api_error_for(error).openai_body(), "error")
+    async for _, progress in generations:
+        if isinstance(progress, PrefillProgress):
+            yield sse_event({"done": progress.done, "total": progress.total}, "read")
+        elif isinstance(progress, GeneratedToken):
+            yield sse_event({"token": progress.token, "text": progress.text}, "token")
+    yield sse_event(await _response(generations.results[0], session), "done")
+
+
+def _error_event(error: ApiError) -> bytes:
+    return sse_event(error.openai_body(), "error")
 
 
 async def _response(result: GenerationResult, session: SessionContext) -> dict[str, Any]:
     total_tokens, revision = await session.inspect(
-        lambda record: (len(record.live.tokens), record.revision)
+        session.name, lambda record: (len(record.live.tokens), record.revision)
     )
     return {
         "text": result.text,

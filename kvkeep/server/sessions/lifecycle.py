@@ -10,7 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from kvkeep.engine import Engine
 from kvkeep.errors import StoreError
-from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, RequestBody, ServiceDep
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody
+from kvkeep.server.service import ContextDep
 from kvkeep.server.sessions.entry import (
     NAME_PATTERN,
     SessionDep,
@@ -71,9 +72,9 @@ class ResidentRequest(RequestBody):
 
 
 @router.post("/v1/sessions", status_code=201, response_model=None)
-async def create(body: CreateSessionRequest, service: ServiceDep, owner: OwnerDep) -> Response:
+async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
-    engine = service.engine
+    engine, owner = context.engine, context.owner
     if body.from_snapshot is not None:
         snapshot = await asyncio.to_thread(engine.load_snapshot, body.from_snapshot, owner)
         created = engine.restore(snapshot, owner, body.name)
@@ -83,9 +84,9 @@ async def create(body: CreateSessionRequest, service: ServiceDep, owner: OwnerDe
 
 
 @router.get("/v1/sessions")
-async def sessions(service: ServiceDep, owner: OwnerDep, unnamed: bool = False) -> dict[str, Any]:
+async def sessions(context: ContextDep, unnamed: bool = False) -> dict[str, Any]:
     """List sessions, the last used first; `unnamed` includes those made for a prompt."""
-    records = await asyncio.wrap_future(service.engine.sessions(owner, unnamed))
+    records = await asyncio.wrap_future(context.engine.sessions(context.owner, unnamed))
     return {"object": "list", "data": [session_entry(record) for record in records]}
 
 
@@ -137,9 +138,9 @@ async def snapshot(body: SnapshotRequest, session: SessionDep) -> Response:
 
 
 @router.get("/v1/snapshots")
-async def snapshots(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+async def snapshots(context: ContextDep) -> dict[str, Any]:
     """List snapshots, each with the session that it was taken of."""
-    data = await asyncio.to_thread(_snapshot_entries, service.engine, owner)
+    data = await asyncio.to_thread(_snapshot_entries, context.engine, context.owner)
     return {"object": "list", "data": data}
 
 
@@ -162,19 +163,15 @@ def _session_of(engine: Engine, file: Source) -> str | None:
 
 
 @router.delete("/v1/snapshots/{name}")
-async def delete_snapshot(
-    name: SessionName, service: ServiceDep, owner: OwnerDep
-) -> dict[str, Any]:
+async def delete_snapshot(name: SessionName, context: ContextDep) -> dict[str, Any]:
     """Delete a snapshot and report how many bytes that freed."""
-    freed = await asyncio.to_thread(service.engine.snapshots(owner).remove, name)
+    freed = await asyncio.to_thread(context.engine.snapshots(context.owner).remove, name)
     return {"name": name, "object": "snapshot", "deleted": True, "bytes": freed}
 
 
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
-async def restore(
-    name: SessionName, body: RestoreRequest, service: ServiceDep, owner: OwnerDep
-) -> Response:
+async def restore(name: SessionName, body: RestoreRequest, context: ContextDep) -> Response:
     """Create a session from a snapshot; it continues to the bit as the original would."""
-    snapshot = await asyncio.to_thread(service.engine.load_snapshot, name, owner)
-    created = service.engine.restore(snapshot, owner, body.name)
+    snapshot = await asyncio.to_thread(context.engine.load_snapshot, name, context.owner)
+    created = context.engine.restore(snapshot, context.owner, body.name)
     return session_response(await asyncio.wrap_future(created), 201)

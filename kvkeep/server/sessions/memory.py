@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query
 from kvkeep.cache.ragged import Ragged
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.schemas import OwnerDep, ServiceDep
-from kvkeep.server.sessions.entry import SessionName, read_session
+from kvkeep.server.service import ContextDep
+from kvkeep.server.sessions.entry import SessionName
 from kvkeep.session.session import Session
 from kvkeep.session.streaming import SEAM, pieces_of
 
@@ -20,17 +20,15 @@ _Position = Annotated[int, Query(ge=0, lt=2**40)]
 
 
 @router.get("/v1/sessions/{name}/memory")
-async def memory(name: SessionName, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     """Return runs of tokens: kept, pinned, window, grouped, compressed or forgotten."""
-    engine = service.engine
-    return await read_session(service, name, owner, lambda record: _memory(record, engine))
+    return await context.inspect(name, lambda record: _memory(record, context.engine))
 
 
 @router.get("/v1/sessions/{name}/text")
 async def text(
     name: SessionName,
-    service: ServiceDep,
-    owner: OwnerDep,
+    context: ContextDep,
     start: _Position = 0,
     end: Annotated[int | None, Query(ge=0, lt=2**40)] = None,
 ) -> dict[str, Any]:
@@ -39,7 +37,6 @@ async def text(
     The texts joined are the text of these tokens: a character of several tokens comes with the
     last of them, and the others have "".
     """
-    codec = service.model.text
 
     def pieces(record: SessionRecord) -> dict[str, Any]:
         tokens = record.live.tokens
@@ -47,7 +44,7 @@ async def text(
         if start > len(tokens):
             raise InvalidArgument(f"there are {len(tokens)} tokens; found start {start}")
         ids = tokens[start:last]
-        texts = pieces_of(codec, tokens[max(0, start - SEAM) : start], ids)
+        texts = pieces_of(context.codec, tokens[max(0, start - SEAM) : start], ids)
         return {
             "start": start,
             "total": len(tokens),
@@ -55,14 +52,13 @@ async def text(
             "pieces": [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)],
         }
 
-    return await read_session(service, name, owner, pieces)
+    return await context.inspect(name, pieces)
 
 
 @router.get("/v1/sessions/{name}/heads")
 async def heads(
     name: SessionName,
-    service: ServiceDep,
-    owner: OwnerDep,
+    context: ContextDep,
     layer: _Index | None = None,
     head: _Index | None = None,
 ) -> dict[str, Any]:
@@ -73,10 +69,8 @@ async def heads(
     if (layer is None) != (head is None):
         raise InvalidArgument("give both layer and head, or neither")
     if layer is None or head is None:
-        return await read_session(service, name, owner, lambda record: _cell_counts(record.live))
-    return await read_session(
-        service, name, owner, lambda record: _head_positions(record.live, layer, head)
-    )
+        return await context.inspect(name, lambda record: _cell_counts(record.live))
+    return await context.inspect(name, lambda record: _head_positions(record.live, layer, head))
 
 
 def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
