@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from kvkeep.models.gguf.config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
@@ -30,7 +29,7 @@ from kvkeep.models.weights.checkpoint import (
 )
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
-from kvkeep.models.weights.packed_file import StoredMatrix, write_packed
+from kvkeep.models.weights.packed_file import StoredMatrix, byte_bar, write_packed
 from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packable
 from kvkeep.models.weights.tensors import check_tensors, tensor_shapes
 from kvkeep.storage.files.atomic import write_atomic
@@ -118,13 +117,8 @@ def _write_weights(
             RuntimeWarning,
             stacklevel=2,
         )
-    bar = tqdm(
-        total=sum(tensor.data.nbytes for tensor in tensors.values()),
-        desc="taking the model over",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
-    )
+    total = sum(tensor.data.nbytes for tensor in tensors.values())
+    bar = byte_bar(total, "taking the model over", progress)
 
     def converted_chunks(name: str) -> Iterator[Matrix]:
         tensor, rows = sources[name]

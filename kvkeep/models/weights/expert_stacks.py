@@ -8,7 +8,7 @@ The decoder has each expert's matrices apart, as Qwen and OLMoE store them:
     Granite     block_sparse_moe.input_linear.weight    [experts, gate and up, hidden]
                 block_sparse_moe.output_linear.weight   [experts, hidden, width]
                 block_sparse_moe.router.layer.weight    router
-    transformers 5, if told to save them so:
+    transformers 5, if it saves experts in stacks:
                 mlp.experts.gate_up_proj, mlp.experts.down_proj     such stacks
     Gemma 4     experts.gate_up_proj, experts.down_proj: such stacks, beside the MLP
                 router.proj.weight                      router
@@ -32,6 +32,7 @@ MXFP4 is unpacked to the dtype of the other weights; bfloat16 holds each value e
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,72 +44,124 @@ from kvkeep.models.weights.tensors import NORM
 
 Shape = tuple[int, ...]
 
-_MOE_TENSOR = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.(.+)")
-_PARALLEL_MOE_TENSOR = re.compile(r"(model\.layers\.\d+\.)((?:router|experts)\..+)")
-_PARALLEL_ROUTER = {
+_LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)")
+_ROUTER = re.compile(r"(?:mlp|block_sparse_moe)\.(?:gate|router|router\.layer)\.(weight|bias)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_MIXTRAL_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(w[123])\.weight")
+_MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
+_GEMMA_ROUTER = {
     "router.proj.weight": "mlp.gate.weight",
     "router.scale": ROUTER_SCALE,
     "router.per_expert_scale": EXPERT_SCALES,
 }
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_ROUTERS = ("gate.weight", "router.layer.weight", "router.weight")
-_ROUTER_BIAS = "router.bias"
-_GATE_UP_STACKS = ("experts.gate_up_proj", "input_linear.weight")
-_DOWN_STACKS = ("experts.down_proj", "output_linear.weight")
-_CLAMPED_PART = re.compile(r"(experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)")
-_CLAMPED_STACK = re.compile(
-    r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj(|_bias|_blocks)"
+# The module of the experts, unless they lie beside the MLP, and the stack in it.
+_STACK = re.compile(
+    r"((?:mlp|block_sparse_moe)\.)?"
+    r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
 )
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A checkpoint's tensor with gate and up, or down, of all experts of a layer, or their biases.
+
+    Attributes:
+        prefix: of the decoder's names, before the index of the expert.
+        rows: of each matrix among those of one expert, by "gate", "up" or "down".
+        transposed: as in gpt-oss: matrices are `[experts, columns, rows]`.
+        suffix: "_bias" for biases, "_blocks" for matrices in MXFP4, "" for other matrices.
+    """
+
+    prefix: str
+    experts: int
+    rows: dict[str, range]
+    columns: int
+    transposed: bool
+    suffix: str
+
+    @property
+    def shape(self) -> Shape:
+        rows = sum(map(len, self.rows.values()))
+        if self.suffix == "_bias":
+            return self.experts, rows
+        if self.suffix == "_blocks":
+            return self.experts, rows, self.columns // GROUP, GROUP // 2
+        return self.experts, *((self.columns, rows) if self.transposed else (rows, self.columns))
+
+    def parts(self) -> Iterator[tuple[str, int, slice, Shape]]:
+        """Yield the decoder's name, the expert, the rows among its rows, and the shape of each."""
+        bias = self.suffix == "_bias"
+        for expert in range(self.experts):
+            for matrix, rows in self.rows.items():
+                name = f"{self.prefix}{expert}.{matrix}_proj.{'bias' if bias else 'weight'}"
+                shape = (len(rows),) if bias else (len(rows), self.columns)
+                yield name, expert, slice(rows.start, rows.stop, rows.step), shape
+
+
+def expert_stack(spec: ModelSpec, name: str) -> ExpertStack | None:
+    """Return a checkpoint's stack of experts by its name; None for any other tensor."""
+    layer = _LAYER_TENSOR.fullmatch(name)
+    match = _STACK.fullmatch(layer.group(2)) if layer else None
+    if not spec.experts or layer is None or match is None:
+        return None
+    module, projection, suffix, linear = match.groups(default="")
+    clamped, is_named_so = spec.clamped_experts, bool(module)
+    if clamped or spec.experts_beside:
+        is_named_so = module == ("mlp." if clamped else "") and not linear
+    if not is_named_so or (suffix and not clamped):
+        return None
+    inner, columns = spec.expert_size, spec.hidden_size
+    rows = {"gate": range(inner), "up": range(inner, 2 * inner)}
+    if clamped:
+        rows = {"gate": range(0, 2 * inner, 2), "up": range(1, 2 * inner, 2)}
+    if projection == "down" or linear == "output":
+        rows, columns = {"down": range(spec.hidden_size)}, inner
+    prefix = f"{layer.group(1)}mlp.experts."
+    return ExpertStack(prefix, spec.experts, rows, columns, clamped, suffix)
 
 
 def expert_name(spec: ModelSpec, name: str) -> str:
     """Return the decoder's name of an expert's matrix or a router; any other name unchanged."""
-    if spec.experts_beside:
-        match = _PARALLEL_MOE_TENSOR.fullmatch(name)
-        if match is None or match.group(2) not in _PARALLEL_ROUTER:
-            return name
-        return f"{match.group(1)}{_PARALLEL_ROUTER[match.group(2)]}"
-    match = _MOE_TENSOR.fullmatch(name)
-    if not spec.experts or match is None:
+    layer = _LAYER_TENSOR.fullmatch(name)
+    if not spec.experts or layer is None:
         return name
-    layer, matrix = match.groups()
-    if matrix in _ROUTERS:
-        return f"{layer}mlp.gate.weight"
-    if matrix == _ROUTER_BIAS:
-        return f"{layer}mlp.gate.bias"
-    if mixtral := re.fullmatch(r"experts\.(\d+)\.(w[123])\.weight", matrix):
-        return f"{layer}mlp.experts.{mixtral.group(1)}.{_MIXTRAL[mixtral.group(2)]}.weight"
+    prefix, stored = layer.groups()
+    if spec.experts_beside:
+        return prefix + _GEMMA_ROUTER.get(stored, stored)
+    if router := _ROUTER.fullmatch(stored):
+        return f"{prefix}mlp.gate.{router.group(1)}"
+    if expert := _MIXTRAL_EXPERT.fullmatch(stored):
+        return f"{prefix}mlp.experts.{expert.group(1)}.{_MIXTRAL[expert.group(2)]}_proj.weight"
     return name
 
 
 def stored_expert_name(spec: ModelSpec, name: str) -> str:
     """Return the checkpoint's name of a decoder's tensor; the stack's if it is part of one."""
-    match = _MOE_TENSOR.fullmatch(name)
-    if not spec.experts or match is None:
+    layer = _LAYER_TENSOR.fullmatch(name)
+    if not spec.experts or layer is None:
         return name
-    layer, matrix = match.groups()
+    prefix, ours = layer.groups()
+    stored, expert = ours, _EXPERT.fullmatch(ours)
+    index, matrix, kind = expert.groups() if expert else ("", "", "")
+    stack = "down" if matrix == "down" else "gate_up"
     if spec.clamped_experts:
-        router = matrix.replace("gate.", "router.") if matrix.startswith("gate.") else matrix
-        return f"{layer}mlp.{_clamped_stack_name(router)}"
-    expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", matrix)
-    if spec.experts_beside:
-        stored = {ours: theirs for theirs, ours in _PARALLEL_ROUTER.items()}.get(f"mlp.{matrix}")
+        stored = ours.replace("mlp.gate.", "mlp.router.")
         if expert:
-            stored = f"experts.{'down' if expert.group(2) == 'down_proj' else 'gate_up'}_proj"
-        return f"{layer}{stored}" if stored else name
-    if spec.architecture == "GraniteMoeForCausalLM":
-        if matrix == "gate.weight":
-            return f"{layer}block_sparse_moe.router.layer.weight"
+            stored = f"mlp.experts.{stack}_proj{'_bias' if kind == 'bias' else ''}"
+    elif spec.experts_beside:
+        names = {name: stored for stored, name in _GEMMA_ROUTER.items()}
+        stored = f"experts.{stack}_proj" if expert else names.get(ours, ours)
+    elif spec.architecture == "GraniteMoeForCausalLM":
+        linear = "output" if matrix == "down" else "input"
+        stored = ours.replace("mlp.gate.", "block_sparse_moe.router.layer.")
         if expert:
-            stack = "output" if expert.group(2) == "down_proj" else "input"
-            return f"{layer}block_sparse_moe.{stack}_linear.weight"
-    if spec.architecture == "MixtralForCausalLM":
-        if matrix == "gate.weight":
-            return f"{layer}block_sparse_moe.gate.weight"
+            stored = f"block_sparse_moe.{linear}_linear.weight"
+    elif spec.architecture == "MixtralForCausalLM":
+        numbers = {matrix: number for number, matrix in _MIXTRAL.items()}
+        stored = ours.replace("mlp.gate.", "block_sparse_moe.gate.")
         if expert:
-            matrix = {ours: theirs for theirs, ours in _MIXTRAL.items()}[expert.group(2)]
-            return f"{layer}block_sparse_moe.experts.{expert.group(1)}.{matrix}.weight"
-    return name
+            stored = f"block_sparse_moe.experts.{index}.{numbers[matrix]}.weight"
+    return prefix + stored
 
 
 def split_stack_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -119,20 +172,16 @@ def split_stack_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str
     split: dict[str, Shape] = {}
     used_scales = set()
     for name, shape in shapes.items():
-        expected = stack_shape(spec, name)
-        whole = expected is None or tuple(shape) != expected
-        if not whole and name.endswith("_blocks"):
+        stack = expert_stack(spec, name)
+        as_expected = stack is not None and tuple(shape) == stack.shape
+        if as_expected and name.endswith("_blocks"):
             scales = _scales_name(name)
-            whole = tuple(shapes.get(scales, ())) != tuple(shape[:-1])
-            used_scales |= set() if whole else {scales}
-        if whole:
-            split[name] = shape
-            continue
-        if spec.clamped_experts:
-            columns: Shape = () if name.endswith("_bias") else (_clamped_sizes(spec, name)[1],)
+            as_expected = tuple(shapes.get(scales, ())) == tuple(shape[:-1])
+            used_scales |= {scales} if as_expected else set()
+        if stack is not None and as_expected:
+            split |= {part: part_shape for part, _, _, part_shape in stack.parts()}
         else:
-            columns = shape[2:]
-        split |= {part: (len(rows), *columns) for part, _, rows in _stack_parts(spec, name)}
+            split[name] = shape
     return {name: shape for name, shape in split.items() if name not in used_scales}
 
 
@@ -140,97 +189,27 @@ def split_stacks(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Te
     """Return a model's tensors with all experts apart; their shapes were checked before."""
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if stack_shape(spec, name) is None:
-            if not (spec.clamped_experts and _is_scales(name, tensors)):
+        stack = expert_stack(spec, name)
+        if stack is None:
+            if not (spec.clamped_experts and name.endswith("_scales")):
                 split[name] = tensor
             continue
-        for part, expert, rows in _stack_parts(spec, name):
-            selected = slice(rows.start, rows.stop, rows.step)
-            if not spec.clamped_experts:
-                split[part] = tensor[expert, selected]
-            elif name.endswith("_blocks"):
+        for part, expert, rows, _ in stack.parts():
+            if stack.suffix == "_blocks":
                 scales = tensors[_scales_name(name)][expert]
-                values = _mxfp4_values(tensor[expert][selected], scales[selected])
+                values = _mxfp4_values(tensor[expert][rows], scales[rows])
                 split[part] = values.to(tensors[NORM].dtype)
+            elif stack.transposed:  # biases are not, and stay as they are
+                split[part] = tensor[expert].t()[rows].contiguous()
             else:
-                split[part] = tensor[expert].t()[selected].contiguous()
+                split[part] = tensor[expert, rows]
     return split
-
-
-def stack_shape(spec: ModelSpec, name: str) -> Shape | None:
-    """Return the shape of a stored stack of experts; None for any other tensor."""
-    if spec.clamped_experts:
-        match = _CLAMPED_STACK.fullmatch(name)
-        if match is None:
-            return None
-        rows, columns = _clamped_sizes(spec, name)
-        if match.group(3) == "_bias":
-            return spec.experts, rows
-        if match.group(3) == "_blocks":
-            return spec.experts, rows, columns // GROUP, GROUP // 2
-        return spec.experts, columns, rows
-    _, parts = _stacked_rows(spec, name)
-    if not parts:
-        return None
-    columns = spec.expert_size if "down_proj" in parts else spec.hidden_size
-    return spec.experts, sum(map(len, parts.values())), columns
 
 
 def clamped_stack_entry(parts: Sequence[Tensor]) -> Tensor:
     """Return one expert's entry of a gpt-oss stack from its gate and up, or its only matrix."""
     rows = torch.stack(list(parts), 1).flatten(0, 1)
     return rows.t().contiguous()
-
-
-def _stack_parts(spec: ModelSpec, name: str) -> Iterator[tuple[str, int, range]]:
-    """The decoder's tensors in a stack: name, expert, and rows within the expert's entry."""
-    if not spec.clamped_experts:
-        prefix, parts = _stacked_rows(spec, name)
-        for expert in range(spec.experts if parts else 0):
-            for part, rows in parts.items():
-                yield f"{prefix}{expert}.{part}.weight", expert, rows
-        return
-    match = _CLAMPED_STACK.fullmatch(name)
-    assert match is not None, "called for stacks only"
-    count, _ = _clamped_sizes(spec, name)
-    parts = {"down": range(count)}
-    if match.group(2) == "gate_up":
-        parts = {"gate": range(0, count, 2), "up": range(1, count, 2)}
-    kind = "bias" if match.group(3) == "_bias" else "weight"
-    for expert in range(spec.experts):
-        for part, rows in parts.items():
-            yield f"{match.group(1)}{expert}.{part}_proj.{kind}", expert, rows
-
-
-def _stacked_rows(spec: ModelSpec, name: str) -> tuple[str, dict[str, range]]:
-    """The name prefix of a stack's parts, and the rows of each; empty for any other tensor."""
-    pattern = _PARALLEL_MOE_TENSOR if spec.experts_beside else _MOE_TENSOR
-    width, match = spec.expert_size, pattern.fullmatch(name)
-    if not spec.experts or match is None:
-        return "", {}
-    layer, matrix = match.groups()
-    rows = {}
-    if matrix in _GATE_UP_STACKS:
-        rows = {"gate_proj": range(width), "up_proj": range(width, 2 * width)}
-    elif matrix in _DOWN_STACKS:
-        rows = {"down_proj": range(spec.hidden_size)}
-    return f"{layer}mlp.experts.", rows
-
-
-def _clamped_stack_name(matrix: str) -> str:
-    """The stack that holds an expert's matrix or bias (both without `mlp.`); else the name."""
-    match = _CLAMPED_PART.fullmatch(matrix)
-    if match is None:
-        return matrix
-    kind = "down" if match.group(2) == "down" else "gate_up"
-    return f"{match.group(1)}{kind}_proj{'_bias' if match.group(3) == 'bias' else ''}"
-
-
-def _clamped_sizes(spec: ModelSpec, name: str) -> tuple[int, int]:
-    """Rows and columns of each expert's matrix in a gpt-oss stack."""
-    if "down_proj" in name:
-        return spec.hidden_size, spec.expert_size
-    return 2 * spec.expert_size, spec.hidden_size
 
 
 def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -244,7 +223,3 @@ def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def _scales_name(blocks: str) -> str:
     return f"{blocks.removesuffix('blocks')}scales"
-
-
-def _is_scales(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    return name.endswith("_scales") and name.replace("_scales", "_blocks") in tensors

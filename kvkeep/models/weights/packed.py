@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed_file import (
     StoredMatrix,
+    byte_bar,
     checksum_of,
     read_checksum,
     read_packed,
-    remove_checksum,
     write_packed,
 )
 from kvkeep.models.weights.packing import (
@@ -132,15 +133,28 @@ def load_unpacked(
     """
     state, shapes = converted.stat(), tensor_shapes(spec)
     folder = f"{converted.parent.name}-{state.st_size}-{state.st_mtime_ns}"
-    path = home() / "unpacked" / folder / f"{str(dtype).removeprefix('torch.')}.safetensors"
-    if not path.exists():
-        _remove_outdated(path.parent, converted.parent.name)
-        _write_unpacked(path, shapes, packed, dtype, progress)
-    try:
-        loaded = read_packed(path, shapes)
-    except BadModelFile:  # cut short, or of another version
-        _write_unpacked(path, shapes, packed, dtype, progress)
-        loaded = read_packed(path, shapes)
+    dtype_name = str(dtype).removeprefix("torch.")
+    path = home() / "unpacked" / folder / f"{dtype_name}.safetensors"
+    if path.exists():
+        with contextlib.suppress(BadModelFile):  # cut short, or of another version
+            return _only_tensors(read_packed(path, shapes))
+    _remove_outdated(path.parent, converted.parent.name)
+    bar = byte_bar(
+        sum(map(prod, shapes.values())) * dtype.itemsize, f"unpacking to {dtype_name}", progress
+    )
+
+    def unpacked(name: str) -> Iterator[Matrix]:
+        for rows in row_chunks(packed[name]):
+            tensor = as_tensor(rows, dtype)
+            yield tensor
+            bar.update(tensor.nbytes)
+
+    stored = {name: StoredMatrix(dtype, shape) for name, shape in shapes.items()}
+    _write(path, stored, {name: unpacked(name) for name in shapes}, bar, "unpacked", "")
+    return _only_tensors(read_packed(path, shapes))
+
+
+def _only_tensors(loaded: dict[str, Matrix]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
 
 
@@ -165,48 +179,27 @@ def _write_rounded(
         yield pack(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
         bar.update()
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_checksum(path)
-        with bar:
-            return write_packed(path, stored, {name: rounded(name) for name in stored})
-    except (OSError, StoreError) as error:
-        raise ModelError(
-            f"cannot write packed weights to {path.parent} ({error}); free some space, set "
-            'KVKEEP_HOME to a folder that can be written, or use weights="bf16"'
-        ) from error
+    advice = ', or use weights="bf16"'
+    return _write(path, stored, {name: rounded(name) for name in stored}, bar, "packed", advice)
 
 
-def _write_unpacked(
+def _write(
     path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    packed: dict[str, Matrix],
-    dtype: torch.dtype,
-    progress: bool,
-) -> None:
-    bar = tqdm(
-        total=sum(map(prod, shapes.values())) * dtype.itemsize,
-        desc=f"unpacking to {str(dtype).removeprefix('torch.')}",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
-    )
-
-    def unpacked(name: str) -> Iterator[Matrix]:
-        for rows in row_chunks(packed[name]):
-            tensor = as_tensor(rows, dtype)
-            yield tensor
-            bar.update(tensor.nbytes)
-
-    stored = {name: StoredMatrix(dtype, shape) for name, shape in shapes.items()}
+    stored: Mapping[str, StoredMatrix],
+    chunks: Mapping[str, Iterator[Matrix]],
+    bar: "tqdm[NoReturn]",
+    form: str,
+    advice: str,
+) -> str:
+    """Write a file under kvkeep's home; return its checksum. Raises ModelError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with bar:
-            write_packed(path, stored, {name: unpacked(name) for name in shapes})
+            return write_packed(path, stored, chunks)
     except (OSError, StoreError) as error:
         raise ModelError(
-            f"cannot write unpacked weights to {path.parent} ({error}); free some space, or set "
-            "KVKEEP_HOME to a folder that can be written"
+            f"cannot write {form} weights to {path.parent} ({error}); free some space, or set "
+            f"KVKEEP_HOME to a folder that can be written{advice}"
         ) from error
 
 

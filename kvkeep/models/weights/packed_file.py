@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, StoreError
 from kvkeep.models.weights.formats import FORMATS, Format
@@ -48,14 +50,14 @@ class StoredMatrix:
 
 
 class Checksum:
-    """A BLAKE3 digest over tensors, packed or not, in file order."""
+    """A BLAKE3 digest over matrices, packed or not, in file order."""
 
     def __init__(self) -> None:
         self._hash = blake3(max_threads=blake3.AUTO)
         self._name = ""
 
     def update(self, name: str, data: bytes) -> None:
-        """Add the next bytes of a tensor."""
+        """Add the next bytes of a tensor of the file."""
         if name != self._name:
             self._hash.update(f"{name}\n".encode())
             self._name = name
@@ -70,12 +72,16 @@ def checksum_of(matrices: Mapping[str, Matrix]) -> str:
     """Return the checksum of matrices in memory, equal to that of `write_packed`."""
     checksum = Checksum()
     for name, matrix in matrices.items():
-        if isinstance(matrix, PackedMatrix):
-            checksum.update(f"{name}.codes", tensor_bytes(matrix.data))
-            checksum.update(f"{name}.scales", tensor_bytes(matrix.scales))
-        else:
-            checksum.update(name, tensor_bytes(matrix))
+        for tensor_name, tensor in _stored_tensors(name, matrix):
+            checksum.update(tensor_name, tensor_bytes(tensor))
     return checksum.hexdigest()
+
+
+def _stored_tensors(name: str, matrix: Matrix) -> list[tuple[str, Tensor]]:
+    """The tensors that a file has of a matrix, by name."""
+    if isinstance(matrix, PackedMatrix):
+        return [(f"{name}.codes", matrix.data), (f"{name}.scales", matrix.scales)]
+    return [(name, matrix)]
 
 
 def read_checksum(path: Path) -> str | None:
@@ -87,19 +93,19 @@ def read_checksum(path: Path) -> str | None:
     return text if re.fullmatch("[0-9a-f]{64}", text) else None
 
 
-def remove_checksum(path: Path) -> None:
-    """Remove the checksum beside a file, before the file is replaced."""
-    _checksum_path(path).unlink(missing_ok=True)
-
-
-def _write_checksum(path: Path, checksum: str) -> None:
-    # If it cannot be written, the file is not trusted the next time.
-    with contextlib.suppress(OSError, StoreError):
-        write_atomic(_checksum_path(path), f"{checksum}\n".encode())
-
-
 def _checksum_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.blake3")
+
+
+def byte_bar(total: int, description: str, progress: bool) -> "tqdm[NoReturn]":
+    """Return a progress bar over bytes; with progress, it is shown on terminals only."""
+    return tqdm(
+        total=total,
+        desc=description,
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    )
 
 
 def write_packed(
@@ -115,26 +121,28 @@ def write_packed(
         entries |= matrix.entries(name)
     checksum = Checksum()
 
-    def pieces() -> Iterator[memoryview | bytes]:
+    def pieces() -> Iterator[bytes]:
         for name in stored:
-            scales = []
+            all_scales = []
             for matrix in chunks[name]:
-                packed = isinstance(matrix, PackedMatrix)
-                data = tensor_bytes(matrix.data if isinstance(matrix, PackedMatrix) else matrix)
-                checksum.update(f"{name}.codes" if packed else name, data)
-                if isinstance(matrix, PackedMatrix):
-                    scales.append(tensor_bytes(matrix.scales))
-                yield data
-            for data in scales:
-                checksum.update(f"{name}.scales", data)
-                yield data
+                first, *scales = _stored_tensors(name, matrix)
+                all_scales += scales
+                yield hashed(*first)
+            for scales_name, tensor in all_scales:
+                yield hashed(scales_name, tensor)
+
+    def hashed(name: str, tensor: Tensor) -> bytes:
+        data = tensor_bytes(tensor)
+        checksum.update(name, data)
+        return data
 
     formats = {n: m.kind.name for n, m in stored.items() if isinstance(m.kind, Format)}
     metadata = {"kvkeep": _KIND, "version": _VERSION, "formats": json.dumps(formats)}
+    _checksum_path(path).unlink(missing_ok=True)  # before the file that it belongs to is replaced
     write_tensors(path, entries, pieces(), metadata)
-    digest = checksum.hexdigest()
-    _write_checksum(path, digest)
-    return digest
+    with contextlib.suppress(OSError, StoreError):  # without a checksum the file is not trusted
+        write_atomic(_checksum_path(path), f"{checksum.hexdigest()}\n".encode())
+    return checksum.hexdigest()
 
 
 def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
@@ -143,26 +151,6 @@ def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     shapes: of all matrices that the file must hold. Raises BadModelFile if it holds others, or is
     incomplete.
     """
-    with _open(path) as (file, formats):
-        names = set(file.keys())  # type: ignore[no-untyped-call]
-        matrices = {
-            name: _read(file, names, name, formats.get(name), shapes[name]) for name in shapes
-        }
-        unused = names - {f"{name}{end}" for name in shapes for end in ("", ".codes", ".scales")}
-        if unused:
-            raise ValueError(f"it has {min(unused)}, which the model does not have")
-        return matrices
-
-
-def stored_formats(path: Path) -> dict[str, str]:
-    """Return the format of every packed matrix, from the header alone. Raises BadModelFile."""
-    with _open(path) as (_, formats):
-        return formats
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[safe_open, dict[str, str]]]:
-    """Open a file with its formats; errors of the block become BadModelFile."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
@@ -171,21 +159,25 @@ def _open(path: Path) -> Iterator[tuple[safe_open, dict[str, str]]]:
             formats = json.loads(metadata.get("formats", ""))
             if not isinstance(formats, dict) or not set(formats.values()) <= FORMATS.keys():
                 raise ValueError("its formats are not those of kvkeep")
-            yield file, formats
+            names = set(file.keys())
+            used = {f"{name}{end}" for name in shapes for end in ("", ".codes", ".scales")}
+            if names - used:
+                raise ValueError(f"it has {min(names - used)}, which the model does not have")
+            return {
+                name: _read_matrix(file, name, formats.get(name), shape)
+                for name, shape in shapes.items()
+            }
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise BadModelFile(f"{path} is not whole ({error}); remove it") from error
 
 
-def _read(
-    file: safe_open, names: set[str], name: str, packed: str | None, shape: tuple[int, ...]
-) -> Matrix:
+def _read_matrix(file: safe_open, name: str, packed: str | None, shape: tuple[int, ...]) -> Matrix:
+    """Read one matrix. packed: its format; None for a tensor. Raises ValueError if it differs."""
     if packed is None:
-        if name not in names:
-            raise ValueError(f"it lacks {name}")
-        plain: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
-        if tuple(plain.shape) != shape or not plain.dtype.is_floating_point:
+        tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        if tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} has another shape than the model's")
-        return plain
+        return tensor
     kind = FORMATS[packed]
     codes: Tensor = file.get_tensor(f"{name}.codes")  # type: ignore[no-untyped-call]
     scales: Tensor = file.get_tensor(f"{name}.scales")  # type: ignore[no-untyped-call]

@@ -60,8 +60,8 @@ class PackedMatrix:
     scales: Tensor
 
     @property
-    def columns(self) -> int:
-        return self.data.shape[1] * GROUP
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.data.shape[1] * GROUP
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +95,7 @@ def format_name(matrix: Matrix) -> str:
 
 def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """Return `[rows, columns]`, rounded once if the dtype cannot hold the values."""
-    values = matrix.values() if isinstance(matrix, PackedMatrix) else matrix
-    return values.to(dtype)
+    return (matrix.values() if isinstance(matrix, PackedMatrix) else matrix).to(dtype)
 
 
 def row_chunks(matrix: Matrix) -> Iterator[Matrix]:

@@ -1,7 +1,7 @@
 """A model's tensors: memory-mapped reading from safetensors files, and expected shapes."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -53,10 +53,12 @@ def read_tensors(
         leave=False,
     ) as bar:
         for path, names in located.items():
-            for name, tensor in _read_file(path, names):
-                target = dtype if tensor.is_floating_point() else tensor.dtype  # MXFP4 blocks
-                tensors[name] = tensor.to(device=device, dtype=target)
-                bar.update()
+            with _open(path) as file:
+                for name in names:
+                    tensor = _read_tensor(file, path, name)
+                    target = dtype if tensor.is_floating_point() else tensor.dtype  # MXFP4 blocks
+                    tensors[name] = tensor.to(device=device, dtype=target)
+                    bar.update()
     return tensors
 
 
@@ -247,17 +249,14 @@ def _locate(folder: Path) -> dict[Path, list[str]]:
     return located
 
 
-def _read_file(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    with _open(path) as file:
-        for name in names:
-            try:
-                with interrupts_deferred():  # torch would turn a Ctrl-C into another error
-                    tensor = file.get_tensor(name)
-                yield name, tensor
-            except SafetensorError as error:
-                raise BadModelFile(
-                    f"{path} does not hold {name} ({error}); fetch the model again"
-                ) from error
+def _read_tensor(file: safe_open, path: Path, name: str) -> Tensor:
+    try:
+        with interrupts_deferred():  # torch would turn a Ctrl-C into another error
+            tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+    except SafetensorError as error:
+        message = f"{path} does not hold {name} ({error}); fetch the model again"
+        raise BadModelFile(message) from error
 
 
 def _open(path: Path) -> safe_open:
