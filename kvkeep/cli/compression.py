@@ -1,4 +1,4 @@
-"""Options that select a compression method, and the calibration that each command uses."""
+"""Compression methods, the calibration that each command uses, and `kvkeep calibrate`."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import Decorator
-from kvkeep.errors import InvalidArgument
+from kvkeep.cli.options import Decorator, file_option, read_text
+from kvkeep.cli.output import say
+from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
+from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.storage.snapshots.header import check_output_path
+from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
     from kvkeep import Calibration, Model, Session, Snapshot
@@ -42,7 +46,7 @@ UNCALIBRATED_ARCHIVE = (
 def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
     """Return an option type: a finite number in a closed range."""
 
-    def read(value: str) -> float:
+    def parse(value: str) -> float:
         try:
             parsed = float(value)
         except ValueError:
@@ -52,7 +56,7 @@ def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
             raise click.BadParameter(f"expected {minimum:g} {end}, found {value}")
         return parsed
 
-    return read
+    return parse
 
 
 def ratio(value: str) -> float:
@@ -93,16 +97,10 @@ def calibration_option(meaning: str, default: str | None = None) -> Decorator:
 
     default: what help shows as the default.
     """
-    return click.option(
-        "--calibration",
-        metavar="FILE",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        show_default=default or False,
-        help=meaning,
-    )
+    return file_option("--calibration", exists=True, show_default=default or False, help=meaning)
 
 
-def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
+def load_calibration_file(file: Path | None, model: "Model") -> "Calibration | None":
     """Load the calibration file given on the command line, if any."""
     if file is None:
         return None
@@ -120,7 +118,7 @@ def archive_calibration(
     or if the method needs one.
     """
     if file is not None or method not in (None, "kvzap"):
-        return calibrated(file, model)
+        return load_calibration_file(file, model)
     return model.calibration
 
 
@@ -135,7 +133,7 @@ def original_calibration(
     """
     needed = snapshot.policy.get("calibrated_by")
     if file is not None or not needed:
-        return calibrated(file, model)
+        return load_calibration_file(file, model)
     stored = model.calibration
     if stored is None or stored.digest != needed:
         raise _needs_calibration(saved)
@@ -172,3 +170,74 @@ def gains_from_calibration(session: "Session") -> bool:
     return session.policy == "archive" and not (
         settings["calibrated_by"] or settings["method"] != BEST
     )
+
+
+@click.command()
+@click.argument("text", metavar="TEXT", type=click.Path())
+@file_option(
+    "-o",
+    "--output",
+    metavar="FILE.kvcal",
+    show_default="where every command finds it",
+    help="Where it is kept.",
+)
+@MODEL
+@DTYPE
+@DEVICE
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line.")
+def calibrate(
+    text: str, output: Path | None, model: str, dtype: DtypeName, device: str, quiet: bool
+) -> None:
+    """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
+
+    Some ten thousand tokens of the kind of text to come are enough. kvzap decides by it, and policy
+    archive does so from then on. A file of its own is given as --calibration to commands that
+    compress; expected_attention and fitted decide better with it, too.
+
+    What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
+    """
+    content = read_text(text)
+    if not content:
+        raise InvalidArgument(f"{text} is empty: expected some text")
+    if output is not None:
+        check_output_path(output, "calibration")
+    loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
+    measure_calibration(loaded, content, output, quiet)
+
+
+def measure_calibration(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
+    """Calibrate a model on a text, save the result and print a summary.
+
+    output: the calibration file; None for the default path, where every command finds it.
+    Raises StoreError if its folder cannot be created.
+    """
+    from tqdm import tqdm
+
+    from kvkeep.compression.calibration import measure
+    from kvkeep.compression.calibration.calibration import calibration_path
+
+    if output is None:
+        output = calibration_path(model)
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{output.parent} cannot be created: {error.strerror or error}"
+            ) from error
+        check_output_path(output, "calibration")
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    ids = model.text.encode(text)
+    hidden = True if quiet else None  # None: tqdm shows the bar on terminals only
+    total = measure.calibration_tokens(model, len(ids))
+    with tqdm(total=total, desc="measuring", unit="tok", disable=hidden, leave=False) as bar:
+
+        def progress(tokens: int) -> None:
+            bar.update(tokens)
+
+        calibration = measure.calibrate(model, ids, progress, unfinished)
+    size = calibration.save(output)
+    if not quiet:
+        say(
+            f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on "
+            f"held-out text: {calibration.r_squared:.2f}"
+        )

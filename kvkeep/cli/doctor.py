@@ -1,4 +1,4 @@
-"""`kvkeep doctor`: what computes on this machine, and why nothing faster does."""
+"""`kvkeep doctor` and `kvkeep disk`: what computes on this machine, and what takes disk space."""
 
 import json
 from collections.abc import Iterator
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.completion import model_names
+from kvkeep.cli.options import JSON
 from kvkeep.cli.output import megabytes
-from kvkeep.cli.which_model import DTYPE, WEIGHTS
+from kvkeep.cli.store import session_folder
+from kvkeep.cli.which_model import DTYPE, WEIGHTS, model_names
+from kvkeep.models.hub.library import home
 from kvkeep.models.hub.source import DEFAULT_MODEL
+from kvkeep.storage.files.atomic import folder_bytes
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
@@ -18,6 +21,15 @@ if TYPE_CHECKING:
     from kvkeep.doctor.machine import Cuda, Torch
 
 _Lines = Iterator[tuple[str, str]]
+# Folders in kvkeep's home: a description, and the command that frees space there.
+_DISK_FOLDERS = {
+    "models": ("models, in Hugging Face layout", "kvkeep models rm NAME"),
+    "packed": ("their weights, packed", "kvkeep models rm NAME"),
+    "unpacked": ("their weights, unpacked for bf16", "kvkeep models rm NAME"),
+    "prefixes": ("evaluated beginnings of prompts", "kvkeep prefixes gc | clear"),
+    "calibrations": ("what compression knows of models", ""),
+    "server": ("sessions and prompts of `kvkeep serve`", ""),
+}
 
 
 @click.command()
@@ -25,7 +37,7 @@ _Lines = Iterator[tuple[str, str]]
 @DTYPE
 @WEIGHTS
 @click.option("--measure", is_flag=True, help="Also let the model write 40 tokens.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@JSON
 def doctor(
     name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool, as_json: bool
 ) -> None:
@@ -104,3 +116,27 @@ def _model(model: "Outlook", bandwidth: float) -> _Lines:
 
 def _gigabytes(rate: float) -> str:
     return f"{rate / 1e9:,.1f} GB/s"
+
+
+@click.command()
+@JSON
+def disk(as_json: bool) -> None:
+    """Say what kvkeep takes on disk, by kind, and what makes room."""
+    folder = session_folder()
+    sessions = sum(path.stat().st_size for path in folder.newest())
+    rows = [("sessions", sessions, "saved sessions", "kvkeep sessions rm NAME", str(folder.place))]
+    other = folder_bytes(home())
+    for kind, (what, remedy) in _DISK_FOLDERS.items():
+        size = folder_bytes(home() / kind)
+        rows.append((kind, size, what, remedy, str(home() / kind)))
+        other -= size
+    if folder.place.is_relative_to(home()):
+        other -= folder_bytes(folder.place)
+    rows.append(("other", max(0, other), "locks and the like", "", str(home())))
+    if as_json:
+        names = ("kind", "bytes", "what", "remedy", "place")
+        click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+        return
+    for kind, size, what, remedy, _ in rows:
+        click.echo(f"{kind:<12}  {megabytes(size):>10}  {what:<39}  {remedy}".rstrip())
+    click.echo(f"{'all':<12}  {megabytes(sum(row[1] for row in rows)):>10}  in {home()}")

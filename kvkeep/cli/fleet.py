@@ -3,14 +3,14 @@
 import signal
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import MemoryChoice, shares_prefixes
+from kvkeep.cli.memory import MemoryChoice, uses_prefixes
 from kvkeep.cli.output import say
-from kvkeep.cli.serving import (
+from kvkeep.cli.serve import (
     require_installed,
     require_safe,
     require_secret,
@@ -20,14 +20,17 @@ from kvkeep.cli.serving import (
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects.address import is_url
 
+if TYPE_CHECKING:
+    from kvkeep.fleet.setup import Setup
+
 
 def _replicas(text: str) -> tuple[int, int]:
     """Option type: "N" or "N-M", as the least and the most."""
-    least, _, most = text.partition("-")
-    if least.isdigit() and (most or least).isdigit():
-        minimum, maximum = int(least), int(most or least)
-        if 1 <= minimum <= maximum:
-            return minimum, maximum
+    minimum, _, maximum = text.partition("-")
+    if minimum.isdigit() and (maximum or minimum).isdigit():
+        replicas = int(minimum), int(maximum or minimum)
+        if 1 <= replicas[0] <= replicas[1]:
+            return replicas
     raise click.BadParameter(
         f"expected a number, as 2, or the least and the most, as 1-4; found {text!r}"
     )
@@ -93,10 +96,13 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
     from kvkeep.fleet import deployment
 
     deployment.require_ray()
+    from kvkeep.fleet.setup import Scale
     from kvkeep.server.lifecycle import free_port
 
     host, port = options["host"], free_port(options["host"], options["port"])
-    setup, scale = _setup(memory, options), _scale(options)
+    setup = _setup(memory, options)
+    min_servers, max_servers = options["replicas"]
+    scale = Scale(min_servers, max_servers, options["requests"], options["grace"])
     if not options["quiet"]:
         say(f"starting {scale.min_servers} servers")
     previous_handler = signal.getsignal(signal.SIGTERM)
@@ -108,7 +114,7 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
             threading.Event().wait()
 
 
-def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
+def _setup(memory: MemoryChoice, options: dict[str, Any]) -> "Setup":
     """Collect and check the settings of each server before any of them is started."""
     from kvkeep.fleet.replica import require_conditional_writes
     from kvkeep.fleet.setup import Setup, read_secret
@@ -118,16 +124,16 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
     secret = read_secret(options["secret_file"])
     keys = ApiKeys.shared(options["api_key_file"], secret)
     require_conditional_writes(open_object_store(options["store"]))
-    model = choice.load(progress=not options["quiet"])
+    model = memory.load(progress=not options["quiet"])
     return Setup(
         model=model.name,
-        dtype=choice.dtype,
-        weights=choice.weights,
+        dtype=memory.dtype,
+        weights=memory.weights,
         store=options["store"],
         secret=secret,
-        settings=session_settings(choice, model, options["most_bytes"]),
-        memory=options["most_bytes"],
-        prefixes=shares_prefixes(choice, options["prefix_cache"]),
+        settings=session_settings(memory, model, options["max_bytes"]),
+        memory=options["max_bytes"],
+        prefixes=uses_prefixes(memory, options["prefix_cache"]),
         threads=options["threads"],
         lease=options["lease"],
         keys=keys,
@@ -135,11 +141,3 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
         origins=options["allow_origin"],
         alias=options["alias"],
     )
-
-
-def _scale(options: dict[str, Any]) -> Any:
-    """Return how many servers to run, and when to add or stop one."""
-    from kvkeep.fleet.setup import Scale
-
-    least, most = options["replicas"]
-    return Scale(least, most, options["requests"], options["grace"])

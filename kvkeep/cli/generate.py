@@ -6,29 +6,36 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.completion import session_names
 from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import (
     CODEC_NAMES,
-    SINKS,
     WHOLE_PROMPT,
     MemoryChoice,
     PrefixChoice,
+    keep_option,
     memory_options,
     prefix_options,
 )
 from kvkeep.cli.options import (
+    SPECIAL,
     OutputChoice,
     SamplingChoice,
-    given,
+    file_option,
+    integer_option,
+    is_given,
     output_options,
+    read_prompt,
     sampling_options,
-    whole_number,
 )
-from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, OpenedSession, apply_keep, resume
-from kvkeep.cli.session_writer import SessionWriter
-from kvkeep.cli.store import saved_sessions, store_option
-from kvkeep.cli.text_input import SPECIAL, read_prompt
+from kvkeep.cli.session_file import (
+    FIRST_PROMPT,
+    UNREAD,
+    OpenedSession,
+    SessionWriter,
+    apply_keep,
+    resume,
+)
+from kvkeep.cli.store import saved_sessions, session_names, store_option
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.snapshots.header import check_output_path
@@ -42,13 +49,8 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", metavar="TEXT", help="Text to continue, as it is.")
 @click.option("-f", "--file", metavar="FILE", help='File with the text; "-": standard input.')
 @SPECIAL
-@click.option(
-    "-n",
-    "--max-tokens",
-    metavar="N",
-    type=whole_number(-1),
-    default=256,
-    help="Most tokens to write; -1: no end.",
+@integer_option(
+    "-n", "--max-tokens", minimum=-1, default=256, help="Most tokens to write; -1: no end."
 )
 @click.option(
     "--session",
@@ -56,18 +58,8 @@ if TYPE_CHECKING:
     shell_complete=session_names,
     help="Go on with this session, or begin it; saved at the end.",
 )
-@click.option(
-    "--cache-prompt",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Evaluate the text, write that memory to a file, and end.",
-)
-@click.option(
-    "--restore-prompt",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Go on after a text that --cache-prompt evaluated.",
-)
+@file_option("--cache-prompt", help="Evaluate the text, write that memory to a file, and end.")
+@file_option("--restore-prompt", help="Go on after a text that --cache-prompt evaluated.")
 @click.option(
     "--codec",
     type=click.Choice(CODEC_NAMES),
@@ -75,19 +67,13 @@ if TYPE_CHECKING:
     help="For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
 )
 @memory_options(
-    click.option(
-        "--keep",
-        metavar="N",
-        type=whole_number(WHOLE_PROMPT),
-        default=SINKS,
-        help="First tokens never forgotten; -1: the first prompt.",
-    )
+    keep_option("First tokens never forgotten; -1: the first prompt.", minimum=WHOLE_PROMPT)
 )
 @store_option
-@prefix_options()
-@sampling_options()
+@prefix_options
+@sampling_options
 @click.option("--ignore-eos", is_flag=True, help="Write on after the model's end of text.")
-@output_options()
+@output_options
 def generate(
     prompt: str | None,
     file: str | None,
@@ -121,14 +107,13 @@ def generate(
             "--session already loads and saves: leave --cache-prompt and --restore-prompt out "
             "(`kvkeep sessions import` makes a session of such a file)"
         )
-    if given("codec") and cache_prompt is None:
+    if is_given("codec") and cache_prompt is None:
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
     with saved_sessions().lock(session) if session is not None else nullcontext() as session_file:
-        source = (
-            session_file if session_file is not None and session_file.exists() else restore_prompt
-        )
+        is_saved = session_file is not None and session_file.exists()
+        source = session_file if is_saved else restore_prompt
         continues = source is not None and prompt is None and file is None
         text = "" if continues else read_prompt(prompt, file)
 
@@ -138,17 +123,15 @@ def generate(
         resolved = sampling.resolve(opened.seed)
         run = Run("generate", opened, output, resolved.seed)
         if session_file is not None:
-            run.writer = SessionWriter(
-                opened.session, session_file, f"session {session}", opened.notes
-            )
+            what = f"session {session}"
+            run.writer = SessionWriter(opened.session, session_file, what, opened.notes)
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
             _prefill(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:
-                run.writer = SessionWriter(
-                    opened.session, cache_prompt, str(cache_prompt), opened.notes, codec
-                )
+                what = str(cache_prompt)
+                run.writer = SessionWriter(opened.session, cache_prompt, what, opened.notes, codec)
                 run.writer.write()
                 reason = "end"
             else:
@@ -162,9 +145,7 @@ def _open(
     if source is not None:
         return resume(source, memory, output.progress)
     model = memory.load(output.progress)
-    store = prefixes.store(model)
-    assert memory.keep is not None, "--keep has a default here"
-    return OpenedSession(model, memory.session(model, memory.keep, store))
+    return OpenedSession(model, memory.session(model, store=prefixes.store(model)))
 
 
 def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
@@ -173,13 +154,13 @@ def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
     A session's memory holds evaluated tokens only. The tokens that an interrupt leaves now are
     therefore stored in its notes, under UNREAD.
     """
-    before, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
+    start, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
     opened.notes.setdefault(FIRST_PROMPT, len(ids))
     if not ids:
         return
     try:
         run.feed(ids)
     except KeyboardInterrupt:
-        opened.notes[UNREAD] = ids[opened.session.cache.time - before :]
+        opened.notes[UNREAD] = ids[opened.session.cache.time - start :]
         raise
     opened.notes.pop(UNREAD, None)

@@ -6,13 +6,14 @@ import sys
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import get_completion_class
 
 import kvkeep
 from kvkeep.cli.evaluate import EVALUATIONS
 from kvkeep.cli.lazy import ELSEWHERE, LazyCommand, LazyGroup
 from kvkeep.cli.output import discard, say
-from kvkeep.cli.signals import signals_interrupt, termination_signal
-from kvkeep.errors import KvkeepError
+from kvkeep.cli.terminal import signals_interrupt, termination_signal
+from kvkeep.errors import InvalidArgument, KvkeepError
 
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells report it
@@ -37,7 +38,7 @@ COMMANDS = {
     "models": LazyCommand("kvkeep.cli.models:models", "List, show, export and remove models."),
     "pull": LazyCommand("kvkeep.cli.models:pull", "Fetch a model now, and say where it is."),
     "calibrate": LazyCommand(
-        "kvkeep.cli.calibrate:calibrate", "Measure what compression needs to know."
+        "kvkeep.cli.compression:calibrate", "Measure what compression needs to know."
     ),
     "evaluate": LazyCommand("kvkeep.cli.evaluate:evaluate", "Measure what a memory still knows."),
     # The commands of `evaluate` are also available at the top level.
@@ -45,8 +46,8 @@ COMMANDS = {
     "doctor": LazyCommand(
         "kvkeep.cli.doctor:doctor", "Say what computes here, and why nothing faster."
     ),
-    "disk": LazyCommand("kvkeep.cli.disk:disk", "Say what kvkeep takes on disk, and where."),
-    "completion": LazyCommand("kvkeep.cli.completion:completion", "Let a shell complete commands."),
+    "disk": LazyCommand("kvkeep.cli.doctor:disk", "Say what kvkeep takes on disk, and where."),
+    "completion": LazyCommand("kvkeep.cli.main:completion", "Let a shell complete commands."),
 }
 
 
@@ -120,6 +121,22 @@ def main(context: click.Context) -> None:
     """A bounded, durable and editable memory for language models."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Write what lets SHELL complete commands, options, and the names of sessions and models.
+
+    \b
+    bash:  eval "$(kvkeep completion bash)"      in ~/.bashrc
+    zsh:   eval "$(kvkeep completion zsh)"       in ~/.zshrc
+    fish:  kvkeep completion fish | source       in ~/.config/fish/config.fish
+    """
+    shell_class = get_completion_class(shell)
+    if shell_class is None:
+        raise InvalidArgument(f"completion for {shell} is not supported")
+    click.echo(shell_class(main, {}, "kvkeep", "_KVKEEP_COMPLETE").source())
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """Options for the model, the policy and budget of its memory, and the prefix cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -10,15 +11,15 @@ from kvkeep.cli.compression import (
     BEST,
     METHOD_NAMES,
     archive_calibration,
-    calibrated,
     calibration_option,
+    load_calibration_file,
     ratio,
 )
-from kvkeep.cli.options import Decorator, collected, given, whole_number
+from kvkeep.cli.options import Decorator, collect_options, integer_option, is_given
 from kvkeep.cli.output import say
 from kvkeep.cli.store import named_secret, named_store, secret_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
-from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
 from kvkeep.models.hub.source import home
 from kvkeep.storage.objects.address import is_url, open_object_store
 from kvkeep.types import BitsName, DtypeName, PolicyName, WeightsName
@@ -72,13 +73,13 @@ class MemoryChoice:
 
             checked_bits(self.policy, Bits(self.kv_bits, self.far_bits))
         # A session restored from a file keeps its policy unless --policy is given.
-        settings = self._settings() if given("policy") else {}
-        if self.calibration is not None and given("policy") and self.policy != "archive":
+        settings = self._policy_settings if is_given("policy") else {}
+        if self.calibration is not None and is_given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
-        if self.max_kv_size is not None and (self.keep is not None or not self._keeps):
+        if self.max_kv_size is not None and (self.keep is not None or not self._passes_keep):
             from kvkeep.policies import make_policy
 
-            if self._keeps and self.keep is not None:
+            if self._passes_keep and self.keep is not None:
                 settings |= {"keep": max(self.keep, 0)}
             make_policy(self.policy, self.max_kv_size, **settings)
 
@@ -86,39 +87,55 @@ class MemoryChoice:
         """Load the model. Raises ModelError."""
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
-    def session(self, model: "Model", keep: int, store: "PrefixCache | None" = None) -> "Session":
-        return model.session(store=store, **self.settings(model, keep))
+    def session(
+        self, model: "Model", default_keep: int = SINKS, store: "PrefixCache | None" = None
+    ) -> "Session":
+        """Create a session. default_keep: unless `--keep` was given."""
+        return model.session(store=store, **self.settings(model, default_keep))
 
-    def settings(self, model: "Model", keep: int) -> dict[str, Any]:
+    def settings(self, model: "Model", default_keep: int = SINKS) -> dict[str, Any]:
         """Return the keyword arguments for `Model.session`."""
         if self.policy == "archive":
             calibration = archive_calibration(self.calibration, model, self.method)
         else:
-            calibration = calibrated(self.calibration, model)
+            calibration = load_calibration_file(self.calibration, model)
+        keep = default_keep if self.keep is None else self.keep
         return {
             "max_kv_size": self.max_kv_size,
-            "keep": keep if self._keeps else None,
+            "keep": keep if self._passes_keep else None,
             "policy": self.policy,
             "prefill_step": self.prefill_step,
             "kv_bits": self.kv_bits,
             "far_bits": self.far_bits,
             "calibration": calibration,
-            **self._settings(),
+            **self._policy_settings,
         }
+
+    def require_room_for_a_chat(self, model: "Model") -> None:
+        """Raise InvalidArgument if a policy that ends at its budget has no room for any answer."""
+        if self.max_kv_size is None or self.policy in KEEPING:
+            return
+        try:
+            chat = model.text.chat([{"role": "user", "content": "Hi"}])
+        except UnsupportedModel:  # without a template, any text is a prompt
+            return
+        minimum = len(model.text.encode(chat)) + 1
+        if self.max_kv_size < minimum:
+            raise InvalidArgument(
+                f"the shortest chat takes {minimum} tokens, and policy {self.policy} ends at "
+                f"--max-kv-size {self.max_kv_size}: give {minimum} or more, or a policy that "
+                "forgets"
+            )
 
     @property
-    def _keeps(self) -> bool:
+    def _passes_keep(self) -> bool:
         """Whether to pass `keep` on: always if it was given, even to a policy that refuses it."""
-        return self.policy in KEEPING or given("keep")
+        return self.policy in KEEPING or is_given("keep")
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "discard": self.discard,
-            "group": self.group,
-            "window": self.window,
-            "method": self.method,
-            "ratio": self.ratio,
-        }
+    @property
+    def _policy_settings(self) -> dict[str, Any]:
+        names = ("discard", "group", "window", "method", "ratio")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -136,42 +153,36 @@ class PrefixChoice:
         if not self.prefix_cache:
             return None
         try:
-            store = named_store()
-            if store is not None and is_url(store):
-                return _shared_prefixes(store, model)
-            return open_prefix_store(self.prefix_cache_bytes)
+            url = named_store()
+            if url is None or not is_url(url):
+                return open_prefix_store(self.prefix_cache_bytes)
+            from kvkeep.storage.prefixes.shared import SharedPrefixCache
+
+            # Several machines share it: its size is limited only by `kvkeep prefixes gc`.
+            return SharedPrefixCache(open_object_store(url), named_secret(), model.arithmetic)
         except StoreError as error:
-            say_without_prefixes(str(error))
+            warn_without_prefixes(str(error))
             return None
 
 
-def _shared_prefixes(store: str, model: "Model") -> "PrefixCache":
-    """Return the prefix cache in an object store that several machines share.
-
-    Its size is limited only by `kvkeep prefixes gc`.
-    """
-    from kvkeep.storage.prefixes.shared import SharedPrefixCache
-
-    return SharedPrefixCache(open_object_store(store), named_secret(), model.arithmetic)
-
-
-def say_without_prefixes(error: str) -> None:
+def warn_without_prefixes(error: str) -> None:
     """Print that the prefix cache is not used, and why."""
     say(f"going on without the prefix cache: {error}")
 
 
-def shares_prefixes(memory: MemoryChoice, wanted: bool) -> bool:
-    """Whether an engine's sessions can use the prefix cache; prints a warning if not.
+def uses_prefixes(memory: MemoryChoice, prefix_cache: bool) -> bool:
+    """Whether an engine's sessions use the prefix cache; prints a warning if they cannot.
 
     Cached prefixes were evaluated over unquantised cells: the answers of sessions with quantised
     cells would depend on whether there was a hit.
+    prefix_cache: the value of `--prefix-cache`.
     """
-    if wanted and (memory.kv_bits or memory.far_bits):
-        say_without_prefixes(
+    if prefix_cache and (memory.kv_bits or memory.far_bits):
+        warn_without_prefixes(
             "it keeps cells in all bits, and --kv-bits or --far-bits asks for fewer"
         )
         return False
-    return wanted
+    return prefix_cache
 
 
 def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
@@ -181,112 +192,115 @@ def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
     return PrefixStore(home() / "prefixes", max_bytes)
 
 
-def memory_options(keep: Decorator, step: Decorator = PREFILL_STEP) -> Decorator:
+def keep_option(
+    help: str = "First tokens never forgotten.", minimum: int = 0, default: int | None = SINKS
+) -> Decorator:
+    """Return the `--keep` option, whose range and default differ between commands."""
+    shown = True if default is not None else f"the system prompt, or {SINKS}"
+    return integer_option("--keep", minimum=minimum, default=default, show_default=shown, help=help)
+
+
+def memory_options(keep: Decorator | None = None, step: Decorator = PREFILL_STEP) -> Decorator:
     """Return a decorator that adds the options of a `MemoryChoice`, passed on as `memory`.
 
-    keep: the `--keep` option, whose meaning differs between commands.
-    step: the `--prefill-step` option.
+    keep: the `--keep` option; None for the usual one. step: the `--prefill-step` option.
     """
-    return collected(
-        MemoryChoice,
-        "memory",
-        [
-            MODEL,
-            click.option(
-                "--max-kv-size",
-                metavar="N",
-                type=whole_number(1),
-                show_default="trained length",
-                help="Most tokens held in memory.",
-            ),
-            keep,
-            click.option(
-                "--policy",
-                type=click.Choice(POLICY_NAMES),
-                default=POLICY_NAMES[0],
-                help="At --max-kv-size: forget (sliding, shift), compress (archive) or end "
-                "(self_extend, full).",
-            ),
-            click.option(
-                "--discard",
-                metavar="N",
-                type=whole_number(1),
-                show_default="half",
-                help="Of shift: oldest tokens forgotten at once.",
-            ),
-            click.option(
-                "--group",
-                metavar="N",
-                type=whole_number(1),
-                show_default="4",
-                help="Of self_extend: far tokens that share a position.",
-            ),
-            click.option(
-                "--window",
-                metavar="N",
-                type=whole_number(1),
-                show_default="1024; of archive 11/16 of the budget",
-                help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
-            ),
-            click.option(
-                "--method",
-                type=click.Choice(METHOD_NAMES),
-                show_default=f"{BEST}, or kvzap by a calibration",
-                help="Of archive: how older tokens are compressed.",
-            ),
-            click.option(
-                "--ratio",
-                metavar="X",
-                type=ratio,
-                show_default="1, until the archive is full",
-                help="Of archive: how many times fewer cells they become at once.",
-            ),
-            calibration_option(
-                "Of archive: what `kvkeep calibrate` measured of the model.",
-                default="what is kept of the model",
-            ),
-            click.option(
-                "--kv-bits",
-                type=click.Choice(BIT_NAMES),
-                show_default="not quantised",
-                help="Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
-            ),
-            click.option(
-                "--far-bits",
-                type=click.Choice(BIT_NAMES),
-                show_default="not quantised",
-                help="The same of all that is not in the window.",
-            ),
-            step,
-            DTYPE,
-            WEIGHTS,
-            DEVICE,
-        ],
-    )
+    options = [
+        MODEL,
+        _BUDGET,
+        keep or keep_option(),
+        *_POLICY_OPTIONS,
+        step,
+        DTYPE,
+        WEIGHTS,
+        DEVICE,
+    ]
+    return collect_options(MemoryChoice, "memory", options)
 
 
-def prefix_options() -> Decorator:
-    """Return a decorator that adds the prefix cache options and `--secret-file`."""
-    decorate = _prefix_options()
-    return lambda command: decorate(secret_option(command))
+_BUDGET = integer_option(
+    "--max-kv-size",
+    minimum=1,
+    show_default="trained length",
+    help="Most tokens held in memory.",
+)
+_POLICY_OPTIONS = (
+    click.option(
+        "--policy",
+        type=click.Choice(POLICY_NAMES),
+        default=POLICY_NAMES[0],
+        help="At --max-kv-size: forget (sliding, shift), compress (archive) or end "
+        "(self_extend, full).",
+    ),
+    integer_option(
+        "--discard",
+        minimum=1,
+        show_default="half",
+        help="Of shift: oldest tokens forgotten at once.",
+    ),
+    integer_option(
+        "--group",
+        minimum=1,
+        show_default="4",
+        help="Of self_extend: far tokens that share a position.",
+    ),
+    integer_option(
+        "--window",
+        minimum=1,
+        show_default="1024; of archive 11/16 of the budget",
+        help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
+    ),
+    click.option(
+        "--method",
+        type=click.Choice(METHOD_NAMES),
+        show_default=f"{BEST}, or kvzap by a calibration",
+        help="Of archive: how older tokens are compressed.",
+    ),
+    click.option(
+        "--ratio",
+        metavar="X",
+        type=ratio,
+        show_default="1, until the archive is full",
+        help="Of archive: how many times fewer cells they become at once.",
+    ),
+    calibration_option(
+        "Of archive: what `kvkeep calibrate` measured of the model.",
+        default="what is kept of the model",
+    ),
+    click.option(
+        "--kv-bits",
+        type=click.Choice(BIT_NAMES),
+        show_default="not quantised",
+        help="Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
+    ),
+    click.option(
+        "--far-bits",
+        type=click.Choice(BIT_NAMES),
+        show_default="not quantised",
+        help="The same of all that is not in the window.",
+    ),
+)
 
 
-def _prefix_options() -> Decorator:
-    return collected(
-        PrefixChoice,
-        "prefixes",
-        [
-            click.option(
-                "--prefix-cache",
-                is_flag=True,
-                help="Take what is known of the prompt from disk, and keep the rest there.",
-            ),
-            click.option(
-                "--prefix-cache-bytes",
-                metavar="N",
-                type=whole_number(1),
-                default=PREFIX_BYTES,
-                help="Most disk space for that.",
-            ),
-        ],
-    )
+def prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a `PrefixChoice`, passed on as `prefixes`, and `--secret-file`."""
+    return _collect_prefix_options(secret_option(command))
+
+
+_collect_prefix_options = collect_options(
+    PrefixChoice,
+    "prefixes",
+    [
+        click.option(
+            "--prefix-cache",
+            is_flag=True,
+            help="Take what is known of the prompt from disk, and keep the rest there.",
+        ),
+        integer_option(
+            "--prefix-cache-bytes",
+            minimum=1,
+            default=PREFIX_BYTES,
+            help="Most disk space for that.",
+        ),
+    ],
+)

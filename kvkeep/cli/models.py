@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.completion import model_names
 from kvkeep.cli.lazy import OF_MODELS, LazyCommand, LazyGroup
-from kvkeep.cli.output import megabytes, say
-from kvkeep.cli.which_model import DTYPE, WEIGHTS
+from kvkeep.cli.options import JSON
+from kvkeep.cli.output import echo_table, megabytes, say
+from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
 from kvkeep.errors import ModelNotFound
+from kvkeep.models.hub.known_models import KNOWN_MODELS
 from kvkeep.models.hub.library import PulledModel, pulled_models, remove_model
 from kvkeep.models.hub.source import DEFAULT_MODEL
 
@@ -27,16 +28,12 @@ MODELS = {
 
 
 @click.group(cls=LazyGroup, lazy=MODELS, elsewhere=OF_MODELS, invoke_without_command=True)
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@JSON
 @click.pass_context
 def models(context: click.Context, as_json: bool) -> None:
     """List models that are here or have a name; show, export or remove one."""
-    if context.invoked_subcommand is None:
-        list_models(as_json)
-
-
-def list_models(as_json: bool) -> None:
-    """Print the pulled models and the known names that were not pulled, as a table or JSON."""
+    if context.invoked_subcommand is not None:
+        return
     rows = _rows()
     if as_json:
         click.echo(json.dumps([vars(row) for row in rows], indent=2, ensure_ascii=False))
@@ -45,9 +42,7 @@ def list_models(as_json: bool) -> None:
     for row in rows:
         size = megabytes(row.bytes) if row.bytes is not None else "-"
         table.append((row.name, size, row.source, row.folder or "(not pulled)"))
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    for name, size, source, folder in table:
-        click.echo(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {source:<{widths[2]}}  {folder}")
+    echo_table(table, right_aligned=[1])
 
 
 @dataclass(frozen=True)
@@ -61,27 +56,22 @@ class _ModelRow:
 
 
 def _rows() -> list[_ModelRow]:
-    from kvkeep.models.hub.known_models import KNOWN_MODELS
-    from kvkeep.models.hub.source import pulled_models
-
-    rows = [
-        _ModelRow(model.name, model.bytes, model.source, str(model.folder))
-        for model in pulled_models()
+    """Return the pulled models, then the known models that were not pulled."""
+    pulled = pulled_models()
+    rows = [_ModelRow(m.name, m.bytes, m.source, str(m.folder)) for m in pulled]
+    names = {model.name for model in pulled}
+    return rows + [
+        _ModelRow(name, None, known.requirement, None)
+        for name, known in KNOWN_MODELS.items()
+        if name not in names
     ]
-    here = {row.name for row in rows}
-    rows += [
-        _ModelRow(name, None, k.requirement, None)
-        for name, k in KNOWN_MODELS.items()
-        if name not in here
-    ]
-    return rows
 
 
 @click.command()
 @click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
 @DTYPE
 @WEIGHTS
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@JSON
 def show(name: str, dtype: str, weights: str | None, as_json: bool) -> None:
     """Show what model NAME is, how it is computed on this machine, and the memory that it takes.
 
@@ -108,32 +98,22 @@ def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     size = megabytes(facts.weight_bytes)
     yield "weights", f"{facts.parameters / 1e6:,.1f} million in {facts.dtype}, {size}"
     if facts.sparse_layers:
-        yield (
-            "experts",
-            (
-                f"{facts.experts_per_token} of {facts.experts} for each token in "
-                f"{facts.sparse_layers} of {facts.layers} layers: "
-                f"{facts.parameters_per_token / 1e6:,.1f} million weights"
-            ),
-        )
+        layers = f"{facts.sparse_layers} of {facts.layers} layers"
+        used = f"{facts.parameters_per_token / 1e6:,.1f} million weights"
+        experts = f"{facts.experts_per_token} of {facts.experts}"
+        yield "experts", f"{experts} for each token in {layers}: {used}"
     formats = ", ".join(f"{count} in {kind}" for kind, count in facts.formats.items())
     read = megabytes(facts.bytes_per_token)
     yield "a token", f"reads {read}, of matrices {formats}; by {facts.decode}"
     yield "a prompt", f"products by {facts.prefill}, attention by {facts.attention}"
-    kinds = ", ".join(f"{megabytes(n)} in {k}" for k, n in facts.thousand_cells.items())
-    yield "1,000 cells", kinds
-    needed = megabytes(facts.weight_bytes_held + facts.full_cells)
-    yield (
-        "memory",
-        (
-            f"{needed} with all {facts.trained:,} tokens: {megabytes(facts.weight_bytes_held)} "
-            f"of weights, mapped, and {megabytes(facts.full_cells)} of cells"
-        ),
-    )
+    sizes = facts.thousand_cells.items()
+    yield "1,000 cells", ", ".join(f"{megabytes(size)} in {bits}" for bits, size in sizes)
+    weights, cells = facts.weight_bytes_held, facts.full_cells
+    parts = f"{megabytes(weights)} of weights, mapped, and {megabytes(cells)} of cells"
+    yield "memory", f"{megabytes(weights + cells)} with all {facts.trained:,} tokens: {parts}"
 
 
 def _group(group: "GroupFacts") -> str:
-    """Describe the layers of one kind: their heads and window."""
     sees = "every token" if group.window is None else f"the newest {group.window:,} tokens"
     heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
     unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
@@ -169,18 +149,18 @@ def rm(names: tuple[str, ...]) -> None:
     file that a model was converted from, and what the hub's cache holds. Sessions stay, too; they
     go on once their model is here again.
     """
-    named = [_named(name) for name in names]  # an unknown name raises before any is removed
-    for model in named:
+    # All names are looked up first: an unknown one raises before any model is removed.
+    for model in [_find_pulled(name) for name in names]:
         click.echo(f"removed {model.name}, {megabytes(remove_model(model, progress=True))}")
 
 
-def _named(name: str) -> PulledModel:
+def _find_pulled(name: str) -> PulledModel:
     """Find a pulled model by name, folder or slug. Raises ModelNotFound."""
-    here = pulled_models()
-    for model in here:
+    pulled = pulled_models()
+    for model in pulled:
         if name in (model.name, model.folder.name, model.slug):
             return model
-    known = ", ".join(model.name for model in here) or "none"
+    known = ", ".join(model.name for model in pulled) or "none"
     raise ModelNotFound(f"there is no model {name!r} here; there is: {known}")
 
 
@@ -188,12 +168,12 @@ def _named(name: str) -> PulledModel:
 @click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
 @click.option(
     "--calibrate",
-    "calibrating",
+    "with_calibration",
     is_flag=True,
     help="Also measure it on Python's own manual, for compressing its memory: some minutes, once.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
-def pull(name: str, calibrating: bool, quiet: bool) -> None:
+def pull(name: str, with_calibration: bool, quiet: bool) -> None:
     """Fetch a model now, and say where it is.
 
     NAME is a known name, a hub id such as owner/name, or a GGUF file to convert. Every command
@@ -203,19 +183,18 @@ def pull(name: str, calibrating: bool, quiet: bool) -> None:
 
     folder = fetch(name, progress=not quiet)
     click.echo(f"{name} is in {folder}")
-    if calibrating:
+    if with_calibration:
         _calibrate(name, quiet)
 
 
 def _calibrate(name: str, quiet: bool) -> None:
     """Calibrate the model in the dtype that commands use by default."""
-    from kvkeep.cli.calibrate import measure
-    from kvkeep.cli.which_model import load_named
+    from kvkeep.cli.compression import measure_calibration
     from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
     from kvkeep.evaluate.manual import manual_text
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
     if default_calibration(model) is None:
-        measure(model, manual_text(), None, quiet)
+        measure_calibration(model, manual_text(), None, quiet)
     elif not quiet:
         say(f"{calibration_path(model)} is its calibration, made before")

@@ -1,8 +1,9 @@
-"""Options that several commands share, and the values that they are collected in."""
+"""Options that several commands share, the values they are collected in, and prompt texts."""
 
 import dataclasses
 import functools
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +12,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 from click.core import ParameterSource
 
+from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import check_writable
+from kvkeep.storage.files.text import decode_text, read_text_file
 
 if TYPE_CHECKING:
     from kvkeep import Sampling
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+STDIN = "-"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
     """Return an option type: an integer of at least `minimum`."""
 
-    def read(value: str) -> int:
+    def parse(value: str) -> int:
         try:
             number = int(value)
         except ValueError:
@@ -32,7 +36,7 @@ def whole_number(minimum: int) -> Callable[[str], int]:
             raise click.BadParameter(f"expected {minimum} or more, found {number}")
         return number
 
-    return read
+    return parse
 
 
 def nbytes(text: str) -> int:
@@ -48,10 +52,51 @@ def nbytes(text: str) -> int:
     return size
 
 
-def given(option: str) -> bool:
+def integer_option(*names: str, minimum: int, help: str, **settings: Any) -> Decorator:
+    """Return an option for an integer of at least `minimum`."""
+    return click.option(*names, metavar="N", type=whole_number(minimum), help=help, **settings)
+
+
+def file_option(
+    *names: str, help: str, metavar: str = "FILE", exists: bool = False, **settings: Any
+) -> Decorator:
+    """Return an option for the path of a file. exists: whether the file must be there."""
+    path = click.Path(exists=exists, dir_okay=not exists, path_type=Path)
+    return click.option(*names, metavar=metavar, type=path, help=help, **settings)
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+SPECIAL = click.option(
+    "--special", is_flag=True, help="Take what reads like a special token, <|im_end|>, for one."
+)
+
+
+def is_given(option: str) -> bool:
     """Whether an option of the running command was given, rather than left at its default."""
     source = click.get_current_context().get_parameter_source(option)
     return source is not ParameterSource.DEFAULT
+
+
+def collect_options(into: type[Any], name: str, options: Sequence[Any]) -> Decorator:
+    """Return a decorator that adds options and passes their values on as one object.
+
+    into: the dataclass of the values, with a field for each option. name: the parameter of the
+    command that receives it.
+    """
+    fields = [field.name for field in dataclasses.fields(into)]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> Any:
+            values = {field: arguments.pop(field) for field in fields}
+            return command(**arguments, **{name: into(**values)})
+
+        decorated: Callable[..., Any] = wrapper
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -82,6 +127,38 @@ class SamplingChoice:
         return sampling
 
 
+sampling_options = collect_options(
+    SamplingChoice,
+    "sampling",
+    [
+        click.option(
+            "--temperature", metavar="X", default=0.7, help="0 takes the likeliest token."
+        ),
+        click.option(
+            "--top-k", metavar="N", default=40, help="Only the k likeliest tokens; 0: all."
+        ),
+        click.option(
+            "--top-p", metavar="X", default=0.95, help="Smallest set this probable; 1: off."
+        ),
+        click.option(
+            "--min-p", metavar="X", default=0.05, help="Least share of the likeliest; 0: off."
+        ),
+        click.option(
+            "--repetition-penalty", metavar="X", default=1.1, help="Above 1 repeats less; 1: off."
+        ),
+        click.option(
+            "--repetition-window", metavar="N", default=64, help="Tokens that the penalty sees."
+        ),
+        click.option(
+            "--seed", metavar="N", type=int, show_default="random", help="Same seed, same text."
+        ),
+        click.option(
+            "--stop", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
+        ),
+    ],
+)
+
+
 @dataclass(frozen=True)
 class OutputChoice:
     """The options for the report file, progress bars and the closing line."""
@@ -96,80 +173,59 @@ class OutputChoice:
         return not (self.quiet or self.no_progress)
 
     def check(self) -> None:
+        """Raise an error if the report file cannot be written."""
         if self.report is not None:
             check_writable(self.report)
 
 
-def sampling_options() -> Decorator:
-    return collected(
-        SamplingChoice,
-        "sampling",
-        [
-            click.option(
-                "--temperature", metavar="X", default=0.7, help="0 takes the likeliest token."
-            ),
-            click.option(
-                "--top-k", metavar="N", default=40, help="Only the k likeliest tokens; 0: all."
-            ),
-            click.option(
-                "--top-p", metavar="X", default=0.95, help="Smallest set this probable; 1: off."
-            ),
-            click.option(
-                "--min-p", metavar="X", default=0.05, help="Least share of the likeliest; 0: off."
-            ),
-            click.option(
-                "--repetition-penalty",
-                metavar="X",
-                default=1.1,
-                help="Above 1 repeats less; 1: off.",
-            ),
-            click.option(
-                "--repetition-window", metavar="N", default=64, help="Tokens that the penalty sees."
-            ),
-            click.option(
-                "--seed", metavar="N", type=int, show_default="random", help="Same seed, same text."
-            ),
-            click.option(
-                "--stop", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
-            ),
-        ],
-    )
+output_options = collect_options(
+    OutputChoice,
+    "output",
+    [
+        file_option(
+            "--report", metavar="FILE.json", help="Write the closing numbers there, as JSON."
+        ),
+        click.option("--no-progress", is_flag=True, help="No progress bars."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line."),
+    ],
+)
 
 
-def output_options() -> Decorator:
-    return collected(
-        OutputChoice,
-        "output",
-        [
-            click.option(
-                "--report",
-                metavar="FILE.json",
-                type=click.Path(path_type=Path),
-                help="Write the closing numbers there, as JSON.",
-            ),
-            click.option("--no-progress", is_flag=True, help="No progress bars."),
-            click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line."),
-        ],
-    )
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """Return the prompt: the text of `--file`, then of `--prompt`, or else standard input.
 
-
-def collected(into: type[Any], name: str, options: Sequence[Any]) -> Decorator:
-    """Return a decorator that adds options and passes their values on as one object.
-
-    into: the dataclass of the values, with a field for each option. name: the parameter of the
-    command that receives it.
+    Raises InvalidArgument if there is no text or if it is not UTF-8, OSError for the file.
     """
-    fields = [field.name for field in dataclasses.fields(into)]
+    if prompt is None and file is None:
+        if sys.stdin.isatty():
+            raise InvalidArgument("no prompt: give -p TEXT or -f FILE, or pipe text in")
+        file = STDIN
+    text = (read_text(file) if file is not None else "") + (prompt or "")
+    require_utf8(text, "the prompt")
+    if not text:
+        source = {None: "", STDIN: " (standard input held nothing)"}.get(file, f" ({file})")
+        raise InvalidArgument(f"the prompt is empty{source}: expected some text")
+    return text
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> Any:
-            values = {field: arguments.pop(field) for field in fields}
-            return command(**arguments, **{name: into(**values)})
 
-        decorated: Callable[..., Any] = wrapper
-        for option in reversed(options):
-            decorated = option(decorated)
-        return decorated
+def read_text(file: str) -> str:
+    """Read a file, or standard input for "-"; a byte order mark is left out.
 
-    return decorate
+    Raises InvalidArgument if it is not UTF-8, OSError for the file.
+    """
+    if file == STDIN:
+        return decode_text(sys.stdin.buffer.read(), "standard input")
+    return read_text_file(Path(file))
+
+
+def require_utf8(text: str, source: str) -> None:
+    """Raise InvalidArgument for an argument that was not UTF-8.
+
+    Python decodes such bytes to surrogates, which tokenizers do not accept.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{source} is not UTF-8 text from character {error.start} on; expected text in UTF-8"
+        ) from error

@@ -1,8 +1,11 @@
-"""Messages on standard error, and counts and sizes as messages show them."""
+"""Messages on standard error, tables, and counts and sizes as messages show them."""
 
 import os
 import sys
+from collections.abc import Collection, Sequence
 from typing import TextIO
+
+import click
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -21,6 +24,17 @@ def discard(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) -> None:
+    """Print rows on standard output, with columns as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *cells, last_cell in rows:
+        padded = [
+            cell.rjust(width) if column in right_aligned else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=False))
+        ]
+        click.echo("  ".join([*padded, last_cell]))
 
 
 def counted(count: int, noun: str) -> str:

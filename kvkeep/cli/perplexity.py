@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
-from kvkeep.cli.options import OutputChoice, output_options, whole_number
+from kvkeep.cli.memory import MemoryChoice, memory_options
+from kvkeep.cli.options import (
+    OutputChoice,
+    file_option,
+    integer_option,
+    output_options,
+    read_text,
+)
 from kvkeep.cli.output import say
-from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import check_writable, write_atomic
 
@@ -20,43 +25,22 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Measure the perplexity of a text.")
 @click.argument("file")
-@click.option(
+@integer_option(
     "--from",
     "first",
-    metavar="N",
-    type=whole_number(1),
+    minimum=1,
     default=1,
     help="First token to score; those before are context.",
 )
-@click.option(
-    "--to",
-    "end",
-    metavar="N",
-    type=whole_number(2),
-    show_default="all",
-    help="Stop before this token.",
-)
-@memory_options(
-    click.option(
-        "--keep",
-        metavar="N",
-        type=whole_number(0),
-        default=SINKS,
-        help="First tokens never forgotten.",
-    )
-)
+@integer_option("--to", "end", minimum=2, show_default="all", help="Stop before this token.")
+@memory_options()
 @click.option(
     "--written",
     is_flag=True,
     help="Evaluate each token by itself, as what the model writes: with packed weights.",
 )
-@click.option(
-    "--plot",
-    metavar="FILE.png",
-    type=click.Path(path_type=Path),
-    help="Draw perplexity and memory over tokens.",
-)
-@output_options()
+@file_option("--plot", metavar="FILE.png", help="Draw perplexity and memory over tokens.")
+@output_options
 def perplexity(
     file: str,
     first: int,
@@ -84,26 +68,25 @@ def perplexity(
         check_writable(plot)
     memory.check()
 
-    from kvkeep.cli.restore import OpenedSession
     from kvkeep.cli.run import Run
+    from kvkeep.cli.session_file import OpenedSession
 
     model = memory.load(output.progress)
     ids = model.text.encode(text)
     if end is not None and end > len(ids):
         raise InvalidArgument(f"--to must be at most {len(ids)}, the tokens in {file}; found {end}")
-    assert memory.keep is not None, "--keep has a default here"
-    run = Run("perplexity", OpenedSession(model, memory.session(model, memory.keep)), output)
+    run = Run("perplexity", OpenedSession(model, memory.session(model)), output)
     points: list[PerplexityPoint] = []
     with run.reported():
         try:
-            _measure(run, ids[:end], first, written, points)
+            _score(run, ids[:end], first, written, points)
         finally:
             if points:
                 _show(run, points, plot)
     run.close("end")
 
 
-def _measure(
+def _score(
     run: "Run", ids: list[int], first: int, written: bool, points: list["PerplexityPoint"]
 ) -> None:
     """Score the text, appending to `points` so that an interrupt loses no measurement."""

@@ -2,21 +2,26 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
-from kvkeep.cli.options import nbytes
+from kvkeep.cli.options import JSON, SPECIAL, nbytes, read_prompt
 from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects.address import is_url, open_object_store
-from kvkeep.storage.prefixes.inventory import StoredPrompt, prompts_of, stored_prompts
+from kvkeep.storage.prefixes.inventory import (
+    BLOCK_TOKENS,
+    StoredPrompt,
+    make_room,
+    prompts_of,
+    stored_blocks,
+    stored_prompts,
+)
 from kvkeep.types import DtypeName
 
 PREFIXES = {
@@ -31,32 +36,30 @@ def prefixes() -> None:
     """List and remove the beginnings of prompts that --prefix-cache keeps."""
 
 
-def _url(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Check that the value of `--store` is a URL."""
+def _require_url(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> str | None:
     if value is not None and not is_url(value):
         raise click.BadParameter(f"a URL, as s3://bucket/prefix; found {value!r}")
     return value
 
 
-def shared_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--store`, without $KVKEEP_STORE: that store holds the prompts of others, too."""
-    return click.option(
-        "--store",
-        metavar="URL",
-        callback=_url,
-        show_default="this machine's",
-        help="Prompts that a fleet shares, as s3://bucket/prefix.",
-    )(command)
-
-
-_SHOWN = 60  # characters of a text
+_MAX_CHARACTERS = 60  # of a text
+# Without $KVKEEP_STORE, since that store holds the prompts of others, too.
+_SHARED_STORE = click.option(
+    "--store",
+    metavar="URL",
+    callback=_require_url,
+    show_default="this machine's",
+    help="Prompts that a fleet shares, as s3://bucket/prefix.",
+)
 
 
 @click.command("list")
 @click.option("--text", "with_text", is_flag=True, help="Show how each begins; reads the model.")
 @MODEL
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@shared_option
+@JSON
+@_SHARED_STORE
 def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None:
     """List the prompts of which the prefix cache holds the beginning, the one used last first.
 
@@ -67,9 +70,9 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     prompts = _stored(store, with_text)
     texts = _texts(prompts, model) if with_text else {}
     if with_text:
-        prompts = [prompt for prompt in prompts if _name(prompt) in texts]
+        prompts = [prompt for prompt in prompts if _key(prompt) in texts]
     if as_json:
-        entries = [_entry(prompt, texts.get(_name(prompt))) for prompt in prompts]
+        entries = [_entry(prompt, texts.get(_key(prompt))) for prompt in prompts]
         click.echo(json.dumps(entries, indent=2))
         return
     if not prompts:
@@ -81,7 +84,7 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     for prompt in prompts:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.used))
         line = f"{used}  {prompt.tokens:>7,}  {megabytes(prompt.nbytes):>9}  {prompt.root[:8]}"
-        click.echo(f"{line}  {texts.get(_name(prompt), '')}".rstrip())
+        click.echo(f"{line}  {texts.get(_key(prompt), '')}".rstrip())
     total = megabytes(sum(prompt.nbytes for prompt in prompts))
     say(f"{counted(len(prompts), 'prompt')}, {total}")
 
@@ -92,19 +95,17 @@ def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
         return stored_prompts(home() / "prefixes")
     if with_text:
         raise click.UsageError("--text reads the prompts of this machine alone, not of a --store")
-    from kvkeep.storage.prefixes.inventory import stored_blocks
-
     return prompts_of(stored_blocks(open_object_store(store)))
 
 
-def _name(prompt: StoredPrompt) -> str:
+def _key(prompt: StoredPrompt) -> str:
     """Return the key of a prompt's last block, which identifies the prompt."""
     return prompt.blocks[-1].key
 
 
 def _entry(prompt: StoredPrompt, text: str | None) -> dict[str, object]:
     entry: dict[str, object] = {
-        "key": _name(prompt),
+        "key": _key(prompt),
         "model": prompt.root,
         "tokens": prompt.tokens,
         "bytes": prompt.nbytes,
@@ -118,23 +119,22 @@ def _texts(prompts: Sequence[StoredPrompt], name: str) -> dict[str, str]:
 
     Prompts of other models are left out.
     """
-    from kvkeep.cli.which_model import load_named
     from kvkeep.storage.prefixes.block import tokens_in
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
     root = model.fingerprint.digest()[:32]
 
-    def beginnings() -> Iterator[tuple[str, str]]:
-        for prompt in prompts:
-            if prompt.root == root:
-                text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].where))).split())
-                yield _name(prompt), text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-
-    return dict(beginnings())
+    texts = dict[str, str]()
+    for prompt in prompts:
+        if prompt.root == root:
+            text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].where))).split())
+            too_long = len(text) > _MAX_CHARACTERS
+            texts[_key(prompt)] = f"{text[: _MAX_CHARACTERS - 3]}..." if too_long else text
+    return texts
 
 
 @click.command()
-@shared_option
+@_SHARED_STORE
 def clear(store: str | None) -> None:
     """Remove all beginnings of prompts. They are evaluated anew when they come again."""
     _remove(store, 0)
@@ -148,7 +148,7 @@ def clear(store: str | None) -> None:
     show_default=f"{megabytes(PREFIX_BYTES)} on this machine",
     help="What may stay.",
 )
-@shared_option
+@_SHARED_STORE
 def gc(store: str | None, max_bytes: int | None) -> None:
     """Remove the blocks used longest ago, and what killed processes left, down to a size.
 
@@ -160,23 +160,17 @@ def gc(store: str | None, max_bytes: int | None) -> None:
     _remove(store, PREFIX_BYTES if max_bytes is None else max_bytes)
 
 
-def _remove(shared: str | None, most: int) -> None:
-    freed, left = _evict(shared, most)
-    where = "" if shared is None else f" in {shared}"
-    click.echo(f"removed {megabytes(freed)}, {megabytes(left)} left{where}")
+def _remove(shared_store: str | None, max_bytes: int) -> None:
+    if shared_store is None:
+        store = open_prefix_store()
+        freed, remaining, where = store.gc(max_bytes), store.nbytes, ""
+    else:
+        freed, remaining = make_room(open_object_store(shared_store), max_bytes)
+        where = f" in {shared_store}"
+    click.echo(f"removed {megabytes(freed)}, {megabytes(remaining)} left{where}")
 
 
-def _evict(shared: str | None, most: int) -> tuple[int, int]:
-    """Evict prefixes down to a size; return the bytes freed and the bytes left."""
-    if shared is not None:
-        from kvkeep.storage.prefixes.inventory import make_room
-
-        return make_room(open_object_store(shared), most)
-    store = open_prefix_store()
-    return store.gc(most), store.nbytes
-
-
-AROUND = 12  # tokens shown on each side of the first difference
+_CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
 
 
 @click.command(short_help="Say why a prompt is not taken from the prefix cache.")
@@ -185,7 +179,7 @@ AROUND = 12  # tokens shown on each side of the first difference
 @SPECIAL
 @MODEL
 @DTYPE
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@JSON
 @click.option("--no-progress", is_flag=True, help="No progress bars.")
 def why(
     prompt: str | None,
@@ -202,9 +196,6 @@ def why(
     date or a counter near the beginning keeps everything after it from being reused.
     """
     text = read_prompt(prompt, file)
-
-    from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
-
     loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
     stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
@@ -219,8 +210,8 @@ def why(
     elif not differs:
         click.echo("no stored prompt begins with its first token")
     else:
-        first = max(0, differs - AROUND)
+        first = max(0, differs - _CONTEXT_TOKENS)
         before = (loaded.text.decode_inside if first else loaded.text.decode)(ids[first:differs])
-        after = loaded.text.decode_inside(ids[differs : differs + AROUND])
+        after = loaded.text.decode_inside(ids[differs : differs + _CONTEXT_TOKENS])
         click.echo(f"the nearest stored prompt differs, or ends, at token {differs:,}:")
         click.echo(f"{before}>>>{after}")

@@ -14,12 +14,11 @@ from tqdm import tqdm
 
 from kvkeep import Sampling
 from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, gains_from_calibration
-from kvkeep.cli.memory import say_without_prefixes
-from kvkeep.cli.options import OutputChoice, given
+from kvkeep.cli.memory import warn_without_prefixes
+from kvkeep.cli.options import OutputChoice, is_given
 from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.cli.restore import OpenedSession
 from kvkeep.cli.screen import Screen
-from kvkeep.cli.session_writer import SessionWriter
+from kvkeep.cli.session_file import OpenedSession, SessionWriter
 from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss
 from kvkeep.session.streaming import SEAM, TextStream
@@ -129,13 +128,17 @@ class Run:
     def feed(self, ids: Sequence[int]) -> None:
         """Prefill tokens, with a progress bar if it takes longer than 0.3 s."""
         with self.bar(len(ids), "reading") as bar, self.counting(self.prefill):
-            result = self.session.feed(ids, progress=lambda count: _advance(bar, count))
+
+            def progress(tokens: int) -> None:
+                bar.update(tokens)
+
+            result = self.session.feed(ids, progress=progress)
         self.prefill.tokens -= result.reused
         self.reused += result.reused
         if result.differs_at is not None:
             self.differs_at = result.differs_at
         if result.store_error is not None:
-            say_without_prefixes(result.store_error)
+            warn_without_prefixes(result.store_error)
 
     def write(
         self,
@@ -219,7 +222,7 @@ class Run:
         if not self.output.quiet:
             outcome = self.writer.outcome if self.writer else ""
             say(report.line() + (f" | {outcome}" if outcome else ""))
-            if gains_from_calibration(self.session) and not given("method"):
+            if gains_from_calibration(self.session) and not is_given("method"):
                 say(UNCALIBRATED_ARCHIVE)
         if self.output.report is not None:
             report.write(self.output.report)
@@ -250,7 +253,3 @@ class Run:
             perplexity=perplexity if perplexity and math.isfinite(perplexity) else None,
             finish_reason=finish_reason,
         )
-
-
-def _advance(bar: "tqdm[Never]", count: int) -> None:
-    bar.update(count)

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.type_ahead import suspensions
+from kvkeep.cli.terminal import suspensions
 from kvkeep.runtime.signals import first_interrupt_deferred
 
 if TYPE_CHECKING:

@@ -1,25 +1,79 @@
-"""`kvkeep serve`: serve a model over HTTP."""
+"""`kvkeep serve`: serve a model over HTTP; options and checks that `kvkeep fleet` shares."""
 
+from bisect import bisect_left
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import MemoryChoice, shares_prefixes
-from kvkeep.cli.output import say
-from kvkeep.cli.serving import (
-    require_installed,
-    require_safe,
-    require_secret,
-    serving_options,
-    session_settings,
-)
+from kvkeep.cli.memory import MemoryChoice, keep_option, memory_options, uses_prefixes
+from kvkeep.cli.options import file_option, nbytes
+from kvkeep.cli.output import say, shown_bytes
+from kvkeep.cli.which_model import prefill_step
+from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.source import home
 from kvkeep.storage.objects.address import is_url
 
 if TYPE_CHECKING:
+    from kvkeep import Model
     from kvkeep.engine import Engine
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Other requests wait for a step, so it is shorter than in commands for one user.
+_PREFILL_STEP = prefill_step(128)
+_OPTIONS = (
+    click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Where to listen."),
+    click.option(
+        "--port", metavar="N", type=click.IntRange(0, 65535), default=8080, help="0 for any."
+    ),
+    click.option(
+        "--memory",
+        "max_bytes",
+        metavar="SIZE",
+        type=nbytes,
+        default="4GB",
+        help="For the cells of all sessions.",
+    ),
+    file_option(
+        "--secret-file",
+        exists=True,
+        help="Known to all servers of one object store, and to nobody else.",
+    ),
+    click.option(
+        "--prefix-cache", is_flag=True, help="Keep evaluated beginnings of prompts on disk."
+    ),
+    file_option("--api-key-file", exists=True, help="Keys that are let in, one in each line."),
+    click.option(
+        "--allow-host",
+        metavar="NAME",
+        multiple=True,
+        help="Another name of this server. Repeatable.",
+    ),
+    click.option(
+        "--allow-origin", metavar="URL", multiple=True, help="A page that may ask it. Repeatable."
+    ),
+    click.option(
+        "--alias", metavar="NAME", show_default="its own", help="The model's name for clients."
+    ),
+    click.option(
+        "--grace",
+        metavar="SECONDS",
+        type=click.FloatRange(0, 3600),
+        default=10.0,
+        help="For running answers to end, when the server is to stop.",
+    ),
+    click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
+)
+
+
+def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the server options to a command, and the memory options, passed on as `memory`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    keep = keep_option("First tokens that are never forgotten.")
+    return memory_options(keep, _PREFILL_STEP)(command)
 
 
 @click.command(cls=OptionsOnly, hint="name a model with -m: kvkeep serve -m {}")
@@ -53,13 +107,13 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
         engine.close()
 
 
-def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
+def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
     """Serve sessions from an object store that other servers may share."""
     from kvkeep.fleet.setup import read_secret
 
     secret = read_secret(options["secret_file"])
     require_secret(options)
-    model = choice.load(progress=not options["quiet"])
+    model = memory.load(progress=not options["quiet"])
     from kvkeep.engine import Limits
     from kvkeep.fleet.replica import open_replica
     from kvkeep.server.keys import ApiKeys
@@ -69,9 +123,9 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
         model,
         options["store"],
         secret,
-        settings=session_settings(choice, model, options["most_bytes"]),
-        limits=Limits(memory=options["most_bytes"]),
-        prefixes=shares_prefixes(choice, options["prefix_cache"]),
+        settings=session_settings(memory, model, options["max_bytes"]),
+        limits=Limits(memory=options["max_bytes"]),
+        prefixes=uses_prefixes(memory, options["prefix_cache"]),
     )
     try:
         keys = ApiKeys.shared(options["api_key_file"], secret)
@@ -80,20 +134,97 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
         server.engine.close()
 
 
-def _engine(choice: MemoryChoice, options: dict[str, Any]) -> "Engine":
+def _engine(memory: MemoryChoice, options: dict[str, Any]) -> "Engine":
     """Load the model and start an engine whose sessions are in a folder."""
-    model = choice.load(progress=not options["quiet"])
+    model = memory.load(progress=not options["quiet"])
     from kvkeep.engine import Engine, Limits
 
     folder = Path(options["store"]) if options["store"] else home() / "server"
     engine = Engine(
         model,
-        settings=session_settings(choice, model, options["most_bytes"]),
-        limits=Limits(memory=options["most_bytes"]),
+        settings=session_settings(memory, model, options["max_bytes"]),
+        limits=Limits(memory=options["max_bytes"]),
         folder=folder / "sessions",
-        stores=folder / "prefixes" if shares_prefixes(choice, options["prefix_cache"]) else None,
+        stores=folder / "prefixes" if uses_prefixes(memory, options["prefix_cache"]) else None,
     )
     options["folder"] = folder
     for line in engine.losses:
         say(line)
     return engine
+
+
+def session_settings(memory: MemoryChoice, model: "Model", max_bytes: int) -> dict[str, Any]:
+    """Return the settings of the sessions that a server creates.
+
+    max_bytes: for the cells of all sessions. Raises InvalidArgument if no chat fits in a session,
+    or if a full session does not fit in them, since every request without a limit on its answer
+    would then be refused.
+    """
+    memory.require_room_for_a_chat(model)
+    settings = memory.settings(model)
+    tokens, needed = _full_session(model, settings)
+    if needed <= max_bytes:
+        return settings
+    fitting = _largest_fitting_budget(model, settings, tokens, max_bytes)
+    smaller = f", or --max-kv-size {fitting} or less" if fitting else ""
+    raise InvalidArgument(
+        f"a session of {tokens:,} tokens takes up to {shown_bytes(needed)}, and --memory is "
+        f"{shown_bytes(max_bytes)}: give --memory {shown_bytes(needed)} or more{smaller}"
+    )
+
+
+def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
+    """Return the budget of a session in tokens, and the most bytes that its cells take."""
+    from kvkeep.engine.record import max_session_bytes
+
+    session = model.session(**settings)
+    return session.max_kv_size, max_session_bytes(session, None)
+
+
+def _largest_fitting_budget(
+    model: "Model", settings: dict[str, Any], tokens: int, max_bytes: int
+) -> int:
+    """Return the largest budget below `tokens` whose full session fits in `max_bytes`, or 0."""
+
+    def fits(budget: int) -> bool:
+        try:
+            return _full_session(model, {**settings, "max_kv_size": budget})[1] <= max_bytes
+        except InvalidArgument:  # too few tokens for the policy
+            return False
+
+    fitting = bisect_left(range(1, tokens), True, key=lambda budget: not fits(budget))
+    return fitting if fitting and fits(fitting) else 0
+
+
+def require_safe(host: str, key_file: Path | None) -> None:
+    """Raise InvalidArgument for a server that is reachable from elsewhere without API keys."""
+    if host not in _LOOPBACK and key_file is None:
+        raise InvalidArgument(
+            f"at {host} the server can be reached from other machines: give API keys with "
+            "--api-key-file, or listen on 127.0.0.1"
+        )
+
+
+def require_installed() -> None:
+    """Raise InvalidArgument if the packages of the server extra are missing."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise InvalidArgument(
+            f"the server needs more ({error.name} is missing): pip install 'kvkeep[server]'"
+        ) from None
+
+
+def require_secret(options: dict[str, Any]) -> None:
+    """Raise InvalidArgument for API keys over an object store without a shared secret.
+
+    Owners of sessions are derived from keys with the secret that all servers of the store have.
+    """
+    if options["api_key_file"] is not None and options["secret_file"] is None:
+        raise InvalidArgument(
+            "--api-key-file with an object store needs --secret-file: the owners of sessions are "
+            "derived from a secret that all servers share; make one, for example with "
+            "`openssl rand -hex 32 > secret`"
+        )

@@ -1,19 +1,18 @@
 """Options for the model, its dtype, weights and device, and the loading of it."""
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
+from click.shell_completion import CompletionItem
 
-from kvkeep.cli.completion import model_names
-from kvkeep.cli.options import whole_number
+from kvkeep.cli.options import Decorator, integer_option, require_utf8
 from kvkeep.cli.output import say
-from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.known_models import KNOWN_MODELS
+from kvkeep.models.hub.library import pulled_models
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.types import DtypeName, WeightsName
 
@@ -23,6 +22,16 @@ if TYPE_CHECKING:
 # Listed here because the modules that define them import torch, which would slow down --help.
 DTYPE_NAMES = get_args(DtypeName)
 WEIGHT_NAMES = get_args(WeightsName)
+
+
+def model_names(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete the names of known and pulled models; without a match, file names."""
+    names = sorted({*KNOWN_MODELS, *(model.name for model in pulled_models())})
+    items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return items or [CompletionItem(incomplete, type="file")]
+
 
 MODEL = click.option(
     "-m",
@@ -48,12 +57,11 @@ WEIGHTS = click.option(
 DEVICE = click.option("--device", metavar="NAME", default="cpu", help="Torch device.")
 
 
-def prefill_step(default: int) -> Callable[[Any], Any]:
+def prefill_step(default: int) -> Decorator:
     """Return the `--prefill-step` option."""
-    return click.option(
+    return integer_option(
         "--prefill-step",
-        metavar="N",
-        type=whole_number(1),
+        minimum=1,
         default=default,
         help="Tokens evaluated at once; with --kv-bits, results depend on it.",
     )
@@ -69,6 +77,7 @@ def load_named(
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
     from kvkeep import load_model
     from kvkeep.errors import SlowPathWarning
+    from kvkeep.executors import slowness
 
     if name.lower() not in KNOWN_MODELS and Path(name).expanduser().exists():
         # Sessions store the model's name, and may be continued from another working directory.
@@ -77,23 +86,17 @@ def load_named(
         warnings.simplefilter("ignore", SlowPathWarning)  # printed here as one line instead
         model = load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
     if not click.get_current_context().params.get("quiet"):
-        _say_if_slow(model)
+        _warn_once(slowness(model.path))
     return model
 
 
-def _say_if_slow(model: "Model") -> None:
-    from kvkeep.executors import slowness
-
-    _say_once(slowness(model.path))
-
-
 @cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     if text:
         say(f"kvkeep: {text}")
 
 
-def require_here(name: str, file: object) -> None:
+def require_local(name: str, file: object) -> None:
     """Raise ModelNotFound if the model that a file names is not on this machine.
 
     A model named on the command line is fetched or converted. One named by a file is only used,

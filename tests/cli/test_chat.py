@@ -11,7 +11,7 @@ from kvkeep import Session, load_model
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.memory_commands import run_command
 from kvkeep.cli.chat.passages import content as find_content
-from kvkeep.cli.session_writer import SessionWriter
+from kvkeep.cli.session_file import SessionWriter
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation, system_tokens

@@ -5,25 +5,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvkeep.cli.memory import (
-    SINKS,
     MemoryChoice,
     PrefixChoice,
+    keep_option,
     memory_options,
     prefix_options,
-    shares_prefixes,
+    uses_prefixes,
 )
 from kvkeep.cli.options import (
     OutputChoice,
     SamplingChoice,
+    integer_option,
     nbytes,
     output_options,
     sampling_options,
-    whole_number,
 )
 from kvkeep.cli.output import counted, say, shown_bytes
 from kvkeep.cli.store import store_option
@@ -59,12 +59,8 @@ if TYPE_CHECKING:
     help="Where answers go; those that are there are not asked for again.",
 )
 @click.option("--again", is_flag=True, help="Begin anew, whatever is there.")
-@click.option(
-    "-n", "--max-tokens", metavar="N", type=whole_number(1), default=256, help="Of an answer."
-)
-@click.option(
-    "--at-once", metavar="N", type=whole_number(1), default=16, help="Answers written together."
-)
+@integer_option("-n", "--max-tokens", minimum=1, default=256, help="Of an answer.")
+@integer_option("--at-once", minimum=1, default=16, help="Answers written together.")
 @click.option(
     "--memory-bytes",
     metavar="SIZE",
@@ -72,15 +68,11 @@ if TYPE_CHECKING:
     default="4GB",
     help="For the cells of all of them.",
 )
-@memory_options(
-    click.option(
-        "--keep", metavar="N", type=whole_number(0), default=SINKS, help="First tokens kept."
-    ),
-)
+@memory_options(keep_option("First tokens kept."))
 @store_option
-@prefix_options()
-@sampling_options()
-@output_options()
+@prefix_options
+@sampling_options
+@output_options
 def batch(
     file: Path | None,
     folder: Path | None,
@@ -135,18 +127,13 @@ def _engine(
 ) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
-    wanted = shares_prefixes(memory, prefixes.prefix_cache)
-    store = prefixes.store(model) if wanted else None
+    store = prefixes.store(model) if uses_prefixes(memory, prefixes.prefix_cache) else None
     return Engine(
         model,
-        settings=_settings(model, memory),
+        settings=memory.settings(model),
         limits=Limits(memory=nbytes, running=at_once, running_per_owner=at_once),
         stores=None if store is None else lambda owner: store,
     )
-
-
-def _settings(model: "Model", memory: MemoryChoice) -> dict[str, Any]:
-    return memory.settings(model, memory.keep if memory.keep is not None else SINKS)
 
 
 def _require_room(
@@ -156,7 +143,7 @@ def _require_room(
     from kvkeep.engine.record import max_session_bytes
 
     tokens = min(len(ask.prompt) + (ask.max_tokens or 0) for ask in asks)
-    needed = max_session_bytes(model.session(**_settings(model, memory)), tokens)
+    needed = max_session_bytes(memory.session(model), tokens)
     if needed > nbytes:
         raise InvalidArgument(
             f"the smallest request takes up to {shown_bytes(needed)}, and --memory-bytes is "

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.cli.session_writer import SessionWriter
+from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import saved_sessions
 from kvkeep.errors import InvalidArgument, KvkeepError, Locked
 from kvkeep.session.conversation import CHAT, Conversation

@@ -6,20 +6,25 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.chat.settings import ChatSettings
-from kvkeep.cli.completion import session_names
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import SINKS, MemoryChoice, PrefixChoice, memory_options, prefix_options
+from kvkeep.cli.memory import (
+    SINKS,
+    MemoryChoice,
+    PrefixChoice,
+    keep_option,
+    memory_options,
+    prefix_options,
+)
 from kvkeep.cli.options import (
     OutputChoice,
     SamplingChoice,
+    integer_option,
     output_options,
+    require_utf8,
     sampling_options,
-    whole_number,
 )
-from kvkeep.cli.restore import UNREAD, OpenedSession, apply_keep, require_room_for_a_chat, resume
-from kvkeep.cli.session_writer import SessionWriter
-from kvkeep.cli.store import saved_sessions, store_option
-from kvkeep.cli.text_input import require_utf8
+from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
+from kvkeep.cli.store import saved_sessions, session_names, store_option
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT
 from kvkeep.storage.objects.paths import Source
@@ -46,27 +51,14 @@ if TYPE_CHECKING:
 @click.option(
     "--api-key", metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="For that server."
 )
-@click.option(
-    "-n",
-    "--max-tokens",
-    metavar="N",
-    type=whole_number(-1),
-    default=1024,
-    help="Most tokens of an answer; -1: no end.",
+@integer_option(
+    "-n", "--max-tokens", minimum=-1, default=1024, help="Most tokens of an answer; -1: no end."
 )
-@memory_options(
-    click.option(
-        "--keep",
-        metavar="N",
-        type=whole_number(0),
-        show_default=f"the system prompt, or {SINKS}",
-        help="First tokens never forgotten.",
-    )
-)
+@memory_options(keep_option(default=None))
 @store_option
-@prefix_options()
-@sampling_options()
-@output_options()
+@prefix_options
+@sampling_options
+@output_options
 def chat(
     session: str | None,
     resumed: bool,
@@ -161,7 +153,7 @@ def _open(
 
     if source is None:
         model = memory.load(output.progress)
-        require_room_for_a_chat(model, memory)
+        memory.require_room_for_a_chat(model)
         keep = _keep(memory, model, system)
         opened = OpenedSession(model, memory.session(model, keep, prefixes.store(model)))
     else:

@@ -7,7 +7,7 @@ from kvkeep.cli.chat.branches import Branches, BranchWriter
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted, last_turn
 from kvkeep.cli.memory_map import memory_line
 from kvkeep.cli.output import counted, say
-from kvkeep.cli.session_writer import SessionWriter
+from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import saved_sessions
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.conversation import CHAT

@@ -12,7 +12,7 @@ from kvkeep.cli.chat.prompt import Prompt, prompt
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.output import counted, say
 from kvkeep.cli.screen import Screen, screen, show_text
-from kvkeep.cli.signals import termination_signal
+from kvkeep.cli.terminal import termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
 if TYPE_CHECKING:

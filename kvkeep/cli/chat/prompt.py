@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.cli.options import require_utf8
 from kvkeep.cli.output import say
-from kvkeep.cli.signals import termination_signal
-from kvkeep.cli.text_input import require_utf8
-from kvkeep.cli.type_ahead import type_ahead
+from kvkeep.cli.terminal import termination_signal, type_ahead
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text

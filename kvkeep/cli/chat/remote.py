@@ -11,7 +11,7 @@ from kvkeep.cli.chat.remote_conversation import RemoteConversation
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryChoice
 from kvkeep.cli.memory_map import draw_map, status_line
-from kvkeep.cli.options import given
+from kvkeep.cli.options import is_given
 from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.client import Client, RemoteSession
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
@@ -43,11 +43,11 @@ def chat_at_server(
     Raises KvkeepError, before the first turn, if an option does not apply or the session cannot be
     opened.
     """
-    unused = [option for option in _LOCAL_ONLY if given(option)]
+    unused = [option for option in _LOCAL_ONLY if is_given(option)]
     if unused:
         options = ", ".join(map(_flag, unused))
         raise InvalidArgument(f"{options}: not with --server, whose model and sessions are its own")
-    requested = {name: getattr(memory, name) for name in _SETTINGS if given(name)}
+    requested = {name: getattr(memory, name) for name in _SETTINGS if is_given(name)}
     with Client(url, key) as client:
         session = _open_session(client, name, requested)
         chat = RemoteChat(client, session, system, settings, name is not None)

@@ -28,7 +28,7 @@ from kvkeep.cli.evaluate.options import (
     one_of,
 )
 from kvkeep.cli.memory import BIT_NAMES
-from kvkeep.cli.options import collected, whole_number
+from kvkeep.cli.options import collect_options, whole_number
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import MANUAL
 from kvkeep.storage.files.atomic import write_atomic
@@ -126,8 +126,8 @@ _FILES = [
 
 
 @click.command(short_help="Measure all methods of compression on all tasks.")
-@collected(GridChoice, "plan", _CHOICE)
-@collected(GridFiles, "files", _FILES)
+@collect_options(GridChoice, "plan", _CHOICE)
+@collect_options(GridFiles, "files", _FILES)
 @model_options()
 @click.option("--no-progress", is_flag=True, help="No progress bars.")
 def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: bool) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvkeep.cli.evaluate.options import ModelChoice
-from kvkeep.cli.options import given
+from kvkeep.cli.options import is_given
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.continuation import Continuation
 from kvkeep.evaluate.facts import Samples
@@ -82,7 +82,7 @@ def with_earlier(choice: EitherChoice, earlier: Mapping[str, Any]) -> EitherChoi
     values = {
         field.name: _value(field.name, earlier[field.name])
         for field in fields(choice)
-        if field.name in earlier and not given(field.name)
+        if field.name in earlier and not is_given(field.name)
     }
     return replace(choice, **values)
 

@@ -10,14 +10,14 @@ import click
 from kvkeep.cli.compression import (
     BEST,
     METHOD_NAMES,
-    calibrated,
     calibration_option,
     check_calibrated,
+    load_calibration_file,
     method_and_budget,
     number,
     ratio,
 )
-from kvkeep.cli.options import Decorator, collected, whole_number
+from kvkeep.cli.options import Decorator, collect_options, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.evaluate.facts import KEYS, Where
 from kvkeep.evaluate.haystack import MANUAL, TEXTS
@@ -65,7 +65,7 @@ class ModelChoice:
 
     def calibrated(self, model: "Model") -> "Calibration | None":
         """Load the calibration file, if one was given."""
-        return calibrated(self.calibration, model)
+        return load_calibration_file(self.calibration, model)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RecallChoice:
 
 
 def model_options() -> Decorator:
-    return collected(
+    return collect_options(
         ModelChoice,
         "choice",
         [
@@ -140,7 +140,7 @@ def recall_options(tasks: Iterable[str], help: str) -> Decorator:
 
     tasks: the names of the tasks. help: the help text of `--task`.
     """
-    return collected(
+    return collect_options(
         RecallChoice,
         "recall",
         [

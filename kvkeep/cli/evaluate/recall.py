@@ -43,7 +43,7 @@ from kvkeep.evaluate.tasks import TASKS
     PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
 )
 @model_options()
-@output_options()
+@output_options
 def passkey(
     junk: int,
     pos: int | None,
@@ -83,7 +83,7 @@ DEFAULT_RATIO = 2.0  # of `needle`
 @haystack_option()
 @recall_options(TASKS, "What is hidden, and how it is asked for: see docs/compression.md.")
 @model_options()
-@output_options()
+@output_options
 def needle(
     tokens: int, haystack: str, recall: RecallChoice, choice: ModelChoice, output: OutputChoice
 ) -> None:

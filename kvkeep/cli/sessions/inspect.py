@@ -4,18 +4,18 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.completion import session_names
-from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.cli.restore import UNREAD, checked_notes
-from kvkeep.cli.store import saved_sessions, store_option
-from kvkeep.cli.which_model import SAVED_MODEL, require_here
+from kvkeep.cli.options import JSON
+from kvkeep.cli.output import counted, echo_table, megabytes, say
+from kvkeep.cli.session_file import UNREAD, checked_notes
+from kvkeep.cli.store import saved_sessions, session_names, store_option
+from kvkeep.cli.which_model import SAVED_MODEL, require_local
 from kvkeep.errors import FingerprintMismatch, InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT
 from kvkeep.storage.objects.paths import Source
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@JSON
 @store_option
 def list_(as_json: bool) -> None:
     """List sessions, the one saved last first.
@@ -41,11 +41,8 @@ def list_(as_json: bool) -> None:
     if not rows:
         say("no sessions; --session NAME of generate and chat begins one")
         return
-    table = [("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL"), *map(_shown, rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(6)]
-    for name, *numbers, policy, model in table:
-        middle = "  ".join(f"{n:>{w}}" for n, w in zip(numbers, widths[1:5], strict=True))
-        click.echo(f"{name:<{widths[0]}}  {middle}  {policy:<{widths[5]}}  {model}")
+    titles = ("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL")
+    echo_table([titles, *map(_table_row, rows)], right_aligned=range(1, 5))
 
 
 @dataclass(frozen=True)
@@ -73,40 +70,29 @@ def _row(path: Source) -> _SessionRow | None:
         status = path.stat()
     except FileNotFoundError:
         return None
+    row = _SessionRow(path.stem, status.st_size, status.st_mtime)
     try:
         header = read_summary(path)
-        return _SessionRow(
-            path.stem,
-            status.st_size,
-            status.st_mtime,
-            "chat" if CHAT in header.notes else "text",
-            header.model,
-            header.policy,
-            header.max_kv_size,
-            header.tokens,
-            header.cells,
-        )
     except StoreError as error:
-        if not path.exists():
-            return None
-        why = str(error)
-    return _SessionRow(path.stem, status.st_size, status.st_mtime, error=why)
-
-
-def _shown(row: _SessionRow) -> tuple[str, ...]:
-    """Format the cells of a row."""
-    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.saved))
-    if row.error is not None:
-        return (row.name, saved, megabytes(row.bytes), "-", "-", "-", f"({row.error})")
-    return (
-        row.name,
-        saved,
-        megabytes(row.bytes),
-        f"{row.tokens:,}",
-        f"{row.cells:,} of {row.max_kv_size:,}",
-        str(row.policy),
-        str(row.model),
+        return replace(row, error=str(error)) if path.exists() else None
+    return replace(
+        row,
+        kind="chat" if CHAT in header.notes else "text",
+        model=header.model,
+        policy=header.policy,
+        max_kv_size=header.max_kv_size,
+        tokens=header.tokens,
+        cells=header.cells,
     )
+
+
+def _table_row(row: _SessionRow) -> tuple[str, ...]:
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.saved))
+    file = (row.name, saved, megabytes(row.bytes))
+    if row.error is not None:
+        return (*file, "-", "-", "-", f"({row.error})")
+    cells = f"{row.cells:,} of {row.max_kv_size:,}"
+    return (*file, f"{row.tokens:,}", cells, str(row.policy), str(row.model))
 
 
 @click.command()
@@ -123,32 +109,32 @@ def show(name: str, model: str | None, forgotten: bool) -> None:
     """
     from kvkeep import Snapshot
 
-    file = session_or_file(name)
+    file = _session_or_file(name)
     snapshot = Snapshot.load(file)
     for what, value in _facts(file, snapshot):
         click.echo(f"{what:<8} {value}")
     click.echo()
     text = _text_codec(file, snapshot, model)
-    gone = "compressed" if compressed_cells(snapshot) else "forgotten"
+    status = "compressed" if _compressed_cells(snapshot) else "forgotten"
     decode: Callable[[Sequence[int]], str] = text.decode
-    for remembered, ids in runs(snapshot):
+    for remembered, ids in _runs(snapshot):
         if remembered:
             sys.stdout.write(decode(ids))
         else:
-            sys.stdout.write(_mark(len(ids), gone, decode(ids) if forgotten else None))
+            sys.stdout.write(_mark(len(ids), status, decode(ids) if forgotten else None))
         decode = text.decode_inside
     click.echo()
 
 
-def runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
+def _runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
     """Yield all token ids in order, in runs that are remembered (True) or not (False)."""
     live = {serial for segment in snapshot.segments for serial in segment.serials()}
     tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
     for remembered, run in groupby(tokens, lambda token: token[0] in live):
-        yield remembered, [index for _, index in run]
+        yield remembered, [token_id for _, token_id in run]
 
 
-def compressed_cells(snapshot: "Snapshot") -> int:
+def _compressed_cells(snapshot: "Snapshot") -> int:
     return sum(segment.length for segment in snapshot.segments if segment.compressed)
 
 
@@ -163,9 +149,9 @@ def _facts(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     yield "policy", f"{policy['name']}: {settings}"
     if bits := snapshot.bits.kv or snapshot.bits.far:
         yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", but for the window's")
-    compressed = compressed_cells(snapshot)
-    others = f", the others compressed to {counted(compressed, 'cell')}" if compressed else ""
-    yield "tokens", f"{total:,}, of which {snapshot.cells - compressed:,} are remembered{others}"
+    compressed = _compressed_cells(snapshot)
+    rest = f", the others compressed to {counted(compressed, 'cell')}" if compressed else ""
+    yield "tokens", f"{total:,}, of which {snapshot.cells - compressed:,} are remembered{rest}"
     if unread := checked_notes(file, snapshot).get(UNREAD):
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
@@ -176,7 +162,7 @@ def _text_codec(file: Source, snapshot: "Snapshot", named: str | None) -> "TextC
     from kvkeep.storage.snapshots.fingerprint import is_tokenizer_of
 
     if named is None:
-        require_here(snapshot.model, file)
+        require_local(snapshot.model, file)
     name = named or snapshot.model
     text = TextCodec.open(resolve(name, progress=True))
     if not is_tokenizer_of(snapshot.fingerprint, text.tokenizer):
@@ -187,14 +173,11 @@ def _text_codec(file: Source, snapshot: "Snapshot", named: str | None) -> "TextC
     return text
 
 
-def _mark(count: int, gone: str, text: str | None) -> str:
+def _mark(count: int, status: str, text: str | None) -> str:
     """Return the mark in place of tokens that are not remembered, with their text if given."""
-    what = f"{count:,} {gone} {'token' if count == 1 else 'tokens'}"
+    what = f"{count:,} {status} {'token' if count == 1 else 'tokens'}"
     mark = f"[... {what} ...]" if text is None else f"[{what}: {text}]"
     return click.style(mark, dim=True) if sys.stdout.isatty() else mark
-
-
-DAMAGED = 2  # exit status
 
 
 @click.command()
@@ -209,7 +192,7 @@ def verify(names: tuple[str, ...]) -> None:
 
     every = sorted((path.stem, path) for path in saved_sessions().newest())
     bad = 0
-    for name, file in [(name, session_or_file(name)) for name in names] or every:
+    for name, file in [(name, _session_or_file(name)) for name in names] or every:
         try:
             snapshot = Snapshot.load(file)
             size = file.stat().st_size
@@ -222,10 +205,10 @@ def verify(names: tuple[str, ...]) -> None:
             tokens = counted(len(snapshot.tokens), "token")
             click.echo(f"OK   {name}: {tokens}, {megabytes(size)}")
     if bad:
-        raise click.exceptions.Exit(DAMAGED)
+        raise click.exceptions.Exit(2)
 
 
-def session_or_file(name: str) -> Source:
+def _session_or_file(name: str) -> Source:
     """Return the file of a session, or the file at that path.
 
     Raises InvalidArgument if there is neither.

@@ -1,25 +1,24 @@
 """`kvkeep sessions fork`, `rm`, `export`, `import` and `gc`."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.completion import session_names
 from kvkeep.cli.compression import (
     calibration_option,
     check_original_calibration,
     original_calibration,
 )
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.cli.options import whole_number
+from kvkeep.cli.options import integer_option
 from kvkeep.cli.output import counted, megabytes
-from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
-from kvkeep.cli.store import named_store, saved_sessions, store_option
-from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
+from kvkeep.cli.session_file import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
+from kvkeep.cli.store import named_store, saved_sessions, session_names, store_option
+from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_local
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import atomic_writer, sweep_temporaries
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
     from kvkeep.storage.sessions.shared import SessionPath
     from kvkeep.storage.snapshots.codec import Codec
 
+_CHUNK_BYTES = 1 << 20
+
 
 @click.command()
 @click.argument("source", metavar="NAME")
 @click.argument("target", metavar="NEW")
-@click.option(
-    "--at", metavar="N", type=whole_number(0), help="As it was after N tokens, if still held."
-)
+@integer_option("--at", minimum=0, help="As it was after N tokens, if still held.")
 @calibration_option("With --at, of a session that was begun with one.")
 @SAVED_MODEL
 @store_option
@@ -57,19 +56,20 @@ def fork(
         if at is not None and at > total:
             raise InvalidArgument(f"--at must be 0 to {total}, the tokens of {source}; found {at}")
         if at is None or at == total:
-            copy(file, place)
+            _copy(file, place)
         else:
             check_original_calibration(source, snapshot, calibration)
             if model is None:
-                require_here(snapshot.model, file)
+                require_local(snapshot.model, file)
             notes = checked_notes(file, snapshot)
-            rewound = _at(source, snapshot, at, calibration, model or snapshot.model)
+            model = model or snapshot.model
+            rewound = _rewound(source, snapshot, at, calibration, model)
             replace(rewound, notes=_notes_at(notes, at)).save(place)
         tokens = counted(total if at is None else at, "token")
         click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
 
 
-def _at(
+def _rewound(
     source: str, snapshot: "Snapshot", count: int, calibration: Path | None, name: str
 ) -> "Snapshot":
     """Return the snapshot of session `source` rewound to its first `count` tokens."""
@@ -83,10 +83,10 @@ def _at(
 
 def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
     """Return the notes as they were after `count` tokens."""
-    left = {name: note for name, note in notes.items() if name != UNREAD}
-    if left.get(FIRST_PROMPT, 0) > count:
-        del left[FIRST_PROMPT]
-    return left
+    changed = {name: note for name, note in notes.items() if name != UNREAD}
+    if changed.get(FIRST_PROMPT, 0) > count:
+        del changed[FIRST_PROMPT]
+    return changed
 
 
 @click.command()
@@ -107,7 +107,7 @@ def export(name: str, file: Path, codec: "Codec | None") -> None:
 
     snapshot, file = Snapshot.load(source), file.resolve()
     if codec is None:
-        copy(source, file)
+        _copy(source, file)
     else:
         snapshot.save(file, codec)
     click.echo(f"{name} written to {file}, {_size(file)}")
@@ -129,18 +129,18 @@ def import_(file: Path, name: str, force: bool) -> None:
         from kvkeep import Snapshot
 
         tokens = counted(len(Snapshot.load(file).tokens), "token")
-        copy(file, place)
+        _copy(file, place)
         click.echo(f"{name} has {tokens}, {_size(place)}")
 
 
-def copy(source: Source, target: "Path | SessionPath") -> None:
+def _copy(source: Source, target: "Path | SessionPath") -> None:
     """Copy a snapshot file atomically. Raises StoreError."""
     if not isinstance(target, Path):
-        target.write_chunks(lambda: _pieces(source))
+        target.write_chunks(lambda: _chunks(source))
         return
     try:
         with source.open("rb") as original, atomic_writer(target) as file:
-            shutil.copyfileobj(original, file, 1 << 20)
+            shutil.copyfileobj(original, file, _CHUNK_BYTES)
     except OSError as error:
         raise StoreError(
             f"{target} could not be written ({error.strerror or error}); what was there before is "
@@ -148,10 +148,10 @@ def copy(source: Source, target: "Path | SessionPath") -> None:
         ) from error
 
 
-def _pieces(source: Source) -> Iterator[bytes]:
+def _chunks(source: Source) -> Iterator[bytes]:
     with source.open("rb") as original:
-        while piece := original.read(1 << 20):
-            yield piece
+        while chunk := original.read(_CHUNK_BYTES):
+            yield chunk
 
 
 def _require_free(place: Source, name: str) -> None:
@@ -186,19 +186,15 @@ def gc() -> None:
     These are half-written files of sessions and of the prefix cache, and locks of sessions that
     are gone. In a --store that is a URL, snapshots that nobody goes on from, of all owners.
     """
-    prefixes = home() / "prefixes"
-    removed: list[object] = [*_swept()]
-    removed += sweep_temporaries(prefixes) if prefixes.is_dir() else []
+    store, prefixes = named_store(), home() / "prefixes"
+    if store is not None and is_url(store):
+        from kvkeep.storage.sessions.shared import sweep_all
+
+        removed = list[object](sweep_all(open_object_store(store)))
+    else:
+        removed = list[object](saved_sessions().sweep())
+    if prefixes.is_dir():
+        removed += sweep_temporaries(prefixes)
     for file in removed:
         click.echo(f"removed {file}")
     click.echo(f"{counted(len(removed), 'file')} removed")
-
-
-def _swept() -> Sequence[object]:
-    """Remove what killed processes left in the session store; return the removed files."""
-    store = named_store()
-    if store is None or not is_url(store):
-        return saved_sessions().sweep()
-    from kvkeep.storage.sessions.shared import sweep_all
-
-    return sweep_all(open_object_store(store))

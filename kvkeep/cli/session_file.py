@@ -1,14 +1,17 @@
-"""The session that a command works on: a new one, or one restored from a file."""
+"""The session that a command works on: opened from its file, and saved to it."""
 
+import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.cli.compression import check_original_calibration, original_calibration
-from kvkeep.cli.memory import KEEPING, WHOLE_PROMPT, MemoryChoice
-from kvkeep.cli.options import given
-from kvkeep.cli.output import say
-from kvkeep.cli.which_model import require_here
-from kvkeep.errors import CorruptFile, InvalidArgument, UnsupportedModel
+from kvkeep.cli.memory import WHOLE_PROMPT, MemoryChoice
+from kvkeep.cli.options import is_given
+from kvkeep.cli.output import megabytes, say
+from kvkeep.cli.which_model import require_local
+from kvkeep.errors import CorruptFile, InvalidArgument
+from kvkeep.runtime.signals import first_interrupt_deferred
 from kvkeep.session.conversation import CHAT
 from kvkeep.storage.objects.paths import Source
 from kvkeep.types import DtypeName
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvkeep import Model, Session, Snapshot
+    from kvkeep.storage.sessions.shared import SessionPath
+    from kvkeep.storage.snapshots.codec import Codec
 
 FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
 UNREAD = "unread"  # note: prompt tokens that an interrupt left unevaluated
@@ -57,7 +62,12 @@ def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
     snapshot = Snapshot.load(file)
     _require_agreement(file, snapshot, memory)
     check_original_calibration(file, snapshot, memory.calibration)
-    model = saved_on(file, memory, snapshot).load(progress)
+    if not is_given("model"):
+        require_local(snapshot.model, file)
+        memory = replace(memory, model=snapshot.model)
+    if not is_given("dtype"):
+        memory = replace(memory, dtype=dtype_name(snapshot.layout.dtype))
+    model = memory.load(progress)
     calibration = original_calibration(file, snapshot, memory.calibration, model)
     session = model.restore(snapshot, calibration=calibration)
     if not session.exactness.bit_exact:
@@ -65,43 +75,24 @@ def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
             f"{file} does not go on to the bit here ({'; '.join(session.exactness.differs)}): what "
             "follows agrees as far as rounding does"
         )
-    if given("prefill_step"):
+    if is_given("prefill_step"):
         session.prefill_step = memory.prefill_step
-    return OpenedSession(
-        model,
-        session,
-        checked_notes(file, snapshot),
-        len(snapshot.tokens),
-        snapshot.sampler.get("seed"),
-    )
+    notes, seed = checked_notes(file, snapshot), snapshot.sampler.get("seed")
+    return OpenedSession(model, session, notes, len(snapshot.tokens), seed)
 
 
 def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
     """Return the notes of a file. Raises CorruptFile unless the command line wrote them."""
     notes = snapshot.notes
     chat, unread = notes.get(CHAT, {"system": None}), notes.get(UNREAD, [])
-    good = isinstance(chat, dict) and isinstance(chat.get("system", ""), str | None)
-    good = good and isinstance(unread, list) and all(type(token) is int for token in unread)
-    if not good or type(notes.get(FIRST_PROMPT, 0)) is not int:
+    valid = isinstance(chat, dict) and isinstance(chat.get("system", ""), str | None)
+    valid = valid and isinstance(unread, list) and all(type(token) is int for token in unread)
+    if not valid or type(notes.get(FIRST_PROMPT, 0)) is not int:
         raise CorruptFile(
             f"{file} is corrupt: its notes were not written by kvkeep's command line, although "
             "its checksums are right. Restore it from a copy, or start a new session"
         )
     return notes
-
-
-def saved_on(file: Source, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryChoice:
-    """Return the memory options, with the snapshot's model and dtype where none were given.
-
-    Raises ModelNotFound if the snapshot's model is not on this machine and --model was not given.
-    """
-    if not given("model"):
-        require_here(snapshot.model, file)
-    return replace(
-        memory,
-        model=memory.model if given("model") else snapshot.model,
-        dtype=memory.dtype if given("dtype") else dtype_name(snapshot.layout.dtype),
-    )
 
 
 def dtype_name(dtype: "torch.dtype") -> DtypeName:
@@ -115,7 +106,7 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
     Raises InvalidArgument for a number out of range.
     """
     session = opened.session
-    if not given("keep") or keep is None or session.keep == session.max_kv_size:
+    if not is_given("keep") or keep is None or session.keep == session.max_kv_size:
         return  # a policy that keeps every token does so for any --keep
     if keep == WHOLE_PROMPT:
         if FIRST_PROMPT not in opened.notes:
@@ -128,30 +119,84 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
         session.keep = keep
 
 
-def require_room_for_a_chat(model: "Model", choice: MemoryChoice) -> None:
-    """Raise InvalidArgument if a policy that ends at its budget has no room for any answer."""
-    if choice.max_kv_size is None or choice.policy in KEEPING:
-        return
-    try:
-        chat = model.text.chat([{"role": "user", "content": "Hi"}])
-    except UnsupportedModel:  # without a template, any text is a prompt
-        return
-    least = len(model.text.encode(chat)) + 1
-    if choice.max_kv_size < least:
-        raise InvalidArgument(
-            f"the shortest chat takes {least} tokens, and policy {choice.policy} ends at "
-            f"--max-kv-size {choice.max_kv_size}: give {least} or more, or a policy that forgets"
-        )
-
-
 def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:
     saved_options = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     saved_options |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED:
         requested, saved = getattr(memory, option), saved_options.get(option)
-        if given(option) and requested != saved:
+        if is_given(option) and requested != saved:
             flag = f"--{option.replace('_', '-')}"
             raise InvalidArgument(
                 f"{flag} is {requested}, but {file} was saved with {saved}, which cannot be "
                 f"changed; leave {flag} out, or start a new session"
             )
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The result of one save.
+
+    what: the session, for messages. bytes: the size of the file.
+    """
+
+    what: str
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.what} saved, {megabytes(self.bytes)} in {self.seconds:.2f} s"
+
+
+class SessionWriter:
+    """Writes a session to its file atomically.
+
+    what: the session or file, for messages. notes: JSON values saved beside the session. They are
+    not copied, so later changes to them are saved too. saved: the last save; None before the first.
+    """
+
+    def __init__(
+        self,
+        session: "Session",
+        file: "Path | SessionPath",
+        what: str,
+        notes: dict[str, Any],
+        codec: "Codec" = "none",
+    ):
+        self.notes = notes
+        self.saved: SaveResult | None = None
+        self.what = what
+        self._session, self._file, self._codec = session, file, codec
+        self._changed = session.watch()
+
+    def follow(self, session: "Session", notes: dict[str, Any]) -> None:
+        """Save another session from now on; notes replace those of the same name."""
+        if session is not self._session:
+            self._session, self._changed = session, lambda: True  # the file holds another session
+        self.notes.update(notes)
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether the session changed since it was opened or saved."""
+        return self._changed()
+
+    @property
+    def outcome(self) -> str:
+        """The save in words, for the closing line; "" if there was nothing to save."""
+        if self.unsaved:
+            return f"{self.what} not saved"
+        return str(self.saved or "")
+
+    def save(self) -> None:
+        """Write the file if the session changed since it was opened or saved."""
+        if self.unsaved:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file. Ctrl-C is deferred until then; a second one leaves the old file."""
+        begun = time.perf_counter()
+        with first_interrupt_deferred():
+            snapshot = replace(self._session.snapshot(), notes=self.notes)
+            file = self._file.resolve() if isinstance(self._file, Path) else self._file
+            size = snapshot.save(file, self._codec)
+            self._changed = self._session.watch()
+            self.saved = SaveResult(self.what, size, time.perf_counter() - begun)
