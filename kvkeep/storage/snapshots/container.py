@@ -6,15 +6,15 @@ has a blake3 checksum for each tensor and one for the header. `docs/snapshot-for
 the format for other readers.
 """
 
-import itertools
 import json
 import math
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,12 +32,19 @@ from kvkeep.storage.files.tensors import (
     header_bytes,
 )
 from kvkeep.storage.objects.paths import Source, Target
-from kvkeep.storage.snapshots.header import NO_CHECKSUM, TensorExtent, open_source, read_header
+from kvkeep.storage.snapshots.header import (
+    NO_CHECKSUM,
+    TensorExtent,
+    open_source,
+    read_header,
+    with_checksum,
+)
 
 PADDING = "padding."  # name prefix of tensors that only fill up to the alignment
 _CHUNK = 1 << 22  # bytes read, hashed or fsynced at once
 _THREADS = 2  # for hashing and fsync, beside the one that writes
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_HeaderOf = Callable[[Mapping[str, str]], bytes]  # makes the header with the tensors' checksums
 
 
 @dataclass(frozen=True)
@@ -60,43 +67,43 @@ def write_container(
     Tensors may be views with any strides; they are written in chunks, without a full copy. Raises
     StoreError if writing fails; then the existing file is unchanged.
     """
-    tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    header = _Header(kind, version, document, tensors)
-    return _write_file(path, header) if isinstance(path, Path) else _upload(path, header)
+    laid_out = dict(_padded({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
+    header = partial(_sealed_header, kind, version, document, laid_out)
+    write = _write_file if isinstance(path, Path) else _upload
+    return write(path, laid_out, header)  # type: ignore[operator]
 
 
-def _upload(target: Target, header: "_Header") -> int:
+def _upload(target: Target, tensors: Mapping[str, Tensor], header: _HeaderOf) -> int:
     """Upload to a target without seek: hash all tensors first, then stream header and tensors."""
     with ThreadPoolExecutor(_THREADS) as executor:
-        digests = executor.map(_digest_of, header.laid_out.values())
-        header.checksums = dict(zip(header.laid_out, digests, strict=True))
-    sealed = header.sealed()
+        digests = executor.map(_digest_of, tensors.values())
+        sealed = header(dict(zip(tensors, digests, strict=True)))
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield sealed
-        for tensor in header.laid_out.values():
+        for tensor in tensors.values():
             yield from dense_chunks(tensor)
 
     target.write_chunks(chunks)
-    return len(sealed) + sum(tensor.nbytes for tensor in header.laid_out.values())
+    return len(sealed) + sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _write_file(path: Path, header: "_Header") -> int:
+def _write_file(path: Path, tensors: Mapping[str, Tensor], header: _HeaderOf) -> int:
     try:
         # Hashing, writing and fsync of what is written overlap.
         with atomic_writer(path) as file, ThreadPoolExecutor(_THREADS) as executor:
-            digests = {name: executor.submit(_digest_of, t) for name, t in header.laid_out.items()}
-            syncs, unsynced = [], file.write(bytes(header.size))
-            for chunk in _chunks(header.laid_out.values()):
+            digests = {name: executor.submit(_digest_of, t) for name, t in tensors.items()}
+            syncs = []
+            unsynced = file.write(header(dict.fromkeys(tensors, NO_CHECKSUM)))  # of final size
+            for chunk in _chunks(tensors.values()):
                 unsynced += file.write(chunk)
                 if unsynced >= _CHUNK:
                     file.flush()
                     syncs.append(executor.submit(os.fsync, file.fileno()))
                     unsynced = 0
-            header.checksums = {name: digest.result() for name, digest in digests.items()}
             size = file.tell()
             file.seek(0)
-            file.write(header.sealed())
+            file.write(header({name: digest.result() for name, digest in digests.items()}))
             for sync in syncs:
                 sync.result()
     except OSError as error:
@@ -123,38 +130,27 @@ def _digest_of(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-class _Header:
-    """A header to write. Its size does not depend on the checksums, which are set later."""
-
-    def __init__(
-        self,
-        kind: str,
-        version: int,
-        document: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ):
-        self.kind, self.version, self.document = kind, version, document
-        self.laid_out = dict(_padded(tensors))
-        self.checksums = dict.fromkeys(self.laid_out, NO_CHECKSUM)
-        self.size = len(self._bytes(NO_CHECKSUM))
-
-    def sealed(self) -> bytes:
-        """Return the final bytes, with the checksum of the header itself."""
-        return self._bytes(blake3(self._bytes(NO_CHECKSUM)).hexdigest())
-
-    def _bytes(self, checksum: str) -> bytes:
-        metadata = {
-            "kvkeep": self.kind,
-            "version": str(self.version),
-            "checksum": checksum,
-            "checksums": json.dumps(self.checksums),
-            "document": json.dumps(self.document),
-        }
-        entries = {
-            name: TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
-            for name, tensor in self.laid_out.items()
-        }
-        return header_bytes(entries, metadata)
+def _sealed_header(
+    kind: str,
+    version: int,
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    checksums: Mapping[str, str],
+) -> bytes:
+    """Return a header with its own checksum. Its size does not depend on the checksums."""
+    metadata = {
+        "kvkeep": kind,
+        "version": str(version),
+        "checksum": NO_CHECKSUM,
+        "checksums": json.dumps(checksums),
+        "document": json.dumps(document),
+    }
+    entries = {
+        name: TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
+    header = header_bytes(entries, metadata)
+    return with_checksum(header, blake3(header).hexdigest())
 
 
 def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -204,16 +200,15 @@ def _read_tensors(
     file: BinaryIO, wanted: Mapping[str, TensorExtent]
 ) -> dict[str, tuple[Tensor, str]]:
     """Read tensors; return each with the checksum of the bytes that were copied into it."""
-    offsets = list(
-        itertools.accumulate((_aligned(e.end - e.begin) for e in wanted.values()), initial=0)
-    )
-    memory = _memory(offsets[-1])
-    tensors = {}
+    sizes = [entry.end - entry.begin for entry in wanted.values()]
+    memory = _memory(sum(size + -size % ALIGNMENT for size in sizes))
+    tensors, offset = {}, 0
     with ThreadPoolExecutor(1) as reader:
-        for offset, (name, entry) in zip(offsets, wanted.items(), strict=False):
-            buffer = memoryview(memory)[offset : offset + entry.end - entry.begin]
+        for (name, entry), size in zip(wanted.items(), sizes, strict=True):
+            buffer = memoryview(memory)[offset : offset + size]
             digest = _read_into(buffer, file, entry.begin, reader)
             tensors[name] = (_tensor(memory, offset, entry), digest)
+            offset += size + -size % ALIGNMENT
     return tensors
 
 
@@ -254,7 +249,3 @@ def _memory(size: int) -> mmap.mmap:
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT

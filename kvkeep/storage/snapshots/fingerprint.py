@@ -14,76 +14,10 @@ from torch import Tensor
 
 from kvkeep.cache import Layout
 from kvkeep.errors import FingerprintMismatch
-from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
+from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.storage.files.tensors import tensor_bytes
 
 _FIELDS = ("weights", "config", "rope", "tokenizer", "dtype", "layout")
-# The fields of ModelSpec and RopeSpec that determine the content of cells. An addition here changes
-# the digest of every model: a new field goes to `_CONFIG_BEYOND`.
-_CONFIG = (
-    "architecture",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "layers",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "norm_eps",
-    "max_positions",
-    "tied_head",
-    "qkv_bias",
-    "output_bias",
-    "mlp_bias",
-    "qk_norm",
-    "bos_token_id",
-    "eos_token_ids",
-)
-# Included unless they are the default, so that models without the feature keep their digest.
-_CONFIG_BEYOND = (
-    "norms_before",
-    "norms_after",
-    "centred_norms",
-    "parallel",
-    "qk_norm_whole",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_multiplier",
-    "attention_multiplier",
-    "experts",
-    "experts_per_token",
-    "expert_size",
-    "shared_expert_size",
-    "norm_topk",
-    "sparse_step",
-    "dense_layers",
-    "local_layers",
-    "window",
-    "local_kv_heads",
-    "local_head_dim",
-    "unrotated_layers",
-    "shared_kv_layers",
-    "sinks",
-    "attention_softcap",
-    "logits_softcap",
-    "activation",
-    "unit_norms",
-    "embedding_multiplier_rounded",
-    "clamped_experts",
-    "wide_shared_mlp",
-    "keys_as_values",
-    "values_normed",
-    "per_layer_size",
-    "layer_scales",
-    "per_layer_vocab",
-    "altup_inputs",
-    "altup_active",
-    "laurel_rank",
-    "activation_sparsity",
-    "mlp_widths",
-    "experts_beside",
-    "recurrent",
-)
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 
 
@@ -95,9 +29,9 @@ class Fingerprint:
     numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its vocabulary.
     dtype, layout: of the cells.
 
-    The digests cover the fields listed in this module and nothing else, so that neither a new field
-    nor another release of a library changes a model's fingerprint. earlier_tokenizer: the digest in
-    files of version 0.1, of the tokenizer as its library serialises it.
+    Neither a new field of ModelSpec nor another release of a library changes a model's fingerprint.
+    earlier_tokenizer: the digest in files of version 0.1, of the tokenizer as its library
+    serialises it.
     """
 
     weights: str
@@ -132,19 +66,17 @@ class Fingerprint:
         if "dtype" in differing and "weights" in differing:
             differing.remove("weights")  # converted weights always have other bytes
         if differing:
-            details = "; ".join(_explain(name, saved, self) for name in differing)
+            details = "; ".join(self._difference(name, saved) for name in differing)
             raise FingerprintMismatch(
                 f"{source} belongs to another model: {details}. Load the model that it was saved "
                 "with, or evaluate the text again"
             )
 
-
-def _explain(name: str, saved: Mapping[str, str], here: Fingerprint) -> str:
-    then, now = saved.get(name, "missing"), getattr(here, name)
-    if name in ("dtype", "layout"):
-        return f"the {name} differs ({then} there, {now} here)"
-    plural = "differ" if name == "weights" else "differs"
-    return f"the {name} {plural} ({then[:12]} there, {now[:12]} here)"
+    def _difference(self, name: str, saved: Mapping[str, str]) -> str:
+        length = None if name in ("dtype", "layout") else 12  # digests are shortened
+        there, here = saved.get(name, "missing")[:length], getattr(self, name)[:length]
+        verb = "differ" if name == "weights" else "differs"
+        return f"the {name} {verb} ({there} there, {here} here)"
 
 
 def fingerprint(
@@ -153,8 +85,8 @@ def fingerprint(
     """Compute the fingerprint of a model. Reads all weights."""
     return Fingerprint(
         weights=weights_digest(tensors),
-        config=_digest({name: getattr(spec, name) for name in _CONFIG} | _beyond(spec)),
-        rope=_digest(_table(spec.rope) | _local_table(spec)),
+        config=_digest(_config(spec)),
+        rope=_digest(_rope(spec)),
         tokenizer=_vocabulary_digest(tokenizer),
         dtype=_dtype_name(layout.dtype),
         layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
@@ -162,20 +94,22 @@ def fingerprint(
     )
 
 
-def _beyond(spec: ModelSpec) -> dict[str, object]:
-    """Return the fields of `_CONFIG_BEYOND` that are not the default."""
-    defaults = {entry.name: entry.default for entry in fields(ModelSpec)}
-    values = {name: getattr(spec, name) for name in _CONFIG_BEYOND}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+def _config(spec: ModelSpec) -> dict[str, object]:
+    """Return all fields but the RoPE tables, without those that are the default.
+
+    So a model keeps its digest when a field with a default is added for other models.
+    """
+    values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
+    changed = [f.name for f in fields(ModelSpec) if values[f.name] != f.default]
+    return {name: values[name] for name in changed if name not in ("rope", "local_rope")}
 
 
-def _table(rope: RopeSpec) -> dict[str, object]:
-    return {name: getattr(rope, name) for name in _ROPE}
-
-
-def _local_table(spec: ModelSpec) -> dict[str, object]:
-    """Return the RoPE table of local layers, if they have one of their own."""
-    return {"local": _table(spec.local_rope)} if spec.local_rope else {}
+def _rope(spec: ModelSpec) -> dict[str, object]:
+    """Return the RoPE tables: of the model, and of local layers if they have one of their own."""
+    table: dict[str, object] = {name: getattr(spec.rope, name) for name in _ROPE}
+    if spec.local_rope:
+        table["local"] = {name: getattr(spec.local_rope, name) for name in _ROPE}
+    return table
 
 
 def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
@@ -216,7 +150,7 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-_OLDER = "what computed it is not noted there, as an earlier kvkeep saved it"
+_NO_ARITHMETIC = "what computed it is not noted there, as an earlier kvkeep saved it"
 # Names of kernels in files of earlier versions, and their present names.
 _RENAMED = {"compiled": "compiled avx512bf16"}
 
@@ -245,17 +179,13 @@ class Exactness:
         """
         differs = [f"cells: rounded by codec {codec}"] if codec == "int8" else []
         if not there:
-            return cls((*differs, _OLDER))
+            return cls((*differs, _NO_ARITHMETIC))
         if there.get("kernels") in _RENAMED:
             there = {**there, "kernels": _RENAMED[there["kernels"]]}
         names = [name for name in here if there.get(name) != here[name]]
         if "weights" in names and "packed weights" in names:
             names.remove("packed weights")  # follows from other weights
-        differs += [
-            f"{name}: {_short(there, name)} there, {_short(here, name)} here" for name in names
-        ]
+        for name in names:
+            saved, present = (entry.get(name, "")[:40] or "none" for entry in (there, here))
+            differs.append(f"{name}: {saved} there, {present} here")
         return cls(tuple(differs))
-
-
-def _short(arithmetic: Mapping[str, str], name: str) -> str:
-    return arithmetic.get(name, "")[:40] or "none"

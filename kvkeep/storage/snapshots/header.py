@@ -86,10 +86,8 @@ def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
         raise ForeignFile(f"{path} is not a kvkeep {kind}: it does not begin like one")
     if len(text) < length:
         raise TruncatedFile(f"{path} is truncated: it ends within its header")
-    at = text.find(_CHECKSUM) + len(_CHECKSUM)
-    blank = text[:at] + NO_CHECKSUM.encode() + text[at + len(NO_CHECKSUM) :]
-    recorded = text[at : at + len(NO_CHECKSUM)]
-    if blake3(start + blank).hexdigest().encode() != recorded:
+    checksum = blake3(with_checksum(start + text, NO_CHECKSUM)).hexdigest()
+    if with_checksum(start + text, checksum) != start + text:
         raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
     try:
         entries = json.loads(text, object_pairs_hook=_unique_keys)
@@ -106,6 +104,12 @@ def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
     raise NewerFormat(
         f"{path} has format {version}; this kvkeep reads up to {newest}: upgrade kvkeep"
     )
+
+
+def with_checksum(header: bytes, checksum: str) -> bytes:
+    """Replace the checksum in a header, with the length before it."""
+    begin = header.find(_CHECKSUM) + len(_CHECKSUM)
+    return header[:begin] + checksum.encode() + header[begin + len(checksum) :]
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
