@@ -69,8 +69,9 @@ def write_container(
     """
     laid_out = dict(_padded({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
     header = partial(_sealed_header, kind, version, document, laid_out)
-    write = _write_file if isinstance(path, Path) else _upload
-    return write(path, laid_out, header)  # type: ignore[operator]
+    if isinstance(path, Path):
+        return _write_file(path, laid_out, header)
+    return _upload(path, laid_out, header)
 
 
 def _upload(target: Target, tensors: Mapping[str, Tensor], header: _HeaderOf) -> int:

@@ -33,8 +33,9 @@ def check_document(document: Mapping[str, Any]) -> None:
         type(created) in (int, float) and 0 <= created <= _LATEST,
         f"created must be seconds since 1970; found {created!r}",
     )
-    _check_texts("fingerprint", document["fingerprint"])
-    _check_texts("arithmetic", document.get("arithmetic", {}))
+    for name in ("fingerprint", "arithmetic"):
+        for value in document.get(name, {}).values():
+            _require_kind(name, value, str)
     _require_kind("the policy's name", document["policy"]["name"], str)
     require_whole("max_kv_size", document["policy"]["max_kv_size"], 1, MAX_CELLS)
     check_settings(document["settings"], document["tokens"])
@@ -103,13 +104,12 @@ def _check_segment(entry: Any) -> None:
         require_flag(name, entry[name])
     for name in ("sealed", "compressed", "ragged", "worth", "local"):
         require_flag(name, entry.get(name, False))
+    is_full = entry["length"] == entry["capacity"]
     if entry.get("ragged", False):
         require(entry["compressed"] and entry["frozen"], "ragged cells of tokens")
-        whole = entry["capacity"] == entry["length"] and not entry["start"]
-        require(whole, "some of ragged cells")
+        require(is_full and not entry["start"], "some of ragged cells")
     require(entry.get("ragged", False) or not entry.get("worth", False), "worth of even cells")
-    ring = entry["slot_order"]
-    require(entry["length"] == entry["capacity"] or not ring, "a ring that is not full")
+    require(is_full or not entry["slot_order"], "a ring that is not full")
 
 
 def _check_coding(name: str, coding: Any) -> None:
@@ -119,11 +119,6 @@ def _check_coding(name: str, coding: Any) -> None:
     _require_kind("shape", coding["shape"], list)
     for number in coding["shape"]:
         require_whole(f"the shape of {name}", number, 0, MAX_CELLS)
-
-
-def _check_texts(name: str, values: Mapping[str, Any]) -> None:
-    for value in values.values():
-        _require_kind(name, value, str)
 
 
 def _require_kind(name: str, value: Any, kind: type) -> None:

@@ -1,6 +1,5 @@
 """Conversion of segments to tensors and a document entry of a snapshot, and back."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -75,18 +74,16 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
 
 
 def read_segment(
-    index: int, layouts: Sequence[Layout], entry: dict[str, Any], tensors: dict[str, Tensor]
+    index: int, layout: Layout, entry: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Segment:
     """Return the segment that an entry and tensors describe. Its tensors are not copied.
 
-    layouts: of the cells of windows, of anchors, and of local layers. entry: checked by
-    `check_document`.
+    entry: checked by `check_document`.
 
     A ring that is not full is stored linearly until a cache takes the segment. Raises KeyError,
     TypeError or ValueError if entry and tensors do not match.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
-    layout = layouts[2 if entry.get("local", False) else 1 if entry["anchor"] else 0]
     names = _RAGGED if ragged else _COMPRESSED if compressed else _PLAIN
     if entry.get("worth", False):
         names = (*names, "worth")

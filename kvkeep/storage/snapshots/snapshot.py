@@ -1,7 +1,8 @@
 """A snapshot: all that a session is at one moment, in memory or in a file."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,11 @@ class Snapshot:
 
     def __repr__(self) -> str:
         spans = self.settings.get("spans", {})
-        named = f", {len(spans)} spans" if spans else ""
-        every = (*self.segments, *self.local)
-        nbytes = sum(segment.block.slots.nbytes for segment in every)
+        span_count = f", {len(spans)} spans" if spans else ""
+        nbytes = sum(segment.block.slots.nbytes for segment in (*self.segments, *self.local))
         return (
             f"<Snapshot of {self.model}: {self.policy['name']}, {self.cells:,} cells "
-            f"({nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{named}>"
+            f"({nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{span_count}>"
         )
 
     @property
@@ -125,39 +125,41 @@ class Snapshot:
         return sum(segment.length for segment in self.segments)
 
     def save(self, path: str | Path | Target, codec: Codec = "none") -> int:
-        """Writes the snapshot, or leaves the file that is there as it is. Returns its bytes.
+        """Write the snapshot atomically; return the size of the file in bytes.
 
         path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep.
 
         codec: "none" is read straight into memory; "zstd" is smaller, slower and still
         exact; "int8" keeps keys and values in 8 bits and is not exact.
 
-        Raises StoreError where the file cannot be written.
+        Raises StoreError if the file cannot be written; then the existing file is unchanged.
         """
+        memory, cache = self.memory, self.memory.cache
         tensors: dict[str, Tensor] = {}
-        for index, segment in enumerate((*self.segments, *self.local)):
+        for index, segment in enumerate((*cache.segments, *cache.local)):
             tensors |= segment_tensors(index, segment)
-        tensors |= {"tokens": self.tokens, "serials": self.serials}
-        if self.hidden is not None and self.logits is not None:
-            tensors |= {"hidden": self.hidden, "logits": self.logits}
-        if self.observed is not None:
-            tensors |= {"queries": self.observed.values, "query_times": self.observed.times}
-        tensors |= {f"{_STATE}{name}": state for name, state in self.recurrent.items()}
+        tensors |= {"tokens": memory.tokens, "serials": memory.serials}
+        if memory.hidden is not None and memory.logits is not None:
+            tensors |= {"hidden": memory.hidden, "logits": memory.logits}
+        if cache.observed is not None:
+            tensors |= {"queries": cache.observed.values, "query_times": cache.observed.times}
+        tensors |= {f"{_STATE}{name}": state for name, state in cache.recurrent.items()}
         stored, coding = encode(tensors, codec)
+        window = {name: getattr(cache.window, name) for name in _WINDOW}
         document = {
             "fingerprint": self.fingerprint,
             "model": self.model,
             "policy": self.policy,
-            "settings": self._settings_entry(),
-            "tokens": len(self.tokens),
-            "clock": self.clock,
-            "serial": self.serial,
+            "settings": {"spans": {}, **self.settings, "pins": list(memory.pins), "window": window},
+            "tokens": len(memory.tokens),
+            "clock": cache.time,
+            "serial": cache.serial,
             "sampler": self.sampler,
             "layout": _layout_entry(self.layout),
             "bits": asdict(self.bits),
             "segments": [
-                *(segment_entry(segment) for segment in self.segments),
-                *(segment_entry(segment, local=True) for segment in self.local),
+                *(segment_entry(segment) for segment in cache.segments),
+                *(segment_entry(segment, local=True) for segment in cache.local),
             ],
             "codec": codec,
             "arithmetic": self.arithmetic,
@@ -169,20 +171,9 @@ class Snapshot:
             document["local_layout"] = _layout_entry(self.local_layout)
         return write_container(as_path(path), SNAPSHOT, self._format, document, stored)
 
-    def _settings_entry(self) -> dict[str, Any]:
-        """The settings as in a file: there, pins and the window are among them."""
-        window = self.memory.cache.window
-        own = {name: value for name, value in self.settings.items() if name != "spans"}
-        return {
-            **own,
-            "pins": list(self.memory.pins),
-            "spans": self.settings.get("spans", {}),
-            "window": {name: getattr(window, name) for name in _WINDOW},
-        }
-
     @property
     def _format(self) -> int:
-        """The oldest whose readers know all that is in it."""
+        """The oldest format whose readers know everything in this snapshot."""
         if self.recurrent:
             return SNAPSHOT_FORMAT
         if self.local:
@@ -197,90 +188,54 @@ class Snapshot:
 
     @classmethod
     def load(cls, path: str | Source) -> "Snapshot":
-        """Reads a snapshot and verifies every byte of it.
+        """Read a snapshot, and verify every byte of it.
 
         path: of a file, or the URL of an object.
 
         Raises StoreError and its kinds: foreign, newer, truncated, corrupt.
         """
         container = read_container(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
-        document = container.document
-        try:
-            check_document(document)
-            return _assemble(document, _decoded(document, container.tensors))
-        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise _corrupt(path, error) from error
+        with _damage_as_corrupt_file(path):
+            check_document(container.document)
+            return _from_file(container.document, container.tensors)
 
 
 def describe(path: str | Source) -> dict[str, Any]:
     """Return the document of a snapshot file, from its checked header alone. Raises as `load`."""
     document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
-    try:
+    with _damage_as_corrupt_file(path):
         check_document(document)
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise _corrupt(path, error) from error
     return document
 
 
-def _corrupt(path: str | Source, error: Exception) -> CorruptFile:
-    return CorruptFile(
-        f"{path} is corrupt: no session could be so, though each byte is as it was written "
-        f"({error!r}). Restore it from a copy, or evaluate the text again"
-    )
+@contextmanager
+def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
+    """Raise CorruptFile for content that no session can have, whatever error it causes."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CorruptFile(
+            f"{path} is corrupt: no session could be so, though each byte is as it was written "
+            f"({error!r}). Restore it from a copy, or evaluate the text again"
+        ) from error
 
 
-def _decoded(document: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors as they were before they were coded, each as large as its segment is."""
-    coding, layouts = document["coding"], _plain_layouts(document)
-    sizes: dict[str, list[int]] = {}
-    for index, entry in enumerate(document["segments"]):
-        # Whatever is coded is as long as what is not.
-        serials, positions = (tensors[f"segment.{index}.{n}"] for n in ("serials", "positions"))
-        require_tensor("serials", serials, torch.int64, entry["length"])
-        layout = layouts[entry.get("local", False)]
-        shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
-        if entry.get("ragged", False):
-            require_tensor("positions", positions, torch.int64, None)
-            shape[:3] = [len(positions)]
-        sizes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
-    for name, how in coding.items():
-        require(how["shape"] == sizes[name], f"{name} is coded as of another shape")
-    return decode(tensors, coding)
-
-
-def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
-    (layout, *local), bits = _plain_layouts(document), Bits(**document.get("bits", {}))
-    layouts = (*bits.layouts(layout), *(bits.layouts(each)[0] for each in local))
-    entries = document["segments"]
-    segments = [read_segment(index, layouts, entry, tensors) for index, entry in enumerate(entries)]
-    is_local = [entry.get("local", False) for entry in entries]
+def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
+    layout, bits = layout_of(document["layout"]), Bits(**document.get("bits", {}))
+    local_layout = layout_of(document["local_layout"]) if "local_layout" in document else None
+    _check_coded_shapes(document, stored, layout, local_layout)
+    tensors = decode(stored, document["coding"])
     require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
-    settings, observed = dict(document["settings"]), _observed(tensors)
-    pins, window = settings.pop("pins", []), settings.pop("window", {})
-    cache = CacheState(
-        tuple(segment for segment, local in zip(segments, is_local, strict=True) if not local),
-        Window(**window),
-        document["clock"],
-        document["serial"],
-        observed,
-        tuple(segment for segment, local in zip(segments, is_local, strict=True) if local),
-        {
-            name.removeprefix(_STATE): state
-            for name, state in tensors.items()
-            if name.startswith(_STATE)
-        },
-    )
+    settings = dict(document["settings"])
+    pins, window = settings.pop("pins", []), Window(**settings.pop("window", {}))
     memory = MemoryState(
-        tensors["tokens"],
-        tensors["serials"],
-        pins,
-        tensors.get("hidden"),
-        tensors.get("logits"),
-        cache,
+        tokens=tensors["tokens"],
+        serials=tensors["serials"],
+        pins=pins,
+        hidden=tensors.get("hidden"),
+        logits=tensors.get("logits"),
+        cache=_cache_state(document, tensors, bits, layout, local_layout, window),
     )
-    near, far, *local_layouts = layouts
-    heads = observed.values.shape[1] if observed else 0
-    cache.check(near, far, heads, next(iter(local_layouts), None))
     memory.check_itself()
     return Snapshot(
         fingerprint=document["fingerprint"],
@@ -290,13 +245,74 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         memory=memory,
         sampler=document["sampler"],
         layout=layout,
-        local_layout=local[0] if local else None,
+        local_layout=local_layout,
         bits=bits,
         arithmetic=document.get("arithmetic", {}),
         codec=document["codec"],
         created=document["created"],
         notes=document.get("notes", {}),
     )
+
+
+def _cache_state(
+    document: dict[str, Any],
+    tensors: dict[str, Tensor],
+    bits: Bits,
+    layout: Layout,
+    local_layout: Layout | None,
+    window: Window,
+) -> CacheState:
+    near, far = bits.layouts(layout)
+    local = bits.layouts(local_layout)[0] if local_layout else None
+    segments: dict[bool, list[Segment]] = {False: [], True: []}  # by whether of local layers
+    for index, entry in enumerate(document["segments"]):
+        is_local = entry.get("local", False)
+        cells = local if is_local else far if entry["anchor"] else near
+        assert cells is not None, "`check_document` requires a layout of local segments"
+        segments[is_local].append(read_segment(index, cells, entry, tensors))
+    observed = None
+    if "queries" in tensors:
+        observed = Queries(tensors["queries"], tensors["query_times"])
+    cache = CacheState(
+        segments=tuple(segments[False]),
+        window=window,
+        time=document["clock"],
+        serial=document["serial"],
+        observed=observed,
+        local=tuple(segments[True]),
+        recurrent={
+            name.removeprefix(_STATE): state
+            for name, state in tensors.items()
+            if name.startswith(_STATE)
+        },
+    )
+    cache.check(near, far, observed.values.shape[1] if observed else 0, local)
+    return cache
+
+
+def _check_coded_shapes(
+    document: dict[str, Any],
+    stored: dict[str, Tensor],
+    layout: Layout,
+    local_layout: Layout | None,
+) -> None:
+    """Check that encoded keys and values have the size of their segment, before it is allocated."""
+    shapes: dict[str, list[int]] = {}
+    for index, entry in enumerate(document["segments"]):
+        # Serials and positions are not encoded.
+        serials, positions = (
+            stored[f"segment.{index}.{name}"] for name in ("serials", "positions")
+        )
+        require_tensor("serials", serials, torch.int64, entry["length"])
+        plain = local_layout if entry.get("local", False) else layout
+        assert plain is not None, "`check_document` requires a layout of local segments"
+        shape = [plain.layers, plain.kv_heads, entry["length"], plain.head_dim]
+        if entry.get("ragged", False):
+            require_tensor("positions", positions, torch.int64, None)
+            shape[:3] = [len(positions)]
+        shapes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
+    for name, coding in document["coding"].items():
+        require(coding["shape"] == shapes[name], f"{name} is coded as of another shape")
 
 
 def _layout_entry(layout: Layout) -> dict[str, Any]:
@@ -306,15 +322,3 @@ def _layout_entry(layout: Layout) -> dict[str, Any]:
         "head_dim": layout.head_dim,
         "dtype": str(layout.dtype).removeprefix("torch."),
     }
-
-
-def _plain_layouts(document: dict[str, Any]) -> list[Layout]:
-    """Of the cells as they were evaluated; the second of local layers, where there are any."""
-    found = [document[name] for name in ("layout", "local_layout") if name in document]
-    return [layout_of(each) for each in found]
-
-
-def _observed(tensors: dict[str, Tensor]) -> Queries | None:
-    if "queries" not in tensors:
-        return None
-    return Queries(tensors["queries"], tensors["query_times"])
