@@ -11,10 +11,11 @@ from kvkeep.cache.layout import Layout
 from kvkeep.cache.quantised import (
     KVTensor,
     Quantised,
-    concatenate_stored,
     copy_stored,
     dequantise,
+    map_stored,
     quantise,
+    requantise,
     tensors,
 )
 from kvkeep.cache.rope import Rope
@@ -61,15 +62,15 @@ class Cells:
         All parts are compressed or none is, and all have the same layout. Ragged cells among them
         make the result ragged.
         """
-        kind = next((type(part) for part in parts if type(part) is not Cells), Cells)
-        return kind._concatenate(parts)
+        result_class = next((type(part) for part in parts if type(part) is not Cells), Cells)
+        return result_class._concatenate(parts)
 
     @classmethod
     def _concatenate(cls, parts: Sequence["Cells"]) -> "Cells":
         biases = [p.bias for p in parts if p.bias is not None]
         return cls(
-            concatenate_stored([p.stored_keys for p in parts], 2),
-            concatenate_stored([p.stored_values for p in parts], 2),
+            map_stored(_concatenate_vectors, *(p.stored_keys for p in parts)),
+            map_stored(_concatenate_vectors, *(p.stored_values for p in parts)),
             torch.cat([p.positions for p in parts], -1),
             torch.cat([p.serials for p in parts]),
             torch.cat(biases, -1) if biases else None,
@@ -129,11 +130,11 @@ class Cells:
 
     def in_layout(self, layout: Layout) -> "Cells":
         """Return the cells quantised as a layout says; themselves if they are already."""
-        if _bits(self) == (layout.key_bits, layout.value_bits):
+        keys = requantise(self.stored_keys, layout.key_bits, layout.dtype)
+        values = requantise(self.stored_values, layout.value_bits, layout.dtype)
+        if keys is self.stored_keys and values is self.stored_values:
             return self
-        converted = Cells.zeros(layout, len(self), self.compressed)
-        converted.write(slice(None), self)
-        return converted
+        return replace(self, stored_keys=keys, stored_values=values)
 
     @property
     def compressed(self) -> bool:
@@ -295,9 +296,5 @@ class ProtectedCells:
         return ProtectedCells(block, 0, inside, self.log)
 
 
-def _bits(cells: Cells) -> tuple[int, int]:
-    keys, values = cells.stored_keys, cells.stored_values
-    return (
-        keys.bits if isinstance(keys, Quantised) else 16,
-        values.bits if isinstance(values, Quantised) else 16,
-    )
+def _concatenate_vectors(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, 2)

@@ -11,7 +11,7 @@ back.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
@@ -80,13 +80,6 @@ class Quantised:
     def to(self, device: torch.device) -> "Quantised":
         return Quantised(self.data.to(device), self.scale.to(device))
 
-    def copy_(self, source: "KVTensor") -> None:
-        """Copy other vectors, requantised unless they have the same number of bits."""
-        if isinstance(source, Tensor) or source.bits != self.bits:
-            source = quantise(dequantise(source, torch.float32), self.bits)
-        self.data.copy_(source.data)
-        self.scale.copy_(source.scale)
-
     def dequantise_transformed(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers, still Hadamard-transformed."""
         if self.bits == 8:
@@ -109,19 +102,15 @@ def quantise(x: Tensor, bits: int) -> Quantised:
     numbers = hadamard(x)
     if bits == 8:
         scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE)
-        units = numbers / _divisor(scale)
+        units = numbers / scale.masked_fill(scale == 0, 1)
         return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
     runs = scale_count(x.shape[-1], bits) // 2
     groups = numbers.view(*x.shape[:-1], runs, x.shape[-1] // runs)
     minimum = groups.amin(-1, keepdim=True).to(SCALE)
     scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE)
-    units = (groups - minimum) / _divisor(scale)
+    units = (groups - minimum) / scale.masked_fill(scale == 0, 1)
     low, high = units.round_().clamp_(0, 15).to(torch.uint8).flatten(-2).chunk(2, -1)
     return Quantised(low | high << 4, torch.cat((scale, minimum), -2).squeeze(-1))
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return scale.masked_fill(scale == 0, 1)
 
 
 def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
@@ -131,28 +120,34 @@ def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
     return hadamard(stored.dequantise_transformed(torch.float32)).to(dtype)
 
 
+def requantise(stored: KVTensor, bits: int, dtype: torch.dtype) -> KVTensor:
+    """Return vectors in 8 or 4 bits, or in `dtype` for 16; themselves if they are already."""
+    if isinstance(stored, Quantised) and stored.bits == bits:
+        return stored
+    if bits == 16:
+        return dequantise(stored, dtype)
+    return quantise(dequantise(stored, torch.float32), bits)
+
+
 def copy_stored(target: KVTensor, source: KVTensor) -> None:
     """Copy `source` into `target` in place, converted to the target's bits or dtype."""
     if isinstance(target, Tensor):
         target.copy_(dequantise(source, target.dtype))
-    else:
-        target.copy_(source)
-
-
-def concatenate_stored(parts: Sequence[KVTensor], dim: int) -> KVTensor:
-    """Concatenate parts that are all quantised alike; copied."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat([x for x in parts if isinstance(x, Tensor)], dim)
-    same = [x for x in parts if isinstance(x, Quantised) and x.bits == first.bits]
-    assert len(same) == len(parts), "cells of one kind"
-    data, scale = ([getattr(x, name) for x in same] for name in ("data", "scale"))
-    return Quantised(torch.cat(data, dim), torch.cat(scale, dim))
+        return
+    source = requantise(source, target.bits, torch.float32)
+    for numbers, converted in zip(tensors(target), tensors(source), strict=True):
+        numbers.copy_(converted)
 
 
 def tensors(stored: KVTensor) -> tuple[Tensor, ...]:
     """Return the tensors that hold the numbers."""
     return (stored,) if isinstance(stored, Tensor) else (stored.data, stored.scale)
+
+
+def map_stored(function: Callable[..., Tensor], *stored: KVTensor) -> KVTensor:
+    """Apply a function of tensors to vectors stored alike: if quantised, to data and to scales."""
+    results = [function(*numbers) for numbers in zip(*map(tensors, stored), strict=True)]
+    return results[0] if len(results) == 1 else Quantised(*results)
 
 
 def scale_count(head_dim: int, bits: int) -> int:

@@ -1,23 +1,15 @@
 """Compressed cells whose count differs between layers and KV heads."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.attention import HIDDEN, Part, attend_cells
 from kvkeep.cache.block import NO_TOKEN, Cells
-from kvkeep.cache.layout import Layout
-from kvkeep.cache.quantised import (
-    KVTensor,
-    Quantised,
-    concatenate_stored,
-    dequantise,
-    quantise,
-    tensors,
-)
+from kvkeep.cache.quantised import map_stored
 from kvkeep.cache.rope import Rope
 
 _ZERO = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -53,13 +45,13 @@ class Ragged(Cells):
             return cells
         heads = cells.stored_keys.shape[:2]
         counts = torch.full(heads, len(cells), dtype=torch.int64, device="cpu")
-        return cls._from_row(_as_row(cells), counts)
+        return cls._from_parts([cells], lambda x: x.flatten(0, 2), counts)
 
     @classmethod
     def from_heads(cls, heads: Sequence[Cells], layers: int) -> "Ragged":
         """Return the compressed cells `[1, 1, n, ...]` of each head, those of layer 0 first."""
         counts = torch.tensor([len(cells) for cells in heads], dtype=torch.int64, device="cpu")
-        return cls._from_row(_concatenate_rows(map(_as_row, heads)), counts.view(layers, -1))
+        return cls._from_parts(heads, _concatenate_flattened, counts.view(layers, -1))
 
     @classmethod
     def select_from(cls, cells: Cells, mask: Tensor) -> "Ragged":
@@ -68,26 +60,16 @@ class Ragged(Cells):
         mask: bool `[layers, kv_heads, n]`; for ragged cells `[total]`.
         """
         if isinstance(cells, Ragged):
-            return cells.select(mask)
-        cpu_mask = mask.cpu()
-        row = Cells(
-            _select_stored(cells.stored_keys, mask),
-            _select_stored(cells.stored_values, mask),
-            cells.positions.expand(mask.shape)[cpu_mask],
-            _no_tokens(0),
-            mask.new_zeros(int(cpu_mask.sum()), dtype=torch.float32)
-            if cells.bias is None
-            else cells.bias[mask],
-        )
-        return cls._from_row(row, cpu_mask.sum(-1))
-
-    def select(self, mask: Tensor) -> "Ragged":
-        """Return some of the cells, copied. mask: bool `[total]`."""
-        return self.select_and_concatenate([self], [mask])
+            return cls.select_and_concatenate([cells], [mask])
+        bias = cells.bias
+        if bias is None:
+            bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        compressed = replace(cells, positions=cells.positions.expand(mask.shape), bias=bias)
+        return cls._from_parts([compressed], lambda x: _select(x, mask), mask.cpu().sum(-1))
 
     def clone(self) -> "Ragged":
         scores = None if self.scores is None else self.scores.clone()
-        return self._from_row(super().clone(), self.counts, scores)
+        return self._from_parts([self], torch.clone, self.counts, scores)
 
     @classmethod
     def _concatenate(cls, parts: Sequence[Cells]) -> "Ragged":
@@ -106,15 +88,31 @@ class Ragged(Cells):
         owners = torch.cat([part.owners for part in parts])[selected]
         order = selected[owners.argsort(stable=True)] if len(parts) > 1 else selected
         counts = owners.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
-        known = [part.scores for part in parts if part.scores is not None]
-        scores = _gather(known, order) if len(known) == len(parts) else None
-        return cls._from_row(_gather_rows(parts, order), counts, scores)
+        scored = [part.scores for part in parts if part.scores is not None]
+        scores = _gather(*scored, order=order) if len(scored) == len(parts) else None
+        return cls._from_parts(parts, partial(_gather, order=order), counts, scores)
 
     @classmethod
-    def _from_row(cls, row: Cells, counts: Tensor, scores: Tensor | None = None) -> "Ragged":
-        serials = _no_tokens(-(-int(counts.sum()) // counts.numel()))
-        keys, values = row.stored_keys, row.stored_values
-        return cls(keys, values, row.positions, serials, row.bias, counts, scores)
+    def _from_parts(
+        cls,
+        parts: Sequence[Cells],
+        as_row: Callable[..., Tensor],
+        counts: Tensor,
+        scores: Tensor | None = None,
+    ) -> "Ragged":
+        """Return the cells of compressed parts in one row.
+
+        as_row: makes one tensor of the parts' keys, and likewise of values, positions and biases.
+        """
+        return cls(
+            map_stored(as_row, *(part.stored_keys for part in parts)),
+            map_stored(as_row, *(part.stored_values for part in parts)),
+            as_row(*(part.positions for part in parts)),
+            _no_tokens(-(-int(counts.sum()) // counts.numel())),
+            as_row(*(part.bias for part in parts if part.bias is not None)),
+            counts,
+            scores,
+        )
 
     @property
     def total(self) -> int:
@@ -225,14 +223,6 @@ class Ragged(Cells):
             )
         return Part(torch.cat([p.out for p in parts], 1), torch.cat([p.log_sum for p in parts], 1))
 
-    def in_layout(self, layout: Layout) -> "Ragged":
-        """Return the cells quantised as a layout says; themselves if they are already."""
-        keys = _in_bits(self.stored_keys, layout.key_bits, layout.dtype)
-        values = _in_bits(self.stored_values, layout.value_bits, layout.dtype)
-        if keys is self.stored_keys and values is self.stored_values:
-            return self
-        return replace(self, stored_keys=keys, stored_values=values)
-
     def to(self, device: torch.device) -> "Ragged":
         moved = super().to(device)
         assert isinstance(moved, Ragged)
@@ -245,82 +235,34 @@ class Ragged(Cells):
         return (*super().tensors(), self.counts, *scores)
 
 
-def _as_row(cells: Cells) -> Cells:
-    """Return compressed cells of equal counts as a row, `[layers * kv_heads * n, ...]`."""
-    assert cells.bias is not None
-    return Cells(
-        _flatten(cells.stored_keys),
-        _flatten(cells.stored_values),
-        cells.positions.reshape(-1),
-        cells.serials,
-        cells.bias.reshape(-1),
-    )
+def _concatenate_flattened(*parts: Tensor) -> Tensor:
+    """Concatenate tensors `[layers, kv_heads, n, ...]` as one row of vectors or numbers."""
+    return torch.cat([part.flatten(0, 2) for part in parts])
 
 
-def _concatenate_rows(rows: Iterable[Cells]) -> Cells:
-    parts = list(rows)
-    return Cells(
-        concatenate_stored([row.stored_keys for row in parts], 0),
-        concatenate_stored([row.stored_values for row in parts], 0),
-        torch.cat([row.positions for row in parts]),
-        _no_tokens(0),
-        torch.cat([row.bias for row in parts if row.bias is not None]),
-    )
+def _select(x: Tensor, mask: Tensor) -> Tensor:
+    """Return what a mask `[layers, kv_heads, n]` selects of `x: [layers, kv_heads, n, ...]`.
+
+    Copied layer by layer: no copy is larger than what is selected.
+    """
+    pairs = zip(x.unbind(), mask.to(x.device).unbind(), strict=True)
+    return torch.cat([layer[selected] for layer, selected in pairs])
 
 
-def _gather_rows(parts: Sequence[Cells], order: Tensor) -> Cells:
-    """Return cells in a new order. order: indices into the concatenation of the parts."""
-    return Cells(
-        _gather_stored([part.stored_keys for part in parts], order),
-        _gather_stored([part.stored_values for part in parts], order),
-        _gather([part.positions for part in parts], order),
-        _no_tokens(0),
-        _gather([part.bias for part in parts if part.bias is not None], order),
-    )
-
-
-def _gather_stored(parts: Sequence[KVTensor], order: Tensor) -> KVTensor:
-    if isinstance(parts[0], Tensor):
-        return _gather([part for part in parts if isinstance(part, Tensor)], order)
-    data, scale = zip(*(tensors(part) for part in parts), strict=True)
-    return Quantised(_gather(data, order), _gather(scale, order))
-
-
-def _gather(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+def _gather(*parts: Tensor, order: Tensor) -> Tensor:
     """Return rows of the concatenation of tensors, without concatenating them.
 
     Most rows come from the first tensor, which is usually the largest: they are copied once.
     """
     first, order = parts[0], order.to(parts[0].device)
     if not len(first):
-        return torch.cat(list(parts)).index_select(0, order)
+        return torch.cat(parts).index_select(0, order)
     rows, begin = first.index_select(0, order.clamp(max=len(first) - 1)), len(first)
     for part in parts[1:]:
         inside = ((order >= begin) & (order < begin + len(part))).nonzero()[:, 0]
         rows.index_copy_(0, inside, part.index_select(0, order[inside] - begin))
         begin += len(part)
     return rows
-
-
-def _select_stored(stored: KVTensor, mask: Tensor) -> KVTensor:
-    """Return the vectors of a mask as a row, layer by layer: only what is selected is copied."""
-    layers: tuple[KVTensor, ...] = tuple(stored.unbind())
-    pairs = zip(layers, mask.unbind(), strict=True)
-    return concatenate_stored([vectors[selected] for vectors, selected in pairs], 0)
-
-
-def _flatten(stored: KVTensor) -> KVTensor:
-    if isinstance(stored, Quantised):
-        return Quantised(stored.data.flatten(0, -2), stored.scale.flatten(0, -2))
-    return stored.flatten(0, -2)
-
-
-def _in_bits(stored: KVTensor, bits: int, dtype: torch.dtype) -> KVTensor:
-    if isinstance(stored, Quantised) and stored.bits == bits:
-        return stored
-    if bits == 16:
-        return dequantise(stored, dtype)
-    return quantise(dequantise(stored, torch.float32), bits)
 
 
 def _no_tokens(count: int) -> Tensor:

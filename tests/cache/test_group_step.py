@@ -77,7 +77,7 @@ def with_ragged_cells() -> KVCache:
         bias=torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(3)),
     )
     mask = torch.arange(12) < torch.tensor([5, 0, 12, 7])[:, None]
-    ragged_cells = Ragged.from_cells(compressed).select(mask.flatten())
+    ragged_cells = Ragged.select_from(compressed, mask.view(2, 2, -1))
     cache.segments = [Segment.from_cells(LAYOUT, ragged_cells, PositionMap(-2), False)]
     return feed(cache, 3, seed=4)
 

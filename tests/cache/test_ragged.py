@@ -136,7 +136,7 @@ def test_selected_cells_stay_in_their_head_and_order(
     left = iter(mask)
     expected = {place: [c for c in found[place] if next(left)] for place in HEAD_INDICES}
     cells = ragged(found)
-    require_equal(cells.select(torch.tensor(mask, dtype=torch.bool)), expected)
+    require_equal(Ragged.select_from(cells, torch.tensor(mask, dtype=torch.bool)), expected)
     require_equal(cells, found)  # the source is unchanged
 
 
@@ -215,7 +215,10 @@ def test_quantised_cells_are_selected_and_concatenated_as_plain_ones(bits: int) 
     mask = torch.tensor([True, False, True, True, True, False, False, True, True])
     cells = ragged(found).in_layout(layout)
     for one, other in (
-        (cells.select(mask), ragged(found).select(mask).in_layout(layout)),
+        (
+            Ragged.select_from(cells, mask),
+            Ragged.select_from(ragged(found), mask).in_layout(layout),
+        ),
         (
             Ragged.concatenate([cells, cells]),
             Ragged.concatenate([ragged(found)] * 2).in_layout(layout),

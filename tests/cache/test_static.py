@@ -57,7 +57,7 @@ def cache_with_full_ring(anchored: bool, compressed: str = "") -> KVCache:
         if compressed == "ragged":
             mask = torch.arange(4 * KEPT).remainder(4) < 3
             mask[:KEPT] = False
-            cells = Ragged.from_cells(cells).select(mask)
+            cells = Ragged.select_from(Ragged.from_cells(cells), mask)
         cache.segments = [Segment.from_cells(LAYOUT, cells, PositionMap(), True)]
     cache.segments.append(Segment(LAYOUT, WINDOW))
     feed(cache, WINDOW + 4, seed=2)

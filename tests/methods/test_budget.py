@@ -36,7 +36,7 @@ def ragged(candidates: Candidates, seed: int = 0) -> tuple[Candidates, Tensor]:
     heads = torch.tensor([[0.2, 0.9], [0.5, 1.0]]).unsqueeze(-1)
     random = torch.Generator().manual_seed(seed)
     which = torch.rand(LAYERS, KV_HEADS, len(candidates), generator=random) < heads
-    cells = Ragged.from_cells(as_compressed(candidates.cells)).select(which.flatten())
+    cells = Ragged.select_from(Ragged.from_cells(as_compressed(candidates.cells)), which.flatten())
     return replace(candidates, cells=cells), which
 
 
@@ -65,7 +65,7 @@ def test_the_score_of_a_cell_does_not_depend_on_its_storage(name: str) -> None:
         row, which = ragged(candidates)
         # Age is counted from the newest cell of all heads, so that cell must be kept.
         which[..., -1] |= candidates.positions[..., -1] == candidates.positions.max()
-        cells = Ragged.from_cells(candidates.cells).select(which.flatten())
+        cells = Ragged.select_from(Ragged.from_cells(candidates.cells), which.flatten())
         result = score(make_method(name), replace(row, cells=cells))  # type: ignore[arg-type]
         torch.testing.assert_close(result, expected[which], atol=1e-4, rtol=1e-4)
 
