@@ -48,13 +48,13 @@ def emptied(model: Model, ratio: float = 3.0, kv_bits: Any = None) -> Session:
     for index, segment in enumerate(session.cache.segments):
         cells = segment.block.slots
         if isinstance(cells, Ragged):
-            which = torch.ones(cells.total, dtype=torch.bool)
+            mask = torch.ones(cells.total, dtype=torch.bool)
             for place in ((0, 1), (1, 0), (1, 1)):
-                which[cells.head_slice(*place)] = False
-            left = cells.select(which)
-            assert (left.counts == 0).sum() == 3
+                mask[cells.head_slice(*place)] = False
+            remaining = Ragged.select_from(cells, mask)
+            assert (remaining.counts == 0).sum() == 3
             session.cache.segments[index] = Segment.from_cells(
-                segment.layout, left, segment.map, segment.anchor
+                segment.layout, remaining, segment.map, segment.anchor
             )
     return session
 
