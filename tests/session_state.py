@@ -66,7 +66,7 @@ def segment_state(segment: Segment) -> Whole:
         "frozen": segment.frozen,
         "sealed": segment.sealed,
         "lazy_growth": segment.lazy_growth,
-        "leaving": segment.leaving,
+        "arriving": segment.arriving,
         "limit": segment.limit,
         "place": segment.place,
         "length": segment.length,

@@ -3,13 +3,13 @@
 from kvkeep.cache.attention import AttentionConfig
 from kvkeep.cache.block import NO_TOKEN, Block, Cells
 from kvkeep.cache.cache import KVCache
-from kvkeep.cache.layers import LayerAttention, LayerPlacement
 from kvkeep.cache.layout import BITS, Bits, Layout
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.rope import PositionMap, Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.state import CacheState
+from kvkeep.cache.step import LayerAttention, LayerPlacement
 from kvkeep.cache.storage import merge_segments, merge_small_segments
 from kvkeep.cache.window import Window
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -9,14 +10,13 @@ from torch import Tensor
 from kvkeep.cache.attention import AttentionConfig
 from kvkeep.cache.block import Cells, UndoLog
 from kvkeep.cache.checks import require
-from kvkeep.cache.layers import LayerPlacement
 from kvkeep.cache.layout import Layout
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.state import CacheState
-from kvkeep.cache.step import ChunkStep, DecodeStep, Step
+from kvkeep.cache.step import ChunkStep, DecodeStep, LayerPlacement, Step
 from kvkeep.cache.storage import merge_small_segments, nbytes, trim
 from kvkeep.cache.window import Window
 
@@ -24,16 +24,24 @@ from kvkeep.cache.window import Window
 class KVCache:
     """The keys and values of a decoder, as segments of cells.
 
+    Constructor arguments, which stay the same in all copies of a cache:
+
+    layout: shape and storage format of cells in the window.
+    attention: the settings that all its layers share: query heads, RoPE, scale, softcap, sinks.
+    far_layout: the layout of anchors, which may have other bits; None for `layout`.
+    local: the cache of layers that see only a window (local attention, arXiv:2004.05150), if the
+        decoder has such. It has segments and a window of its own, follows this cache's clock, and
+        holds no more than its window, whatever the policy does here.
+    placements: for each decoder layer, the cache and layer that has its cells; empty without local
+        layers.
+
+    State:
+
     segments: oldest first; new cells go to the last one. The policy decides which there are.
     window: the bound on cells that are not anchors.
     time: of the next token. The newest segment sees it at that position; every token adds 1.
     serial: the serial number of the next token; no number is used twice.
     observer: records the newest queries, if a method needs them.
-    layout: of the cells of windows. far_layout: of anchors; the two differ in bits alone.
-    local: the cache of layers that see only a window (local attention, arXiv:2004.05150), if the
-        decoder has such. It has segments and a window of its own, follows this cache's clock, and
-        holds no more than its window, whatever the policy does here.
-    placements: for each decoder layer, the cache and layer that has its cells.
     recurrent: states of layers that have no cells (linear attention, convolution), by name. They
         summarise all tokens so far, and no token can be removed from them.
     """
@@ -64,11 +72,6 @@ class KVCache:
             f"<KVCache: {self.cells:,} cells in {len(self.segments)} segments, "
             f"{self.nbytes / 1e6:,.1f} MB>"
         )
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.attention.heads
 
     @property
     def rope(self) -> Rope:
@@ -122,7 +125,9 @@ class KVCache:
         step = self._open_step(count)
         step.sampled, step.recurrent = sampled, self.recurrent
         if self.observer is not None:
-            step.queries = self._empty_queries(count)
+            layout = self.layout
+            shape = (layout.layers, count, self.attention.heads, layout.head_dim)
+            step.queries = torch.empty(shape, dtype=layout.dtype, device=layout.device)
         if self.local is not None:
             step.local, step.placements = self.local._open_local_step(self, count), self.placements
         yield step
@@ -135,10 +140,10 @@ class KVCache:
             return DecodeStep(self.segments, self.window, self.time, self.attention)
         return ChunkStep(self.segments, self.window, self.time, count, self.attention)
 
-    def _open_local_step(self, whole: "KVCache", count: int) -> DecodeStep | ChunkStep:
-        """Open the step of a local cache that goes with a step of the whole cache."""
+    def _open_local_step(self, parent: "KVCache", count: int) -> DecodeStep | ChunkStep:
+        """Open the step of a local cache that goes with a step of the cache that it belongs to."""
         assert self.window.capacity is not None
-        self.time, self.serial = whole.time, whole.serial
+        self.time, self.serial = parent.time, parent.serial
         newest = self.open_window(self.window.capacity)
         newest.lazy_growth = len(self.segments) > 1
         return self._open_step(count)
@@ -151,8 +156,11 @@ class KVCache:
         self.time += count
         self.serial += count
         for segment in self.segments:
-            segment.leaving = 0
-        self.segments = [s for s in self.segments if s.length]
+            segment.arriving = 0
+        self._drop_empty_segments()
+
+    def _drop_empty_segments(self) -> None:
+        self.segments = [segment for segment in self.segments if segment.length]
 
     def open_window(self, size: int) -> Segment:
         """Make the last segment one that takes the next cells of a window of up to `size`."""
@@ -169,11 +177,6 @@ class KVCache:
     def observe(self, earlier: Queries | None = None) -> None:
         """Record the newest queries from now on. earlier: the queries of earlier tokens."""
         self.observer = Observer(earlier)
-
-    def _empty_queries(self, count: int) -> Tensor:
-        layout = self.layout
-        shape = (layout.layers, count, self.heads, layout.head_dim)
-        return torch.empty(shape, dtype=layout.dtype, device=layout.device)
 
     def read(self, first: int, count: int) -> list[tuple[Segment, Cells]]:
         """Return copies of the `count` cells from the `first`-oldest on, with their segments."""
@@ -196,20 +199,18 @@ class KVCache:
         if self.observer is not None:
             self.observer.drop_from(self.time)
         remaining = count
-        while remaining:
-            segment = self.segments[-1]
+        for segment in reversed(self.segments):
             dropped = min(remaining, segment.length)
             segment.drop_newest(dropped)
             remaining -= dropped
-            if not segment.length:
-                self.segments.pop()
+        self._drop_empty_segments()
         if self.local is not None:
             self.local.drop_newest(min(count, self.local.cells))
 
     def keep_newest(self, count: int) -> None:
         """Drop all cells of a local cache but the newest `count`."""
-        Window().forget(self.segments, max(0, self.cells - count))
-        self.segments = [s for s in self.segments if s.length]
+        Window().evict(self.segments, max(0, self.cells - count))
+        self._drop_empty_segments()
 
     def successor(self) -> "KVCache":
         """Return a cache of the same cells and storage, to be changed in place of this one.
@@ -217,12 +218,25 @@ class KVCache:
         Only one of the two goes on. Either the successor replaces this cache and is committed, or
         it is rolled back, and this cache is as it was.
         """
-        successor = shallow_copy(self)
-        successor._undo_log = log = UndoLog()
-        successor.segments = [segment.successor(log) for segment in self.segments]
-        successor.observer = None if self.observer is None else self.observer.fork()
-        successor.local = None if self.local is None else self.local.successor()
-        return successor
+        log = UndoLog()
+        return self._copy(lambda segment: segment.successor(log), log, KVCache.successor)
+
+    def fork(self) -> "KVCache":
+        """Return an independent cache of the same cells; memory is shared (copy-on-write)."""
+        return self._copy(Segment.fork, UndoLog(), KVCache.fork)
+
+    def _copy(
+        self,
+        copy_segment: Callable[[Segment], Segment],
+        undo_log: UndoLog,
+        copy_local: "Callable[[KVCache], KVCache]",
+    ) -> "KVCache":
+        copied = shallow_copy(self)
+        copied._undo_log = undo_log
+        copied.segments = [copy_segment(segment) for segment in self.segments]
+        copied.observer = None if self.observer is None else self.observer.fork()
+        copied.local = None if self.local is None else copy_local(self.local)
+        return copied
 
     def commit(self) -> None:
         """Discard what a rollback to the previous cache would need."""
@@ -266,12 +280,12 @@ class KVCache:
         Raises:
             ValueError: says why no cache of this kind can have them.
         """
-        local = None if self.local is None else self.local.layout
-        state.check(self.layout, self.far_layout, self.heads, local)
+        local_layout = None if self.local is None else self.local.layout
+        state.check(self.layout, self.far_layout, self.attention.heads, local_layout)
         cache, device = self.empty(), self.layout.device
         cache.segments = [s.share().normalise().to(device) for s in state.segments]
         if cache.local is not None:
-            cache.local._require_room_for(state.local)
+            cache.local._require_capacity(state.local)
             cache.local.segments = [s.share().normalise().to(device) for s in state.local]
         cache.window, cache.time, cache.serial = state.window, state.time, state.serial
         cache.recurrent = {name: value.to(device) for name, value in state.recurrent.items()}
@@ -288,22 +302,13 @@ class KVCache:
         """
         return self.restore(self.state())
 
-    def _require_room_for(self, segments: Sequence[Segment]) -> None:
+    def _require_capacity(self, segments: Sequence[Segment]) -> None:
         """Raise ValueError if a local cache cannot hold all of these segments."""
-        most = self.window.capacity or 0
-        held = sum(segment.length for segment in segments)
+        capacity = self.window.capacity or 0
+        cells = sum(segment.length for segment in segments)
         limit = max((segment.limit for segment in segments), default=0)
-        require(max(held, limit) <= most, f"{held} cells of local layers, which hold {most}")
-
-    def fork(self) -> "KVCache":
-        """Return an independent cache of the same cells; memory is shared (copy-on-write)."""
-        fork = self.empty()
-        fork.observer = None if self.observer is None else self.observer.fork()
-        fork.segments = [segment.fork() for segment in self.segments]
-        fork.window, fork.time, fork.serial = self.window, self.time, self.serial
-        fork.recurrent = self.recurrent
-        fork.local = None if self.local is None else self.local.fork()
-        return fork
+        fits = max(cells, limit) <= capacity
+        require(fits, f"{cells} cells of local layers, which hold {capacity}")
 
     def trim(self, budget: int) -> None:
         """Free storage that dropped cells have left; see `storage.trim`."""
@@ -339,14 +344,13 @@ class KVCache:
 
         kind: called with a cell's rank among all cells and its serial.
         """
-        runs: list[tuple[Segment, bool, int, int]] = []
-        rank = 0
+        runs, rank = [], 0
         for segment in self.segments:
-            for index, serial in enumerate(segment.serials()):
-                cell_kind = kind(rank, serial)
-                rank += 1
-                if runs and runs[-1][0] is segment and runs[-1][1] is cell_kind:
-                    runs[-1] = (*runs[-1][:3], runs[-1][3] + 1)
-                else:
-                    runs.append((segment, cell_kind, index, 1))
+            kinds = [kind(rank + i, serial) for i, serial in enumerate(segment.serials())]
+            rank += len(kinds)
+            first = 0
+            for run_kind, run in groupby(kinds):
+                count = len(list(run))
+                runs.append((segment, run_kind, first, count))
+                first += count
         return runs

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.cache.block import Cells
-from kvkeep.cache.layers import LayerAttention, LayerDispatch
 from kvkeep.cache.quantised import tensors
 from kvkeep.cache.rope import Rotation
-from kvkeep.cache.step import DecodeStep, View
+from kvkeep.cache.step import DecodeStep, LayerAttention, LayerDispatch
+from kvkeep.cache.view import View
 
 
 class RowView(NamedTuple):

@@ -26,8 +26,8 @@ class Segment:
     sealed: will never take new cells: other segments continue after its cells.
     lazy_growth: storage is allocated only as it fills, because other segments of the window still
         hold cells.
-    leaving: the number of its newest cells that are counted in the window as well, until the step
-        that is about to run has moved them here.
+    arriving: the number of its newest cells that the next step moves here from the window, which
+        still counts them until that step is committed.
     protected: in a successor, the cells that a rollback must restore.
 
     Each cell has a *place*, the number of its slot plus the block's origin, and keeps it. Kernels
@@ -57,7 +57,7 @@ class Segment:
         self.frozen = False
         self.sealed = False
         self.lazy_growth = False
-        self.leaving = 0
+        self.arriving = 0
         self.protected: ProtectedCells | None = None
         self.start = 0
         self.length = 0

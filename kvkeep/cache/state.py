@@ -92,7 +92,7 @@ class CacheState:
     def _check_segment(self, segment: Segment, layout: Layout) -> None:
         for name in ("anchor", "frozen", "sealed"):
             require_flag(name, getattr(segment, name))
-        require(not segment.leaving, "cells of a step that is not finished")
+        require(not segment.arriving, "cells of a step that is not finished")
         check_map(segment.map)
         require_whole("the limit", segment.limit, 1, MAX_CELLS)
         require_whole("the length", segment.length, 1, min(segment.limit, segment.capacity))

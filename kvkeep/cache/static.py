@@ -16,17 +16,13 @@ Geometry = tuple[object, ...]
 
 def geometry(step: DecodeStep) -> Geometry | None:
     """Return all that a replay requires to stay the same; None if the next step will differ."""
-    if not step.in_full_ring or step.queries is not None or step.quantised or step.local:
+    if not step.in_full_ring or step.queries is not None or step.local:
         return None
-    if any(view.bias is not None for view in step.views):
+    if any(view.slots.quantised or view.bias is not None for view in step.views):
         return None
-    slots = [step.newest.block.slots, *(view.slots for view in step.views)]
+    addresses = [(v.slots.keys.data_ptr(), v.slots.values.data_ptr()) for v in step.views]
     spans = [(view.span.start, view.span.stop, view.rotation) for view in step.views]
-    return (
-        *((s.keys.data_ptr(), s.values.data_ptr()) for s in slots),
-        *spans,
-        len(step.query_positions),
-    )
+    return *addresses, *spans, len(step.query_positions)
 
 
 class StaticStep:

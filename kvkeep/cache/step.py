@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,58 +22,40 @@ from kvkeep.cache.attention import (
     merge_heads,
 )
 from kvkeep.cache.block import Cells
-from kvkeep.cache.layers import LayerAttention, LayerDispatch, LayerPlacement
 from kvkeep.cache.quantised import KVTensor, copy_stored
-from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.segment import Segment
+from kvkeep.cache.view import View, visibility_bias
 from kvkeep.cache.window import Window
 
 
+class LayerAttention(Protocol):
+    """The attention that a model's forward calls, once for each layer."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Attend as `Step.attend` does."""
+
+
 @dataclass(frozen=True)
-class View:
-    """Stored cells as the queries of this step see them.
+class LayerPlacement:
+    """Which cache has the cells that a decoder layer reads, and at which of its layers."""
 
-    slots, span: the storage of the cells, and their range in it. origin: the place of its slot 0.
-    rotation: index of the step's rotation that the queries take towards these cells.
-    bias: `[n, cells]` float32, or None where every query sees every cell, as with ragged cells.
-    """
+    local: bool  # whether it is the cache of local layers
+    index: int  # the layer in that cache
 
-    slots: Cells
-    span: slice
-    rotation: int
-    bias: Tensor | None
-    origin: int = 0
 
-    @cached_property
-    def keys(self) -> tuple[KVTensor, ...]:
-        """For each layer `[kv_heads, cells, head_dim]`; not for ragged cells."""
-        return self.slots.stored_keys[:, :, self.span].unbind()
+@dataclass(frozen=True)
+class LayerDispatch:
+    """Attention of a decoder with local layers: each layer attends in the step of its cache."""
 
-    @cached_property
-    def values(self) -> tuple[KVTensor, ...]:
-        """For each layer `[kv_heads, cells, head_dim]`; not for ragged cells."""
-        return self.slots.stored_values[:, :, self.span].unbind()
+    placements: Sequence[LayerPlacement]  # of each decoder layer
+    global_attention: LayerAttention
+    local_attention: LayerAttention
 
-    @cached_property
-    def cell_bias(self) -> tuple[Tensor | None, ...]:
-        """For each layer `[kv_heads, cells]` float32, or None."""
-        return self.slots.layer_biases(self.span)
-
-    def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
-        """Attend with queries `[n, heads, head_dim]`, rotated; see `attend_cells`."""
-        if isinstance(self.slots, Ragged):
-            return self.slots.attend(layer, q, attention.scale, attention.softcap)
-        return attend_cells(
-            q,
-            self.keys[layer],
-            self.values[layer],
-            scale=attention.scale,
-            bias=self.bias,
-            causal=False,
-            cell_bias=self.cell_bias[layer],
-            softcap=attention.softcap,
-        )
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        placement = self.placements[layer]
+        attention = self.local_attention if placement.local else self.global_attention
+        return attention.attend(placement.index, q, k, v)
 
 
 class Step:
@@ -118,77 +101,74 @@ class Step:
         self.count = count
         self.attention = attention
         self.times = range(time, time + count)
-        held = sum(s.length for s in segments if not s.anchor)
-        grows = not self.newest.anchor
-        self.evicted = [window.evicted(held + (i + 1 if grows else 0)) for i in range(count)]
+        self._window_cells = sum(s.length for s in segments if not s.anchor)
+        added = [0 if self.newest.anchor else i + 1 for i in range(count)]  # to the window
+        self.evicted = [window.evicted(self._window_cells + n) for n in added]
         self.query_positions: list[list[int]] = [[self.newest.map(t) for t in self.times]]
         self.views: list[View] = []
         self.queries: Tensor | None = None
-        rank = 0
+        preceding = 0  # window cells in segments before this one
         for segment in segments:
-            view = self._view_segment(segment, rank)
+            view = self._view_segment(segment, preceding)
             if view is not None:
                 self.views.append(view)
-            rank += 0 if segment.anchor else segment.length
+            preceding += 0 if segment.anchor else segment.length
 
     @property
     def layer_attention(self) -> LayerAttention:
         """The attention of all decoder layers, those of the local cache included."""
         return self if self.local is None else LayerDispatch(self.placements, self, self.local)
 
-    @property
-    def quantised(self) -> bool:
-        """Whether any of the viewed cells or of the cells to be written are quantised."""
-        viewed = (view.slots.quantised for view in self.views)
-        return self.newest.layout.quantised or any(viewed)
-
     @cached_property
     def rotations(self) -> list[Rotation]:
         """One for each entry of `query_positions`."""
         return [self.attention.rope.at(positions) for positions in self.query_positions]
 
-    def _view_segment(self, segment: Segment, rank: int) -> View | None:
-        """Return what the queries see of a segment; `rank` window cells are before its first."""
-        if not segment.length:
-            return None
-        if segment.anchor:
-            before = None if self.window.moves else rank
-            own = segment.length - segment.leaving
-            visible = [(0, own + evicted) for evicted in self.evicted] if segment.leaving else None
-            positions = self._positions_towards(segment, before)
-            return self._view(segment, 0, segment.length, positions, visible)
-        first = max(0, self.evicted[0] - rank)
-        live = segment.length - first
-        if live <= 0:
-            return None
-        visible = [(evicted - rank, segment.length) for evicted in self.evicted]
-        some_hidden = visible[-1][0] > first
-        positions = self._positions_towards(segment, None)
-        return self._view(segment, first, live, positions, visible if some_hidden else None)
+    def _view_segment(self, segment: Segment, preceding: int) -> View | None:
+        """Return what the queries see of a segment; None if they see none of it.
 
-    def _positions_towards(self, segment: Segment, rank: int | None) -> list[int]:
-        """Return the position that each query takes towards a segment.
-
-        rank: for an anchor, the number of window cells before it. Evicted cells beyond these were
-        between the anchor and the query.
+        preceding: the number of window cells in the segments before it.
         """
-        gone = [0 if rank is None else max(0, evicted - rank) for evicted in self.evicted]
-        return [segment.map(t) - n for t, n in zip(self.times, gone, strict=True)]
+        if segment.anchor and segment.length:
+            return self._view_anchor(segment, preceding)
+        # The i-th query no longer sees the `hidden[i]` oldest cells of this segment. In the
+        # example above it has 3 cells, hidden is [1, 2], and the view is of the 2 newest.
+        hidden = [max(0, evicted - preceding) for evicted in self.evicted]
+        first, count = hidden[0], segment.length - hidden[0]
+        if count <= 0:
+            return None
+        visible = [(n, segment.length) for n in hidden] if hidden[-1] > first else None
+        positions = [segment.map(time) for time in self.times]
+        return self._view(segment, first, count, positions, visible)
+
+    def _view_anchor(self, segment: Segment, preceding: int) -> View:
+        """Return what the queries see of an anchor.
+
+        Window cells evicted beyond the `preceding` ones were between it and the queries, which
+        come that much closer. With `window.moves`, evicted cells have only moved to this segment.
+        Of the cells that arrive in this step, a query sees those that are evicted before it: with
+        10 cells, 2 of them arriving, and evicted [1, 2], the first query sees 9 and the second 10.
+        """
+        closer = [0 if self.window.moves else max(0, n - preceding) for n in self.evicted]
+        positions = [segment.map(time) - n for time, n in zip(self.times, closer, strict=True)]
+        settled = segment.length - segment.arriving
+        visible = [(0, settled + n) for n in self.evicted] if segment.arriving else None
+        return self._view(segment, 0, segment.length, positions, visible)
 
     def _view(
         self,
         segment: Segment,
         first: int,
-        live: int,
+        count: int,
         positions: list[int],
         visible: list[tuple[int, int]] | None,
     ) -> View:
-        """Return the view of the `live` cells from the `first`-oldest on.
+        """Return the view of `count` cells from the `first`-oldest on.
 
         positions: of each query. visible: for each query, the range (first, end) of the segment's
         cells that it sees; None if all queries see all of these cells.
         """
-        slots = segment.slots(first, live)
+        slots = segment.slots(first, count)
         span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
         if positions not in self.query_positions:
             self.query_positions.append(positions)
@@ -196,7 +176,7 @@ class Step:
             slots=segment.block.slots,
             span=span,
             rotation=self.query_positions.index(positions),
-            bias=_bias(segment, span, first, live, visible),
+            bias=visibility_bias(segment, span, first, count, visible),
             origin=segment.block.origin,
         )
 
@@ -226,22 +206,6 @@ class Step:
         return [view.attend(layer, queries[view.rotation], self.attention) for view in self.views]
 
 
-def _bias(
-    segment: Segment, span: slice, first: int, live: int, visible: list[tuple[int, int]] | None
-) -> Tensor | None:
-    """Return the bias `[n, cells]` of the slots of `span`; None if every query sees every cell."""
-    if visible is None and live == span.stop - span.start:
-        return None
-    slots = torch.arange(span.start, span.stop, dtype=torch.int64, device="cpu")
-    # 0 for the oldest cell. A cell that is being written comes last, whether its slot was free or
-    # that of an evicted cell.
-    order = (slots - segment.start - first) % segment.capacity + first
-    bounds = torch.tensor(visible or [(first, first + live)], dtype=torch.int64, device="cpu")
-    seen = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
-    seen &= (order >= first) & (order < first + live)
-    return hiding_bias(~seen).to(segment.layout.device)
-
-
 class DecodeStep(Step):
     """A step of one token, whose cell is written first, into the slot where it will stay.
 
@@ -260,13 +224,13 @@ class DecodeStep(Step):
         self.in_full_ring = newest.length == newest.capacity
         super().__init__(segments, window, time, 1, attention)
 
-    def _view_segment(self, segment: Segment, rank: int) -> View | None:
+    def _view_segment(self, segment: Segment, preceding: int) -> View | None:
         if segment is not self.newest:
-            return super()._view_segment(segment, rank)
+            return super()._view_segment(segment, preceding)
         # The new cell counts as written; in a full ring, it has replaced the oldest.
-        first = 0 if segment.anchor else max(0, self.evicted[0] - rank)
-        live = segment.length + 1 - first
-        return self._view(segment, first, live, self.query_positions[0], None)
+        first = 0 if segment.anchor else max(0, self.evicted[0] - preceding)
+        count = segment.length + 1 - first
+        return self._view(segment, first, count, self.query_positions[0], None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.observe(layer, q)
@@ -287,7 +251,7 @@ class DecodeStep(Step):
         copy_stored(values[layer], value)
 
     def commit(self, serial: int) -> None:
-        self.window.forget(self.segments, max(0, self.evicted[-1] - self.window.spare))
+        self.window.evict(self.segments, max(0, self.evicted[-1] - self.window.spare))
         self.newest.occupy(self.slot, self.query_positions[0][0], serial)
 
 
@@ -311,15 +275,14 @@ class ChunkStep(Step):
         attention: AttentionConfig,
     ):
         super().__init__(segments, window, time, count, attention)
-        self._held = sum(s.length for s in segments if not s.anchor)
         self.new_cells = Cells.zeros(self.newest.layout.plain, count)
         self.log_sums: Tensor | None = None
-        self.own_bias = self._banded_bias() if self.evicted[-1] > self._held else None
+        self.own_bias = self._banded_bias() if self.evicted[-1] > self._window_cells else None
 
     def _banded_bias(self) -> Tensor:
         """Return `[n, n]` that hides the oldest cells of a chunk longer than the window."""
         order = torch.arange(self.count, dtype=torch.int64, device="cpu")
-        floors = torch.tensor(self.evicted, dtype=torch.int64, device="cpu") - self._held
+        floors = torch.tensor(self.evicted, dtype=torch.int64, device="cpu") - self._window_cells
         seen = (order <= order[:, None]) & (order >= floors[:, None])
         return hiding_bias(~seen).to(self.new_cells.keys.device)
 
@@ -350,8 +313,8 @@ class ChunkStep(Step):
         positions = torch.tensor(self.query_positions[0], dtype=torch.int64, device="cpu")
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
         dropped = max(0, self.evicted[-1] - self.window.spare)
-        self.window.forget(self.segments, min(dropped, self._held))
-        dropped_new = max(0, dropped - self._held)  # of the new cells themselves
+        self.window.evict(self.segments, min(dropped, self._window_cells))
+        dropped_new = max(0, dropped - self._window_cells)  # of the new cells themselves
         new = Cells(self.new_cells.keys, self.new_cells.values, positions, serials)
         self.newest.append(new.part(slice(dropped_new, None)))
         for segment in self.segments:

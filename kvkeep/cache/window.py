@@ -1,6 +1,6 @@
 """The window: the bound on cells, and what is evicted when it is full."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvkeep.cache.segment import Segment
@@ -35,14 +35,13 @@ class Window:
         """The most cells in storage, seen or spare; None for no bound."""
         return None if self.size is None else self.size + self.spare
 
-    def forget(self, segments: Iterable[Segment], count: int) -> None:
+    def evict(self, segments: Sequence[Segment], count: int) -> None:
         """Drop the oldest `count` window cells; what is before them comes that much closer."""
-        before: list[Segment] = []
-        for segment in segments:
-            if not segment.anchor and count:
-                dropped = min(count, segment.length)
-                segment.drop_oldest(dropped)
-                count -= dropped
-                for earlier in before if not self.moves else ():
-                    earlier.map = earlier.map.closer(dropped)
-            before.append(segment)
+        for index, segment in enumerate(segments):
+            if segment.anchor or not count:
+                continue
+            dropped = min(count, segment.length)
+            segment.drop_oldest(dropped)
+            count -= dropped
+            for earlier in segments[:index] if not self.moves else ():
+                earlier.map = earlier.map.closer(dropped)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import LayerAttention, Layout, Ragged
-from kvkeep.cache.layers import LayerDispatch
 from kvkeep.cache.quantised import KVTensor
-from kvkeep.cache.step import ChunkStep, View
+from kvkeep.cache.step import ChunkStep, LayerDispatch
+from kvkeep.cache.view import View
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import (
     address,

@@ -147,7 +147,7 @@ def _evaluate(
     Also the norms of the residual stream, `[layers, n]`, if the score needs them.
     """
     fork, n = prefix.fork(), len(ids)
-    layout, heads, spec = fork.layout.plain, fork.heads, memory.decoder.spec
+    layout, heads, spec = fork.layout.plain, fork.attention.heads, memory.decoder.spec
     fork.segments.append(Segment(layout, n))
     with fork.step(n) as step:
         assert isinstance(step, ChunkStep)

@@ -184,7 +184,7 @@ class Archive(Policy):
             if len(cells):
                 append_to_archive(cache, archived, cells, limit)
         replace_archive(cache, archived)
-        Window(moves=True).forget(cache.segments, self.block)
+        Window(moves=True).evict(cache.segments, self.block)
         cache.segments = [segment for segment in cache.segments if segment.length]
         return [compression for _, compression in results]
 

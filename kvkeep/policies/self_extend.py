@@ -92,4 +92,4 @@ class SelfExtend(Policy):
         # After an edit, cells are seen at other positions than those they were evaluated at.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in leaving])
         far.append(cells.shifted(cache.rope, seen // self.group - cells.positions))
-        far.leaving = count
+        far.arriving = count

@@ -126,7 +126,7 @@ class InPlaceEdit:
             memory.change_policy(keep=scope.keep)
             # A policy that follows the change has evicted what is too much already.
             excess = max(0, cache.cells - memory.policy.max_kv_size)
-            cache.window.forget(cache.segments, excess)
+            cache.window.evict(cache.segments, excess)
             cache.segments = [s for s in cache.segments if s.length]
         if cache.local is not None:
             cache.local.keep_newest(following)
@@ -219,7 +219,7 @@ def _split(
         before += [segment] if whole else segment.part(0, left)
         after += segment.rest(right) if right < segment.length else []
         rank += original.length
-    cache.window.forget(before, evicted)
+    cache.window.evict(before, evicted)
     for segment in before if scope.growth else ():
         if not segment.compressed:
             segment.map, segment.frozen = segment.map.closer(-scope.growth), True

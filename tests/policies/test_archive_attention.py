@@ -40,8 +40,8 @@ class AttentionProbe:
             zeros = torch.zeros(n, layout.kv_heads, layout.head_dim)
             with cache.step(n) as step:
                 for layer in range(layout.layers):
-                    q = torch.zeros(n, cache.heads, layout.head_dim)
-                    out = step.attend(layer, q, zeros, codes).view(n, cache.heads, -1)
+                    q = torch.zeros(n, cache.attention.heads, layout.head_dim)
+                    out = step.attend(layer, q, zeros, codes).view(n, cache.attention.heads, -1)
             policy.settle(cache)
             self.seen += [decode_tokens(row[0].double()) for row in out]
             fed += n

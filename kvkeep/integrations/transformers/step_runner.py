@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from kvkeep.cache import LayerAttention
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.layers import LayerDispatch
+from kvkeep.cache.step import LayerDispatch
 from kvkeep.compiled.chunk import layer_attention
 from kvkeep.errors import UnsupportedModel
 from kvkeep.integrations.transformers.adapter import AdaptedModel, AttentionCall
