@@ -30,7 +30,7 @@ def test_a_files_blocks_are_packed_without_any_change_of_value(name, rows, tiles
     matrix = from_gguf(kind, torch.from_numpy(blocks))
     assert torch.equal(matrix.values(), expected)
     there = pack(matrix)
-    assert (there.rows, there.columns) == expected.shape
+    assert there.shape == expected.shape
     shapes = (tuple(there.data.shape), tuple(there.scales.shape))
     assert shapes == packed_shapes(kind, *expected.shape)
     back = there.unpacked()
