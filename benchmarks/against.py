@@ -1,11 +1,11 @@
-"""This checkout against another one, in turn, so that a drifting machine meets both alike.
+"""Compare the speed of this checkout with another one, alternating between them.
 
     git worktree add ../before COMMIT && (cd ../before && python setup.py build_ext --inplace)
     python -m benchmarks.against ../before --rounds 5 --out against.json
 
-Each round starts a process for each of them, which gives the least that it found of each figure.
-What counts is the ratio within a round: its median over the rounds, and between what half of them
-lie.
+Each round starts one process per checkout, which reports its fastest time of each figure. Ratios
+are taken within a round, so that a machine that drifts affects both alike; reported are the median
+ratio and its quartiles.
 """
 
 import dataclasses
@@ -32,10 +32,9 @@ WORKER = Path(__file__).with_name("one_checkout.py")
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of both, medians over the rounds.
+    """One figure of both checkouts, medians over the rounds.
 
-    better: how many times, in the same round; above 1 is faster. low, high: half of the rounds lie
-    between.
+    better: speed ratio within a round; above 1, `here` is faster. low, high: its quartiles.
     """
 
     name: str
@@ -47,48 +46,48 @@ class Figure:
 
 
 def measure(checkout: Path) -> dict[str, float]:
-    """The figures of one checkout, in a process of its own."""
+    """Run `one_checkout.py` on a checkout in a new process; return its figures by name."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(WORKER)], env=environment, capture_output=True, text=True
     )
-    if done.returncode:
-        raise InvalidArgument(f"{checkout} cannot be measured: {done.stderr.strip()[-400:]}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    if process.returncode:
+        raise InvalidArgument(f"{checkout} cannot be measured: {process.stderr.strip()[-400:]}")
+    figures: dict[str, float] = json.loads(process.stdout)
+    return figures
 
 
-def compared(here: list[dict[str, float]], there: list[dict[str, float]]) -> list[Figure]:
-    """What rounds come to, figure by figure."""
+def compare_rounds(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> list[Figure]:
+    """Summarise the rounds of both checkouts, figure by figure."""
     return [
-        _figure(name, [each[name] for each in here], [each[name] for each in there])
-        for name in here[0]
+        _figure(name, [each[name] for each in ours], [each[name] for each in theirs])
+        for name in ours[0]
     ]
 
 
-def _figure(name: str, here: list[float], there: list[float]) -> Figure:
-    faster = (
-        zip(here, there, strict=True) if name.endswith("tok_s") else zip(there, here, strict=True)
+def _figure(name: str, ours: list[float], theirs: list[float]) -> Figure:
+    pairs = (
+        zip(ours, theirs, strict=True) if name.endswith("tok_s") else zip(theirs, ours, strict=True)
     )
-    ratios = sorted(one / other for one, other in faster)
+    ratios = sorted(numerator / denominator for numerator, denominator in pairs)
     quarter = len(ratios) // 4
     low, high = ratios[quarter], ratios[-1 - quarter]
-    return Figure(name, median(here), median(there), low, median(ratios), high)
+    return Figure(name, median(ours), median(theirs), low, median(ratios), high)
 
 
 def table(figures: list[Figure]) -> str:
     lines = [f"{'':<24}{'here':>12}{'there':>12}{'better':>9}  half of the rounds"]
-    for each in figures:
+    for figure in figures:
         lines.append(
-            f"{each.name:<24}{each.here:>12.4g}{each.there:>12.4g}{each.better:>8.2f}x"
-            f"  {each.low:.2f} to {each.high:.2f}"
+            f"{figure.name:<24}{figure.here:>12.4g}{figure.there:>12.4g}{figure.better:>8.2f}x"
+            f"  {figure.low:.2f} to {figure.high:.2f}"
         )
     return "\n".join(lines)
 
 
-def result(figures: list[Figure], rounds: int) -> dict[str, Any]:
-    """What is written of figures, as JSON has it."""
-    rows = [dataclasses.asdict(each) for each in figures]
+def result_json(figures: list[Figure], rounds: int) -> dict[str, Any]:
+    """Return the content of the JSON file."""
+    rows = [dataclasses.asdict(figure) for figure in figures]
     machine = dataclasses.asdict(describe_machine())
     return {"machine": machine, "rounds": rounds, "figures": rows}
 
@@ -100,18 +99,18 @@ def result(figures: list[Figure], rounds: int) -> dict[str, Any]:
 def main(other: Path, rounds: int, out: Path | None) -> None:
     """Measure this checkout and OTHER in turn: start-up, prefill, decode, endless, save, load."""
     check_outputs(out)
-    found: dict[Path, list[dict[str, float]]] = {HERE: [], other.resolve(): []}
-    if len(found) == 1:
+    measurements: dict[Path, list[dict[str, float]]] = {HERE: [], other.resolve(): []}
+    if len(measurements) == 1:
         raise InvalidArgument(f"{other} is this checkout: give another one")
     with bar(2 * rounds, "processes") as advance:
-        for number in range(rounds):
-            for checkout in list(found) if number % 2 else list(reversed(found)):
-                found[checkout].append(measure(checkout))
+        for index in range(rounds):
+            for checkout in list(measurements) if index % 2 else list(reversed(measurements)):
+                measurements[checkout].append(measure(checkout))
                 advance(1)
-    figures = compared(*found.values())
+    figures = compare_rounds(*measurements.values())
     click.echo(table(figures))
     if out:
-        write_json(out, result(figures, rounds))
+        write_json(out, result_json(figures, rounds))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A measurement in a process of its own: memory that an earlier one has freed may still be held."""
+"""Run a measurement in a new process: memory freed by an earlier one may still be resident."""
 
 import os
 import subprocess
@@ -7,23 +7,23 @@ from pathlib import Path
 
 from kvkeep.errors import KvkeepError
 
-CLONE = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parent.parent
 
 
-def run_apart(module: str, *arguments: str) -> str:
-    """What `python -m module` wrote to standard output; what it said went to standard error.
+def run_in_new_process(module: str, *arguments: str) -> str:
+    """Run `python -m module` and return its standard output; standard error is passed through.
 
     Raises KvkeepError if it fails.
     """
-    # Wherever this process was started: benchmarks are not installed.
-    path = os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
+    # Benchmarks are not installed: make them importable from any working directory.
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    process = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise KvkeepError(f"{module} {' '.join(arguments)} ended with {done.returncode}")
-    return done.stdout
+    if process.returncode:
+        raise KvkeepError(f"{module} {' '.join(arguments)} ended with {process.returncode}")
+    return process.stdout

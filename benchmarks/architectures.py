@@ -1,9 +1,9 @@
-"""Which causal language models of transformers work with kvkeep's cache, and why others do not.
+"""Try kvkeep's cache with every causal language model of transformers; list which work and why not.
 
     python -m benchmarks.architectures [NAME ...] [--into docs/transformers.md]
 
-Each is built small from its config, with random weights in float32, and read with a KvkeepCache and
-with transformers' own cache: whole, in chunks, and in a batch with padding.
+Each architecture is built small from its config, with random float32 weights, and evaluated with a
+KvkeepCache and with transformers' own cache: whole, in chunks, and in a padded batch.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from kvkeep.errors import KvkeepError
 from kvkeep.integrations.transformers import KvkeepCache
 
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
-MOST_WEIGHTS, MOST_SECONDS = 40_000_000, 120
-WITHIN = 1e-4  # of the greatest logit, or of 1
+MAX_WEIGHTS, MAX_SECONDS = 40_000_000, 120
+TOLERANCE = 1e-4  # relative to the largest logit, or to 1
 LAYERS = 4
-# What configs say, where they say it at all.
-SMALL = {
+# Applied to the fields that a config has.
+SMALL_FIELDS = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -99,8 +99,8 @@ SMALL = {
     "encoder_attention_heads": 4,
     "is_decoder": True,
 }
-# What else these need.
-MORE: dict[str, dict[str, Any]] = {
+# Further fields of single architectures.
+EXTRA_FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bart": {"decoder_layers": 2, "encoder_layers": 2, "num_hidden_layers": 2},
     "codegen": {"rotary_dim": 8},
@@ -148,8 +148,11 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Found:
-    """works: None where it could not be built small. why: what else became of it."""
+class Outcome:
+    """The result for one architecture.
+
+    works: None if no small model could be built. why: the reason if it does not work.
+    """
 
     name: str
     kind: str
@@ -158,40 +161,50 @@ class Found:
 
 
 def small_config(name: str) -> Any:
-    """A config of an architecture, with few and narrow layers."""
-    made = CONFIG_MAPPING[name]
-    return made(**_small(made, name))
+    """Return a config of an architecture with few and narrow layers."""
+    config_class = CONFIG_MAPPING[name]
+    return config_class(**_small_fields(config_class, name))
 
 
-def _small(made: Any, name: str) -> dict[str, Any]:
-    """What to make such a config with, and the configs of the parts that it has."""
-    default = made()
-    stated = default.to_dict()
-    chosen: dict[str, Any] = {key: value for key, value in SMALL.items() if key in stated}
-    if stated.get("sliding_window") is None:
-        chosen.pop("sliding_window", None)
-    if stated.get("layer_types") and not isinstance(getattr(made, "layer_types", None), property):
-        kinds = list(dict.fromkeys(stated["layer_types"]))
-        chosen["layer_types"] = [kinds[i % len(kinds)] for i in range(LAYERS)]
-        if chosen.get("sliding_window") and "full_attention" in kinds:
-            chosen["sliding_window"] = 16  # shorter than the text
-    if "kv_lora_rank" in stated:  # latent attention has as many KV heads as heads
-        chosen["num_key_value_heads"] = 4
-    for part, kind in made.sub_configs.items():
-        own = getattr(default, part, None)
-        if own is not None and kind is not AutoConfig:
-            chosen[part] = _small(type(own), own.model_type)
-        elif own is not None:
-            chosen[part] = {**_small(type(own), own.model_type), "model_type": own.model_type}
-    return {**chosen, **MORE.get(name, {})}
+def _small_fields(config_class: Any, name: str) -> dict[str, Any]:
+    """Return the arguments of a small config, those of nested configs included."""
+    default = config_class()
+    default_fields = default.to_dict()
+    fields: dict[str, Any] = {
+        key: value for key, value in SMALL_FIELDS.items() if key in default_fields
+    }
+    if default_fields.get("sliding_window") is None:
+        fields.pop("sliding_window", None)
+    if default_fields.get("layer_types") and not isinstance(
+        getattr(config_class, "layer_types", None), property
+    ):
+        layer_kinds = list(dict.fromkeys(default_fields["layer_types"]))
+        fields["layer_types"] = [layer_kinds[i % len(layer_kinds)] for i in range(LAYERS)]
+        if fields.get("sliding_window") and "full_attention" in layer_kinds:
+            fields["sliding_window"] = 16  # shorter than the text
+    if "kv_lora_rank" in default_fields:  # latent attention has as many KV heads as heads
+        fields["num_key_value_heads"] = 4
+    for part, part_class in config_class.sub_configs.items():
+        part_config = getattr(default, part, None)
+        if part_config is not None and part_class is not AutoConfig:
+            fields[part] = _small_fields(type(part_config), part_config.model_type)
+        elif part_config is not None:
+            fields[part] = {
+                **_small_fields(type(part_config), part_config.model_type),
+                "model_type": part_config.model_type,
+            }
+    return {**fields, **EXTRA_FIELDS.get(name, {})}
 
 
 def small_model(name: str) -> PreTrainedModel:
-    """One with random weights, its norms' too. Raises whatever transformers does."""
+    """Return a small model with random weights, norms included.
+
+    Raises what transformers raises if it cannot be built.
+    """
     config = small_config(name)
     with torch.device("meta"):
         count = sum(x.numel() for x in _from_config(config).parameters())
-    if count > MOST_WEIGHTS:
+    if count > MAX_WEIGHTS:
         raise ValueError(f"{count / 1e6:,.0f} million weights at its smallest")
     torch.manual_seed(0)
     model = _from_config(config)
@@ -209,67 +222,71 @@ def _from_config(config: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def differences(model: PreTrainedModel) -> dict[str, float]:
-    """How far logits with a KvkeepCache are from those with transformers' own, in each way."""
+    """Return the relative error of logits with a KvkeepCache against DynamicCache, by case."""
     ids = torch.randint(3, 90, (2, 26), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
 
-    def read(cache: Any, rows: Tensor, mask: Tensor | None, steps: list[int]) -> Tensor:
-        found, done = [], 0
+    def run(cache: Any, rows: Tensor, mask: Tensor | None, steps: list[int]) -> Tensor:
+        logits, position = [], 0
         for count in steps:
-            seen = None if mask is None else mask[:, : done + count]
-            step = rows[:, done : done + count]
-            found.append(model(step, attention_mask=seen, past_key_values=cache).logits)
-            done += count
-        return torch.cat(found, 1)
+            step_mask = None if mask is None else mask[:, : position + count]
+            step = rows[:, position : position + count]
+            logits.append(model(step, attention_mask=step_mask, past_key_values=cache).logits)
+            position += count
+        return torch.cat(logits, 1)
 
-    def ours() -> KvkeepCache:
+    def kvkeep_cache() -> KvkeepCache:
         return KvkeepCache(model, 64, policy="full")
 
-    def theirs() -> DynamicCache:
+    def dynamic_cache() -> DynamicCache:
         return DynamicCache(config=model.config)
 
-    one = ids[1:]
-    whole = read(theirs(), one, None, [26])
-    padded = read(theirs(), ids, mask, [26])
+    single_row = ids[1:]
+    expected = run(dynamic_cache(), single_row, None, [26])
+    padded_expected = run(dynamic_cache(), ids, mask, [26])
     steps = [11, 1, 1, 13]
-    there = mask.bool()
+    real_tokens = mask.bool()
     return {
-        "whole": _off(read(ours(), one, None, [26]), whole),
-        "in chunks": _off(read(ours(), one, None, steps), whole),
-        "padded": _off(read(ours(), ids, mask, [26])[there], padded[there]),
-        "padded, in chunks": _off(read(ours(), ids, mask, steps)[there], padded[there]),
+        "whole": _relative_error(run(kvkeep_cache(), single_row, None, [26]), expected),
+        "in chunks": _relative_error(run(kvkeep_cache(), single_row, None, steps), expected),
+        "padded": _relative_error(
+            run(kvkeep_cache(), ids, mask, [26])[real_tokens], padded_expected[real_tokens]
+        ),
+        "padded, in chunks": _relative_error(
+            run(kvkeep_cache(), ids, mask, steps)[real_tokens], padded_expected[real_tokens]
+        ),
     }
 
 
-def _off(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1)).item()
+def _relative_error(logits: Tensor, expected: Tensor) -> float:
+    return ((logits - expected).abs().max() / expected.abs().max().clamp_min(1)).item()
 
 
-def tried(name: str) -> Found:
-    """What becomes of one architecture."""
+def try_architecture(name: str) -> Outcome:
+    """Build, run and compare one architecture."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
     try:
-        with at_most(MOST_SECONDS):
+        with time_limit(MAX_SECONDS):
             model = small_model(name)
             with torch.no_grad():
                 model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=True)
     except Exception as error:
-        return Found(name, kind, None, _line(error))
+        return Outcome(name, kind, None, _one_line(error))
     try:
-        with at_most(MOST_SECONDS):
+        with time_limit(MAX_SECONDS):
             KvkeepCache(model)
-            off = differences(model)
+            errors = differences(model)
     except (KvkeepError, ImportError) as error:
-        return Found(name, kind, False, _line(error))
-    wrong = {how: by for how, by in off.items() if not by <= WITHIN}
-    if wrong:
-        raise AssertionError(f"{name}: logits are off by {wrong}")
-    return Found(name, kind, True, "")
+        return Outcome(name, kind, False, _one_line(error))
+    too_large = {way: error for way, error in errors.items() if not error <= TOLERANCE}
+    if too_large:
+        raise AssertionError(f"{name}: logits are off by {too_large}")
+    return Outcome(name, kind, True, "")
 
 
 @contextmanager
-def at_most(seconds: int) -> Iterator[None]:
+def time_limit(seconds: int) -> Iterator[None]:
     def end(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} seconds")
 
@@ -282,35 +299,35 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error) or type(error).__name__)[:400]
 
 
-def table(found: list[Found]) -> str:
-    """Markdown."""
-    works = [each for each in found if each.works]
-    refused = [each for each in found if each.works is False]
-    absent = [each for each in found if each.works is None]
+def table(outcomes: list[Outcome]) -> str:
+    """Return the outcomes as Markdown."""
+    working = [outcome for outcome in outcomes if outcome.works]
+    refused = [outcome for outcome in outcomes if outcome.works is False]
+    not_built = [outcome for outcome in outcomes if outcome.works is None]
     reasons: dict[str, list[str]] = {}
-    for each in refused:
-        reasons.setdefault(_general(each.why), []).append(each.name)
+    for outcome in refused:
+        reasons.setdefault(_without_model_names(outcome.why), []).append(outcome.name)
     lines = [
-        f"Of transformers {transformers.__version__}: {len(works)} work, {len(refused)} are "
-        f"refused, {len(absent)} could not be built small from their config.",
+        f"Of transformers {transformers.__version__}: {len(working)} work, {len(refused)} are "
+        f"refused, {len(not_built)} could not be built small from their config.",
         "",
-        "Work: " + ", ".join(f"`{each.name}`" for each in works) + ".",
+        "Work: " + ", ".join(f"`{outcome.name}`" for outcome in working) + ".",
         "",
         "| Refused, since | |",
         "|---|---|",
     ]
     for why, names in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
         lines.append(f"| {why} | {', '.join(f'`{name}`' for name in names)} |")
-    lines += ["", "Not built: " + ", ".join(f"`{each.name}`" for each in absent) + "."]
+    lines += ["", "Not built: " + ", ".join(f"`{outcome.name}`" for outcome in not_built) + "."]
     return "\n".join(lines)
 
 
-def _general(why: str) -> str:
-    """Without the names of one model."""
+def _without_model_names(why: str) -> str:
+    """Return a reason without the names of single models, so that equal reasons can be grouped."""
     why = why.split("kvkeep's memory: ")[-1]
     why = re.sub(r"\b[A-Z]\w*(Attention|ForCausalLM|Layer)\b", "a layer", why)
     why = re.sub(r"\b\d+\b", "n", why)
@@ -320,25 +337,25 @@ def _general(why: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--into", type=Path, help="a Markdown file that has the marks for it")
-    asked = parser.parse_args()
+    parser.add_argument("--into", type=Path, help="the Markdown file to update")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    found = []
-    for name in asked.names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    outcomes = []
+    for name in arguments.names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
-            found.append(tried(name))
+            outcomes.append(try_architecture(name))
         except AssertionError as error:
-            sys.exit(f"{error}: kvkeep took it, and is wrong")
-        state = {True: "works", False: "refused", None: "not built"}[found[-1].works]
-        print(f"{name}: {state} {found[-1].why}", file=sys.stderr, flush=True)
-    if asked.into is None:
-        print(table(found))
+            sys.exit(f"{error}: kvkeep accepted it, and its logits are wrong")
+        state = {True: "works", False: "refused", None: "not built"}[outcomes[-1].works]
+        print(f"{name}: {state} {outcomes[-1].why}", file=sys.stderr, flush=True)
+    if arguments.into is None:
+        print(table(outcomes))
         return
-    text = asked.into.read_text(encoding="utf-8")
+    text = arguments.into.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    made = f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}"
-    asked.into.write_text(made, encoding="utf-8")
+    updated = f"{before}{BEGIN}\n\n{table(outcomes)}\n\n{END}{after}"
+    arguments.into.write_text(updated, encoding="utf-8")
 
 
 if __name__ == "__main__":

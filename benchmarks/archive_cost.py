@@ -1,11 +1,11 @@
-"""What it costs to archive: bounded sessions of one text, which only differ in what they forget.
+"""Cost of an archive: bounded sessions of one text that differ in what they do with evicted cells.
 
     python -m benchmarks.archive_cost --calibration FILE --out archive-cost.json
 
-One session forgets what leaves its window, the others compress it. All read a text in steps as
-long as a block of an archive, and then write, in turn: a machine that drifts meets all alike.
-Each step is compared with that of the first session beside it, so that a slow moment counts for
-both; what an archive does once for each block is spread over the tokens of that block.
+One session drops the cells that leave its window, the others compress them. All prefill a text in
+steps of one archive block and then decode, in turns, so that a machine that drifts affects all
+alike. Each step is compared with the same step of the first session; the work that an archive does
+once per block is spread over the tokens of that block.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from kvkeep.evaluate.manual import manual_text
 from kvkeep.model import Model
 from kvkeep.storage.files.atomic import write_json
 
-FILLED = 3  # budgets of text that are read before anything is measured
+WARM_UP_BUDGETS = 3  # budgets of text that are prefilled before anything is measured
 
 
 @dataclass(frozen=True)
-class Kept:
-    """method: of the archive; "none" of the window alone. cells: held in the end.
+class ArchiveCost:
+    """Times of one session.
 
-    step_s: a prefill step of a block, its median. token_s: a written token, over blocks of them,
-    the median. steps, tokens: the same, by that of the session without an archive; the median of
-    the ratios.
+    method: of the archive; "none" for the window alone. cells: held at the end. step_s: median
+    seconds of a prefill step of one block. token_s: median seconds of a decoded token. steps,
+    tokens: median ratios of these to the session without an archive.
     """
 
     method: str
@@ -47,7 +47,7 @@ class Kept:
 
 
 @dataclass
-class _Timed:
+class _TimedSession:
     session: Session
     steps: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
@@ -59,9 +59,9 @@ def measure(
     methods: Sequence[str],
     blocks: int,
     calibration: Calibration | None,
-    done: Callable[[int], None],
-) -> list[Kept]:
-    """Times `blocks` prefill steps, and as many blocks of written tokens."""
+    advance: Callable[[int], None],
+) -> list[ArchiveCost]:
+    """Time `blocks` prefill steps, and as many blocks of decoded tokens."""
     archives = [Archive(max_kv_size, method=method) for method in methods]
     step, keep, window = archives[0].block, archives[0].keep, archives[0].window
     sessions = [model.session(policy=Sliding(max_kv_size), prefill_step=step)]
@@ -69,56 +69,62 @@ def measure(
         model.session(policy=archive, prefill_step=step, calibration=calibration)
         for archive in archives
     ]
-    # From there on each step fills the window of an archive, and its oldest block leaves it.
-    filled = keep + window + FILLED * max_kv_size // step * step
+    # From here on, each step pushes the oldest block out of the full window.
+    filled = keep + window + WARM_UP_BUDGETS * max_kv_size // step * step
     ids = (model.text.encode(manual_text()) * 2)[: filled + blocks * step]
     for session in sessions:
         session.feed(ids[:filled])
-    timed = [_Timed(session) for session in sessions]
-    for first in range(filled, len(ids), step):
-        for each in timed:
-            each.steps.append(_seconds(each.session.feed, ids[first : first + step]))
-        done(1)
+    timed = [_TimedSession(session) for session in sessions]
+    for start in range(filled, len(ids), step):
+        for session_times in timed:
+            session_times.steps.append(
+                _seconds(session_times.session.feed, ids[start : start + step])
+            )
+        advance(1)
     for _ in range(blocks):
-        for each in timed:
-            each.tokens.append(_seconds(_write, each.session, step) / step)
-        done(1)
+        for session_times in timed:
+            session_times.tokens.append(_seconds(_generate, session_times.session, step) / step)
+        advance(1)
     return [
-        _kept(method, each, timed[0])
-        for method, each in zip(("none", *methods), timed, strict=True)
+        _summarise(method, session_times, timed[0])
+        for method, session_times in zip(("none", *methods), timed, strict=True)
     ]
 
 
 def _seconds(call: Callable[..., object], *arguments: object) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     call(*arguments)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
-def _write(session: Session, tokens: int) -> None:
+def _generate(session: Session, tokens: int) -> None:
     for _ in range(tokens):
         session.next_token()
 
 
-def _kept(method: str, timed: _Timed, alone: _Timed) -> Kept:
-    def times(own: list[float], others: list[float]) -> float:
-        return rounded(median(a / b for a, b in zip(own, others, strict=True)))
+def _summarise(method: str, timed: _TimedSession, baseline_session: _TimedSession) -> ArchiveCost:
+    def ratio(times: list[float], baseline: list[float]) -> float:
+        return rounded(median(a / b for a, b in zip(times, baseline, strict=True)))
 
-    return Kept(
+    return ArchiveCost(
         method,
         timed.session.cache.cells,
         rounded(median(timed.steps)),
         rounded(median(timed.tokens)),
-        times(timed.steps, alone.steps),
-        times(timed.tokens, alone.tokens),
+        ratio(timed.steps, baseline_session.steps),
+        ratio(timed.tokens, baseline_session.tokens),
     )
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--max-kv-size", default=1024, type=click.IntRange(64), help="Of all sessions.")
-@click.option("--methods", default="fitted", help="Of archives, as NAME,...")
-@click.option("--blocks", default=40, type=click.IntRange(1), help="Read, and written.")
+@click.option(
+    "--max-kv-size", default=1024, type=click.IntRange(64), help="Budget of each session."
+)
+@click.option("--methods", default="fitted", help="Archive methods, NAME,...")
+@click.option(
+    "--blocks", default=40, type=click.IntRange(1), help="Blocks to prefill, and to decode."
+)
 @click.option("--calibration", type=click.Path(exists=True, path_type=Path), metavar="FILE")
 @out_option
 def archive_cost(
@@ -129,19 +135,19 @@ def archive_cost(
     calibration: Path | None,
     out: Path | None,
 ) -> None:
-    """Compare what reading and writing take with an archive and with a window alone."""
+    """Compare prefill and decode times with an archive and with a window alone."""
     check_outputs(out)
     model = load_model(name, progress=True)
-    known = load_calibration(calibration, model) if calibration else None
-    with bar(2 * blocks, "reading, writing") as shown:
-        found = measure(model, max_kv_size, methods.split(","), blocks, known, shown)
-    for each in found:
+    loaded_calibration = load_calibration(calibration, model) if calibration else None
+    with bar(2 * blocks, "prefill, decode") as shown:
+        costs = measure(model, max_kv_size, methods.split(","), blocks, loaded_calibration, shown)
+    for cost in costs:
         click.echo(
-            f"{each.method:<10}{each.cells:>7,} cells  a step {1e3 * each.step_s:>6.2f} ms "
-            f"({each.steps:.3f}x)  a token {1e3 * each.token_s:>6.3f} ms ({each.tokens:.3f}x)"
+            f"{cost.method:<10}{cost.cells:>7,} cells  a step {1e3 * cost.step_s:>6.2f} ms "
+            f"({cost.steps:.3f}x)  a token {1e3 * cost.token_s:>6.3f} ms ({cost.tokens:.3f}x)"
         )
     machine = dataclasses.asdict(describe_machine())
-    rows = [dataclasses.asdict(each) for each in found]
+    rows = [dataclasses.asdict(cost) for cost in costs]
     write_json(
         out, {"machine": machine, "model": name, "max_kv_size": max_kv_size, "readings": rows}
     )

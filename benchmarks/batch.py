@@ -1,7 +1,7 @@
-"""Many documents asked one thing: `kvkeep batch` beside one `kvkeep generate` after another.
+"""`kvkeep batch` against one `kvkeep generate` per document.
 
-Both have the prompts in the prefix cache, which a first, unmeasured round fills; a third way has no
-cache at all. Every text of the batch is compared with that of the command by itself.
+Both find the prompts in the prefix cache, filled by an unmeasured first round; a third run uses no
+prefix cache. Each text of the batch is compared with the output of the single command.
 """
 
 import json
@@ -31,8 +31,8 @@ QUESTION = "\n\nIn one sentence, the text above is about"
 
 
 @dataclass(frozen=True)
-class Found:
-    """Seconds of each way, for all documents. equal: texts of the batch that are the command's."""
+class Comparison:
+    """Seconds for all documents. equal: number of texts that are the same in the batch."""
 
     documents: int
     tokens: int
@@ -47,19 +47,19 @@ class Found:
 
 
 def documents(model: Model, count: int, shortest: int, longest: int) -> list[str]:
-    """Pieces of the manual, of lengths from the shortest to the longest, in tokens."""
-    ids, draw, found = model.text.encode(manual_text()), random.Random(0), list[str]()
+    """Return `count` excerpts of the manual, `shortest` to `longest` tokens long."""
+    ids, random_source, texts = model.text.encode(manual_text()), random.Random(0), list[str]()
     for number in range(count):
         length = shortest + (longest - shortest) * number // max(1, count - 1)
-        first = draw.randrange(len(ids) - length)
-        found.append(model.text.decode(ids[first : first + length]).strip("\ufffd"))
-    return found
+        first = random_source.randrange(len(ids) - length)
+        texts.append(model.text.decode(ids[first : first + length]).strip("\ufffd"))
+    return texts
 
 
 def compare(
-    texts: Sequence[str], name: str, written: int, folder: Path, done: Callable[[int], None]
+    texts: Sequence[str], name: str, written: int, folder: Path, advance: Callable[[int], None]
 ) -> tuple[float, float, float, int]:
-    """Seconds one by one, of the batch, of the batch without a cache; and equal texts."""
+    """Return the seconds of the three runs, and the number of equal texts."""
     common = ("-m", name, "-n", str(written), "--temperature", "0", "-q")
     prompts = folder / "prompts.jsonl"
     lines = [json.dumps({"id": str(n), "prompt": text}) for n, text in enumerate(texts)]
@@ -67,51 +67,57 @@ def compare(
     files = [folder / f"{number}.txt" for number in range(len(texts))]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text, encoding="utf-8")
-    alone: list[str] = []
+    single_texts: list[str] = []
     seconds = 0.0
     for measured in (False, True):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for file in files:
-            said = _kvkeep(folder, "generate", "-f", str(file), "--prefix-cache", *common)
+            text = _kvkeep(folder, "generate", "-f", str(file), "--prefix-cache", *common)
             if measured:
-                alone.append(said)
-            done(1)
-        seconds = time.perf_counter() - begun
+                single_texts.append(text)
+            advance(1)
+        seconds = time.perf_counter() - start
     times = list[float]()
     for number, cached in enumerate((("--prefix-cache",), ())):
         out = folder / f"out-{number}.jsonl"
-        begun = time.perf_counter()
+        start = time.perf_counter()
         _kvkeep(folder, "batch", str(prompts), "-o", str(out), *cached, *common)
-        times.append(time.perf_counter() - begun)
-        done(1)
+        times.append(time.perf_counter() - start)
+        advance(1)
     answers = [json.loads(line) for line in (folder / "out-0.jsonl").read_text().splitlines()]
-    together = {int(each["id"]): each["text"] for each in answers}
-    equal = sum(together[n].rstrip("\n") == said.rstrip("\n") for n, said in enumerate(alone))
+    batch_texts = {int(answer["id"]): answer["text"] for answer in answers}
+    equal = sum(
+        batch_texts[n].rstrip("\n") == text.rstrip("\n") for n, text in enumerate(single_texts)
+    )
     return seconds, times[0], times[1], equal
 
 
 def _kvkeep(home: Path, *arguments: str) -> str:
-    """What a command of its own says on standard output."""
-    done = subprocess.run(
+    """Run a kvkeep command in a new process; return its standard output."""
+    advance = subprocess.run(
         [sys.executable, "-m", "kvkeep", *arguments],
         env=os.environ | {"KVKEEP_HOME": str(home)},
         stdout=subprocess.PIPE,
         check=True,
     )
-    return done.stdout.decode()
+    return advance.stdout.decode()
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--count", default=20, type=click.IntRange(2), help="Documents.")
-@click.option("--shortest", default=1_000, type=click.IntRange(16), help="Of them, in tokens.")
-@click.option("--longest", default=4_000, type=click.IntRange(16), help="Of them, in tokens.")
-@click.option("--written", default=64, type=click.IntRange(1), help="Tokens of an answer.")
+@click.option("--count", default=20, type=click.IntRange(2), help="Number of documents.")
+@click.option(
+    "--shortest", default=1_000, type=click.IntRange(16), help="Document length in tokens."
+)
+@click.option(
+    "--longest", default=4_000, type=click.IntRange(16), help="Document length in tokens."
+)
+@click.option("--written", default=64, type=click.IntRange(1), help="Tokens per answer.")
 @model_option
 @out_option
 def batch(
     count: int, shortest: int, longest: int, written: int, name: str, out: Path | None
 ) -> None:
-    """Print the seconds that each way takes, and how many texts are equal."""
+    """Compare `kvkeep batch` with single commands: seconds, and how many texts are equal."""
     check_outputs(out)
     model = load_model(name, progress=True)
     texts = [text + QUESTION for text in documents(model, count, shortest, longest)]
@@ -121,23 +127,24 @@ def batch(
         tempfile.TemporaryDirectory() as folder,
         bar(2 * count + 2, "commands", unit=" runs") as shown,
     ):
-        place = Path(folder)
-        for each in home().iterdir():  # the models, but no prefixes
-            if each.is_dir() and each.name != "prefixes":
-                (place / each.name).symlink_to(each)
-        found = Found(count, tokens, *compare(texts, name, written, place, shown))
+        home_folder = Path(folder)
+        for cached in home().iterdir():  # the models, but no prefixes
+            if cached.is_dir() and cached.name != "prefixes":
+                (home_folder / cached.name).symlink_to(cached)
+        comparison = Comparison(count, tokens, *compare(texts, name, written, home_folder, shown))
     click.echo(
-        f"{count} documents, {tokens:,} tokens: one by one {found.one_by_one:.1f} s, batch "
-        f"{found.batch:.1f} s ({found.ratio:.1f} times as fast; {found.batch_cold:.1f} s without a "
-        f"cache); {found.equal} of {count} texts equal"
+        f"{count} documents, {tokens:,} tokens: one by one {comparison.one_by_one:.1f} s, batch "
+        f"{comparison.batch:.1f} s ({comparison.ratio:.1f} times as fast; "
+        f"{comparison.batch_cold:.1f} s without a cache); "
+        f"{comparison.equal} of {count} texts equal"
     )
     settings = {"model": name, "written": written, "shortest": shortest, "longest": longest}
     result = {
         "machine": asdict(describe_machine()),
         "settings": settings,
         "found": {
-            **{what: rounded(value) for what, value in asdict(found).items()},
-            "ratio": rounded(found.ratio),
+            **{field: rounded(value) for field, value in asdict(comparison).items()},
+            "ratio": rounded(comparison.ratio),
         },
     }
     write_json(out, result)

@@ -1,7 +1,7 @@
-"""Branches of one prompt that write in one group, against the same sessions one after another.
+"""Forks of one prompt decoded in one group, against the same sessions decoded one after another.
 
-Both ways start from the same forks and alternate, so that a drifting machine meets both alike;
-medians are reported beside the least and the most.
+Both ways start from the same forks and alternate, so that a machine that drifts affects both alike;
+medians are reported with minimum and maximum.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ from kvkeep.models.weights.packed import WEIGHTS
 from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName, WeightsName
 
-OWN = 8  # tokens of its own that each branch is fed after the prompt
+OWN_TOKENS = 8  # distinct tokens that each branch is fed after the prompt
 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds for all tokens of all branches, each way.
+    """Seconds for all tokens of all branches, in one round.
 
-    same: branches that wrote the same tokens both ways. In bfloat16 a near tie may fall otherwise.
+    same: branches with the same tokens both ways; in bfloat16 near ties may be decided differently.
     branch_bytes: storage that a branch adds to the prompt's.
     """
 
@@ -51,7 +51,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Summary:
-    """Over all rounds. ratio: of the two ways' times in one round; the median of these."""
+    """Summary of all rounds. ratio: median of alone_s / group_s within a round."""
 
     branches: int
     tokens: int
@@ -73,21 +73,21 @@ def measure_branches(
     rounds: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Round]:
-    """`tokens` for each branch, which is the prompt and one of the endings."""
+    """Decode `tokens` in each branch (the prompt and one ending) both ways; yield each round."""
     parent = model.session()
     parent.feed(prompt)
     ways = (_write_together, _write_alone)
     for index in range(rounds + 1):
-        seconds, written = {}, {}
+        seconds, sessions_by_way = {}, {}
         for way in ways if index % 2 == 0 else reversed(ways):
-            written[way] = _forks(parent, endings)
-            begun = time.perf_counter()
-            way(written[way], tokens)
-            seconds[way] = time.perf_counter() - begun
+            sessions_by_way[way] = _forks(parent, endings)
+            start = time.perf_counter()
+            way(sessions_by_way[way], tokens)
+            seconds[way] = time.perf_counter() - start
             progress(len(endings) * tokens)
         if index == 0:
-            continue  # the kernels were made in it
-        together, alone = written[_write_together], written[_write_alone]
+            continue  # a warm-up
+        together, alone = sessions_by_way[_write_together], sessions_by_way[_write_alone]
         yield Round(
             group_s=seconds[_write_together],
             alone_s=seconds[_write_alone],
@@ -116,19 +116,19 @@ def _write_alone(sessions: list[Session], tokens: int) -> None:
             session.next_token()
 
 
-def summarise(found: list[Round], branches: int, tokens: int, prompt_bytes: int) -> Summary:
+def summarise(rounds: list[Round], branches: int, tokens: int, prompt_bytes: int) -> Summary:
     total = branches * tokens
     return Summary(
         branches=branches,
         tokens=tokens,
-        rounds=len(found),
-        group_tokens_per_s=Spread.of([total / each.group_s for each in found]),
-        alone_tokens_per_s=Spread.of([total / each.alone_s for each in found]),
-        group_step_ms=Spread.of([1000 * each.group_s / tokens for each in found]),
-        ratio=median(each.alone_s / each.group_s for each in found),
-        same=min(each.same for each in found),
+        rounds=len(rounds),
+        group_tokens_per_s=Spread.of([total / round_.group_s for round_ in rounds]),
+        alone_tokens_per_s=Spread.of([total / round_.alone_s for round_ in rounds]),
+        group_step_ms=Spread.of([1000 * round_.group_s / tokens for round_ in rounds]),
+        ratio=median(round_.alone_s / round_.group_s for round_ in rounds),
+        same=min(round_.same for round_ in rounds),
         prompt_bytes=prompt_bytes,
-        branch_bytes=max(each.branch_bytes for each in found),
+        branch_bytes=max(round_.branch_bytes for round_ in rounds),
     )
 
 
@@ -151,9 +151,11 @@ def table(summary: Summary) -> str:
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--branches", "count", default=16, type=click.IntRange(1), help="Forks.")
-@click.option("--prompt-tokens", default=2000, type=click.IntRange(1), help="That they share.")
-@click.option("--tokens", default=32, type=click.IntRange(1), help="That each writes a round.")
+@click.option("--branches", "count", default=16, type=click.IntRange(1), help="Number of forks.")
+@click.option(
+    "--prompt-tokens", default=2000, type=click.IntRange(1), help="Length of the shared prompt."
+)
+@click.option("--tokens", default=32, type=click.IntRange(1), help="Tokens per branch and round.")
 @click.option("--rounds", default=5, type=click.IntRange(1), help="Measurements of each way.")
 @model_option
 @dtype_option
@@ -161,7 +163,7 @@ def table(summary: Summary) -> str:
     "--weights",
     type=click.Choice(WEIGHTS),
     show_default="as the file has them",
-    help="What is read of the model for each token.",
+    help="How weights are held in memory.",
 )
 @out_option
 def branches(
@@ -174,26 +176,26 @@ def branches(
     weights: WeightsName | None,
     out: Path | None,
 ) -> None:
-    """Fork one prompt and let the forks write: in a group, and one after another."""
+    """Fork one prompt and decode the forks: in a group, and one after another."""
     check_outputs(out)
     model = load_model(name, dtype=dtype, weights=weights, progress=True)
     ids = model.text.encode(manual_text())
-    if prompt_tokens + count * OWN > len(ids):
+    if prompt_tokens + count * OWN_TOKENS > len(ids):
         raise InvalidArgument(f"the text has {len(ids)} tokens: fewer branches or a shorter prompt")
-    first = range(prompt_tokens, prompt_tokens + count * OWN, OWN)
-    endings = [ids[start : start + OWN] for start in first]
-    machine, found, interrupted = describe_machine(), list[Round](), False
+    first = range(prompt_tokens, prompt_tokens + count * OWN_TOKENS, OWN_TOKENS)
+    endings = [ids[start : start + OWN_TOKENS] for start in first]
+    machine, measured, interrupted = describe_machine(), list[Round](), False
     try:
         with bar(2 * (rounds + 1) * count * tokens, "branches") as shown:
-            for each in measure_branches(
+            for round_ in measure_branches(
                 model, ids[:prompt_tokens], endings, tokens, rounds, shown
             ):
-                found.append(each)
+                measured.append(round_)
     except KeyboardInterrupt:
         interrupted = True
-    if found:
+    if measured:
         layout = model.decoder.new_cache().layout
-        summary = summarise(found, count, tokens, prompt_tokens * layout.cell_bytes)
+        summary = summarise(measured, count, tokens, prompt_tokens * layout.cell_bytes)
         click.echo(table(summary))
         result = {
             "machine": dataclasses.asdict(machine),
@@ -203,10 +205,10 @@ def branches(
                 "weights": model.weights,
                 "policy": "sliding",
                 "prompt_tokens": prompt_tokens,
-                "own_tokens": OWN,
+                "own_tokens": OWN_TOKENS,
             },
             "summary": dataclasses.asdict(summary),
-            "measurements": [dataclasses.asdict(each) for each in found],
+            "measurements": [dataclasses.asdict(round_) for round_ in measured],
         }
         write_json(out, result)
     if interrupted:

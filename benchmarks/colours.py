@@ -1,4 +1,4 @@
-"""Colours that stay apart for every kind of colour vision (Okabe and Ito, 2008)."""
+"""A palette that is distinguishable with all kinds of colour vision (Okabe and Ito, 2008)."""
 
 BLUE = "#0072B2"
 VERMILION = "#D55E00"

@@ -1,4 +1,4 @@
-"""What the measurements have in common as commands: options, how they fail, what they write."""
+"""Shared options and error reporting of the benchmark commands."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ out_option = click.option(
     "--out",
     metavar="FILE.json",
     type=click.Path(path_type=Path),
-    help="Write the result there, as JSON.",
+    help="Write the result to this file.",
 )
 
 
 class Measurement(click.Command):
-    """Says what is wrong with the input in one line, without a traceback."""
+    """A command that reports errors in the input in one line, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -35,7 +35,7 @@ class Measurement(click.Command):
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Refuses before minutes of work what could not be written after them."""
+    """Raise before the measurement if a result could not be written after it."""
     for path in paths:
         if path is not None:
             check_writable(path)

@@ -1,8 +1,8 @@
-"""What compressing frees: resident memory and file size, before and after.
+"""Resident memory and file size of a session before and after compression.
 
     python -m benchmarks.compressed --out docs/results/compressed.json
 
-Each ratio is measured in a process of its own: memory that another has freed may still be held.
+Each ratio is measured in a new process: memory freed by another may still be resident.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import psutil
 
-from benchmarks.apart import run_apart
+from benchmarks.apart import run_in_new_process
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
@@ -26,8 +26,8 @@ from kvkeep.storage.files.atomic import write_json
 
 
 @dataclass(frozen=True)
-class Freed:
-    """One reading. rss: of the process, above what it held before it read; file: of a snapshot."""
+class CompressionSavings:
+    """One reading. rss: growth of the process since before prefill; file: size of a snapshot."""
 
     ratio: float
     method: str
@@ -43,8 +43,8 @@ class Freed:
     ms_per_chunk: float
 
 
-def measure(name: str, tokens: int, ratio: float, method: str) -> Freed:
-    """Reads the manual's first tokens, saves, compresses, saves again."""
+def measure(name: str, tokens: int, ratio: float, method: str) -> CompressionSavings:
+    """Prefill the manual's first tokens, save, compress, save again."""
     process, model = psutil.Process(), load_model(name)
     ids = model.text.encode(manual_text())[:tokens]
     model.session(policy="full").feed(ids[:600])
@@ -56,7 +56,7 @@ def measure(name: str, tokens: int, ratio: float, method: str) -> Freed:
     report = session.compress(ratio, method)
     rss_after = process.memory_info().rss - start
     times = sorted(chunk.seconds for chunk in report.chunks)
-    return Freed(
+    return CompressionSavings(
         ratio=ratio,
         method=method,
         tokens=tokens,
@@ -73,7 +73,7 @@ def measure(name: str, tokens: int, ratio: float, method: str) -> Freed:
 
 
 def _resident(process: psutil.Process) -> int:
-    """Without what the process has freed already: that would hide what it takes next."""
+    """Return resident bytes after returning freed memory to the system."""
     gc.collect()
     trim_heap()
     resident: int = process.memory_info().rss
@@ -85,8 +85,10 @@ def _file_bytes(snapshot: Snapshot) -> int:
         return snapshot.save(Path(folder) / "session.kvkeep")
 
 
-def _apart(*asked: object) -> Freed:
-    return Freed(**json.loads(run_apart("benchmarks.compressed", "--one", json.dumps(asked))))
+def _measure_in_new_process(*arguments: object) -> CompressionSavings:
+    return CompressionSavings(
+        **json.loads(run_in_new_process("benchmarks.compressed", "--one", json.dumps(arguments)))
+    )
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
@@ -96,23 +98,24 @@ def _apart(*asked: object) -> Freed:
 @out_option
 @click.option("--one", hidden=True, help="Measure one ratio in this process.")
 def compressed(name: str, tokens: int, method: str, out: Path | None, one: str | None) -> None:
-    """Measure what compressing a session frees at ratios 2, 4 and 8."""
+    """Measure the memory that compressing a session frees at ratios 2, 4 and 8."""
     if one is not None:
         print(json.dumps(dataclasses.asdict(measure(*json.loads(one)))))
         return
     check_outputs(out)
-    readings = [_apart(name, tokens, ratio, method) for ratio in (2.0, 4.0, 8.0)]
-    for each in readings:
+    readings = [_measure_in_new_process(name, tokens, ratio, method) for ratio in (2.0, 4.0, 8.0)]
+    for reading in readings:
         click.echo(
-            f"{each.ratio:g}x: {each.cells_before} -> {each.cells_after} cells, keys and values "
-            f"{each.kv_bytes_before / 1e6:.1f} -> {each.kv_bytes_after / 1e6:.1f} MB, resident "
-            f"{each.rss_before / 1e6:.1f} -> {each.rss_after / 1e6:.1f} MB, file "
-            f"{each.file_before / 1e6:.1f} -> {each.file_after / 1e6:.1f} MB, "
-            f"{each.ms_per_chunk} ms a chunk"
+            f"{reading.ratio:g}x: {reading.cells_before} -> {reading.cells_after} cells, "
+            f"keys and values "
+            f"{reading.kv_bytes_before / 1e6:.1f} -> {reading.kv_bytes_after / 1e6:.1f} MB, "
+            f"resident {reading.rss_before / 1e6:.1f} -> {reading.rss_after / 1e6:.1f} MB, file "
+            f"{reading.file_before / 1e6:.1f} -> {reading.file_after / 1e6:.1f} MB, "
+            f"{reading.ms_per_chunk} ms a chunk"
         )
     machine = dataclasses.asdict(describe_machine())
     write_json(
-        out, {"machine": machine, "readings": [dataclasses.asdict(each) for each in readings]}
+        out, {"machine": machine, "readings": [dataclasses.asdict(reading) for reading in readings]}
     )
 
 

@@ -1,9 +1,9 @@
-"""What editing a live session costs, and whether many edits make its logits drift.
+"""Cost of editing a live session, and drift of its logits after many edits.
 
-Drift is measured against the same session in float32: the same weights, tokens and edits, so that
-all that differs is rounding, that of keys and values included. (Tests hold the float32 session to a
-naive memory that rotates raw keys anew.) If an edit rewrote keys, each would round them once more,
-and the difference would grow with the number of edits.
+Drift is measured against a float32 session with the same weights, tokens and edits, so that only
+rounding differs. (Tests compare the float32 session with a naive memory that rotates raw keys
+anew.) If an edit rewrote keys, it would round them again, and the difference would grow with each
+edit.
 """
 
 import dataclasses
@@ -29,10 +29,11 @@ from kvkeep.storage.files.atomic import write_json
 
 @dataclass(frozen=True)
 class Plan:
-    """context: tokens of the session that is edited. span: tokens put in or taken out where time is
-    measured. edits: scattered ones. drift_context, drift_tokens: the session whose drift is
-    measured, and how many tokens are compared after its edits. decode: tokens timed. rounds: of
-    each timing.
+    """Sizes of the measurement, in tokens.
+
+    context: length of the edited session. span: inserted or deleted by a timed edit. edits: number
+    of scattered edits. drift_context: length of the session whose drift is measured. drift_tokens:
+    compared after its edits. decode: timed. rounds: repeats of each timing.
     """
 
     context: int = 4000
@@ -46,9 +47,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Drift:
-    """After some edits: how far logits are from those in float32, over the tokens that follow.
+    """Distance of logits from those in float32 after some edits, over the tokens that follow.
 
-    mean_difference: of all logits. max_difference: the largest of all. kl: the mean
+    mean_difference, max_difference: over all logits. kl: the mean
     Kullback-Leibler divergence from the float32 distribution, in nats.
     """
 
@@ -60,7 +61,9 @@ class Drift:
 
 @dataclass(frozen=True)
 class Cost:
-    """Median seconds, and that against evaluating the context. tokens_evaluated: by one."""
+    """Median seconds of one edit. of_context: relative to evaluating the context. tokens_evaluated:
+    by one edit.
+    """
 
     what: str
     seconds: float
@@ -70,7 +73,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Decode:
-    """segments: that the cache is made of. median_ms: per token."""
+    """Decode time after some edits. segments: of the cache. median_ms: per token."""
 
     edits: int
     segments: int
@@ -78,7 +81,7 @@ class Decode:
 
 
 def scattered(session: Session, edits: int, words: list[int]) -> Iterator[int]:
-    """Makes edits all over a session, of each kind in turn; yields how many were made."""
+    """Make edits all over a session, of each kind in turn; yield the number made so far."""
     for index in range(edits):
         size = 3 + index % 5
         # The golden ratio spreads places evenly, however many there are.
@@ -94,39 +97,41 @@ def scattered(session: Session, edits: int, words: list[int]) -> Iterator[int]:
 
 
 def measure_drift(model: Model, exact: Model, ids: list[int], plan: Plan) -> list[Drift]:
-    """After no edit, one, a quarter of them and all."""
-    count, found = plan.drift_context, []
+    """Measure drift after no edit, one, a quarter of them and all."""
+    count, drifts = plan.drift_context, []
     context, following = ids[:count], ids[count : count + plan.drift_tokens]
     words = ids[count + plan.drift_tokens :]
-    pair = [each.session(policy="full") for each in (model, exact)]
+    pair = [session.session(policy="full") for session in (model, exact)]
     for session in pair:
         session.feed(context)
-    found.append(_drift(0, pair, following))
-    for done, _ in zip(*(scattered(each, plan.edits, words) for each in pair), strict=True):
-        if done in (1, plan.edits // 4, plan.edits):
-            found.append(_drift(done, pair, following))
-    return found
+    drifts.append(_drift(0, pair, following))
+    for edits_made, _ in zip(
+        *(scattered(session, plan.edits, words) for session in pair), strict=True
+    ):
+        if edits_made in (1, plan.edits // 4, plan.edits):
+            drifts.append(_drift(edits_made, pair, following))
+    return drifts
 
 
 def _drift(edits: int, pair: list[Session], following: list[int]) -> Drift:
     rounded, exact = (session.fork() for session in pair)
-    means, most, divergences = [], 0.0, []
+    mean_differences, largest, divergences = [], 0.0, []
     for token in following:
         for session in (rounded, exact):
             session.feed([token])
-        found, expected = rounded.logits, exact.logits
-        assert found is not None
+        logits, expected = rounded.logits, exact.logits
+        assert logits is not None
         assert expected is not None
-        difference = (found - expected).abs()
-        means.append(float(difference.mean()))
-        most = max(most, float(difference.max()))
-        p, q = expected.log_softmax(-1), found.log_softmax(-1)
+        difference = (logits - expected).abs()
+        mean_differences.append(float(difference.mean()))
+        largest = max(largest, float(difference.max()))
+        p, q = expected.log_softmax(-1), logits.log_softmax(-1)
         divergences.append(float((p.exp() * (p - q)).sum()))
-    return Drift(edits, mean(means), most, mean(divergences))
+    return Drift(edits, mean(mean_differences), largest, mean(divergences))
 
 
 def measure_costs(session: Session, ids: list[int], plan: Plan, context_s: float) -> list[Cost]:
-    """Edits of `plan.span` tokens in the middle of a session, each on a fork of it."""
+    """Time edits of `plan.span` tokens in the middle of a session, each on a fork of it."""
     middle, span = plan.context // 2, plan.span
     new = ids[plan.context : plan.context + span]
     edits: list[tuple[str, Callable[[Session], int]]] = [
@@ -136,34 +141,36 @@ def measure_costs(session: Session, ids: list[int], plan: Plan, context_s: float
         ("insert, suffix", lambda s: s.insert(middle, new, "suffix").tokens_evaluated),
     ]
     costs = []
-    for what, do in edits:
+    for name, edit in edits:
         times, evaluated = [], 0
         for _ in range(plan.rounds):
             fork = session.fork()
-            begun = time.perf_counter()
-            evaluated = do(fork)
-            times.append(time.perf_counter() - begun)
+            start = time.perf_counter()
+            evaluated = edit(fork)
+            times.append(time.perf_counter() - start)
         seconds = median(times)
-        costs.append(Cost(what, rounded(seconds), rounded(seconds / context_s), evaluated))
+        costs.append(Cost(name, rounded(seconds), rounded(seconds / context_s), evaluated))
     return costs
 
 
 def measure_decode(session: Session, ids: list[int], plan: Plan) -> list[Decode]:
-    """The untouched session and one edited all over, token by token in turn."""
+    """Time decoding of the unedited session and of an edited fork, token by token in turn."""
     edited = session.fork()
     for _ in scattered(edited, plan.edits, ids[plan.context :]):
         pass
     sessions = (session.fork(), edited)
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(plan.decode + 4):
-        for each, mine in zip(sessions, times, strict=True):
-            begun = time.perf_counter()
-            each.next_token()
-            if index >= 4:  # the first ones make kernels and storage
-                mine.append((time.perf_counter() - begun) * 1e3)
+        for timed_session, session_times in zip(sessions, times, strict=True):
+            start = time.perf_counter()
+            timed_session.next_token()
+            if index >= 4:  # a warm-up
+                session_times.append((time.perf_counter() - start) * 1e3)
     return [
-        Decode(edits, len(each.cache.segments), rounded(median(mine)))
-        for edits, each, mine in zip((0, plan.edits), sessions, times, strict=True)
+        Decode(edits, len(timed_session.cache.segments), rounded(median(session_times)))
+        for edits, timed_session, session_times in zip(
+            (0, plan.edits), sessions, times, strict=True
+        )
     ]
 
 
@@ -176,9 +183,9 @@ class Edits:
 
 
 def measure_edits(
-    model: Model, exact: Model, ids: list[int], plan: Plan, shown: Callable[[int], None]
+    model: Model, exact: Model, ids: list[int], plan: Plan, progress: Callable[[int], None]
 ) -> Edits:
-    """Raises InvalidArgument where the text is too short for the plan."""
+    """Run all measurements. Raises InvalidArgument if the text is too short for the plan."""
     needed = max(plan.context, plan.drift_context + plan.drift_tokens) + 4 * plan.span
     if len(ids) < needed:
         raise InvalidArgument(f"the text has {len(ids)} tokens; this plan needs {needed}")
@@ -186,7 +193,7 @@ def measure_edits(
     times, session = [], model.session(policy="full")
     for _ in range(max(1, plan.rounds // 2)):
         session = model.session(policy="full")
-        times.append(session.feed(ids[: plan.context], shown).seconds)
+        times.append(session.feed(ids[: plan.context], progress).seconds)
     context_s = median(times)
     return Edits(
         rounded(context_s),
@@ -196,30 +203,30 @@ def measure_edits(
     )
 
 
-def table(found: Edits, plan: Plan) -> str:
+def table(result: Edits, plan: Plan) -> str:
     lines = [f"{'edits':>6}  {'mean |Δ logit|':>15}  {'max |Δ logit|':>14}  {'KL, nats':>10}"]
     lines += [
         f"{d.edits:>6}  {d.mean_difference:>15.4f}  {d.max_difference:>14.3f}  {d.kl:>10.2e}"
-        for d in found.drift
+        for d in result.drift
     ]
     lines += [
         "",
         f"{f'{plan.span} tokens of {plan.context:,}':<22}  {'ms':>10}  {'of context':>10}",
     ]
-    lines.append(f"{'evaluate the context':<22}  {found.context_s * 1e3:>10,.1f}  {1:>10.1%}")
+    lines.append(f"{'evaluate the context':<22}  {result.context_s * 1e3:>10,.1f}  {1:>10.1%}")
     lines += [
-        f"{c.what:<22}  {c.seconds * 1e3:>10,.1f}  {c.of_context:>10.1%}" for c in found.costs
+        f"{c.what:<22}  {c.seconds * 1e3:>10,.1f}  {c.of_context:>10.1%}" for c in result.costs
     ]
     lines += ["", f"{'edits':>6}  {'segments':>8}  {'ms per token':>12}"]
-    lines += [f"{d.edits:>6}  {d.segments:>8}  {d.median_ms:>12.2f}" for d in found.decode]
+    lines += [f"{d.edits:>6}  {d.segments:>8}  {d.median_ms:>12.2f}" for d in result.decode]
     return "\n".join(lines)
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.option("--context", default=4000, type=click.IntRange(200), help="Tokens in the session.")
-@click.option("--span", default=50, type=click.IntRange(1, 100), help="Tokens put in, taken out.")
+@click.option("--span", default=50, type=click.IntRange(1, 100), help="Tokens inserted or deleted.")
 @click.option("--edits", "count", default=32, type=click.IntRange(1), help="Scattered edits.")
-@click.option("--rounds", default=5, type=click.IntRange(1), help="Measurements of each time.")
+@click.option("--rounds", default=5, type=click.IntRange(1), help="Repeats of each timing.")
 @model_option
 @out_option
 def edits(context: int, span: int, count: int, rounds: int, name: str, out: Path | None) -> None:
@@ -228,14 +235,14 @@ def edits(context: int, span: int, count: int, rounds: int, name: str, out: Path
     model, exact = load_model(name, progress=True), load_model(name, dtype="float32")
     machine = describe_machine()
     plan = Plan(context=context, span=span, edits=count, rounds=rounds)
-    with bar(context * max(1, rounds // 2), "context") as shown:
-        found = measure_edits(model, exact, model.text.encode(manual_text()), plan, shown)
-    click.echo(table(found, plan))
+    with bar(context * max(1, rounds // 2), "context") as progress:
+        measured = measure_edits(model, exact, model.text.encode(manual_text()), plan, progress)
+    click.echo(table(measured, plan))
     result = {
         "machine": dataclasses.asdict(machine),
         "settings": {"model": name, "dtype": "bfloat16", "reference": "float32"}
         | dataclasses.asdict(plan),
-        **dataclasses.asdict(found),
+        **dataclasses.asdict(measured),
     }
     write_json(out, result)
 

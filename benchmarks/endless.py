@@ -1,11 +1,10 @@
-"""Whether the thousandth token and the twenty-thousandth cost the same time and memory.
+"""Time and memory per token of an endless generation in a fixed KV budget.
 
-A prompt several times as long as the budget is read, then tokens are written without end. The
-time of each token, the cells held after it and the process's memory are recorded.
+A prompt several times as long as the budget is prefilled, then tokens are generated. The time of
+each token, the cells held after it and the memory of the process are recorded.
 
 A shared machine drifts within minutes. So a second comparison is made at the end: a young session,
-fed as far as the first one was after 2,000 tokens, decodes beside the old one, token by token in
-turn, and drift meets both alike.
+fed the first 2,000 generated tokens, decodes alternately with the old one, token by token.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from benchmarks.command import (
     out_option,
 )
 from benchmarks.endless_plot import draw_endless
-from benchmarks.endless_run import WRITING, Endless, Plan, measure_endless
+from benchmarks.endless_run import SAMPLING, Endless, Plan, measure_endless
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
@@ -34,20 +33,20 @@ from kvkeep.types import DtypeName
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--tokens", default=Plan.tokens, type=click.IntRange(1), help="Tokens to write.")
-@click.option("--prompt-tokens", default=4096, type=click.IntRange(1), help="Tokens to read first.")
-@click.option("--max-kv-size", default=512, type=click.IntRange(1), help="Most tokens held.")
-@click.option("--keep", default=4, type=click.IntRange(0), help="First tokens never forgotten.")
+@click.option("--tokens", default=Plan.tokens, type=click.IntRange(1), help="Tokens to generate.")
+@click.option("--prompt-tokens", default=4096, type=click.IntRange(1), help="Tokens to prefill.")
+@click.option("--max-kv-size", default=512, type=click.IntRange(1), help="KV budget in tokens.")
+@click.option("--keep", default=4, type=click.IntRange(0), help="First tokens never evicted.")
 @click.option(
     "--rounds",
     default=Plan.rounds,
     type=click.IntRange(1),
-    help="How often the same tokens are written: what is slow each time is slow by itself.",
+    help="How often the same tokens are generated, to tell slow tokens from noise.",
 )
 @model_option
 @dtype_option
 @click.option(
-    "--plot", metavar="FILE.png", type=click.Path(path_type=Path), help="Draw time and memory."
+    "--plot", metavar="FILE.png", type=click.Path(path_type=Path), help="Plot time and memory."
 )
 @out_option
 def endless(
@@ -61,15 +60,15 @@ def endless(
     plot: Path | None,
     out: Path | None,
 ) -> None:
-    """Write many tokens on a fixed budget: does a token's cost grow?"""
+    """Generate many tokens in a fixed budget: does the cost of a token grow?"""
     check_outputs(out, plot)
     if plot is not None:
         check_plottable(plot)
     model = load_model(name, dtype=dtype, progress=True)
     prompt = model.text.encode(manual_text())[:prompt_tokens]
     plan, machine = Plan(tokens, rounds=rounds), describe_machine()
-    with bar(plan.steps, "writing") as shown:
-        result = measure_endless(model, prompt, plan, max_kv_size, keep, shown)
+    with bar(plan.steps, "writing") as progress:
+        result = measure_endless(model, prompt, plan, max_kv_size, keep, progress)
     click.echo(table(result))
     write_json(out, _as_json(result, machine, name, dtype, keep))
     if plot is not None and result.trace:
@@ -79,7 +78,7 @@ def endless(
 
 
 def table(result: Endless) -> str:
-    """The result for reading."""
+    """Return the result as text."""
     plan = result.plan
     rows = [
         ("read, then written", f"{result.prompt_tokens:,} and {result.tokens:,} tokens"),
@@ -115,7 +114,7 @@ def _or_dash(ratio: float | None) -> str:
 def _as_json(
     result: Endless, machine: Machine, model: str, dtype: DtypeName, keep: int
 ) -> dict[str, object]:
-    settings = {"model": model, "dtype": dtype, "keep": keep, **dataclasses.asdict(WRITING)}
+    settings = {"model": model, "dtype": dtype, "keep": keep, **dataclasses.asdict(SAMPLING)}
     return {
         "machine": dataclasses.asdict(machine),
         "settings": settings,

@@ -1,4 +1,4 @@
-"""The picture of an endless run: time per token above, memory below."""
+"""Plot of an endless run: time per token above, memory below."""
 
 import io
 
@@ -7,7 +7,7 @@ from benchmarks.endless_run import Endless
 
 
 def draw_endless(result: Endless, suffix: str) -> bytes:
-    """The picture as a file's content."""
+    """Return the plot as the content of an image file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

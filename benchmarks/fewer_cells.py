@@ -1,10 +1,10 @@
-"""What fewer cells are worth in speed, and what it costs to get there.
+"""Decode speed after compression, and the cost of compressing.
 
     python -m benchmarks.fewer_cells --tokens 4096 --calibration FILE --out fewer-cells.json
 
-Sessions of one text, uncompressed and compressed, write in turn: a machine that drifts meets all
-alike. A model that was trained for fewer tokens is told that it was for more:
-what it says is then of no worth, what it costs is.
+Sessions of one text, uncompressed and compressed, decode in turns, so that a machine that drifts
+affects all alike. If the text is longer than the model's trained length, the limit is raised: the
+generated text is then meaningless, its cost is not.
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ from kvkeep.models.hub.source import pull
 from kvkeep.storage.files.atomic import write_json
 
 RATIOS = (2.0, 4.0, 8.0)
-IN_TURN = 20  # tokens that one session writes before the next one does
+TURN_TOKENS = 20  # tokens decoded by one session before the next has its turn
 
 
 @dataclass(frozen=True)
-class Fewer:
-    """method, ratio: "none" and 1 of what was not compressed. cells, nbytes: held.
+class CompressedSpeed:
+    """One session. method, ratio: "none" and 1 if uncompressed. cells, nbytes: held.
 
-    compress_s: what compressing took; times_reading: the same, by what reading the text took.
-    tokens_per_s: written, the median of single tokens. faster: than the uncompressed session.
+    compress_s: seconds to compress; times_reading: relative to the prefill. tokens_per_s: decoded,
+    by the median token. faster: speed relative to the uncompressed session.
     """
 
     method: str
@@ -60,76 +60,83 @@ def measure(
     methods: Sequence[str],
     written: int,
     calibration: Calibration | None = None,
-) -> list[Fewer]:
-    """Reads a text, compresses forks of the session in each way, and writes with all of them."""
+) -> list[CompressedSpeed]:
+    """Prefill a text, compress a fork of the session in each way, and decode with all of them."""
     text = manual_text() + docstrings_text()
     ids = model.text.encode(text)[:tokens]
     model.session(policy="full").feed(ids[:600])
     session = model.session(policy="full")
-    begun = time.perf_counter()
+    start = time.perf_counter()
     session.feed(ids)
-    reading = time.perf_counter() - begun
-    sessions, found = [session], [Fewer("none", 1.0, tokens, session.cache.nbytes, 0.0, 0.0)]
-    with bar(len(methods) * len(RATIOS) + written, "compressing, writing") as advance:
+    prefill_seconds = time.perf_counter() - start
+    sessions, measured = (
+        [session],
+        [CompressedSpeed("none", 1.0, tokens, session.cache.nbytes, 0.0, 0.0)],
+    )
+    with bar(len(methods) * len(RATIOS) + written, "compress, decode") as advance:
         for label in methods:
             for ratio in RATIOS:
                 fork, (method, budget) = session.fork(), way(label)
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 report = fork.compress(ratio, method, calibration=calibration, budget=budget)
-                took = time.perf_counter() - begun
+                compress_seconds = time.perf_counter() - start
                 sessions.append(fork)
                 cells, nbytes = report.cells_after, report.bytes_after
-                times = rounded(took / reading)
-                found.append(Fewer(label, ratio, cells, nbytes, rounded(took), times))
+                relative = rounded(compress_seconds / prefill_seconds)
+                measured.append(
+                    CompressedSpeed(
+                        label, ratio, cells, nbytes, rounded(compress_seconds), relative
+                    )
+                )
                 advance(1)
         speeds = _speeds(sessions, written, advance)
     return [
-        dataclasses.replace(each, tokens_per_s=rounded(speed), faster=rounded(speed / speeds[0]))
-        for each, speed in zip(found, speeds, strict=True)
+        dataclasses.replace(result, tokens_per_s=rounded(speed), faster=rounded(speed / speeds[0]))
+        for result, speed in zip(measured, speeds, strict=True)
     ]
 
 
 def _speeds(
     sessions: Sequence[Session], written: int, advance: Callable[[int], None]
 ) -> list[float]:
-    """Tokens per second of each.
+    """Return tokens per second of each session.
 
-    They write some tokens each in turn: as in use, what a session reads of its cells may still be
-    in the processor's caches when it writes the next token.
+    Sessions decode several tokens per turn: as in normal use, their cells may still be in the
+    processor's caches at the next token.
     """
     seconds: list[list[float]] = [[] for _ in sessions]
-    for first in range(0, written, IN_TURN):
-        count = min(IN_TURN, written - first)
-        for session, own in zip(sessions, seconds, strict=True):
+    for position in range(0, written, TURN_TOKENS):
+        count = min(TURN_TOKENS, written - position)
+        for session, session_times in zip(sessions, seconds, strict=True):
             for _ in range(count):
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 session.next_token()
-                own.append(time.perf_counter() - begun)
+                session_times.append(time.perf_counter() - start)
         advance(count)
-    return [1 / median(own) for own in seconds]
+    return [1 / median(session_times) for session_times in seconds]
 
 
 @contextmanager
-def _longer(name: str, tokens: int) -> Iterator[Model]:
-    """The model, told that it was trained for as many tokens where it was for fewer."""
+def _with_longer_context(name: str, tokens: int) -> Iterator[Model]:
+    """Load the model, with its trained length raised to `tokens` if it is shorter."""
     model = load_model(name, progress=True)
     if model.spec.max_positions >= tokens:
         yield model
         return
     with tempfile.TemporaryDirectory() as folder:
-        there = Path(folder) / "longer"
-        shutil.copytree(pull(name, progress=True), there)
-        config = json.loads((there / "config.json").read_text())
+        copy = Path(folder) / "longer"
+        shutil.copytree(pull(name, progress=True), copy)
+        config = json.loads((copy / "config.json").read_text())
         config["max_position_embeddings"] = tokens
-        (there / "config.json").write_text(json.dumps(config))
-        yield load_model(str(there), progress=True)
+        (copy / "config.json").write_text(json.dumps(config))
+        yield load_model(str(copy), progress=True)
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--tokens", default=4096, type=click.IntRange(1000), help="Read before.")
-@click.option("--methods", default="kvzip", help="As NAME[:BUDGET],...")
-@click.option("--written", default=60, type=click.IntRange(1), help="Tokens, by each session.")
+@click.option("--tokens", default=4096, type=click.IntRange(1000), help="Tokens to prefill.")
+@click.option("--methods", default="kvzip", help="Methods, NAME[:BUDGET],...")
+@click.option("--written", default=60, type=click.IntRange(1), help="Tokens decoded per session.")
 @click.option("--calibration", type=click.Path(exists=True, path_type=Path), metavar="FILE")
 @out_option
 def fewer_cells(
@@ -137,16 +144,16 @@ def fewer_cells(
 ) -> None:
     """Measure decoding after compression at ratios 2, 4 and 8, and what compressing costs."""
     check_outputs(out)
-    with _longer(name, tokens + 2 * written) as model:
-        known = load_calibration(calibration, model) if calibration else None
-        found = measure(model, tokens, methods.split(","), written, known)
-    for each in found:
-        held = f"{each.cells:>7,} cells {each.nbytes / 1e6:>7.1f} MB"
-        speed = f"{each.tokens_per_s:>7.1f} tokens/s ({each.faster:.2f}x)"
-        cost = f"compressed in {each.compress_s:.2f} s, {each.times_reading:.2f} of reading"
-        click.echo(f"{each.method:<14}{each.ratio:>3g}x {held} {speed}, {cost}")
+    with _with_longer_context(name, tokens + 2 * written) as model:
+        loaded_calibration = load_calibration(calibration, model) if calibration else None
+        measured = measure(model, tokens, methods.split(","), written, loaded_calibration)
+    for result in measured:
+        held = f"{result.cells:>7,} cells {result.nbytes / 1e6:>7.1f} MB"
+        speed = f"{result.tokens_per_s:>7.1f} tokens/s ({result.faster:.2f}x)"
+        cost = f"compressed in {result.compress_s:.2f} s, {result.times_reading:.2f} of reading"
+        click.echo(f"{result.method:<14}{result.ratio:>3g}x {held} {speed}, {cost}")
     machine = dataclasses.asdict(describe_machine())
-    rows = [dataclasses.asdict(each) for each in found]
+    rows = [dataclasses.asdict(result) for result in measured]
     write_json(out, {"machine": machine, "model": name, "tokens": tokens, "readings": rows})
 
 

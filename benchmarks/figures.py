@@ -1,8 +1,6 @@
-"""Figures as results state them."""
+"""Rounding of figures in results."""
 
 
 def rounded(value: float) -> float:
-    """To four digits that count, whatever its size: a ratio of two figures is that of the readings
-    to a thousandth, on the fastest machine too.
-    """
+    """Round to four significant digits: ratios of two figures are then exact to a thousandth."""
     return float(f"{value:.4g}")

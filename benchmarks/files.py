@@ -1,14 +1,14 @@
-r"""GGUF files read by kvkeep and by llama.cpp in turn: speed, and memory.
+r"""Speed and memory of kvkeep and llama.cpp on GGUF files, alternately.
 
     python -m benchmarks.files --out files.json llama-1b-Q4_K_M.gguf llama-1b-Q4_0.gguf
 
-For models that are larger than the default one, in the formats that people have;
-`benchmarks.random_gguf` writes such files. Which instructions each uses is said to it: as in
+`benchmarks.random_gguf` writes files of larger models than the default one. Instruction sets are
+chosen through the environment, for example:
 
     KVKEEP_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
       python -m benchmarks.files smollm2-135m-instruct --prompt 512 --prompt 4096 --context 4096
 
-beside a llama.cpp that was built without AVX-512.
+compares AVX2 kernels with a llama.cpp built without AVX-512.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.storage.files.atomic import write_json
 
-PROMPTS, CONTEXTS, WRITTEN, ROUNDS = (512,), (128, 2048), 32, 3
+PROMPTS, CONTEXTS, DECODE_TOKENS, ROUNDS = (512,), (128, 2048), 32, 3
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One reader of one file. tokens/s, medians, of prompts and after contexts of so many tokens.
+    """One program with one file. prefill, decode: median tokens/s by prompt or context length.
 
-    resident: bytes while it decodes, the most.
+    resident: peak bytes during decoding.
     """
 
     file: str
@@ -54,7 +54,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """prompts, contexts: their lengths, in tokens, contexts in ascending order."""
+    """Sizes. prompts, contexts: lengths in tokens; contexts in ascending order."""
 
     rounds: int
     prompts: Sequence[int]
@@ -62,18 +62,28 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """Tokens that a reader takes in at once."""
-        return max(*self.prompts, max(self.contexts) + len(self.contexts) * WRITTEN) + 1
+        """Context size that is needed, in tokens."""
+        return max(*self.prompts, max(self.contexts) + len(self.contexts) * DECODE_TOKENS) + 1
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.argument("files", nargs=-1, required=True)
 @click.option("--rounds", default=ROUNDS, type=click.IntRange(min=1))
 @click.option(
-    "--prompt", "prompts", multiple=True, default=PROMPTS, type=click.IntRange(64), help="Read."
+    "--prompt",
+    "prompts",
+    multiple=True,
+    default=PROMPTS,
+    type=click.IntRange(64),
+    help="Prompt length; repeatable.",
 )
 @click.option(
-    "--context", "contexts", multiple=True, default=CONTEXTS, type=click.IntRange(64), help="Held."
+    "--context",
+    "contexts",
+    multiple=True,
+    default=CONTEXTS,
+    type=click.IntRange(64),
+    help="Context length; repeatable.",
 )
 @click.option("--kvkeep-alone", is_flag=True, help="Without llama.cpp.")
 @out_option
@@ -85,46 +95,46 @@ def main(
     kvkeep_alone: bool,
     out: Path | None,
 ) -> None:
-    """Measure reading and writing by GGUF FILES; a known model's name is its own file."""
+    """Measure prefill and decode with GGUF FILES (paths or names of known models)."""
     check_outputs(out)
     plan = Plan(rounds, prompts, sorted(contexts))
-    found, about = list[Speed](), dict[str, About]()
+    speeds, versions = list[Speed](), dict[str, About]()
     for file in files:
-        found += measure(_found(file), plan, kvkeep_alone, about)
-    _show(found, plan)
+        speeds += measure(_gguf_path(file), plan, kvkeep_alone, versions)
+    _show(speeds, plan)
     if out:
-        written = {
+        output = {
             "machine": dataclasses.asdict(describe_machine()),
-            "readers": {label: dataclasses.asdict(each) for label, each in about.items()},
-            "speeds": [dataclasses.asdict(each) for each in found],
+            "readers": {label: dataclasses.asdict(speed) for label, speed in versions.items()},
+            "speeds": [dataclasses.asdict(speed) for speed in speeds],
         }
-        write_json(out, written)
+        write_json(out, output)
 
 
-def _found(file: str) -> Path:
-    """Raises ModelError for what is neither a file nor a known model's name."""
+def _gguf_path(file: str) -> Path:
+    """Return the path of a file. Raises ModelError if it is neither a path nor a known model."""
     return Path(file) if Path(file).exists() else own_file(file, progress=True)
 
 
-def measure(file: Path, plan: Plan, alone: bool, about: dict[str, About]) -> list[Speed]:
-    """A round is one context of each reader, which grows from one length to the next."""
+def measure(file: Path, plan: Plan, alone: bool, versions: dict[str, About]) -> list[Speed]:
+    """Measure one file. In each round, every program grows one context through all lengths."""
     folder, skipped = resolve(str(file), progress=True), list[str]()
     ids = TextCodec.open(folder).encode(manual_text())[: plan.most]
     setup = Setup(str(file), folder, "cpu", torch.get_num_threads())
     variants = [Variant("kvkeep"), Variant("llama.cpp", None, file)]
-    read: dict[tuple[str, int], list[float]] = {}
-    written: dict[tuple[str, int], list[float]] = {}
+    prefill_seconds: dict[tuple[str, int], list[float]] = {}
+    decode_seconds: dict[tuple[str, int], list[float]] = {}
     resident: dict[str, int] = {}
-    readings = len(plan.prompts) + len(plan.contexts)
-    with WorkerPool(setup, variants[: 1 if alone else 2], skipped, about, patience=600) as pool:
+    steps = len(plan.prompts) + len(plan.contexts)
+    with WorkerPool(setup, variants[: 1 if alone else 2], skipped, versions, patience=600) as pool:
         pool.warm_up(ids, plan.most)
-        with bar(plan.rounds * len(pool.remotes) * readings, file.name) as advance:
+        with bar(plan.rounds * len(pool.remotes) * steps, file.name) as advance:
             for index in range(plan.rounds):
                 for key, seconds in _prefill(pool, index, ids, plan):
-                    read.setdefault(key, []).append(seconds)
+                    prefill_seconds.setdefault(key, []).append(seconds)
                     advance(1)
                 for key, seconds in _decode(pool, index, ids, plan.contexts):
-                    written.setdefault(key, []).append(seconds)
+                    decode_seconds.setdefault(key, []).append(seconds)
                     advance(1)
                 for remote in pool.remotes:
                     resident[remote.label] = max(resident.get(remote.label, 0), remote.resident())
@@ -135,8 +145,8 @@ def measure(file: Path, plan: Plan, alone: bool, about: dict[str, About]) -> lis
             file.name,
             file.stat().st_size,
             label,
-            {n: rounded(n / median(read[label, n])) for n in plan.prompts},
-            {n: rounded(1 / median(written[label, n])) for n in plan.contexts},
+            {n: rounded(n / median(prefill_seconds[label, n])) for n in plan.prompts},
+            {n: rounded(1 / median(decode_seconds[label, n])) for n in plan.contexts},
             resident[label],
         )
         for label in resident
@@ -146,7 +156,7 @@ def measure(file: Path, plan: Plan, alone: bool, about: dict[str, About]) -> lis
 def _prefill(
     pool: WorkerPool, index: int, ids: list[int], plan: Plan
 ) -> Iterator[tuple[tuple[str, int], float]]:
-    """Of each prompt and reader, the seconds that it takes. Contexts are empty at the end."""
+    """Yield the prefill seconds of each program and prompt. Contexts are empty at the end."""
     for length in plan.prompts:
         for remote in pool.turns(index):
             remote.open(plan.most)
@@ -157,28 +167,30 @@ def _prefill(
 def _decode(
     pool: WorkerPool, index: int, ids: list[int], contexts: Sequence[int]
 ) -> Iterator[tuple[tuple[str, int], float]]:
-    """Of each context and reader, the median seconds of a token."""
-    held = dict[str, int]()
+    """Yield the median seconds per token of each program and context."""
+    tokens_held = dict[str, int]()
     for context in contexts:
         for remote in pool.turns(index):
-            yield (remote.label, context), _grown(remote, ids, held, context)
+            yield (remote.label, context), _extend_and_decode(remote, ids, tokens_held, context)
 
 
-def _grown(remote: Remote, ids: list[int], held: dict[str, int], context: int) -> float:
-    remote.read(ids[held.get(remote.label, 0) : context])
-    held[remote.label] = context + WRITTEN
-    return median(remote.write(WRITTEN))
+def _extend_and_decode(
+    remote: Remote, ids: list[int], tokens_held: dict[str, int], context: int
+) -> float:
+    remote.read(ids[tokens_held.get(remote.label, 0) : context])
+    tokens_held[remote.label] = context + DECODE_TOKENS
+    return median(remote.write(DECODE_TOKENS))
 
 
-def _show(found: Sequence[Speed], plan: Plan) -> None:
+def _show(speeds: Sequence[Speed], plan: Plan) -> None:
     prompts = "".join(f"{f'prefill {n}':>14}" for n in plan.prompts)
     contexts = "".join(f"{f'decode@{n}':>13}" for n in plan.contexts)
     print(f"{'':<34}{'':<12}{prompts}{contexts}{'resident':>12}{'file':>10}")
-    for each in found:
-        prefill = "".join(f"{speed:>14.1f}" for speed in each.prefill.values())
-        decode = "".join(f"{speed:>13.1f}" for speed in each.decode.values())
-        sizes = f"{each.resident / 1e6:>9,.0f} MB{each.file_bytes / 1e6:>7,.0f} MB"
-        print(f"{each.file:<34}{each.reader:<12}{prefill}{decode}{sizes}")
+    for row in speeds:
+        prefill = "".join(f"{speed:>14.1f}" for speed in row.prefill.values())
+        decode = "".join(f"{speed:>13.1f}" for speed in row.decode.values())
+        sizes = f"{row.resident / 1e6:>9,.0f} MB{row.file_bytes / 1e6:>7,.0f} MB"
+        print(f"{row.file:<34}{row.reader:<12}{prefill}{decode}{sizes}")
 
 
 if __name__ == "__main__":

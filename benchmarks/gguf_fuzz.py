@@ -1,11 +1,11 @@
-"""Random GGUF files in kvkeep and in llama.cpp: do both load them, and with the same logits?
+"""Compare kvkeep and llama.cpp on random GGUF files: do both load them, with the same logits?
 
     python -m benchmarks.gguf_fuzz --count 1000 --seed 0 --llama-python /path/to/python
 
-llama.cpp runs in a process of another Python, in whose environment llama-cpp-python is installed.
-Both compute in float32 of float32 tensors. Some files have a field of a wrong type on top: those
-kvkeep has to refuse by an error of its own, or to load. With --keep, files over which the two
-differ, and those that kvkeep alone refuses, are left in a folder under the number that draws them.
+llama.cpp runs in a process of another Python, whose environment has llama-cpp-python. Both compute
+in float32 from float32 tensors. Some files also have a metadata field of a wrong type: kvkeep must
+load them or raise a KvkeepError. With --keep, files on which the two differ, and those that only
+kvkeep refuses, are kept in a folder, named by their seed.
 """
 
 import json
@@ -28,15 +28,15 @@ from benchmarks.progress import bar
 
 TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(48)]
 _WORKER = Path(__file__).with_name("gguf_fuzz_llama.py")
-# Of the greatest logit. llama.cpp looks GELU up in a table of float16.
+# Relative to the largest logit. llama.cpp reads GELU from a float16 table.
 _TOLERANCE = 2e-3
-_ROUGH = 2e-2
-_NOTES = 40  # that are shown
+_GELU_TOLERANCE = 2e-2
+_SHOWN_NOTES = 40  # shown at most
 _GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
 
 
 class Llama:
-    """llama.cpp in a process that is started anew where a file ended it."""
+    """llama.cpp in a child process, restarted after a file crashed it."""
 
     def __init__(self, python: str, folder: Path) -> None:
         self._python, self._out, self._log = python, folder / "logits.npy", folder / "llama.log"
@@ -51,7 +51,7 @@ class Llama:
             self._process.wait()
 
     def logits(self, path: Path) -> "NDArray[np.float32] | str":
-        """`[len(TOKENS), vocabulary]`, or why there are none."""
+        """Return logits `[len(TOKENS), vocabulary]`, or the error."""
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 [self._python, str(_WORKER)],
@@ -70,19 +70,19 @@ class Llama:
         if not answer or json.loads(answer)["error"]:
             if not answer:
                 self._process.wait()
-            return _why(self._log.read_text(errors="replace")[begin:])
-        found = np.load(self._out)
-        return found if np.isfinite(found).all() else "logits that are no numbers"
+            return _error_line(self._log.read_text(errors="replace")[begin:])
+        logits = np.load(self._out)
+        return logits if np.isfinite(logits).all() else "non-finite logits"
 
 
-def _why(log: str) -> str:
-    """The line of llama.cpp's log that speaks of the error."""
-    told = [line for line in log.splitlines() if "error" in line.lower() or "ASSERT" in line]
-    return told[0].strip().rpartition("/src/")[2][-160:] if told else "ended without a word"
+def _error_line(log: str) -> str:
+    """Return the line of llama.cpp's log that reports the error."""
+    lines = [line for line in log.splitlines() if "error" in line.lower() or "ASSERT" in line]
+    return lines[0].strip().rpartition("/src/")[2][-160:] if lines else "ended without a message"
 
 
-def ours(path: Path, home: Path) -> "NDArray[np.float32] | str":
-    """kvkeep's logits of the last token of each half of TOKENS, or its error."""
+def kvkeep_logits(path: Path, home: Path) -> "NDArray[np.float32] | str":
+    """Return kvkeep's logits of the last token of each half of TOKENS, or its error."""
     from kvkeep import load_model
     from kvkeep.errors import KvkeepError
 
@@ -91,19 +91,19 @@ def ours(path: Path, home: Path) -> "NDArray[np.float32] | str":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             session = load_model(str(path), dtype="float32").session(policy="full")
-        found = []
+        logits = []
         for half in (TOKENS[:24], TOKENS[24:]):
             session.feed(half)
             assert session.logits is not None
-            found.append(session.logits.numpy())
+            logits.append(session.logits.numpy())
     except KvkeepError as error:
         return f"{type(error).__name__}: {error}".replace(str(path), "FILE")
-    return np.stack(found)
+    return np.stack(logits)
 
 
 @dataclass
 class Tally:
-    """counts: of verdicts. notes: what was said, most often first."""
+    """Counts of verdicts, and of the notes with them. differing: notes of files that differ."""
 
     counts: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
@@ -116,29 +116,31 @@ class Tally:
 
 
 def damaged(case: Case, seed: int) -> Case:
-    """The case with one field of another type."""
+    """Return the case with one metadata field of a wrong type."""
     random = np.random.default_rng([seed, 1])
     key = str(random.choice(list(case.fields)))
-    odd: list[Any] = [-1.5, "text", [1, 2, 3], ["a"], True, float("nan"), 2**31]
+    wrong_values: list[Any] = [-1.5, "text", [1, 2, 3], ["a"], True, float("nan"), 2**31]
     return Case(
-        case.architecture, case.fields | {key: odd[random.integers(len(odd))]}, case.tensors
+        case.architecture,
+        case.fields | {key: wrong_values[random.integers(len(wrong_values))]},
+        case.tensors,
     )
 
 
-def judge(case: Case, ours: Any, theirs: Any) -> tuple[str, str]:
-    """The verdict of one file, and a note."""
-    if isinstance(ours, str):
-        return ("both refuse" if isinstance(theirs, str) else "only kvkeep refuses"), ours
+def judge(case: Case, kvkeep_logits: Any, theirs: Any) -> tuple[str, str]:
+    """Compare the results for one file; return a verdict and a note."""
+    if isinstance(kvkeep_logits, str):
+        return ("both refuse" if isinstance(theirs, str) else "only kvkeep refuses"), kvkeep_logits
     if isinstance(theirs, str):
         return "only llama.cpp refuses", f"{case.architecture}: {theirs}"
-    theirs = theirs[[len(TOKENS) // 2 - 1, -1], : ours.shape[1]]
-    apart = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    if apart <= (_ROUGH if case.architecture in _GELU else _TOLERANCE):
+    theirs = theirs[[len(TOKENS) // 2 - 1, -1], : kvkeep_logits.shape[1]]
+    error = float(np.abs(kvkeep_logits - theirs).max() / np.abs(theirs).max())
+    if error <= (_GELU_TOLERANCE if case.architecture in _GELU else _TOLERANCE):
         return "same", ""
-    said = {key.partition(".")[2]: value for key, value in case.fields.items()}
+    metadata = {key.partition(".")[2]: value for key, value in case.fields.items()}
     return (
         "differ",
-        f"{case.architecture} by {apart:.2g}: {said}, {sorted(set(case.tensors) & _ROPE)}",
+        f"{case.architecture} by {error:.2g}: {metadata}, {sorted(set(case.tensors) & _ROPE)}",
     )
 
 
@@ -146,27 +148,27 @@ _ROPE = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.we
 
 
 @click.command(cls=Measurement)
-@click.option("--count", default=1000, show_default=True, help="Files.")
-@click.option("--seed", default=0, show_default=True, help="The number of the first file.")
-@click.option("--llama-python", required=True, help="A Python that has llama-cpp-python.")
+@click.option("--count", default=1000, show_default=True, help="Number of files.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the first file.")
+@click.option("--llama-python", required=True, help="Python with llama-cpp-python.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Folder for files that differ.")
-@click.option("--one-in", default=10, show_default=True, help="Of how many files one is damaged.")
+@click.option("--one-in", default=10, show_default=True, help="Damage one file in so many.")
 def main(count: int, seed: int, llama_python: str, keep: Path | None, one_in: int) -> None:
-    """Write random GGUF files, and compare what kvkeep and llama.cpp make of them."""
+    """Write random GGUF files, and compare how kvkeep and llama.cpp load them."""
     tally = Tally()
     with (
-        tempfile.TemporaryDirectory() as made,
-        Llama(llama_python, Path(made)) as llama,
+        tempfile.TemporaryDirectory() as folder,
+        Llama(llama_python, Path(folder)) as llama,
         bar(count, "comparing", " files") as advance,
     ):
         for number in range(seed, seed + count):
             case = draw(number)
             if number % one_in == one_in - 1:
                 case = damaged(case, number)
-            path = Path(made) / f"{number}.gguf"
+            path = Path(folder) / f"{number}.gguf"
             case.write(path)
             with tempfile.TemporaryDirectory() as home:
-                verdict, note = judge(case, ours(path, Path(home)), llama.logits(path))
+                verdict, note = judge(case, kvkeep_logits(path, Path(home)), llama.logits(path))
             tally.add(verdict, note if verdict != "differ" else "")
             if verdict == "differ":
                 tally.differing.append(f"{number} {note}")
@@ -175,8 +177,10 @@ def main(count: int, seed: int, llama_python: str, keep: Path | None, one_in: in
                 path.rename(keep / path.name)
             path.unlink(missing_ok=True)
             advance(1)
-    click.echo("\n".join(f"{number:6} {what}" for what, number in tally.counts.most_common()))
-    click.echo("\n".join(f"{number:6} {what}" for what, number in tally.notes.most_common(_NOTES)))
+    click.echo("\n".join(f"{number:6} {label}" for label, number in tally.counts.most_common()))
+    click.echo(
+        "\n".join(f"{number:6} {label}" for label, number in tally.notes.most_common(_SHOWN_NOTES))
+    )
     click.echo("\n".join(tally.differing))
 
 

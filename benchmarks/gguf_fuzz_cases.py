@@ -1,11 +1,11 @@
 """Random GGUF files of tiny models, for `gguf_fuzz`: their metadata and their tensors.
 
-Each architecture that kvkeep reads has the tensors that llama.cpp asks for. Its metadata fields are
-there, left out, or odd, at random. Not drawn are fields that llama.cpp leaves unread where kvkeep
-goes by them as the model's own config does: `yarn_attn_factor` and the betas but of mistral3,
-`expert_weights_norm`, EXAONE 4's window but of 64 layers, a window of Phi-3 or Llama that is
-shorter than the prompt, Qwen2-VL's epsilon, and what it has hard-wired of Gemma 3n. YaRN is not
-drawn of gpt-oss, where llama.cpp rounds the ends of the ramp, which the model does not.
+Each architecture that kvkeep reads gets the tensors that llama.cpp requires. Its metadata fields
+are randomly present, absent or unusual. Fields that llama.cpp ignores but kvkeep follows, as the
+model's own config does, are never generated: `yarn_attn_factor` and the betas except for mistral3,
+`expert_weights_norm`, EXAONE 4's window except with 64 layers, a window of Phi-3 or Llama shorter
+than the prompt, Qwen2-VL's epsilon, and what llama.cpp hard-codes for Gemma 3n. YaRN is not
+generated for gpt-oss: llama.cpp rounds the ends of the ramp, the model does not.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ _LONGROPE = ("llama", "mistral3", "granite", "granitemoe")
 
 @dataclass
 class Case:
-    """A file to be written. fields: metadata, without the tokenizer's."""
+    """A file to write. fields: metadata without the tokenizer's."""
 
     architecture: str
     fields: Fields = field(default_factory=dict)
@@ -60,7 +60,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """The 256 bytes, a merge, and two control tokens."""
+    """Add a vocabulary of the 256 bytes, one merge, and two control tokens."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*sorted(ByteLevel.alphabet()), "he", "<|start|>", "<|stop|>"])
@@ -71,7 +71,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
 
 
 def draw(seed: int) -> Case:
-    """The case of a number: the same each time."""
+    """Return the random case of a seed."""
     return _Drawing(np.random.default_rng(seed)).case()
 
 
@@ -85,7 +85,7 @@ class _Drawing(Model):
         return Case(self.name, prefixed, self.tensors)
 
     def maybe(self, key: str, *values: Any, one_in: int = 2) -> None:
-        """Sets a field to one of the values, or leaves it out."""
+        """Set a field to one of the values with probability 1 / `one_in`."""
         if self.one_in(one_in):
             self.fields[key] = values[self.random.integers(len(values))]
 
@@ -93,7 +93,7 @@ class _Drawing(Model):
         self.maybe(key, *values, one_in=1)
 
     def _each(self, value: int) -> Any:
-        """A number, or a list of as many as there are layers."""
+        """Return the value, or a list with it for each layer."""
         return [value] * self.layers if self.one_in(6) else value
 
     def _sizes(self) -> None:
@@ -146,7 +146,7 @@ class _Drawing(Model):
             self.tensors["rope_freqs.weight"] = self._divisors(pairs)
 
     def _divisors(self, pairs: int) -> NDArray[np.float32]:
-        """Random ones, ones, or those of Llama 3."""
+        """Return frequency divisors: random, all 1, or those of Llama 3."""
         kind = self.random.integers(3)
         if kind == 0:
             return np.asarray(self.random.uniform(0.8, 6, pairs), np.float32)
@@ -162,7 +162,7 @@ class _Drawing(Model):
         return np.asarray(plain / scaled, np.float32)
 
     def _family(self) -> None:
-        """Draw fields that one family reads, some of them for others as well, which ignore them."""
+        """Draw fields that one family reads; some are also drawn for families that ignore them."""
         name = self.name
         if name in ("granite", "granitemoe"):
             self.always("logit_scale", 3.0, 1.0, 8.0)

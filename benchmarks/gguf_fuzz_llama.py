@@ -1,8 +1,8 @@
 """llama.cpp's logits of GGUF files, for `gguf_fuzz`: run by a Python that has llama-cpp-python.
 
-Reads one JSON object `{"path", "tokens", "out"}` from each line of its input, writes the logits of
-all tokens to `out` as numpy has it, and answers a line `{"error": null}` or with why the file did
-not load. llama.cpp ends the process on some files: then there is no answer.
+Reads one JSON object `{"path", "tokens", "out"}` per line of standard input, writes the logits of
+all tokens to `out` with numpy, and answers with a line `{"error": null}` or the error. llama.cpp
+aborts the process on some files: then there is no answer.
 """
 
 import json
@@ -18,7 +18,7 @@ _CONTEXT = 256
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints is no answer
+    os.dup2(2, 1)  # keep the library's output out of the answers
     for line in sys.stdin:
         job = json.loads(line)
         try:
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _logits(path: str, tokens: list[int]) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
-    """`[len(tokens), vocabulary]`."""
+    """Return logits `[len(tokens), vocabulary]`."""
     model = llama_cpp.Llama(
         model_path=path,
         n_ctx=_CONTEXT,
@@ -40,7 +40,7 @@ def _logits(path: str, tokens: list[int]) -> "np.ndarray[tuple[int, int], np.dty
         flash_attn=False,
         type_k=_F32,
         type_v=_F32,
-        yarn_attn_factor=-1.0,  # the file's, and so for the others
+        yarn_attn_factor=-1.0,  # -1: as in the file
         yarn_beta_fast=-1.0,
         yarn_beta_slow=-1.0,
         verbose=True,

@@ -14,8 +14,8 @@ ARCHITECTURES = (
     *("llama", "mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "phi3", "granite", "olmo2"),
     *("command-r", "glm4", "cohere2", "exaone4", "smollm3", *MIXTURES, *GEMMA),
 )
-# Whose matrices of attention are as wide as the residual stream.
-_SQUARE = (
+# Architectures whose attention width equals the hidden size.
+_ATTENTION_AS_WIDE_AS_HIDDEN = (
     "qwen2",
     "qwen2vl",
     "phi3",
@@ -26,9 +26,9 @@ _SQUARE = (
     "qwen2moe",
     "exaone4",
 )
-_NORMED_HEADS = ("qwen3", "qwen3vl", "qwen3moe", "qwen3vlmoe", "exaone4", "gemma3", "gemma3n")
-_NORMED_WHOLE = ("olmo2", "olmoe")
-_NORMED_AFTER = ("olmo2", "exaone4", "glm4", *GEMMA)
+_QK_NORM_PER_HEAD = ("qwen3", "qwen3vl", "qwen3moe", "qwen3vlmoe", "exaone4", "gemma3", "gemma3n")
+_QK_NORM_WHOLE = ("olmo2", "olmoe")
+_POST_NORM = ("olmo2", "exaone4", "glm4", *GEMMA)
 _ALWAYS_TIED = ("command-r", "cohere2", "gemma2")
 _NEVER_TIED = ("olmo2", "olmoe", "gpt-oss", "qwen2moe")
 _BIASED = ("qwen2", "qwen2vl", "qwen2moe", "gpt-oss")
@@ -37,8 +37,8 @@ _BIASED_OUTPUT = ("llama", "granite", "granitemoe", "gpt-oss")
 
 
 class Model:
-    """A model of an architecture and of sizes that are drawn. fields: its metadata, without the
-    architecture's name before them.
+    """A tiny model of a random architecture and size. fields: metadata keys without the
+    architecture's prefix.
     """
 
     def __init__(self, random: np.random.Generator) -> None:
@@ -50,15 +50,15 @@ class Model:
         if self.name == "olmoe":
             self.kv_heads = self.heads
         self.head_dim = int(random.choice([16, 32]))
-        wide = self.name not in _SQUARE and self.one_in(2)
+        wide = self.name not in _ATTENTION_AS_WIDE_AS_HIDDEN and self.one_in(2)
         self.hidden = self.heads * self.head_dim + (16 if wide else 0)
         if self.name == "gemma3n":
             self.head_dim, self.hidden = 16, 16 * self.heads
         self.layers = int(random.choice([2, 5, 7])) if self.name != "gemma4" else 6
         self.inner, self.experts = int(random.choice([48, 96])), int(random.choice([4, 8]))
-        if self.name == "gemma3n":  # llama.cpp's deviation of so many gates is not the model's
+        if self.name == "gemma3n":  # llama.cpp's estimate of the deviation needs many gates
             self.inner = 2048
-        # Of Gemma 4: which layers are local, and how wide heads are of these and of the others.
+        # Gemma 4: which layers are local; head widths of local (near) and global (far) layers.
         self.local: list[bool] = []
         self.near_dim = self.far_dim = self.head_dim
         self.keys_as_values = False
@@ -69,14 +69,18 @@ class Model:
         return bool(self.random.integers(count) == 0)
 
     def _matrix(self, name: str, *shape: int) -> None:
-        drawn = self.random.standard_normal(shape, dtype=np.float32) * np.float32(shape[-1] ** -0.5)
+        values = self.random.standard_normal(shape, dtype=np.float32) * np.float32(
+            shape[-1] ** -0.5
+        )
         if ".attn_q." in name or ".attn_k." in name or ".attn_qkv." in name:
-            drawn *= 2  # so that it is seen who looks where
-        self.tensors[f"{name}.weight"] = np.asarray(drawn, np.float32)
+            values *= 2  # so that attention is far from uniform
+        self.tensors[f"{name}.weight"] = np.asarray(values, np.float32)
 
     def _vector(self, name: str, size: int, about: float = 1.0) -> None:
-        drawn = about + 0.2 * self.random.standard_normal(size)
-        self.tensors[name if "." in name[-7:] else f"{name}.weight"] = np.asarray(drawn, np.float32)
+        values = about + 0.2 * self.random.standard_normal(size)
+        self.tensors[name if "." in name[-7:] else f"{name}.weight"] = np.asarray(
+            values, np.float32
+        )
 
     def draw_tensors(self) -> None:
         self._matrix("token_embd", VOCABULARY, self.hidden)
@@ -114,12 +118,12 @@ class Model:
                 self._vector(f"{prefix}.attn_{part}.bias", size, 0)
             if name in _BIASED_OUTPUT:
                 self._vector(f"{prefix}.attn_output.bias", self.hidden, 0)
-        if name in (*_NORMED_HEADS, "gemma4"):
+        if name in (*_QK_NORM_PER_HEAD, "gemma4"):
             self._vector(f"{prefix}.attn_q_norm", dim)
             self._vector(f"{prefix}.attn_k_norm", dim)
             if name in ("gemma3n", "gemma4"):
                 self.tensors[f"{prefix}.attn_q_norm.weight"] *= np.float32(dim**-0.5)
-        if name in _NORMED_WHOLE:
+        if name in _QK_NORM_WHOLE:
             self._vector(f"{prefix}.attn_q_norm", queries)
             self._vector(f"{prefix}.attn_k_norm", keys)
         if name == "gpt-oss":
@@ -131,7 +135,7 @@ class Model:
         kinds = ["attn_norm"] if before else []
         if before and name not in ("command-r", "cohere2", "gpt-oss"):
             kinds.append("ffn_norm")
-        if name in _NORMED_AFTER:
+        if name in _POST_NORM:
             kinds += ["post_attention_norm", "post_ffw_norm"]
         if name == "gpt-oss":
             kinds.append("post_attention_norm")

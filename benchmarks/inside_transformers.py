@@ -1,9 +1,9 @@
-"""What a KvkeepCache costs in `generate`: time and memory of each token, against a DynamicCache.
+"""Time and memory per token of a KvkeepCache in `generate`, against a DynamicCache.
 
     python -m benchmarks.inside_transformers [--tokens 5000] [--out docs/results/....json]
 
-The default model in bfloat16. With 512 cells it writes on and on; in between, transformers' own
-cache writes some tokens at 512 tokens of context. What is compared was so measured in turn.
+The default model in bfloat16 generates in 512 cells; between rounds, transformers' own cache
+generates some tokens at a context of 512, so that both are measured alternately.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from benchmarks.peers.unpacked import unpacked
 from kvkeep.integrations.transformers import KvkeepCache
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 
-CELLS, PART, OTHERS = 512, 500, 40
+CELLS, TOKENS_PER_ROUND, DYNAMIC_TOKENS = 512, 500, 40
 
 
-class Times:
-    """When each token came, as `generate` has them streamed."""
+class TokenTimes:
+    """A streamer that records the time of each token."""
 
     def __init__(self) -> None:
         self.at = [time.perf_counter()]
@@ -39,14 +39,16 @@ class Times:
         pass
 
     def each(self) -> list[float]:
-        """Seconds of each token; the prompt's and the first one's are left out."""
+        """Return the seconds of each token, without the prompt and the first token."""
         return [b - a for a, b in zip(self.at[2:], self.at[3:], strict=False)]
 
 
-def written(model: PreTrainedModel, ids: torch.Tensor, cache: Any, count: int) -> tuple[Any, Times]:
-    """`count` more tokens, and how long each took."""
-    times = Times()
-    found = model.generate(  # type: ignore[operator]  # torch takes it for a tensor
+def generate(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Any, count: int
+) -> tuple[Any, TokenTimes]:
+    """Generate `count` tokens; return all ids and the token times."""
+    times = TokenTimes()
+    output = model.generate(  # type: ignore[operator]  # torch takes it for a tensor
         ids,
         past_key_values=cache,
         max_new_tokens=count,
@@ -55,38 +57,42 @@ def written(model: PreTrainedModel, ids: torch.Tensor, cache: Any, count: int) -
         pad_token_id=0,
         streamer=times,
     )
-    return found, times
+    return output, times
 
 
 def measure(tokens: int) -> dict[str, Any]:
     folder = unpacked(resolve(DEFAULT_MODEL, progress=True), progress=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.train(False)
-    process, own = psutil.Process(), KvkeepCache(model, CELLS, 4)
+    process, cache = psutil.Process(), KvkeepCache(model, CELLS, 4)
     prompt = torch.randint(5, 40_000, (1, CELLS), generator=torch.Generator().manual_seed(1))
-    ids, parts = prompt, []
+    ids, rounds = prompt, []
     while ids.shape[1] < CELLS + tokens:
-        ids, times = written(model, ids, own, min(PART, CELLS + tokens - ids.shape[1]))
-        _, others = written(model, prompt, DynamicCache(config=model.config), OTHERS)
-        parts.append(
+        ids, times = generate(
+            model, ids, cache, min(TOKENS_PER_ROUND, CELLS + tokens - ids.shape[1])
+        )
+        _, dynamic_times = generate(
+            model, prompt, DynamicCache(config=model.config), DYNAMIC_TOKENS
+        )
+        rounds.append(
             {
                 "tokens": ids.shape[1] - CELLS,
                 "ms": 1e3 * statistics.median(times.each()),
-                "dynamic_ms_at_512": 1e3 * statistics.median(others.each()),
-                "cache_bytes": own.session.cache.nbytes,
+                "dynamic_ms_at_512": 1e3 * statistics.median(dynamic_times.each()),
+                "cache_bytes": cache.session.cache.nbytes,
                 "resident_bytes": process.memory_info().rss,
-                "cells": own.session.cache.cells,
+                "cells": cache.session.cache.cells,
             }
         )
-        print(parts[-1], flush=True)
-    ratios = [part["ms"] / part["dynamic_ms_at_512"] for part in parts]
+        print(rounds[-1], flush=True)
+    ratios = [round_["ms"] / round_["dynamic_ms_at_512"] for round_ in rounds]
     return {
         "machine": asdict(describe_machine()),
         "model": DEFAULT_MODEL,
         "cells": CELLS,
-        "parts": parts,
+        "parts": rounds,
         "time_against_dynamic_at_512": statistics.median(ratios),
-        "last_against_first": parts[-1]["ms"] / parts[0]["ms"],
+        "last_against_first": rounds[-1]["ms"] / rounds[0]["ms"],
     }
 
 
@@ -94,14 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=5000)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    found = measure(asked.tokens)
+    arguments = parser.parse_args()
+    result = measure(arguments.tokens)
     print(
-        f"a token takes {found['time_against_dynamic_at_512']:.2f} of a DynamicCache's at {CELLS}; "
-        f"the last ones {found['last_against_first']:.2f} of the first ones"
+        f"a token takes {result['time_against_dynamic_at_512']:.2f} of that with a DynamicCache "
+        f"at {CELLS}; the last ones {result['last_against_first']:.2f} of the first ones"
     )
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

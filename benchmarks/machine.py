@@ -11,7 +11,7 @@ import torch
 import kvkeep
 from kvkeep.doctor.machine import cpu_facts, processor_name
 
-# Instructions that decide how fast a bfloat16 or 8-bit product is.
+# Instructions that determine the speed of bfloat16 and 8-bit products.
 NOTABLE_FLAGS = (
     "avx2",
     "avx512f",
@@ -28,8 +28,8 @@ NOTABLE_FLAGS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """cpu_flags: of `NOTABLE_FLAGS`, those present. threads: that torch computes with. load: of
-    the last minute, in busy cores; None where the system does not say. date: UTC.
+    """cpu_flags: those of `NOTABLE_FLAGS` present. threads: of torch. load: 1-minute load average;
+    None if the system has none. date: UTC.
     """
 
     cpu: str
@@ -46,7 +46,7 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    """As it is now."""
+    """Return the current state of this machine."""
     facts = cpu_facts()
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     return Machine(

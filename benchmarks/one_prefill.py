@@ -1,7 +1,7 @@
-"""One prefill, measured by the process that it runs in; `benchmarks.prefill` starts it.
+"""One prefill, measured in its own process, which `benchmarks.prefill` starts.
 
-A process measures once: memory that an earlier prefill has freed may still belong to it, and would
-hide what the next one takes.
+A process measures once: memory freed by an earlier prefill may still be resident and would hide
+what the next one allocates.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import cast
 
 import psutil
 
-from benchmarks.apart import run_apart
+from benchmarks.apart import run_in_new_process
 from benchmarks.figures import rounded
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
@@ -24,7 +24,7 @@ from kvkeep.types import DtypeName, PolicyName
 
 @dataclass(frozen=True)
 class Way:
-    """How a prompt is read. budget: the most cells held; None to hold them all."""
+    """How a prompt is prefilled. budget: maximum cells held; None: all."""
 
     prefill_step: int
     budget: int | None = None
@@ -32,10 +32,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Prefill:
-    """One reading, of one way.
+    """One reading.
 
-    peak_bytes: the most that the process held above what it held with the weights in memory, keys
-    and values included. kv_bytes: those alone.
+    peak_bytes: peak resident memory above that with only the weights loaded, keys and values
+    included. kv_bytes: keys and values alone.
     """
 
     prefill_step: int
@@ -48,18 +48,18 @@ class Prefill:
 
 
 def measure_prefill(name: str, dtype: DtypeName, tokens: int, way: Way) -> Prefill:
-    """Reads the first `tokens` of the manual: policy `full`, or `sliding` on a budget."""
+    """Prefill the first `tokens` of the manual: policy `full`, or `sliding` with a budget."""
     model = load_model(name, dtype=dtype)
     ids = model.text.encode(manual_text())[:tokens]
-    # All weights are in memory before: they are mapped, and a row of the embedding would come with
-    # the first token that needs it. A few tokens make the kernels, without taking room that the
-    # measured prefill could use again.
+    # Load all weights first: they are memory-mapped, and an embedding row would otherwise be read
+    # with its first token. A few tokens warm up, without leaving memory that the measured prefill
+    # could reuse.
     model.fingerprint  # noqa: B018 (reads all weights)
     model.session(policy="full").feed(ids[:8])
     policy: PolicyName = "full" if way.budget is None else "sliding"
     session = model.session(way.budget, policy=policy, prefill_step=way.prefill_step)
     gc.collect()
-    _forget_peak()
+    _reset_peak_memory()
     before = psutil.Process().memory_info().rss
     report = session.feed(ids)
     return Prefill(
@@ -73,23 +73,23 @@ def measure_prefill(name: str, dtype: DtypeName, tokens: int, way: Way) -> Prefi
     )
 
 
-def measure_apart(name: str, dtype: DtypeName, tokens: int, way: Way) -> Prefill:
-    """As `measure_prefill`, in a process of its own.
+def measure_in_new_process(name: str, dtype: DtypeName, tokens: int, way: Way) -> Prefill:
+    """Run `measure_prefill` in a new process.
 
-    Raises KvkeepError if that process fails; what it said went to standard error.
+    Raises KvkeepError if that process fails; its standard error is passed through.
     """
-    asked = [name, dtype, str(tokens), json.dumps(dataclasses.asdict(way))]
-    return Prefill(**json.loads(run_apart("benchmarks.one_prefill", *asked)))
+    arguments = [name, dtype, str(tokens), json.dumps(dataclasses.asdict(way))]
+    return Prefill(**json.loads(run_in_new_process("benchmarks.one_prefill", *arguments)))
 
 
-def _forget_peak() -> None:
-    """Loading may have peaked higher than a prefill will. Elsewhere than on Linux it counts."""
+def _reset_peak_memory() -> None:
+    """Reset the peak, which loading may have set. Only Linux can; elsewhere loading counts."""
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 if __name__ == "__main__":
-    model_name, dtype_name, length, asked_way = sys.argv[1:]
-    way_given = Way(**json.loads(asked_way))
-    measured = measure_prefill(model_name, cast(DtypeName, dtype_name), int(length), way_given)
+    model_name, dtype_name, length, way_json = sys.argv[1:]
+    requested_way = Way(**json.loads(way_json))
+    measured = measure_prefill(model_name, cast(DtypeName, dtype_name), int(length), requested_way)
     print(json.dumps(dataclasses.asdict(measured)))

@@ -1,7 +1,7 @@
-"""The README's picture: what three memories know of a text, and what they take.
+"""The README's plot: perplexity and KV memory of three policies over one text.
 
-Full attention, a window alone, and a window with attention sinks read the same text. Full attention
-ends at the model's trained length, where kvkeep refuses to go on.
+Full attention, a window alone, and a window with attention sinks evaluate the same text. Full
+attention ends at the model's trained length, beyond which kvkeep raises ContextFull.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from kvkeep.evaluate.plot import check_plottable
 from kvkeep.storage.files.atomic import write_atomic, write_json
 from kvkeep.types import DtypeName
 
-FIRST = 1024  # tokens read before any is scored
-COMPARED = 4096  # end of the stretch that all three are compared on
-STEP = 256  # tokens between two points; COMPARED is a multiple
+SCORE_FROM = 1024  # tokens evaluated before the first score
+COMPARE_UP_TO = 4096  # all three are compared on tokens before this one
+STEP = 256  # tokens between two points; COMPARE_UP_TO is a multiple
 
 
 @dataclass(frozen=True)
 class Point:
-    """perplexity: of tokens `FIRST` to `tokens - 1`, null before. kv_bytes: held at that moment."""
+    """perplexity: of tokens `SCORE_FROM` to `tokens - 1`, null before. kv_bytes: held then."""
 
     tokens: int
     perplexity: float | None
@@ -42,10 +42,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One memory over the text.
+    """One policy over the text.
 
-    compared: perplexity of tokens `FIRST` to `COMPARED - 1`. refusal: what it said to the first
-    token that it could not take; null if it read all.
+    compared: perplexity of tokens `SCORE_FROM` to `COMPARE_UP_TO - 1`. refusal: the error at the
+    first token that did not fit; null if all did.
     """
 
     name: str
@@ -76,10 +76,10 @@ def _curve(
     name: str, session: Session, ids: list[int], rest: list[int], progress: Callable[[int], None]
 ) -> Curve:
     points: list[PerplexityPoint] = []
-    for point in perplexity_points(session, ids, FIRST):
+    for point in perplexity_points(session, ids, SCORE_FROM):
         points.append(point)
         progress(STEP)
-    compared = [p.perplexity for p in points if p.tokens == COMPARED]
+    compared = [p.perplexity for p in points if p.tokens == COMPARE_UP_TO]
     return Curve(
         name=name,
         policy=session.policy,
@@ -93,8 +93,8 @@ def _curve(
 
 
 def _point(point: PerplexityPoint) -> Point:
-    known = round(point.perplexity, 4) if point.scored else None
-    return Point(point.tokens, known, point.kv_cells, point.kv_bytes)
+    perplexity = round(point.perplexity, 4) if point.scored else None
+    return Point(point.tokens, perplexity, point.kv_cells, point.kv_bytes)
 
 
 def _refusal(session: Session, next_tokens: list[int]) -> str | None:
@@ -108,8 +108,10 @@ def _refusal(session: Session, next_tokens: list[int]) -> str | None:
 
 
 def table(curves: list[dict[str, Any]]) -> str:
-    """The result for reading."""
-    lines = [f"{'memory':<28}{f'perplexity of {FIRST}-{COMPARED - 1}':>26}{'to the end':>12}"]
+    """Return the result as text."""
+    lines = [
+        f"{'memory':<28}{f'perplexity of {SCORE_FROM}-{COMPARE_UP_TO - 1}':>26}{'to the end':>12}"
+    ]
     for curve in curves:
         compared = "-" if curve["compared"] is None else f"{curve['compared']:.2f}"
         lines.append(f"{curve['name']:<28}{compared:>26}{curve['perplexity']:>12.2f}")
@@ -117,7 +119,7 @@ def table(curves: list[dict[str, Any]]) -> str:
 
 
 def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: DtypeName) -> dict[str, Any]:
-    settings = {"model": model, "dtype": dtype, "first": FIRST, "compared_end": COMPARED}
+    settings = {"model": model, "dtype": dtype, "first": SCORE_FROM, "compared_end": COMPARE_UP_TO}
     return {
         "machine": dataclasses.asdict(machine),
         "settings": settings,
@@ -126,8 +128,12 @@ def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: DtypeName
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--tokens", default=20_000, type=click.IntRange(FIRST + 1), help="Tokens to read.")
-@click.option("--max-kv-size", default=512, type=click.IntRange(5), help="Cells of the windows.")
+@click.option(
+    "--tokens", default=20_000, type=click.IntRange(SCORE_FROM + 1), help="Tokens to evaluate."
+)
+@click.option(
+    "--max-kv-size", default=512, type=click.IntRange(5), help="Budget of both windows, in cells."
+)
 @model_option
 @dtype_option
 @click.option(
@@ -135,32 +141,32 @@ def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: DtypeName
     metavar="FILE.json",
     type=click.Path(path_type=Path),
     default=Path("docs/results/perplexity-and-memory.json"),
-    help="Where the result goes.",
+    help="Write the result to this file.",
 )
 @click.option(
     "--plot",
     metavar="FILE.png",
     type=click.Path(path_type=Path),
     default=Path("docs/perplexity-and-memory.png"),
-    help="Where the picture goes.",
+    help="Write the plot to this file.",
 )
-@click.option("--redraw", is_flag=True, help="Draw what --out already holds; measure nothing.")
+@click.option("--redraw", is_flag=True, help="Plot the existing --out; measure nothing.")
 def picture(
     tokens: int, max_kv_size: int, name: str, dtype: DtypeName, out: Path, plot: Path, redraw: bool
 ) -> None:
-    """Measure and draw perplexity and memory of three memories."""
+    """Measure and plot perplexity and memory of three policies."""
     check_plottable(plot)
     check_outputs(out, plot)
     if not redraw:
         model = load_model(name, dtype=dtype, progress=True)
         ids = model.text.encode(manual_text())[:tokens]
         machine = describe_machine()
-        with bar(2 * len(ids) + min(len(ids), model.spec.max_positions), "reading") as shown:
-            curves = list(measure_curves(model, ids, max_kv_size, shown))
+        with bar(2 * len(ids) + min(len(ids), model.spec.max_positions), "evaluating") as progress:
+            curves = list(measure_curves(model, ids, max_kv_size, progress))
         write_json(out, _as_json(curves, machine, name, dtype))
-    found = json.loads(out.read_text(encoding="utf-8"))["curves"]
-    click.echo(table(found))
-    write_atomic(plot, draw_picture(found, plot.suffix))
+    saved_curves = json.loads(out.read_text(encoding="utf-8"))["curves"]
+    click.echo(table(saved_curves))
+    write_atomic(plot, draw_picture(saved_curves, plot.suffix))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How the README's picture looks."""
+"""Drawing of the README's plot."""
 
 import io
 from typing import Any
@@ -10,9 +10,9 @@ STYLES = ("-", "--", "-")
 
 
 def draw_picture(curves: list[dict[str, Any]], suffix: str) -> bytes:
-    """The picture as a file's content: perplexity on the left, memory on the right.
+    """Return the plot as the content of an image file: perplexity left, memory right.
 
-    curves: full attention, the window alone and the window with sinks, as `picture` writes them.
+    curves: full attention, the window alone and the window with sinks, as saved by `picture`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

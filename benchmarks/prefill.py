@@ -1,8 +1,8 @@
-"""What evaluating a prompt in steps costs and saves, against evaluating it whole.
+"""Prefill in steps against prefill of the whole prompt at once: speed and peak memory.
 
-In steps it is read twice: with all cells held, and on a budget, which only steps can keep to. Each
-measurement has a process of its own. The ways take turns, so that a drifting machine meets them
-alike; medians are reported beside the least and the most.
+Steps are measured with all cells held and within a budget, which needs steps. Each measurement runs
+in a new process. The ways alternate, so that a machine that drifts affects all alike; medians are
+reported with minimum and maximum.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from benchmarks.command import (
     out_option,
 )
 from benchmarks.machine import describe_machine
-from benchmarks.one_prefill import Prefill, Way, measure_apart
+from benchmarks.one_prefill import Prefill, Way, measure_in_new_process
 from benchmarks.progress import bar
 from kvkeep.models.hub.source import resolve
 from kvkeep.storage.files.atomic import write_json
@@ -43,7 +43,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """One way of prefill over its rounds."""
+    """Summary of one way of prefill over all rounds."""
 
     prefill_step: int
     budget: int | None
@@ -52,39 +52,39 @@ class Summary:
     peak_bytes: Spread
 
 
-def ways(tokens: int, prefill_step: int, budget: int) -> tuple[Way, ...]:
-    """Those that are compared; the whole prompt at once comes last."""
+def ways_to_compare(tokens: int, prefill_step: int, budget: int) -> tuple[Way, ...]:
+    """Return the compared ways; the whole prompt at once comes last."""
     return Way(prefill_step), Way(prefill_step, budget), Way(tokens)
 
 
-def summarise(found: list[Prefill], way: Way) -> Summary:
-    mine = [each for each in found if Way(each.prefill_step, each.budget) == way]
+def summarise(measured: list[Prefill], way: Way) -> Summary:
+    rounds = [reading for reading in measured if Way(reading.prefill_step, reading.budget) == way]
     return Summary(
         way.prefill_step,
         way.budget,
-        len(mine),
-        Spread.of([each.tokens_per_s for each in mine]),
-        Spread.of([each.peak_bytes for each in mine]),
+        len(rounds),
+        Spread.of([reading.tokens_per_s for reading in rounds]),
+        Spread.of([reading.peak_bytes for reading in rounds]),
     )
 
 
 def measurements(
     name: str, dtype: DtypeName, tokens: int, compared: Sequence[Way], rounds: int
 ) -> Iterator[Prefill]:
-    """Each way once a round, each in a fresh process; who goes first changes."""
+    """Measure each way once per round, in new processes; the order alternates."""
     for index in range(rounds):
         for way in compared if index % 2 == 0 else reversed(compared):
-            yield measure_apart(name, dtype, tokens, way)
+            yield measure_in_new_process(name, dtype, tokens, way)
 
 
 def table(summaries: list[Summary]) -> str:
     lines = [
         f"{'prefill step':>12}  {'budget':>6}  {'tokens/s':>24}  {'peak above weights, MB':>30}"
     ]
-    for each in summaries:
-        speed, peak = each.tokens_per_s, each.peak_bytes
+    for summary in summaries:
+        speed, peak = summary.tokens_per_s, summary.peak_bytes
         lines.append(
-            f"{each.prefill_step:>12,}  {f'{each.budget:,}' if each.budget else '-':>6}  "
+            f"{summary.prefill_step:>12,}  {f'{summary.budget:,}' if summary.budget else '-':>6}  "
             f"{f'{speed.median:,.0f} ({speed.least:,.0f} to {speed.most:,.0f})':>24}  "
             f"{_megabytes(peak):>30}"
         )
@@ -98,11 +98,11 @@ def _megabytes(peak: Spread) -> str:
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.option("--tokens", default=4232, type=click.IntRange(2), help="Length of the prompt.")
-@click.option("--prefill-step", default=512, type=click.IntRange(1), help="Tokens at once.")
+@click.option("--prefill-step", default=512, type=click.IntRange(1), help="Tokens per step.")
 @click.option(
-    "--max-kv-size", "budget", default=1024, type=click.IntRange(5), help="Of the budget."
+    "--max-kv-size", "budget", default=1024, type=click.IntRange(5), help="Budget in cells."
 )
-@click.option("--rounds", default=5, type=click.IntRange(1), help="Measurements of each way.")
+@click.option("--rounds", default=5, type=click.IntRange(1), help="Repeats of each way.")
 @model_option
 @dtype_option
 @out_option
@@ -120,23 +120,23 @@ def prefill(
         raise click.UsageError(f"--prefill-step must be below --tokens; found {prefill_step}")
     check_outputs(out)
     resolve(name, progress=True)  # fetched and converted before anything is measured
-    machine, found, interrupted = describe_machine(), list[Prefill](), False
-    compared = ways(tokens, prefill_step, budget)
+    machine, measured, interrupted = describe_machine(), list[Prefill](), False
+    compared = ways_to_compare(tokens, prefill_step, budget)
     try:
-        with bar(len(compared) * rounds * tokens, "prefill") as shown:
-            for each in measurements(name, dtype, tokens, compared, rounds):
-                found.append(each)
-                shown(tokens)
+        with bar(len(compared) * rounds * tokens, "prefill") as progress:
+            for reading in measurements(name, dtype, tokens, compared, rounds):
+                measured.append(reading)
+                progress(tokens)
     except KeyboardInterrupt:
         interrupted = True
-    if len(found) >= len(compared):
-        summaries = [summarise(found, way) for way in compared]
+    if len(measured) >= len(compared):
+        summaries = [summarise(measured, way) for way in compared]
         click.echo(table(summaries))
         result = {
             "machine": dataclasses.asdict(machine),
             "settings": {"model": name, "dtype": dtype, "tokens": tokens},
-            "summaries": [dataclasses.asdict(each) for each in summaries],
-            "measurements": [dataclasses.asdict(each) for each in found],
+            "summaries": [dataclasses.asdict(reading) for reading in summaries],
+            "measurements": [dataclasses.asdict(reading) for reading in measured],
         }
         write_json(out, result)
     if interrupted:

@@ -1,10 +1,10 @@
-"""One matrix by itself: how fast its packed weights are read for few rows, in each format.
+"""Speed of single matrix products with few rows, by format of the packed weights.
 
     python -m benchmarks.products --rows 1 --rows 4
     KVKEEP_ISA=avx2 KVKEEP_KERNELS=/tmp/before/kvkeep/compiled python -m benchmarks.products
 
-The second measures kernels of another build, which must be of the same interface. Several copies
-of a matrix are read in turn, so that only a large cache holds them.
+The second command measures kernels of another build with the same C interface. Several copies of a
+matrix are read in turn, so that they do not stay in the processor's caches.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import from_gguf, pack
 from kvkeep.storage.files.atomic import write_json
 
-SHAPE = (8192, 2048)  # the widest of Llama 3.2 1B
-COPIES, ROUNDS = 6, 15
+SHAPE = (8192, 2048)  # the largest matrix of Llama 3.2 1B
+MATRIX_COPIES, ROUNDS = 6, 15
 
 
 @dataclass(frozen=True)
 class Speed:
-    """seconds: of one product, the median. gigabytes: of weights, read in one second."""
+    """seconds: median of one product. gigabytes: weights read per second."""
 
     format: str
     rows: int
@@ -48,38 +48,38 @@ class Speed:
 @click.option("--rows", "counts", multiple=True, default=(1, 4), type=click.IntRange(1, 16))
 @out_option
 def main(formats: Sequence[str], counts: Sequence[int], out: Path | None) -> None:
-    """Measure products of FORMATS, all that there are if none is named."""
+    """Measure products of FORMATS (default: all)."""
     check_outputs(out)
     if unknown := set(formats) - FORMATS.keys():
         raise click.UsageError(f"{min(unknown)} is no format; there are {', '.join(FORMATS)}")
     if library() is None:
         raise click.UsageError(f"there are no kernels here: they {selected_set().torch_reason}")
     print(f"{selected_set().name}, {torch.get_num_threads()} threads")
-    found = [speed for name in formats or FORMATS for speed in measure(name, counts)]
+    speeds = [speed for name in formats or FORMATS for speed in measure(name, counts)]
     if out:
-        about = {"machine": dataclasses.asdict(describe_machine()), "kernels": selected_set().name}
-        write_json(out, about | {"speeds": [dataclasses.asdict(each) for each in found]})
+        header = {"machine": dataclasses.asdict(describe_machine()), "kernels": selected_set().name}
+        write_json(out, header | {"speeds": [dataclasses.asdict(each) for each in speeds]})
 
 
 def measure(name: str, counts: Sequence[int]) -> list[Speed]:
     blocks = random_blocks(np.random.default_rng(0), name, *SHAPE)
     matrix = pack(from_gguf(FORMATS[name], torch.from_numpy(blocks)))
-    kept = [dataclasses.replace(matrix, data=matrix.data.clone()) for _ in range(COPIES)]
-    copies = [matrix_operand(name, each, SHAPE, None, rounded=False) for each in kept]
-    found = list[Speed]()
+    matrices = [dataclasses.replace(matrix, data=matrix.data.clone()) for _ in range(MATRIX_COPIES)]
+    copies = [matrix_operand(name, copy, SHAPE, None, rounded=False) for copy in matrices]
+    speeds = list[Speed]()
     for count in counts:
         seconds = _seconds(copies, count)
         speed = Speed(name, count, rounded(seconds), rounded(matrix.nbytes / seconds / 1e9))
         print(f"{name:<8}{count:>3} rows{seconds * 1e6:>9.0f} us{speed.gigabytes:>8.1f} GB/s")
-        found.append(speed)
-    return found
+        speeds.append(speed)
+    return speeds
 
 
 def _seconds(copies: Sequence[CMatrix], count: int) -> float:
     kernels = library()
     assert kernels is not None
     x, out = torch.randn(count, SHAPE[1]).bfloat16(), torch.empty(count, SHAPE[0])
-    read = list[float]()
+    times = list[float]()
     for _ in range(ROUNDS):
         start = perf_counter()
         for copy in copies:
@@ -87,8 +87,8 @@ def _seconds(copies: Sequence[CMatrix], count: int) -> float:
                 copy, x.data_ptr(), count, out.data_ptr(), torch.get_num_threads()
             )
             require_done(status)
-        read.append((perf_counter() - start) / len(copies))
-    return median(read)
+        times.append((perf_counter() - start) / len(copies))
+    return median(times)
 
 
 if __name__ == "__main__":

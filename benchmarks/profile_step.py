@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes."""
+"""Profile of decode steps, by phase of the kernels or by torch operator."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _WARM, _OPERATORS = 5, 8
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a step. bytes: of weights or of cells that it must read; None where few."""
+    """A part of a step. bytes: of weights or cells that it reads; None if negligible."""
 
     name: str
     seconds: float
@@ -28,7 +28,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Profile:
-    """One step after `context` tokens. seconds: mean of a token. shares: parts of it, means too."""
+    """A step after `context` tokens. seconds: mean per token. shares: means of its parts."""
 
     context: int
     seconds: float
@@ -36,37 +36,37 @@ class Profile:
 
 
 def profile_step(
-    model: Model, prompt: Sequence[int], context: int, tokens: int, done: Callable[[int], None]
+    model: Model, prompt: Sequence[int], context: int, tokens: int, progress: Callable[[int], None]
 ) -> Profile:
-    """Decodes `tokens` after the first `context` of the prompt. done: told of each token."""
+    """Decode `tokens` after the first `context` of the prompt; calls `progress(1)` for each."""
     session = model.session(policy="full")
     session.feed(prompt[:context])
     for _ in range(_WARM):
         session.next_token()
     executor = model.decoder.executor
     if isinstance(executor, CompiledExecutor):
-        return Profile(context, *_by_phases(session, executor, tokens, done))
-    return Profile(context, *_by_torch(session, tokens, done))
+        return Profile(context, *_by_phases(session, executor, tokens, progress))
+    return Profile(context, *_by_torch(session, tokens, progress))
 
 
-def _timed(session: Session, tokens: int, done: Callable[[int], None]) -> float:
+def _mean_token_seconds(session: Session, tokens: int, progress: Callable[[int], None]) -> float:
     seconds = []
     for _ in range(tokens):
-        begun = perf_counter()
+        start = perf_counter()
         session.next_token()
-        seconds.append(perf_counter() - begun)
-        done(1)
+        seconds.append(perf_counter() - start)
+        progress(1)
     return mean(seconds)
 
 
 def _by_phases(
-    session: Session, compiled: CompiledExecutor, tokens: int, done: Callable[[int], None]
+    session: Session, compiled: CompiledExecutor, tokens: int, progress: Callable[[int], None]
 ) -> tuple[float, tuple[Share, ...]]:
-    """The kernels count their own phases; the head is timed by itself."""
+    """Read the phase timers of the kernels; time the head separately."""
     counted = (ctypes.c_double * len(PHASES))()
     compiled.seconds = counted
     try:
-        total = _timed(session, tokens, done)
+        total = _mean_token_seconds(session, tokens, progress)
     finally:
         compiled.seconds = None
     head = _head_seconds(session, compiled, tokens)
@@ -84,14 +84,14 @@ def _head_seconds(session: Session, compiled: CompiledExecutor, tokens: int) -> 
     hidden, seconds = session.core.memory.hidden, []
     assert hidden is not None
     for _ in range(tokens):
-        begun = perf_counter()
+        start = perf_counter()
         compiled.logits(hidden)
-        seconds.append(perf_counter() - begun)
+        seconds.append(perf_counter() - start)
     return mean(seconds)
 
 
 def _bytes_read(session: Session, compiled: CompiledExecutor) -> dict[str, int]:
-    """By phase, what must come from memory for one token."""
+    """Return the bytes read from memory per token, by phase."""
     roles = {"q_proj": "projections", "k_proj": "projections", "v_proj": "projections"}
     roles |= {"o_proj": "output", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
     roles |= {"lm_head": "head", "gate": "mlp", "shared_expert_gate": "mlp"}
@@ -103,11 +103,11 @@ def _bytes_read(session: Session, compiled: CompiledExecutor) -> dict[str, int]:
 
 
 def _by_torch(
-    session: Session, tokens: int, done: Callable[[int], None]
+    session: Session, tokens: int, progress: Callable[[int], None]
 ) -> tuple[float, tuple[Share, ...]]:
-    """Without the kernels, the operators that take most."""
-    total = _timed(session, tokens, done)
-    # Held, so that this thread computes: the profiler sees no other one.
+    """Return the slowest torch operators, for models without compiled kernels."""
+    total = _mean_token_seconds(session, tokens, progress)
+    # The profiler sees only this thread: make it the compute worker.
     with computing(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(tokens):
             session.next_token()
@@ -119,7 +119,7 @@ def _by_torch(
 
 
 def table(profiles: Sequence[Profile]) -> str:
-    """For reading: microseconds, share of the token, and gigabytes per second where it reads."""
+    """Return the profiles as text: microseconds, share of the token, and GB/s of reads."""
     blocks = []
     for profile in profiles:
         lines = [

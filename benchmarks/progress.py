@@ -1,4 +1,4 @@
-"""A bar on standard error, where that is a terminal."""
+"""Progress bar on standard error, if that is a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 @contextmanager
 def bar(total: int, what: str, unit: str = " tokens") -> Iterator[Callable[[int], None]]:
-    """Hands out what is to be called with each number of units done."""
+    """Show a progress bar; yields the function that advances it by a number of units."""
     shown: tqdm[Never]
     with tqdm(total=total, desc=what, unit=unit, leave=False, disable=None) as shown:
 

@@ -1,10 +1,10 @@
-"""GGUF files of models that are as large as known ones and know nothing: to measure speed by.
+"""GGUF files with random weights in the shapes of known models, to measure speed.
 
     python -m benchmarks.random_gguf llama-1b Q4_K_M /tmp/llama-1b.gguf
 
-Every matrix has blocks of random bytes in the formats that llama.cpp's quantiser mixes, with scales
-of a size that keeps activations finite. What they compute means nothing; what it costs does not
-depend on that. The vocabulary is made up: the bytes, and what pairs of tokens make.
+Every matrix has blocks of random bytes in the mix of formats that llama.cpp's quantiser chooses,
+with scales that keep activations finite. The vocabulary is synthetic: the bytes, and merges of
+pairs.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Shape:
-    """As of the model that is named; `inner` of the MLP, or of each expert.
+    """Sizes of a model. inner: width of the MLP, or of each expert.
 
-    experts, used: of a mixture, and how many a token goes through; 0 for none. window: of local
-    layers; 0 for none.
+    experts, used: number of experts, and of those used per token; 0: no mixture. window: of local
+    layers; 0: none.
     """
 
     hidden: int
@@ -52,8 +52,8 @@ SHAPES = {
     "tiny": Shape(256, 512, 4, 4, 2, 64, 600, True),
 }
 KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16")
-_HALVES = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-_AT_ONCE = 1 << 24  # weights
+_SCALE_OFFSETS = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_WEIGHTS_AT_ONCE = 1 << 24  # weights
 
 
 @click.command()
@@ -67,7 +67,7 @@ def main(shape: str, kind: str, path: Path) -> None:
 
 
 def write(path: Path, shape: Shape, kind: str) -> None:
-    """The whole file is in memory before it is written."""
+    """Write a file; it is held in memory as a whole."""
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_block_count(shape.layers)
@@ -90,12 +90,12 @@ def write(path: Path, shape: Shape, kind: str) -> None:
     writer.add_vocab_size(shape.vocabulary)
     _add_vocabulary(writer, shape.vocabulary)
     random = np.random.default_rng(0)
-    named = _matrices(shape)
-    for name, (*experts, rows, columns) in tqdm(named.items(), "drawing weights", disable=None):
-        form = _format(name, kind, shape.layers)
-        stored = random_blocks(random, form, prod(experts) * rows, columns)
-        stored = stored.reshape(*experts, rows, -1)
-        writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType[form])
+    matrices = _matrices(shape)
+    for name, (*experts, rows, columns) in tqdm(matrices.items(), "drawing weights", disable=None):
+        format_name = _format(name, kind, shape.layers)
+        blocks = random_blocks(random, format_name, prod(experts) * rows, columns)
+        blocks = blocks.reshape(*experts, rows, -1)
+        writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[format_name])
     for name, width in _norms(shape).items():
         writer.add_tensor(name, np.ones(width, dtype=np.float32))
     writer.write_header_to_file()
@@ -107,47 +107,49 @@ def write(path: Path, shape: Shape, kind: str) -> None:
 def _matrices(shape: Shape) -> dict[str, tuple[int, ...]]:
     hidden, inner = shape.hidden, shape.inner
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    many = (shape.experts,) if shape.experts else ()
-    end = "_exps" if many else ""
-    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocabulary, hidden)}
+    expert_dimension = (shape.experts,) if shape.experts else ()
+    suffix = "_exps" if expert_dimension else ""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):
-        found |= {
+        shapes |= {
             f"blk.{layer}.{name}.weight": size
             for name, size in {
                 "attn_q": (queries, hidden),
                 "attn_k": (keys, hidden),
                 "attn_v": (keys, hidden),
                 "attn_output": (hidden, queries),
-                **({"ffn_gate_inp": (*many, hidden)} if many else {}),
-                f"ffn_gate{end}": (*many, inner, hidden),
-                f"ffn_up{end}": (*many, inner, hidden),
-                f"ffn_down{end}": (*many, hidden, inner),
+                **({"ffn_gate_inp": (*expert_dimension, hidden)} if expert_dimension else {}),
+                f"ffn_gate{suffix}": (*expert_dimension, inner, hidden),
+                f"ffn_up{suffix}": (*expert_dimension, inner, hidden),
+                f"ffn_down{suffix}": (*expert_dimension, hidden, inner),
             }.items()
         }
-    return found if shape.tied else found | {"output.weight": (shape.vocabulary, hidden)}
+    return shapes if shape.tied else shapes | {"output.weight": (shape.vocabulary, hidden)}
 
 
 def _norms(shape: Shape) -> dict[str, int]:
-    """The width of each."""
+    """Return the width of each norm."""
     widths = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
     if shape.architecture == "gemma3":
         widths |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
     if shape.architecture in ("qwen3moe", "gemma3"):
         widths |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
-    each = {f"blk.{i}.{name}.weight": n for i in range(shape.layers) for name, n in widths.items()}
-    return {**each, "output_norm.weight": shape.hidden}
+    layer_norms = {
+        f"blk.{i}.{name}.weight": n for i in range(shape.layers) for name, n in widths.items()
+    }
+    return {**layer_norms, "output_norm.weight": shape.hidden}
 
 
 def _format(name: str, kind: str, layers: int) -> str:
-    """What llama.cpp's quantiser holds a matrix in, of a file that is called by `kind`."""
+    """Return the format that llama.cpp's quantiser gives a matrix in a file of type `kind`."""
     if "ffn_gate_inp" in name:
         return "F32"
     if name == "output.weight" or (name == "token_embd.weight" and kind.startswith("Q")):
         return "Q8_0" if kind == "Q8_0" else "Q6_K"
-    base, _, more = kind.partition("_K_")
-    if not more:
+    base, _, mix = kind.partition("_K_")
+    if not mix:
         return kind
-    if more == "M" and name.startswith("blk.") and ("attn_v" in name or "ffn_down" in name):
+    if mix == "M" and name.startswith("blk.") and ("attn_v" in name or "ffn_down" in name):
         layer, eighth = int(name.split(".")[1]), layers // 8
         if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2:
             return "Q6_K"
@@ -155,38 +157,40 @@ def _format(name: str, kind: str, layers: int) -> str:
 
 
 def random_blocks(
-    random: np.random.Generator, form: str, rows: int, columns: int
+    random: np.random.Generator, format_name: str, rows: int, columns: int
 ) -> NDArray[np.uint8]:
-    """`[rows, bytes]`, of weights about as large as a trained matrix of so many columns has."""
+    """Return random blocks `[rows, bytes]`; weights have the scale of a trained matrix."""
     size = columns**-0.5
-    if form in ("F16", "BF16", "F32"):
-        drawn = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(size)
-        return np.asarray(gguf.quantize(drawn, GGMLQuantizationType[form]))
-    span, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[form]]
-    if columns % span:
-        raise click.UsageError(f"rows of {columns} are no whole blocks of {form}; take Q8_0")
-    blocks = random.integers(0, 256, (rows, columns // span, nbytes), dtype=np.uint8)
-    largest = {"Q8_0": 127, "Q6_K": 32 * 127}.get(form, 8 if span == 32 else 8 * 32)
-    for at in _HALVES.get(form, (0,)):
+    if format_name in ("F16", "BF16", "F32"):
+        values = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(size)
+        return np.asarray(gguf.quantize(values, GGMLQuantizationType[format_name]))
+    block_size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[format_name]]
+    if columns % block_size:
+        raise click.UsageError(
+            f"rows of {columns} are not a multiple of the block size of {format_name}; take Q8_0"
+        )
+    blocks = random.integers(0, 256, (rows, columns // block_size, nbytes), dtype=np.uint8)
+    largest = {"Q8_0": 127, "Q6_K": 32 * 127}.get(format_name, 8 if block_size == 32 else 8 * 32)
+    for offset in _SCALE_OFFSETS.get(format_name, (0,)):
         scale = np.array([size / largest], dtype=np.float16)
-        blocks[..., at : at + 2] = scale.view(np.uint8)
+        blocks[..., offset : offset + 2] = scale.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, count: int) -> None:
-    """The 256 bytes, what pairs of earlier tokens make, and two control tokens at the end."""
+    """Add a vocabulary of the 256 bytes, merges of earlier tokens, and two control tokens."""
     tokens, merges = sorted(ByteLevel.alphabet()), list[str]()
     known = set(tokens)
-    for index in range(count):  # of pairs, in an order that needs no memory of them
+    for index in range(count):  # pairs in diagonal order
         if len(tokens) == count - 2:
             break
         for left in range(index + 1):
-            made = tokens[left] + tokens[index - left]
-            if made in known or len(tokens) == count - 2:
+            merged = tokens[left] + tokens[index - left]
+            if merged in known or len(tokens) == count - 2:
                 continue
             merges.append(f"{tokens[left]} {tokens[index - left]}")
-            tokens.append(made)
-            known.add(made)
+            tokens.append(merged)
+            known.add(merged)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list([*tokens, "<|begin|>", "<|end|>"])

@@ -1,7 +1,7 @@
-"""How wrong keys become that are rotated again at each shift, which is why kvkeep moves none.
+"""Error of keys that are rotated again at each shift, which is why kvkeep never rewrites keys.
 
-Keys of a real text are shifted down by one position, again and again, each time rounded to their
-dtype. They are compared with the same keys rotated once by the whole distance in float32.
+Keys of a real text are shifted by one position many times, rounded to their dtype each time, and
+compared with the same keys rotated once by the whole distance in float32.
 """
 
 import click
@@ -18,26 +18,26 @@ SHIFTS = (1, 10, 100, 1000)
 
 
 def rotation_error(keys: Tensor, rope: Rope, shifts: int) -> float:
-    """keys: `[cells, heads, head_dim]`. Relative, in the Euclidean norm over all keys."""
-    one = rope.at([-1])
+    """Return the relative error in the Euclidean norm. keys: `[cells, heads, head_dim]`."""
+    one_position = rope.at([-1])
     shifted = keys
     for _ in range(shifts):
-        shifted = rotate(shifted, one)
+        shifted = rotate(shifted, one_position)
     exact = rotate(keys.float(), rope.at([-shifts]))
     return float((shifted.float() - exact).norm() / exact.norm())
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--cells", default=512, type=click.IntRange(1), help="Keys of each layer and head.")
+@click.option("--cells", default=512, type=click.IntRange(1), help="Keys per layer and head.")
 @click.option("--model", "name", default=DEFAULT_MODEL, help="As for `kvkeep generate`.")
 def rerotation(cells: int, name: str) -> None:
     """Print the error of bfloat16 keys after 1, 10, 100 and 1000 shifts by one position."""
     model = load_model(name, progress=True)
     session = model.session(policy="full")
     session.feed(model.text.encode(manual_text())[:cells])
-    held = session.cache.segments[-1].read(0, session.cache.cells).keys
+    cells_read = session.cache.segments[-1].read(0, session.cache.cells).keys
     # Layers and KV heads are all heads of one cell to the rotation.
-    keys = held.flatten(0, 1).transpose(0, 1).to(torch.bfloat16)
+    keys = cells_read.flatten(0, 1).transpose(0, 1).to(torch.bfloat16)
     for shifts in SHIFTS:
         error = rotation_error(keys, session.cache.rope, shifts)
         click.echo(f"{shifts:>5} shifts: {error:.2%}")

@@ -1,10 +1,10 @@
-r"""`kvkeep serve` and another server under the same load, in turn.
+r"""`kvkeep serve` and other servers under the same load, alternately.
 
     python -m benchmarks.serving --peer llama.cpp \
       'llama-server -m {gguf} --port {port} -np {clients} -c {context} -t 2'
 
-Each client has a prompt of its own and is answered in a stream. Then one long prompt comes while
-others are being answered. The other server is asked by the same API, `/v1/completions`.
+Each client sends its own prompt and streams the answer. Then one long prompt arrives while other
+requests are decoding. All servers are used through the same API, `/v1/completions`.
 """
 
 import asyncio
@@ -35,18 +35,19 @@ from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.storage.files.atomic import write_json
 
-PROMPT, WRITTEN, LONG, BESIDE = 512, 128, 4096, 4
-_OURS = "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q"
-_START = 120  # seconds
+PROMPT, ANSWER_TOKENS, LONG_PROMPT, OTHER_CLIENTS = 512, 128, 4096, 4
+_KVKEEP_COMMAND = "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q"
+_START_TIMEOUT = 120  # seconds
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the clients of one server saw, all at once.
+    """Latency and throughput of one server with concurrent clients; times in seconds.
 
-    tokens_per_second: written, together. first_token, gap: seconds, the median; gap_99: the 99th
-    percentile, worst_gap: the longest, between two pieces of one answer. stall: the longest gap of
-    those who are answered while a prompt of 4,096 tokens comes, and long_first: its first token.
+    tokens_per_second: total throughput. first_token: median time to first token. gap, gap_99,
+    worst_gap: median, 99th percentile and maximum time between two pieces of one answer. stall: the
+    longest gap of other requests during the prefill of a prompt of 4,096 tokens; long_first: its
+    time to first token.
     """
 
     server: str
@@ -60,21 +61,21 @@ class Load:
 
 
 @dataclass
-class Times:
-    """When it was asked, and when each piece of the answer came; in seconds."""
+class AnswerTimes:
+    """Times of a request (`begun`) and of the pieces of its answer, in seconds."""
 
     begun: float
     pieces: list[float] = dataclasses.field(default_factory=list)
 
     def gaps(self, first: float = 0.0, last: float = math.inf) -> list[float]:
-        """Between pieces, of those that reach into a time."""
+        """Return the gaps between pieces that overlap the interval `first` to `last`."""
         pairs = zip(self.pieces, self.pieces[1:], strict=False)
         return [b - a for a, b in pairs if b > first and a < last]
 
 
 @contextmanager
-def served(command: str, **values: object) -> Iterator[str]:
-    """A server that answers; its address."""
+def running_server(command: str, **values: object) -> Iterator[str]:
+    """Start a server, wait until it is healthy, and yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [word.format(port=port, **values) for word in shlex.split(command)]
@@ -89,7 +90,7 @@ def served(command: str, **values: object) -> Iterator[str]:
 
 
 def _wait(url: str, process: "subprocess.Popen[bytes]") -> None:
-    for _ in range(_START * 10):
+    for _ in range(_START_TIMEOUT * 10):
         if process.poll() is not None:
             raise KvkeepError(f"the server ended with status {process.returncode}")
         try:
@@ -98,21 +99,21 @@ def _wait(url: str, process: "subprocess.Popen[bytes]") -> None:
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    raise KvkeepError(f"the server did not answer within {_START} seconds")
+    raise KvkeepError(f"the server did not answer within {_START_TIMEOUT} seconds")
 
 
 async def answer(
-    client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, times: Times
+    client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, times: AnswerTimes
 ) -> None:
-    """Fills in `times` as the answer comes."""
-    asked = {
+    """Stream one answer, recording its times."""
+    body = {
         "prompt": list(prompt),
         "max_tokens": tokens,
         "temperature": 0,
         "stream": True,
         "ignore_eos": True,
     }
-    async with client.stream("POST", "/v1/completions", json=asked) as response:
+    async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise KvkeepError(f"status {response.status_code}: {(await response.aread())[:300]!r}")
         async for line in response.aiter_lines():
@@ -125,54 +126,64 @@ def _client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
 
 
-async def together(url: str, prompts: Sequence[Sequence[int]]) -> list[Times]:
-    """All at once."""
+async def answer_all(url: str, prompts: Sequence[Sequence[int]]) -> list[AnswerTimes]:
+    """Send all prompts concurrently; return the times of the answers."""
     async with _client(url) as client:
-        found = [Times(time.perf_counter()) for _ in prompts]
-        each = zip(prompts, found, strict=True)
-        await asyncio.gather(*(answer(client, prompt, WRITTEN, times) for prompt, times in each))
-    return found
+        answers = [AnswerTimes(time.perf_counter()) for _ in prompts]
+        pairs = zip(prompts, answers, strict=True)
+        await asyncio.gather(
+            *(answer(client, prompt, ANSWER_TOKENS, times) for prompt, times in pairs)
+        )
+    return answers
 
 
-async def beside_a_long_one(
+async def answer_during_long_prompt(
     url: str, prompts: Sequence[Sequence[int]], long: Sequence[int]
 ) -> tuple[float, float]:
-    """The longest gap of the others while it is read, and how long its first token took."""
+    """Return the longest gap of other answers during its prefill, and its time to first token."""
     async with _client(url) as client:
-        found = [Times(time.perf_counter()) for _ in prompts]
-        each = zip(prompts, found, strict=True)
+        answers = [AnswerTimes(time.perf_counter()) for _ in prompts]
+        pairs = zip(prompts, answers, strict=True)
         others = [
-            asyncio.create_task(answer(client, prompt, 2000, times)) for prompt, times in each
+            asyncio.create_task(answer(client, prompt, 2000, times)) for prompt, times in pairs
         ]
-        while min(len(times.pieces) for times in found) < 5:
+        while min(len(times.pieces) for times in answers) < 5:
             await asyncio.sleep(0.01)
-        mine = Times(time.perf_counter())
-        await answer(client, long, 4, mine)
+        long_answer = AnswerTimes(time.perf_counter())
+        await answer(client, long, 4, long_answer)
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-    gaps = [gap for times in found for gap in times.gaps(mine.begun, mine.pieces[0])]
-    return max(gaps), mine.pieces[0] - mine.begun
+    gaps = [
+        gap for times in answers for gap in times.gaps(long_answer.begun, long_answer.pieces[0])
+    ]
+    return max(gaps), long_answer.pieces[0] - long_answer.begun
 
 
 def measure(name: str, command: str, model: str, ids: Sequence[int], clients: int) -> Load:
     gguf = own_file(model, progress=True)
-    with served(command, model=model, gguf=gguf, clients=clients, context=clients * 1024) as url:
-        first, own = [ids[-PROMPT:]], ids[100 : 100 + PROMPT * clients]
-        asyncio.run(together(url, first))  # what is prepared once is prepared
-        begun = time.perf_counter()
-        prompts = [own[at * PROMPT : (at + 1) * PROMPT] for at in range(clients)]
-        found = asyncio.run(together(url, prompts))
-        seconds = time.perf_counter() - begun
-    slots = BESIDE + 1
-    with served(command, model=model, gguf=gguf, clients=slots, context=slots * 8192) as url:
-        asyncio.run(together(url, first))
-        long = ids[20_000 : 20_000 + LONG]
-        stall, long_first = asyncio.run(beside_a_long_one(url, prompts[:BESIDE], long))
-    gaps = sorted(gap for times in found for gap in times.gaps())
+    with running_server(
+        command, model=model, gguf=gguf, clients=clients, context=clients * 1024
+    ) as url:
+        warm_up, client_ids = [ids[-PROMPT:]], ids[100 : 100 + PROMPT * clients]
+        asyncio.run(answer_all(url, warm_up))  # a warm-up
+        start = time.perf_counter()
+        prompts = [client_ids[index * PROMPT : (index + 1) * PROMPT] for index in range(clients)]
+        answers = asyncio.run(answer_all(url, prompts))
+        seconds = time.perf_counter() - start
+    slots = OTHER_CLIENTS + 1
+    with running_server(
+        command, model=model, gguf=gguf, clients=slots, context=slots * 8192
+    ) as url:
+        asyncio.run(answer_all(url, warm_up))
+        long = ids[20_000 : 20_000 + LONG_PROMPT]
+        stall, long_first = asyncio.run(
+            answer_during_long_prompt(url, prompts[:OTHER_CLIENTS], long)
+        )
+    gaps = sorted(gap for times in answers for gap in times.gaps())
     numbers = (
-        clients * WRITTEN / seconds,
-        median(times.pieces[0] - times.begun for times in found),
+        clients * ANSWER_TOKENS / seconds,
+        median(times.pieces[0] - times.begun for times in answers),
         median(gaps),
         gaps[int(0.99 * len(gaps))],
         gaps[-1],
@@ -183,16 +194,16 @@ def measure(name: str, command: str, model: str, ids: Sequence[int], clients: in
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--clients", default=16, type=click.IntRange(2), help="At once.")
-@click.option("--rounds", default=3, type=click.IntRange(1), help="Measurements of each server.")
-@click.option("--max-kv-size", default=8192, help="Of kvkeep's sessions.")
+@click.option("--clients", default=16, type=click.IntRange(2), help="Concurrent clients.")
+@click.option("--rounds", default=3, type=click.IntRange(1), help="Repeats of each server.")
+@click.option("--max-kv-size", default=8192, help="Budget of kvkeep's sessions.")
 @click.option(
     "--peer",
     "peers",
     metavar="NAME COMMAND",
     type=(str, str),
     multiple=True,
-    help="Another server, and what starts it; see above. Repeatable.",
+    help="Another server and its start command. Repeatable.",
 )
 @model_option
 @out_option
@@ -204,30 +215,32 @@ def serving(
     name: str,
     out: Path | None,
 ) -> None:
-    """Print what clients see of `kvkeep serve`, and of other servers, under one load."""
+    """Compare latency and throughput of `kvkeep serve` and other servers."""
     check_outputs(out)
     ids = TextCodec.open(resolve(name, progress=True)).encode(manual_text())
-    commands = {"kvkeep": f"{shlex.quote(sys.executable)} {_OURS} --max-kv-size {max_kv_size}"}
+    commands = {
+        "kvkeep": f"{shlex.quote(sys.executable)} {_KVKEEP_COMMAND} --max-kv-size {max_kv_size}"
+    }
     commands |= dict(peers)
-    found = []
+    loads = []
     click.echo(
         f"{'':18s}{'tokens/s':>10s}{'first token':>13s}{'gap':>10s}{'99%':>10s}{'worst':>10s}"
         f"{'stall':>10s}{'long first':>12s}"
     )
     for _ in range(rounds):
         for server, command in commands.items():
-            each = measure(server, command, name, ids, clients)
-            found.append(each)
+            load = measure(server, command, name, ids, clients)
+            loads.append(load)
             click.echo(
-                f"{server:18s}{each.tokens_per_second:10.1f}{each.first_token:11.2f} s"
-                f"{1000 * each.gap:7.0f} ms{1000 * each.gap_99:7.0f} ms"
-                f"{1000 * each.worst_gap:7.0f} ms{1000 * each.stall:7.0f} ms"
-                f"{each.long_first:10.2f} s"
+                f"{server:18s}{load.tokens_per_second:10.1f}{load.first_token:11.2f} s"
+                f"{1000 * load.gap:7.0f} ms{1000 * load.gap_99:7.0f} ms"
+                f"{1000 * load.worst_gap:7.0f} ms{1000 * load.stall:7.0f} ms"
+                f"{load.long_first:10.2f} s"
             )
     result = {
         "machine": dataclasses.asdict(describe_machine()),
-        "settings": {"model": name, "clients": clients, "prompt": PROMPT, "written": WRITTEN},
-        "loads": [dataclasses.asdict(each) for each in found],
+        "settings": {"model": name, "clients": clients, "prompt": PROMPT, "written": ANSWER_TOKENS},
+        "loads": [dataclasses.asdict(load) for load in loads],
     }
     write_json(out, result)
 

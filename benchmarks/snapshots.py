@@ -1,8 +1,8 @@
-"""What a snapshot costs and saves, beside evaluating the prompt again and beside others' files.
+"""Time and size of snapshots, against evaluating the prompt again and against other formats.
 
-A prompt is evaluated once. Then each repetition saves and loads it in every way in turn, so that a
-drifting machine meets all alike; medians are reported. Files that were just written are read from
-the system's cache, not from the disk.
+A prompt is evaluated once. Each repeat then saves and loads it in every way in turn, so that a
+machine that drifts affects all alike; medians are reported. Files just written are read from the
+page cache, not from the disk.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from benchmarks.snapshots_run import (
     Prefill,
     Progress,
     Way,
+    available_peers,
     measure_drift,
-    peers,
 )
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
@@ -33,12 +33,12 @@ from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import DtypeName
 
-PARTS = ("save", "load", "next_token")
+OPERATIONS = ("save", "load", "next_token")
 
 
 @dataclass(frozen=True)
 class Result:
-    """ways: with all their timings. skipped: peers that are not there, and why."""
+    """All timings. skipped: peers that are not installed, and why."""
 
     tokens: int
     repeats: int
@@ -54,34 +54,36 @@ def measure_snapshots(
     repeats: int,
     folder: Path,
     gguf: Path | None,
-    done: Progress,
+    progress: Progress,
 ) -> Result:
-    """ids: the prompt. following: the tokens over which drift is measured."""
+    """Measure all ways. ids: the prompt. following: tokens over which drift is measured."""
     session = model.session(policy="full")
-    session.feed(ids, progress=done)
-    plain, *others = (Kvkeep(model, session, folder, c) for c in ("none", "zstd", "int8"))
-    theirs, skipped = peers(session, ids, folder, gguf)
-    plain.once()  # the fingerprint is made once for each process, and there is a file to copy
-    plain.way.seconds.clear()
+    session.feed(ids, progress=progress)
+    uncompressed, *others = (Kvkeep(model, session, folder, c) for c in ("none", "zstd", "int8"))
+    peers, skipped = available_peers(session, ids, folder, gguf)
+    uncompressed.once()  # warm-up: computes the fingerprint, and writes the file that Copy reads
+    uncompressed.way.seconds.clear()
     copy = Copy(folder / "kvkeep-none.kvkeep")
-    measured = [plain, *others, copy, *theirs, Prefill(model, ids)]
+    measured = [uncompressed, *others, copy, *peers, Prefill(model, ids)]
     for _ in range(repeats):
-        for each in measured:
-            each.once()
-        done(len(ids))
+        for contender in measured:
+            contender.once()
+        progress(len(ids))
     restored = model.restore(Snapshot.load(folder / "kvkeep-int8.kvkeep"))
-    drift = measure_drift(session, restored, following, done)
-    return Result(len(ids), repeats, [each.way for each in measured], drift, skipped)
+    drift = measure_drift(session, restored, following, progress)
+    return Result(len(ids), repeats, [contender.way for contender in measured], drift, skipped)
 
 
 def table(result: Result) -> str:
-    """Medians, in milliseconds."""
+    """Return the result as text: medians in milliseconds."""
     heads = ("save, ms", "load, ms", "next, ms")
     lines = [f"{'':<34}{'MB':>8}" + "".join(f"{head:>11}" for head in heads)]
     for way in result.ways:
         size = "-" if way.bytes is None else f"{way.bytes / 1e6:.1f}"
-        times = [f"{median(way.seconds[p]) * 1e3:.1f}" if p in way.seconds else "-" for p in PARTS]
-        lines.append(f"{way.name:<34}{size:>8}" + "".join(f"{each:>11}" for each in times))
+        times = [
+            f"{median(way.seconds[p]) * 1e3:.1f}" if p in way.seconds else "-" for p in OPERATIONS
+        ]
+        lines.append(f"{way.name:<34}{size:>8}" + "".join(f"{time:>11}" for time in times))
     drift = result.int8
     lines.append(
         f"int8, the next {drift.tokens} tokens: logits differ by up to {drift.largest:.3f}, "
@@ -92,20 +94,22 @@ def table(result: Result) -> str:
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.option("--tokens", default=4096, type=click.IntRange(1), help="Length of the prompt.")
-@click.option("--following", default=512, type=click.IntRange(1), help="Tokens to measure drift.")
-@click.option("--repeats", default=5, type=click.IntRange(1), help="Measurements of each way.")
+@click.option(
+    "--following", default=512, type=click.IntRange(1), help="Tokens over which drift is measured."
+)
+@click.option("--repeats", default=5, type=click.IntRange(1), help="Repeats of each way.")
 @model_option
 @dtype_option
 @click.option(
     "--gguf",
     metavar="FILE.gguf",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The same model for llama.cpp.",
+    help="The same model, for llama.cpp.",
 )
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Where snapshots are written; the system's place for temporary files by default.",
+    help="Folder for snapshots; a temporary one by default.",
 )
 @out_option
 def snapshots(
@@ -126,9 +130,9 @@ def snapshots(
         raise click.UsageError(f"the text has only {len(ids)} tokens: ask for fewer")
     machine = describe_machine()
     steps = tokens * (1 + repeats) + following
-    with tempfile.TemporaryDirectory(dir=folder) as place, bar(steps, "snapshots") as shown:
+    with tempfile.TemporaryDirectory(dir=folder) as place, bar(steps, "snapshots") as progress:
         result = measure_snapshots(
-            model, ids[:tokens], ids[tokens:], repeats, Path(place), gguf, shown
+            model, ids[:tokens], ids[tokens:], repeats, Path(place), gguf, progress
         )
     click.echo(table(result))
     settings = {"model": name, "dtype": dtype, "policy": "full"}

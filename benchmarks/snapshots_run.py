@@ -1,4 +1,4 @@
-"""One way after another of having a long prompt back, timed; what each repetition does."""
+"""Ways to restore the KV cache of a long prompt, each timed by its `once`."""
 
 import ctypes
 import os
@@ -23,9 +23,9 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Way:
-    """A way to get a prompt's memory back.
+    """Timings of one way.
 
-    bytes: of its file. seconds: of every repetition, by what was timed.
+    bytes: of its file. seconds: of every repeat, by operation ("save", "load", "next_token").
     """
 
     name: str
@@ -33,17 +33,17 @@ class Way:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        begun = time.perf_counter()
+    def timed(self, operation: str) -> Iterator[None]:
+        start = time.perf_counter()
         yield
-        self.seconds.setdefault(what, []).append(time.perf_counter() - begun)
+        self.seconds.setdefault(operation, []).append(time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far a restored session is from the exact one over the next tokens of the text.
+    """Distance of a restored session from the exact one over the next tokens of the text.
 
-    largest: difference of any logit. kl: mean Kullback-Leibler divergence, in nats.
+    largest: maximum difference of a logit. kl: mean Kullback-Leibler divergence, in nats.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class Drift:
 
 
 class Kvkeep:
-    """Our own snapshots. load: to the first logits; next_token: the first one after that."""
+    """kvkeep's snapshots. load: until logits are there; next_token: the first token after that."""
 
     def __init__(self, model: Model, session: Session, folder: Path, codec: Codec):
         self.way = Way(f"kvkeep, {codec}")
@@ -72,7 +72,7 @@ class Kvkeep:
 
 
 class Copy:
-    """What the disk alone takes: a copy of the same bytes, put on disk, and reading it."""
+    """A plain copy of the same file with fsync, and a plain read: the cost of the disk alone."""
 
     def __init__(self, source: Path):
         self.way, self._source = Way("copy and fsync"), source
@@ -89,7 +89,7 @@ class Copy:
 
 
 class Prefill:
-    """Evaluating the prompt again."""
+    """Evaluation of the prompt from the start."""
 
     def __init__(self, model: Model, ids: list[int]):
         self.way, self._model, self._ids = Way("evaluate again"), model, ids
@@ -155,10 +155,12 @@ class LlamaCpp:
         with self.way.timed("save"):
             saved = library.llama_state_save_file(context, name, array, count)
         self.way.bytes = self._path.stat().st_size
-        found = ctypes.c_size_t()
+        restored_count = ctypes.c_size_t()
         with self.way.timed("load"):
-            loaded = library.llama_state_load_file(context, name, array, count, ctypes.byref(found))
-        if not saved or not loaded or found.value != count:
+            loaded = library.llama_state_load_file(
+                context, name, array, count, ctypes.byref(restored_count)
+            )
+        if not saved or not loaded or restored_count.value != count:
             raise RuntimeError("llama.cpp could not save or load its state")
         self._llama.n_tokens = count
         with self.way.timed("next_token"):
@@ -167,7 +169,7 @@ class LlamaCpp:
 
 
 def measure_drift(exact: Session, restored: Session, ids: list[int], done: Progress) -> Drift:
-    """Both sessions read the same tokens one by one."""
+    """Feed both sessions the same tokens one by one, and compare their logits."""
     largest = kl = 0.0
     scores = [0.0, 0.0]
     for token in ids:
@@ -186,20 +188,20 @@ def measure_drift(exact: Session, restored: Session, ids: list[int], done: Progr
     return Drift(count, largest, kl / count, before, after)
 
 
-def peers(
+def available_peers(
     session: Session, ids: list[int], folder: Path, gguf: Path | None
 ) -> tuple[list[Any], list[str]]:
-    """Those that can be measured here, and of the others why not."""
-    found, skipped = list[Any](), list[str]()
+    """Return the installed peers, and the reasons why others are skipped."""
+    peers, skipped = list[Any](), list[str]()
     try:
-        found.append(Transformers(session, folder))
+        peers.append(Transformers(session, folder))
     except (ImportError, PackageNotFoundError) as error:
         skipped.append(f"transformers: {error}")
     try:
         if gguf is None:
             skipped.append("llama.cpp: no --gguf given")
         else:
-            found.append(LlamaCpp(gguf, ids, folder))
+            peers.append(LlamaCpp(gguf, ids, folder))
     except ImportError as error:
         skipped.append(f"llama.cpp: {error}")
-    return found, skipped
+    return peers, skipped

@@ -1,10 +1,10 @@
-r"""Thousands of requests of all kinds under two keys: does memory stay, does anybody's word leak?
+r"""Soak test of `kvkeep serve`: thousands of mixed requests under two API keys.
 
     python -m benchmarks.soak --requests 10000
 
-Chats that go on, streams that are hung up on, forks, edits, responses with branches, and requests
-that are malformed, at random and at once, against a `kvkeep serve` of its own with too little
-memory for all of them. What the process holds is read after each twentieth of the requests.
+Concurrent random clients chat, disconnect from streams, fork, edit, branch responses and send
+malformed requests, to a server with too little memory for all of them. Resident memory must level
+off, and no word of one conversation may appear in another.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ import psutil
 
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.machine import describe_machine
-from benchmarks.serving import served
+from benchmarks.serving import running_server
 from kvkeep.errors import KvkeepError
 from kvkeep.models.hub.source import resolve
 from kvkeep.storage.files.atomic import write_json
 
 KEYS = ("the-first-key-of-two", "the-second-key-of-two")
-_OURS = (
+_SERVER_COMMAND = (
     "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q "
     "--api-key-file {keys} --store {folder} --max-kv-size 512 --memory 200MB"
 )
@@ -47,9 +47,9 @@ _MALFORMED: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Soak:
-    """What came of it. statuses: of all requests. leaks: words of one conversation in another's.
+    """Results. statuses: of all requests. leaks: words of one conversation seen in another.
 
-    resident: bytes that the server's process holds, after each twentieth of the requests.
+    resident: bytes of the server's process, after each twentieth of the requests.
     """
 
     total: int
@@ -64,8 +64,8 @@ class Soak:
         return self.sent >= self.total
 
 
-class Talker:
-    """One conversation after another, each with a word that no other has."""
+class RandomClient:
+    """A client that runs one conversation after another, each with a unique word."""
 
     def __init__(self, soak: Soak, client: httpx.AsyncClient, number: int, server: psutil.Process):
         self.soak, self.client, self.number, self.server = soak, client, number, server
@@ -136,7 +136,7 @@ class Talker:
         self.count(answer.status_code)
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer, where it is one; it is sent again while there is no room."""
+        """Post a request, again after each 429; return the answer, or None if it failed."""
         while True:
             answer = await self.client.post(path, json=body)
             self.count(answer.status_code)
@@ -154,13 +154,13 @@ class Talker:
             click.echo(f"{soak.sent:,} requests, {soak.resident[-1] / 1e6:,.0f} MB", err=True)
 
     def look(self, text: str) -> None:
-        """Whether a word of another conversation is in it."""
+        """Record words of other conversations that occur in a text."""
         self.soak.leaks += [word for word in self.soak.words if word != self.word and word in text]
         while len(self.soak.words) > 500:
             self.soak.words.pop(next(iter(self.soak.words)))
 
 
-async def soaked(url: str, server: psutil.Process, requests: int, clients: int) -> Soak:
+async def run_soak(url: str, server: psutil.Process, requests: int, clients: int) -> Soak:
     soak = Soak(requests)
     settings: dict[str, Any] = {"base_url": url, "timeout": None}
     limits = httpx.Limits(max_connections=None)
@@ -170,7 +170,7 @@ async def soaked(url: str, server: psutil.Process, requests: int, clients: int) 
         httpx.AsyncClient(headers=heads[1], limits=limits, **settings) as two,
     ):
         pair = (one, two)
-        talkers = [Talker(soak, pair[n % 2], n, server) for n in range(clients)]
+        talkers = [RandomClient(soak, pair[n % 2], n, server) for n in range(clients)]
         await asyncio.gather(*(talker.talk() for talker in talkers))
     return soak
 
@@ -180,32 +180,32 @@ def _newest_child() -> psutil.Process:
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--requests", default=10_000, type=click.IntRange(20), help="In all.")
-@click.option("--clients", default=16, type=click.IntRange(2), help="At once.")
+@click.option("--requests", default=10_000, type=click.IntRange(20), help="Number of requests.")
+@click.option("--clients", default=16, type=click.IntRange(2), help="Concurrent clients.")
 @model_option
 @out_option
 def soak(requests: int, clients: int, name: str, out: Path | None) -> None:
-    """Many requests of all kinds; what the server holds meanwhile."""
+    """Send many mixed requests; report statuses, memory and leaks."""
     check_outputs(out)
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("\n".join(KEYS))
-        place = Path(folder) / "store"
-        values = {"model": resolve(name, progress=True), "keys": keys, "folder": place}
-        with served(f"{shlex.quote(sys.executable)} {_OURS}", **values) as url:
-            found = asyncio.run(soaked(url, _newest_child(), requests, clients))
-    bad = {status: count for status, count in found.statuses.items() if status >= 500}
-    for status, count in sorted(found.statuses.items()):
+        store = Path(folder) / "store"
+        values = {"model": resolve(name, progress=True), "keys": keys, "folder": store}
+        with running_server(f"{shlex.quote(sys.executable)} {_SERVER_COMMAND}", **values) as url:
+            result = asyncio.run(run_soak(url, _newest_child(), requests, clients))
+    bad = {status: count for status, count in result.statuses.items() if status >= 500}
+    for status, count in sorted(result.statuses.items()):
         print(f"{count:7,} answers with status {status}")
-    early, late = found.resident[len(found.resident) // 4], found.resident[-1]
+    early, late = result.resident[len(result.resident) // 4], result.resident[-1]
     print(f"{early / 1e6:,.0f} MB after a quarter, {late / 1e6:,.0f} MB at the end")
-    print(f"{len(found.leaks)} words of one conversation in another's")
+    print(f"{len(result.leaks)} words of one conversation in another's")
     if out is not None:
-        told = {"statuses": dict(found.statuses), "resident": found.resident}
+        counts = {"statuses": dict(result.statuses), "resident": result.resident}
         machine = dataclasses.asdict(describe_machine())
-        write_json(out, {"machine": machine, "leaks": len(found.leaks), **told})
-    if found.leaks or bad:
-        raise KvkeepError(f"words leaked: {found.leaks[:3]}; failures: {bad}")
+        write_json(out, {"machine": machine, "leaks": len(result.leaks), **counts})
+    if result.leaks or bad:
+        raise KvkeepError(f"words leaked: {result.leaks[:3]}; failures: {bad}")
 
 
 if __name__ == "__main__":

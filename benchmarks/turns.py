@@ -1,7 +1,7 @@
-"""Whether a chat takes more memory with each turn: one session, turns of which no two are as long.
+"""Resident memory over a chat whose turns all have different lengths.
 
-What a library keeps for each length of a prompt adds up where lengths differ, as they do when
-people write. The session's own cells do not grow: its budget is full after the first turns.
+Anything that a library caches per prompt length adds up when lengths differ, as in real chats. The
+cells do not grow: the budget is full after the first turns.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ SHORTEST = 5  # tokens of a turn
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Where a chat stands. rss_bytes: of the process. tokens_per_s: fed since the point before."""
+class ChatPoint:
+    """One reading. rss_bytes: of the process. tokens_per_s: prefill speed since the last."""
 
     turns: int
     tokens: int
@@ -38,30 +38,30 @@ class Turns:
 
 
 def chat(
-    model: Model, turns: int, max_kv_size: int, done: Callable[[int], None], points: int = 5
-) -> list[Turns]:
-    """Feeds turns of `SHORTEST` tokens and more, each length once, in an order drawn once."""
+    model: Model, turns: int, max_kv_size: int, progress: Callable[[int], None], points: int = 5
+) -> list[ChatPoint]:
+    """Feed turns of `SHORTEST` tokens and more, each length once, in a fixed random order."""
     lengths = list(range(SHORTEST, SHORTEST + turns))
     random.Random(0).shuffle(lengths)
     ids = model.text.encode(manual_text())
-    session, process, found = model.session(max_kv_size), psutil.Process(), list[Turns]()
-    told = {10, *(turns * (index + 1) // points for index in range(points))}
-    begun, since = time.perf_counter(), 0
+    session, process, measured = model.session(max_kv_size), psutil.Process(), list[ChatPoint]()
+    reported_turns = {10, *(turns * (index + 1) // points for index in range(points))}
+    start, tokens_since = time.perf_counter(), 0
     for turn, length in enumerate(lengths, 1):
         first = len(session.tokens) % (len(ids) - length)
         session.feed(ids[first : first + length])
-        since += length
-        done(length)
-        if turn in told:
-            speed, rss = since / (time.perf_counter() - begun), process.memory_info().rss
-            found.append(Turns(turn, len(session.tokens), rss, rounded(speed)))
-            begun, since = time.perf_counter(), 0
-    return found
+        tokens_since += length
+        progress(length)
+        if turn in reported_turns:
+            speed, rss = tokens_since / (time.perf_counter() - start), process.memory_info().rss
+            measured.append(ChatPoint(turn, len(session.tokens), rss, rounded(speed)))
+            start, tokens_since = time.perf_counter(), 0
+    return measured
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
-@click.option("--turns", default=250, type=click.IntRange(1), help="Each of a length of its own.")
-@click.option("--max-kv-size", default=512, type=click.IntRange(5), help="Of the budget.")
+@click.option("--turns", default=250, type=click.IntRange(1), help="Number of turns.")
+@click.option("--max-kv-size", default=512, type=click.IntRange(5), help="Budget in cells.")
 @model_option
 @dtype_option
 @out_option
@@ -71,17 +71,17 @@ def turns(turns: int, max_kv_size: int, name: str, dtype: DtypeName, out: Path |
     model = load_model(name, dtype=dtype, progress=True)
     total = sum(range(SHORTEST, SHORTEST + turns))
     with bar(total, "chat") as shown:
-        found = chat(model, turns, max_kv_size, shown)
-    for each in found:
+        measured = chat(model, turns, max_kv_size, shown)
+    for point in measured:
         click.echo(
-            f"{each.turns:>5} turns  {each.rss_bytes / 1e6:>7,.0f} MB  "
-            f"{each.tokens_per_s:>6,.0f} tokens/s"
+            f"{point.turns:>5} turns  {point.rss_bytes / 1e6:>7,.0f} MB  "
+            f"{point.tokens_per_s:>6,.0f} tokens/s"
         )
     settings = {"model": name, "dtype": dtype, "max_kv_size": max_kv_size}
     result = {
         "machine": dataclasses.asdict(describe_machine()),
         "settings": settings,
-        "points": [dataclasses.asdict(each) for each in found],
+        "points": [dataclasses.asdict(point) for point in measured],
     }
     write_json(out, result)
 

@@ -4,7 +4,7 @@ from benchmarks.compare.bench import Bench, Found
 from benchmarks.compare.results import Measure, Reading
 from benchmarks.one_prefill import Way
 from benchmarks.peers.base import DTYPE
-from benchmarks.prefill import measurements, ways
+from benchmarks.prefill import measurements, ways_to_compare
 from benchmarks.progress import bar
 
 _KEYS = ("stepped", "bounded", "whole")  # in the order of `ways`
@@ -32,7 +32,7 @@ def steps(bench: Bench) -> Found:
     if bench.setup.device != "cpu":
         bench.skipped.append("steps: measured on the CPU only")
         return
-    compared = ways(plan.stepped, plan.step, plan.budget)
+    compared = ways_to_compare(plan.stepped, plan.step, plan.budget)
     with bar(len(compared) * plan.rounds * plan.stepped, "steps") as shown:
         found = measurements(bench.setup.model, DTYPE, plan.stepped, compared, plan.rounds)
         for order, each in enumerate(found):

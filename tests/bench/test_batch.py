@@ -1,4 +1,4 @@
-"""What is asked of both ways is the same, and what they answer is compared."""
+"""The benchmark of `kvkeep batch`: both ways get the same requests, and texts are compared."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from kvkeep import load_model
 
 
 @pytest.mark.slow
-def test_a_batch_answers_as_the_command_does(tiny_folder: Path, tmp_path: Path) -> None:
-    model, done = load_model(str(tiny_folder)), list[int]()
+def test_a_batch_gives_the_texts_of_single_commands(tiny_folder: Path, tmp_path: Path) -> None:
+    model, progress = load_model(str(tiny_folder)), list[int]()
     texts = documents(model, 3, 40, 80)
     lengths = [len(model.text.encode(text)) for text in texts]
     assert lengths == pytest.approx([40, 60, 80], abs=4)
-    *seconds, equal = compare(texts, str(tiny_folder), 5, tmp_path, done.append)
+    *seconds, equal = compare(texts, str(tiny_folder), 5, tmp_path, progress.append)
     assert equal == 3
-    assert all(each > 0 for each in seconds)
-    assert sum(done) == 8
+    assert all(duration > 0 for duration in seconds)
+    assert sum(progress) == 8

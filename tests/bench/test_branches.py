@@ -1,4 +1,4 @@
-"""A group against its sessions one after another: what is measured, and what is made of it."""
+"""The benchmark of groups: rounds and their summary."""
 
 import pytest
 from small_models import small_model
@@ -10,22 +10,26 @@ MODEL = small_model()
 
 def test_branches_are_measured_both_ways() -> None:
     prompt, endings = list(range(1, 101)), [[1, 2], [3, 4], [5, 6]]
-    shown: list[int] = []
-    found = list(measure_branches(MODEL, prompt, endings, 5, 2, shown.append))
-    assert len(found) == 2
-    assert shown == [15] * 6
+    progress: list[int] = []
+    rounds = list(measure_branches(MODEL, prompt, endings, 5, 2, progress.append))
+    assert len(rounds) == 2
+    assert progress == [15] * 6
     cell = MODEL.decoder.new_cache().layout.cell_bytes
-    for each in found:
-        assert each.group_s > 0
-        assert each.alone_s > 0
-        assert each.same == 3
+    for round_ in rounds:
+        assert round_.group_s > 0
+        assert round_.alone_s > 0
+        assert round_.same == 3
         # Storage grows in pieces.
-        assert (2 + 5) * cell <= each.branch_bytes < 1000 * cell
+        assert (2 + 5) * cell <= round_.branch_bytes < 1000 * cell
 
 
 def test_rounds_are_summarised_by_their_medians() -> None:
-    found = [Round(1.0, 4.0, 16, 5_000_000), Round(2.0, 9.0, 15, 5_000_000), Round(1.0, 5.0, 16, 6)]
-    summary = summarise(found, branches=16, tokens=10, prompt_bytes=46_000_000)
+    rounds = [
+        Round(1.0, 4.0, 16, 5_000_000),
+        Round(2.0, 9.0, 15, 5_000_000),
+        Round(1.0, 5.0, 16, 6),
+    ]
+    summary = summarise(rounds, branches=16, tokens=10, prompt_bytes=46_000_000)
     assert summary.ratio == 4.5
     assert summary.group_tokens_per_s.median == pytest.approx(160)
     assert summary.alone_tokens_per_s.most == pytest.approx(40)

@@ -1,4 +1,4 @@
-"""The measurement of edits, in small."""
+"""The benchmark of edits, at small sizes."""
 
 import dataclasses
 import json
@@ -18,31 +18,31 @@ PLAN = Plan(context=300, span=20, edits=8, drift_context=100, drift_tokens=6, de
 
 
 @pytest.fixture(scope="module")
-def found() -> Edits:
+def measured() -> Edits:
     return measure_edits(MODEL, MODEL, IDS, PLAN, lambda count: None)
 
 
-def test_drift_is_measured_after_none_one_some_and_all_of_the_edits(found: Edits) -> None:
-    assert [each.edits for each in found.drift] == [0, 1, 2, 8]
-    assert all(each.max_difference == 0 for each in found.drift)  # both sides are one model
+def test_drift_is_measured_after_none_one_some_and_all_of_the_edits(measured: Edits) -> None:
+    assert [row.edits for row in measured.drift] == [0, 1, 2, 8]
+    assert all(row.max_difference == 0 for row in measured.drift)  # both sides are one model
 
 
-def test_each_edit_is_timed_against_its_context(found: Edits) -> None:
-    assert [each.tokens_evaluated for each in found.costs] == [1, 21, 131, 171]
-    for each in found.costs:
-        assert each.of_context == pytest.approx(each.seconds / found.context_s, rel=2e-3)
+def test_each_edit_is_timed_against_its_context(measured: Edits) -> None:
+    assert [row.tokens_evaluated for row in measured.costs] == [1, 21, 131, 171]
+    for row in measured.costs:
+        assert row.of_context == pytest.approx(row.seconds / measured.context_s, rel=2e-3)
 
 
-def test_decode_is_timed_beside_the_number_of_segments(found: Edits) -> None:
-    untouched, edited = found.decode
+def test_decode_is_timed_beside_the_number_of_segments(measured: Edits) -> None:
+    untouched, edited = measured.decode
     assert (untouched.edits, edited.edits) == (0, 8)
     assert edited.segments > untouched.segments
     assert edited.median_ms > 0
 
 
-def test_the_result_can_be_shown_and_written(found: Edits) -> None:
-    assert "insert, suffix" in edits.table(found, PLAN)
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["context_s"] > 0
+def test_the_result_can_be_shown_and_written(measured: Edits) -> None:
+    assert "insert, suffix" in edits.table(measured, PLAN)
+    assert json.loads(json.dumps(dataclasses.asdict(measured)))["context_s"] > 0
 
 
 def test_scattered_edits_are_the_same_on_every_session_of_equal_length() -> None:
@@ -59,6 +59,6 @@ def test_a_text_too_short_is_refused() -> None:
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    done = CliRunner().invoke(edits.edits, ["--out", str(tmp_path / "none" / "x.json")])
-    assert done.exit_code == 2
-    assert "cannot be written" in done.output
+    result = CliRunner().invoke(edits.edits, ["--out", str(tmp_path / "none" / "x.json")])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output

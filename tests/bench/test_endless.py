@@ -1,4 +1,4 @@
-"""What an endless run says of itself."""
+"""The benchmark of endless runs, at small sizes."""
 
 import dataclasses
 import json
@@ -68,41 +68,41 @@ def test_an_interrupted_run_reports_what_there_is() -> None:
         if written == 15:
             raise KeyboardInterrupt
 
-    found = measure_endless(MODEL, PROMPT, PLAN, 32, 4, interrupt)
-    assert found.interrupted
-    assert found.tokens == 15
-    assert found.ratio is None
-    assert found.paired is None
-    assert len(found.trace) == 1
-    assert found.rss_end_bytes == found.trace[0].rss_bytes
+    result = measure_endless(MODEL, PROMPT, PLAN, 32, 4, interrupt)
+    assert result.interrupted
+    assert result.tokens == 15
+    assert result.ratio is None
+    assert result.paired is None
+    assert len(result.trace) == 1
+    assert result.rss_end_bytes == result.trace[0].rss_bytes
 
 
 def test_a_run_too_short_to_compare_says_so() -> None:
-    found = measure_endless(MODEL, PROMPT, Plan(tokens=1), max_kv_size=32, keep=4)
-    assert "too few tokens" in endless.table(found)
-    assert found.rss_end_bytes > 0
-    assert "0.990" in endless.table(replace(found, ratio=0.99))
+    result = measure_endless(MODEL, PROMPT, Plan(tokens=1), max_kv_size=32, keep=4)
+    assert "too few tokens" in endless.table(result)
+    assert result.rss_end_bytes > 0
+    assert "0.990" in endless.table(replace(result, ratio=0.99))
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    done = CliRunner().invoke(endless.endless, ["--out", str(tmp_path / "none" / "x.json")])
-    assert done.exit_code == 2
-    assert "cannot be written" in done.output
+    output = CliRunner().invoke(endless.endless, ["--out", str(tmp_path / "none" / "x.json")])
+    assert output.exit_code == 2
+    assert "cannot be written" in output.output
 
 
-def test_what_is_slow_in_one_round_only_does_not_recur() -> None:
+def test_the_recurring_slowest_token_is_the_slowest_over_all_rounds() -> None:
     counted: list[int] = []
     plan = replace(PLAN, rounds=3)
-    found = measure_endless(MODEL, PROMPT, plan, 32, 4, counted.append)
+    result = measure_endless(MODEL, PROMPT, plan, 32, 4, counted.append)
     assert sum(counted) == plan.steps == 65 * 3 + 40
-    assert found.recurring_ms is not None
-    assert 0 < found.recurring_ms <= found.slowest_ms
-    assert found.recurring_to_median == pytest.approx(
-        found.recurring_ms / found.median_ms, rel=2e-3
+    assert result.recurring_ms is not None
+    assert 0 < result.recurring_ms <= result.slowest_ms
+    assert result.recurring_to_median == pytest.approx(
+        result.recurring_ms / result.median_ms, rel=2e-3
     )
-    assert "slowest in 3 rounds" in endless.table(found)
+    assert "slowest in 3 rounds" in endless.table(result)
 
 
-def test_one_round_says_nothing_of_what_recurs(long_run: Endless) -> None:
+def test_one_round_has_no_recurring_slowest_token(long_run: Endless) -> None:
     assert long_run.recurring_ms is None
     assert "rounds" not in endless.table(long_run)

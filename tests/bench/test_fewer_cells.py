@@ -1,4 +1,4 @@
-"""The measurement of fewer cells, in small."""
+"""The benchmark of compressed sessions, at small sizes."""
 
 import json
 from pathlib import Path
@@ -9,27 +9,29 @@ from benchmarks.fewer_cells import fewer_cells
 
 
 def test_every_method_is_measured_at_every_ratio(tiny_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    asked = ["--model", str(tiny_folder), "--tokens", 1000, "--written", 2, "--out", str(out)]
-    done = CliRunner().invoke(fewer_cells, [*map(str, asked), "--methods", "kvzip,knorm:heads"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(out.read_text())["readings"]
-    assert [(each["method"], each["ratio"]) for each in found] == [
+    out = tmp_path / "result.json"
+    arguments = ["--model", str(tiny_folder), "--tokens", 1000, "--written", 2, "--out", str(out)]
+    result = CliRunner().invoke(
+        fewer_cells, [*map(str, arguments), "--methods", "kvzip,knorm:heads"]
+    )
+    assert result.exit_code == 0, result.output
+    readings = json.loads(out.read_text())["readings"]
+    assert [(reading["method"], reading["ratio"]) for reading in readings] == [
         ("none", 1.0),
         *((method, ratio) for method in ("kvzip", "knorm:heads") for ratio in (2.0, 4.0, 8.0)),
     ]
-    for each in found:
-        assert each["cells"] == -(-1000 // each["ratio"])
-        assert each["tokens_per_s"] > 0
-        assert "4x" in done.output
+    for reading in readings:
+        assert reading["cells"] == -(-1000 // reading["ratio"])
+        assert reading["tokens_per_s"] > 0
+        assert "4x" in result.output
 
 
-def test_a_text_longer_than_the_model_was_trained_for_is_read(
+def test_a_text_longer_than_the_trained_length_is_evaluated(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = json.loads((tiny_folder / "config.json").read_text())
     tokens = config["max_position_embeddings"] + 100
-    asked = ["--model", tiny_folder, "--tokens", tokens, "--written", 1, "--methods", "knorm"]
-    done = CliRunner().invoke(fewer_cells, [str(each) for each in asked])
-    assert done.exit_code == 0, done.output
-    assert f"{tokens:,} cells" in done.output
+    arguments = ["--model", tiny_folder, "--tokens", tokens, "--written", 1, "--methods", "knorm"]
+    result = CliRunner().invoke(fewer_cells, [str(reading) for reading in arguments])
+    assert result.exit_code == 0, result.output
+    assert f"{tokens:,} cells" in result.output

@@ -1,4 +1,4 @@
-"""The random GGUF files of `benchmarks/gguf_fuzz.py`, which by hand are compared with llama.cpp."""
+"""The random GGUF files of `benchmarks/gguf_fuzz.py`."""
 
 import warnings
 from pathlib import Path
@@ -19,7 +19,7 @@ for seed in range(200):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_files_of_every_architecture_are_whole(architecture: str, tmp_path: Path) -> None:
+def test_files_of_every_architecture_can_be_converted(architecture: str, tmp_path: Path) -> None:
     CASES[architecture].write(tmp_path / "m.gguf")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -31,13 +31,20 @@ def test_files_of_every_architecture_are_whole(architecture: str, tmp_path: Path
 
 
 def test_a_case_is_the_same_each_time_and_a_damaged_one_differs_in_one_field() -> None:
-    first, again, odd = draw(7), draw(7), damaged(draw(7), 7)
-    assert first.fields == again.fields
-    assert all(np.array_equal(first.tensors[name], again.tensors[name]) for name in first.tensors)
-    assert sum(repr(odd.fields[key]) != repr(value) for key, value in first.fields.items()) == 1
+    first, repeated, with_wrong_field = draw(7), draw(7), damaged(draw(7), 7)
+    assert first.fields == repeated.fields
+    assert all(
+        np.array_equal(first.tensors[name], repeated.tensors[name]) for name in first.tensors
+    )
+    assert (
+        sum(
+            repr(with_wrong_field.fields[key]) != repr(value) for key, value in first.fields.items()
+        )
+        == 1
+    )
 
 
-def test_verdicts_tell_logits_and_refusals_apart() -> None:
+def test_verdicts_distinguish_logits_from_refusals() -> None:
     case, logits = CASES["llama"], np.ones((len(TOKENS), VOCABULARY), np.float32)
     ours, other = logits[[23, -1]], logits[[23, -1]] * np.float32(1.01)
     assert judge(case, ours, logits)[0] == "same"

@@ -1,4 +1,4 @@
-"""The measurement of edits in long sessions, in small."""
+"""The benchmark of edits in long sessions, at small sizes."""
 
 import pytest
 from small_models import small_model
@@ -12,15 +12,15 @@ IDS = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(900)]
 
 def test_each_kind_of_edit_is_timed_under_both_policies() -> None:
     plan, read = Plan(cells=400, span=20, rounds=2), []
-    found = measure_long_edits(MODEL, IDS, plan, read.append)
+    measured = measure_long_edits(MODEL, IDS, plan, read.append)
     assert sum(read) == 400 + 450
-    assert [(cost.policy, cost.what) for cost in found] == [
+    assert [(cost.policy, cost.what) for cost in measured] == [
         (policy, what) for policy in ("full", "sliding") for what in ("delete", "insert", "replace")
     ]
-    for cost in found:
+    for cost in measured:
         assert 0 < cost.median_ms <= cost.slowest_ms
         assert cost.next_token_ms > 0
-    assert "sliding, replace" in table(found, plan)
+    assert "sliding, replace" in table(measured, plan)
 
 
 def test_a_text_too_short_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The README's picture, from small numbers."""
+"""The README's plot, at small sizes."""
 
 import dataclasses
 

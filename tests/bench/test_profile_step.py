@@ -1,4 +1,4 @@
-"""Where a step's time is said to go."""
+"""The profile of a decode step."""
 
 import pytest
 from packed_model import packed_model, spec_of
@@ -12,10 +12,10 @@ PROMPT = [(i * 7) % 250 + 1 for i in range(300)]
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels here")
-def test_the_kernels_phases_make_up_the_step() -> None:
-    model, told = packed_model(spec_of(), 4), []
-    profile = profile_step(model, PROMPT, 200, 10, told.append)
-    assert sum(told) == 10
+def test_the_phases_of_the_kernels_add_up_to_the_step() -> None:
+    model, progress = packed_model(spec_of(), 4), []
+    profile = profile_step(model, PROMPT, 200, 10, progress.append)
+    assert sum(progress) == 10
     assert profile.context == 200
     assert [share.name for share in profile.shares] == [*PHASES, "head", "everything else"]
     assert all(share.seconds >= 0 for share in profile.shares)

@@ -1,4 +1,4 @@
-"""Snapshots beside other ways: every way is measured, and the table says what was."""
+"""The benchmark of snapshots: every way is measured and shown."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_every_way_is_measured_in_every_repetition(tmp_path: Path) -> None:
     assert result.int8.tokens == 44
     assert 0 < result.int8.largest < 1
     assert sum(counted) == 256 * 3 + 44
-    shown = table(result)
-    assert "kvkeep, zstd" in shown
-    assert "evaluate again" in shown
-    assert "skipped: llama.cpp: no --gguf given" in shown
+    text = table(result)
+    assert "kvkeep, zstd" in text
+    assert "evaluate again" in text
+    assert "skipped: llama.cpp: no --gguf given" in text

@@ -1,4 +1,4 @@
-"""A chat of many turns takes no more memory than one of few."""
+"""Resident memory over a chat of many turns."""
 
 import subprocess
 import sys
@@ -10,18 +10,18 @@ from benchmarks.turns import SHORTEST, chat
 from kvkeep.compiled.binding import library
 
 
-def test_each_length_is_fed_once_and_memory_is_told_on_the_way() -> None:
+def test_each_length_is_fed_once_and_memory_is_reported() -> None:
     lengths = list[int]()
     points = chat(small_model(), 20, 64, lengths.append, points=2)
     assert sorted(lengths) == list(range(SHORTEST, SHORTEST + 20))
-    assert [each.turns for each in points] == [10, 20]
+    assert [point.turns for point in points] == [10, 20]
     assert points[-1].tokens == sum(lengths)
-    assert all(each.rss_bytes > 0 for each in points)
+    assert all(point.rss_bytes > 0 for point in points)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="the figure is that of bfloat16 with kernels")
-def test_resident_memory_is_bounded_whatever_lengths_prompts_have(smollm2_folder) -> None:  # type: ignore[no-untyped-def]
+def test_resident_memory_is_bounded_for_prompts_of_all_lengths(smollm2_folder) -> None:  # type: ignore[no-untyped-def]
     """In a process of its own, since others have compiled products before."""
     script = (
         "from benchmarks.turns import chat; from kvkeep import load_model;"

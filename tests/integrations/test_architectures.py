@@ -8,7 +8,7 @@ import transformers
 from rerotating import streaming_logits
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.architectures import BEGIN, END, WITHIN, small_model, tried
+from benchmarks.architectures import BEGIN, END, TOLERANCE, small_model, try_architecture
 from kvkeep.integrations.transformers import KvkeepCache
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
@@ -32,7 +32,7 @@ FIRST_TIER += ("mixtral", "cohere2", "bamba", "mamba")
     ],
 )
 def test_architecture_works_as_documented(name: str) -> None:
-    result = tried(name)  # raises if kvkeep accepts the model and its logits are wrong
+    result = try_architecture(name)  # raises if kvkeep accepts the model and its logits are wrong
     assert result.works or result.why
     if f"transformers {transformers.__version__}:" in LISTED:
         assert bool(result.works) == is_listed(name), result.why
@@ -61,4 +61,4 @@ def test_bounded_logits_equal_streaming_with_the_models_own_attention(
             chunks.append(output.logits[0])
         assert cache.session.cache.cells == budget
         logits = torch.cat(chunks)
-        assert (logits - expected).abs().max() / expected.abs().max().clamp_min(1) <= WITHIN
+        assert (logits - expected).abs().max() / expected.abs().max().clamp_min(1) <= TOLERANCE
