@@ -22,7 +22,7 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
 from kvkeep.models.hub.source import home
 from kvkeep.storage.files.atomic import write_json

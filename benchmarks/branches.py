@@ -27,7 +27,7 @@ from benchmarks.prefill import Spread
 from benchmarks.progress import bar
 from kvkeep import Model, Session, SessionGroup, load_model
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.weights.packed import WEIGHTS
 from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName, WeightsName

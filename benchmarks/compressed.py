@@ -20,7 +20,7 @@ from benchmarks.command import Measurement, check_outputs, model_option, out_opt
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from kvkeep import Snapshot, load_model
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.runtime.memory import trim_heap
 from kvkeep.storage.files.atomic import write_json
 

@@ -26,8 +26,8 @@ from benchmarks.endless_run import SAMPLING, Endless, Plan, measure_endless
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
-from kvkeep.evaluate.manual import manual_text
-from kvkeep.evaluate.plot import check_plottable
+from kvkeep.evaluate.haystack import manual_text
+from kvkeep.evaluate.plots import check_plottable
 from kvkeep.storage.files.atomic import write_atomic, write_json
 from kvkeep.types import DtypeName
 

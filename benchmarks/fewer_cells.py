@@ -25,9 +25,8 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import Calibration, Session, load_calibration, load_model
-from kvkeep.evaluate.docstrings import docstrings_text
-from kvkeep.evaluate.manual import manual_text
-from kvkeep.evaluate.recall import way
+from kvkeep.evaluate.haystack import docstrings_text, manual_text
+from kvkeep.evaluate.recall import parse_method
 from kvkeep.model import Model
 from kvkeep.models.hub.source import pull
 from kvkeep.storage.files.atomic import write_json
@@ -76,7 +75,7 @@ def measure(
     with bar(len(methods) * len(RATIOS) + written, "compress, decode") as advance:
         for label in methods:
             for ratio in RATIOS:
-                fork, (method, budget) = session.fork(), way(label)
+                fork, (method, budget) = session.fork(), parse_method(label)
                 start = time.perf_counter()
                 report = fork.compress(ratio, method, calibration=calibration, budget=budget)
                 compress_seconds = time.perf_counter() - start

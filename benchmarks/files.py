@@ -29,7 +29,7 @@ from benchmarks.peers.gguf_files import own_file
 from benchmarks.peers.remote import Remote
 from benchmarks.peers.worker_pool import WorkerPool
 from benchmarks.progress import bar
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.storage.files.atomic import write_json

@@ -19,7 +19,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.files.atomic import write_json

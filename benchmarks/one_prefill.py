@@ -17,7 +17,7 @@ import psutil
 from benchmarks.apart import run_in_new_process
 from benchmarks.figures import rounded
 from kvkeep import load_model
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.runtime.memory import peak_rss
 from kvkeep.types import DtypeName, PolicyName
 

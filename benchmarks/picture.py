@@ -19,9 +19,9 @@ from benchmarks.picture_plot import draw_picture
 from benchmarks.progress import bar
 from kvkeep import Model, Session, load_model
 from kvkeep.errors import ContextFull
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points
-from kvkeep.evaluate.plot import check_plottable
+from kvkeep.evaluate.plots import check_plottable
 from kvkeep.storage.files.atomic import write_atomic, write_json
 from kvkeep.types import DtypeName
 

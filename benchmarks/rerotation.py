@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.command import Measurement
 from kvkeep import load_model
 from kvkeep.cache.rope import Rope, rotate
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import DEFAULT_MODEL
 
 SHIFTS = (1, 10, 100, 1000)

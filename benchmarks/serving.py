@@ -30,7 +30,7 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.peers.gguf_files import own_file
 from kvkeep.errors import KvkeepError
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.storage.files.atomic import write_json

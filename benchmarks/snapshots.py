@@ -27,7 +27,7 @@ from benchmarks.snapshots_run import (
     measure_drift,
 )
 from kvkeep import load_model
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
 from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.snapshots.snapshot import Snapshot

@@ -22,7 +22,7 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from kvkeep import load_model
 from kvkeep.errors import KvkeepError
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.session.session import Session
 from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName

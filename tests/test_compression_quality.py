@@ -4,23 +4,23 @@ import pytest
 from test_quality import perplexity
 from topics import topic_ids
 
-from kvkeep.evaluate.facts import Where
-from kvkeep.evaluate.passkey import Passkey
-from kvkeep.evaluate.recall import Compressing, compress_after_reading, recall
+from kvkeep.evaluate.datasets import PasskeyDataset
+from kvkeep.evaluate.recall import CompressionSettings, compress_after_prefill, measure_recall
+from kvkeep.evaluate.samples import Placement
 from kvkeep.model import Model
 
 
 def test_fitted_keeps_a_pass_key_at_ratio_4_and_averaging_loses_it_at_ratio_2(
     smollm2: Model,
 ) -> None:
-    sample = Passkey(junk=40, where=Where(depths=(50.0,)), seed=3).sample(0)
-    fitted = compress_after_reading(smollm2, sample, Compressing("fitted", 4.0))
+    sample = PasskeyDataset(junk=40, placement=Placement(depths=(50.0,)), seed=3).sample(0)
+    fitted = compress_after_prefill(smollm2, sample, CompressionSettings("fitted", 4.0))
     assert fitted.uncompressed is not None
     assert fitted.uncompressed.found
     assert fitted.compressed.found
     assert fitted.compressed.cells * 4 <= fitted.uncompressed.cells + 3
     for failing in ("average", "sum"):
-        evaluation = compress_after_reading(smollm2, sample, Compressing(failing, 2.0))
+        evaluation = compress_after_prefill(smollm2, sample, CompressionSettings(failing, 2.0))
         assert not evaluation.compressed.found
 
 
@@ -30,14 +30,16 @@ def test_an_archive_recalls_a_key_6000_tokens_back_that_a_window_forgot(
 ) -> None:
     samples, hits = 5, 0
     for index in range(samples):
-        sample = Passkey(junk=250, where=Where(place=index), seed=11).sample(index)
+        sample = PasskeyDataset(junk=250, placement=Placement(position=index), seed=11).sample(
+            index
+        )
         archive = smollm2.session(1024, policy="archive")
         window = smollm2.session(1024, policy="sliding")
         for session in (archive, window):
             session.feed(sample.text)
             assert session.cache.cells <= 1024
-        hits += recall(archive, sample.asked).found
-        assert not recall(window, sample.asked).found
+        hits += measure_recall(archive, sample.facts).found
+        assert not measure_recall(window, sample.facts).found
     assert hits >= samples - 1
 
 

@@ -10,11 +10,9 @@ from kvkeep.compression.methods import Candidates
 from kvkeep.compression.methods.kvzip import KVzip
 from kvkeep.compression.reconstruction import FIRST_PROMPT, STEP
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.haystack import Haystack
-from kvkeep.evaluate.manual import manual_text
-from kvkeep.evaluate.needle import Needle
-from kvkeep.evaluate.passkey import JUNK, PREFIX
-from kvkeep.evaluate.recall import Compressing, compress_after_reading
+from kvkeep.evaluate.datasets import JUNK, PREFIX, NeedleDataset
+from kvkeep.evaluate.haystack import Haystack, manual_text
+from kvkeep.evaluate.recall import CompressionSettings, compress_after_prefill
 from kvkeep.model import Model
 
 MODEL = small_model()
@@ -29,14 +27,14 @@ def fed(model: Model = MODEL) -> Session:
 
 @pytest.mark.extended
 def test_a_fact_in_real_text_is_recalled_at_ratio_8(smollm2: Model) -> None:
-    haystack = Haystack.of(manual_text(), lambda text: len(smollm2.text.encode(text)))
-    sample = Needle(haystack, 700).sample(1)
-    evaluation = compress_after_reading(smollm2, sample, Compressing("kvzip", 8.0))
+    haystack = Haystack.from_text(manual_text(), lambda text: len(smollm2.text.encode(text)))
+    sample = NeedleDataset(haystack, 700).sample(1)
+    evaluation = compress_after_prefill(smollm2, sample, CompressionSettings("kvzip", 8.0))
     assert evaluation.uncompressed is not None
     assert evaluation.uncompressed.found
     assert evaluation.compressed.found
     assert evaluation.compressed.nbytes * 7.6 <= evaluation.uncompressed.nbytes
-    uniform = compress_after_reading(smollm2, sample, Compressing("kvzip:uniform", 8.0))
+    uniform = compress_after_prefill(smollm2, sample, CompressionSettings("kvzip:uniform", 8.0))
     assert uniform.compressed.cells == evaluation.compressed.cells
     assert not uniform.compressed.found
 

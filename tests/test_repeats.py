@@ -11,7 +11,7 @@ from test_compress import cells_of, require_unchanged
 from kvkeep import Session
 from kvkeep.cache import NO_TOKEN, Cells
 from kvkeep.compression.methods.repeats import RUN, find_repeats
-from kvkeep.evaluate.passkey import JUNK, PREFIX
+from kvkeep.evaluate.datasets import JUNK, PREFIX
 from kvkeep.model import Model
 
 UNIQUE = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(60)]

@@ -133,7 +133,7 @@ def _profile(name: str, device: str, plan: Plan) -> str:
     from benchmarks.profile_step import profile_step, table
     from benchmarks.progress import bar
     from kvkeep import load_model
-    from kvkeep.evaluate.manual import manual_text
+    from kvkeep.evaluate.haystack import manual_text
 
     model = load_model(name, device=device, progress=True)
     prompt = model.text.encode(manual_text())
@@ -160,7 +160,7 @@ def _check_outputs(out: Path | None, plots: Path | None, page: Path | None) -> N
         check_writable(page)
         filled(page, None)
     if plots is not None:
-        from kvkeep.evaluate.plot import check_plottable
+        from kvkeep.evaluate.plots import check_plottable
 
         plots.mkdir(parents=True, exist_ok=True)
         check_plottable(plots / "decode.png")

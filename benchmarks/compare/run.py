@@ -21,7 +21,7 @@ from benchmarks.peers.available import find_variants
 from benchmarks.peers.base import DTYPE, Setup
 from benchmarks.peers.unpacked import unpacked
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.text.codec import TextCodec

@@ -8,7 +8,7 @@ from benchmarks.compare.results import Measure, Result
 from benchmarks.compare.summary import OURS, best, peers_of, ratio
 from benchmarks.prefill import Spread
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.markdown import has_place, piped, put
+from kvkeep.evaluate.grid_table import has_section, markdown_table, replace_section
 
 BEGIN = "<!-- benchmarks: begin -->"
 END = "<!-- benchmarks: end -->"
@@ -49,14 +49,14 @@ def markdown(result: Result) -> str:
     versions = "\n".join(
         f"- {label}: {about['version']}; {about['how']}" for label, about in result.about.items()
     )
-    page = _page(result, piped, heading=lambda words: f"### {words}\n")
+    page = _page(result, markdown_table, heading=lambda words: f"### {words}\n")
     return "\n\n".join(each for each in (described, versions, page) if each)
 
 
 def short_markdown(result: Result) -> str:
     """One table of the measures that most readers ask for."""
     measures = [m for m in result.measures if m.key.startswith(SHORT)]
-    return piped(_rows(result, measures))
+    return markdown_table(_rows(result, measures))
 
 
 def filled(path: Path, result: Result | None) -> bytes:
@@ -66,13 +66,13 @@ def filled(path: Path, result: Result | None) -> bytes:
     """
     page = path.read_text(encoding="utf-8")
     kinds = ((BEGIN, END, markdown), (BEGIN_SHORT, END_SHORT, short_markdown))
-    present = [kind for kind in kinds if has_place(page, kind[0], kind[1])]
+    present = [kind for kind in kinds if has_section(page, kind[0], kind[1])]
     if not present:
         raise InvalidArgument(f"{path} has no lines {BEGIN} and {END} to write between")
     if result is None:
         return page.encode()
     for begin, end, draw in present:
-        page = put(page, begin, end, draw(result))
+        page = replace_section(page, begin, end, draw(result))
     return page.encode()
 
 

@@ -23,7 +23,7 @@ from benchmarks.fleet.servers import object_store
 from benchmarks.machine import describe_machine
 from kvkeep import Model, load_model
 from kvkeep.engine import Engine, GenerationRequest
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.prefixes.shared import SharedPrefixCache

@@ -25,7 +25,7 @@ from benchmarks.fleet.servers import fleet, one_engine
 from benchmarks.fleet.simulator import Fleet, Law, World
 from benchmarks.machine import describe_machine
 from kvkeep import load_model
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import manual_text
 from kvkeep.storage.files.atomic import write_json
 
 COUNTS = (1, 2, 4)

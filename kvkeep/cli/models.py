@@ -191,7 +191,7 @@ def _calibrate(name: str, quiet: bool) -> None:
     """Calibrate the model in the dtype that commands use by default."""
     from kvkeep.cli.compression import measure_calibration
     from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
-    from kvkeep.evaluate.manual import manual_text
+    from kvkeep.evaluate.haystack import manual_text
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
     if default_calibration(model) is None:

@@ -16,7 +16,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.cli.output import say
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.files.atomic import check_writable, write_atomic
+from kvkeep.storage.files.atomic import write_atomic
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import Run
@@ -62,10 +62,9 @@ def perplexity(
         raise InvalidArgument(f"--from must be below --to; found {first} and {end}")
     output.check()
     if plot is not None:
-        from kvkeep.evaluate.plot import check_plottable
+        from kvkeep.evaluate.plots import check_plottable
 
         check_plottable(plot)
-        check_writable(plot)
     memory.check()
 
     from kvkeep.cli.run import Run
@@ -105,7 +104,7 @@ def _show(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> Non
     """Draw the plot, if requested, and print the final perplexity."""
     session = run.session
     if plot is not None:
-        from kvkeep.evaluate.plot import draw_perplexity
+        from kvkeep.evaluate.plots import draw_perplexity
 
         title = (
             f"{run.model.name}, {session.policy}, {session.max_kv_size} cells, {session.keep} kept"

@@ -1,1 +1,1 @@
-"""Measured fidelity: what a memory still knows."""
+"""Quality of bounded and compressed sessions: perplexity, and recall of hidden facts."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.facts import Sample, Samples
-from kvkeep.evaluate.recall import Recall, recall, way
+from kvkeep.evaluate.datasets import Dataset
+from kvkeep.evaluate.recall import CompressionSettings, measure_recall
+from kvkeep.evaluate.samples import Sample
 from kvkeep.types import KvBits
 
 if TYPE_CHECKING:
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
     from kvkeep.model import Model
     from kvkeep.session.session import Session
 
-UNCOMPRESSED = "uncompressed"  # in the place of a method, at ratio 1
+UNCOMPRESSED = "uncompressed"  # the method of the baseline, at ratio 1
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The setting of one result. seed, sample: identify the text of the task."""
+class GridSetting:
+    """What identifies a result. seed, sample: the text of the task."""
 
     task: str
     seed: int
@@ -30,14 +31,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Reading:
+class GridResult:
     """The result of one sample in one setting.
 
-    found: whether every question was answered; None for a continuation. log_probability: the mean
-    of a token of the answer or continuation. cells, nbytes: held when the question was asked.
+    found: whether every question was answered; None for a continuation.
+    log_probability: the mean over the tokens of the answers or of the continuation.
+    cells, nbytes: held before the first question.
     """
 
-    of: Setting
+    setting: GridSetting
     found: bool | None
     log_probability: float
     cells: int
@@ -48,101 +50,104 @@ class Reading:
 class Grid:
     """The results of a grid, one for each setting.
 
-    about: what they have in common, such as the model. asked: the options of the run, so that the
-    missing results can be measured later.
+    metadata: what all results have in common, such as the model.
+    options: those of the run, with which the missing results can be measured later.
     """
 
-    about: dict[str, Any]
-    readings: dict[Setting, Reading] = field(default_factory=dict)
-    asked: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any]
+    results: dict[GridSetting, GridResult] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, reading: Reading) -> None:
-        self.readings[reading.of] = reading
+    def add(self, result: GridResult) -> None:
+        self.results[result.setting] = result
 
-    def of(self, task: str, method: str, ratio: float) -> list[Reading]:
-        """Return the results of all samples in one field of the grid."""
-        wanted = (task, method, ratio)
+    def select(self, task: str, method: str, ratio: float) -> list[GridResult]:
+        """Return the results of all samples of a task at one method and ratio."""
         return [
-            each
-            for each in self.readings.values()
-            if (each.of.task, each.of.method, each.of.ratio) == wanted
+            result
+            for setting, result in self.results.items()
+            if (setting.task, setting.method, setting.ratio) == (task, method, ratio)
         ]
+
+    def baseline(self, task: str) -> list[GridResult]:
+        """Return the uncompressed results of a task."""
+        return self.select(task, UNCOMPRESSED, 1)
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(of.task for of in self.readings))
+        return list(dict.fromkeys(setting.task for setting in self.results))
 
     @property
     def methods(self) -> list[str]:
         """The methods, without the uncompressed baseline."""
-        found = dict.fromkeys(of.method for of in self.readings)
-        return [method for method in found if method != UNCOMPRESSED]
+        methods = dict.fromkeys(setting.method for setting in self.results)
+        return [method for method in methods if method != UNCOMPRESSED]
 
     @property
     def ratios(self) -> list[float]:
-        return sorted({of.ratio for of in self.readings if of.method != UNCOMPRESSED})
+        return sorted({key.ratio for key in self.results if key.method != UNCOMPRESSED})
 
-    def require_same(self, about: Mapping[str, Any]) -> None:
-        """Raise InvalidArgument if results with `about` cannot be joined with these."""
-        for name in {**self.about, **about}:
-            if self.about.get(name) != about.get(name):
+    def require_same_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Raise InvalidArgument if results with this metadata cannot be merged with these."""
+        for name in {**self.metadata, **metadata}:
+            if self.metadata.get(name) != metadata.get(name):
                 raise InvalidArgument(
-                    f"these are of different grids: {name} is {self.about.get(name)!r} in one and "
-                    f"{about.get(name)!r} in the other"
+                    f"these are of different grids: {name} is {self.metadata.get(name)!r} in one "
+                    f"and {metadata.get(name)!r} in the other"
                 )
 
-    def join(self, other: "Grid") -> None:
-        """Add another grid's results; in a setting of both, those of this grid stay.
+    def merge(self, other: "Grid") -> None:
+        """Add the results of another grid for the settings that this one lacks.
 
-        Raises InvalidArgument if the two were measured differently.
+        Raises InvalidArgument if the two have different metadata.
         """
-        self.require_same(other.about)
-        self.readings = {**other.readings, **self.readings}
+        self.require_same_metadata(other.metadata)
+        self.results = {**other.results, **self.results}
 
     def as_json(self) -> dict[str, Any]:
         rows = []
-        for reading in self.readings.values():
-            row = dataclasses.asdict(reading)
-            rows.append({**row.pop("of"), **row})
-        return {"about": self.about, "asked": self.asked, "readings": rows}
+        for result in self.results.values():
+            row = dataclasses.asdict(result)
+            rows.append({**row.pop("setting"), **row})
+        return {"about": self.metadata, "asked": self.options, "readings": rows}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Self:
+    def from_json(cls, content: dict[str, Any]) -> Self:
         """Return the grid of a JSON object. Raises KeyError, TypeError or AttributeError."""
-        grid = cls(dict(found["about"]), asked=dict(found.get("asked", {})))
-        names = [each.name for each in dataclasses.fields(Setting)]
-        for row in found["readings"]:
-            of = Setting(**{name: row.pop(name) for name in names})
-            grid.add(Reading(of=of, **row))
+        grid = cls(dict(content["about"]), options=dict(content.get("asked", {})))
+        names = [field.name for field in dataclasses.fields(GridSetting)]
+        for row in content["readings"]:
+            setting = GridSetting(**{name: row.pop(name) for name in names})
+            grid.add(GridResult(setting, **row))
         return grid
 
 
 @dataclass(frozen=True)
 class GridPlan:
-    """The fields of a grid: all methods at all ratios on all tasks. seed: of the tasks' samples."""
+    """What a grid measures: all methods at all ratios on all tasks. seed: of the datasets."""
 
-    tasks: Mapping[str, Samples]
+    datasets: Mapping[str, Dataset]  # by task
     methods: Sequence[str]
     ratios: Sequence[float]
     seed: int = 0
 
-    def missing(self, grid: Grid, task: str, sample: int) -> list[Setting]:
+    def missing(self, grid: Grid, task: str, sample: int) -> list[GridSetting]:
         """Return the settings of a sample that have no result yet, the uncompressed one first."""
-        fields = [(UNCOMPRESSED, 1.0)]
-        fields += [(method, ratio) for method in self.methods for ratio in self.ratios]
-        asked = [Setting(task, self.seed, sample, method, ratio) for method, ratio in fields]
-        return [setting for setting in asked if setting not in grid.readings]
+        columns = [(UNCOMPRESSED, 1.0)]
+        columns += [(method, ratio) for method in self.methods for ratio in self.ratios]
+        settings = [GridSetting(task, self.seed, sample, *column) for column in columns]
+        return [setting for setting in settings if setting not in grid.results]
 
 
-def read_sample(
+def measure_sample(
     model: "Model",
     sample: Sample,
-    settings: Sequence[Setting],
+    settings: Sequence[GridSetting],
     calibration: "Calibration | None" = None,
     prefill_step: int = 512,
     kv_bits: KvBits | None = None,
-) -> Iterator[Reading]:
-    """Prefill a text once, then compress a fork for each setting and ask its questions.
+) -> Iterator[GridResult]:
+    """Prefill a text once, and measure a compressed fork for each setting.
 
     kv_bits: of all cells, those of the uncompressed session included; None for no quantisation.
 
@@ -151,31 +156,26 @@ def read_sample(
     """
     session = model.session(policy="full", prefill_step=prefill_step, kv_bits=kv_bits)
     ids = model.text.encode(sample.text)
-    read = len(ids) - sample.foretold
-    if read < 1:
+    context = len(ids) - sample.continuation
+    if context < 1:
         raise InvalidArgument(
-            f"the last {sample.foretold} tokens of a text are foretold; found one of {len(ids)}: "
-            "ask for more tokens"
+            f"the last {sample.continuation} tokens of a text are foretold; found one of "
+            f"{len(ids)}: ask for more tokens"
         )
-    session.feed(ids[:read])
-    for of in settings:
-        memory = session.fork()
-        if of.method != UNCOMPRESSED:
-            method, budget = way(of.method)
-            memory.compress(
-                of.ratio, method, seed=of.seed + of.sample, calibration=calibration, budget=budget
-            )
-        yield (
-            _reading(of, recall(memory, sample.asked))
-            if sample.asked
-            else _foretold(of, memory, ids[read:])
-        )
+    session.feed(ids[:context])
+    for setting in settings:
+        fork = session.fork()
+        if setting.method != UNCOMPRESSED:
+            seed = setting.seed + setting.sample
+            CompressionSettings(setting.method, setting.ratio, seed, calibration).compress(fork)
+        yield _measure(fork, setting, sample, ids[context:])
 
 
-def _reading(of: Setting, answered: Recall) -> Reading:
-    return Reading(of, answered.found, answered.log_probability, answered.cells, answered.nbytes)
-
-
-def _foretold(of: Setting, memory: "Session", ids: list[int]) -> Reading:
-    cells, nbytes = memory.cache.cells, memory.cache.nbytes
-    return Reading(of, None, float(memory.score(ids).mean()), cells, nbytes)
+def _measure(
+    session: "Session", setting: GridSetting, sample: Sample, continuation: Sequence[int]
+) -> GridResult:
+    cells, nbytes = session.cache.cells, session.cache.nbytes
+    if sample.facts:
+        recall = measure_recall(session, sample.facts)
+        return GridResult(setting, recall.found, recall.log_probability, cells, nbytes)
+    return GridResult(setting, None, float(session.score(continuation).mean()), cells, nbytes)

@@ -1,89 +1,111 @@
-"""A grid as Markdown tables, one for each task."""
+"""A grid as Markdown tables, one for each task, and their place in a page."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.grid import UNCOMPRESSED, Grid, Reading
-from kvkeep.evaluate.markdown import has_place, piped, put
+
+if TYPE_CHECKING:
+    from kvkeep.evaluate.grid import Grid, GridResult
 
 BEGIN = "<!-- grid -->"
 END = "<!-- /grid -->"
-NOTHING = "–"
+NO_RESULT = "–"
 
 
-def grid_markdown(grid: Grid) -> str:
-    """Return a Markdown table for each task, with a row for each method and a column for each
-    ratio.
+def grid_markdown(grid: "Grid") -> str:
+    """Return a Markdown table for each task: a row for each method, a column for each ratio.
 
     For questions: the share of samples answered, of all and of those that the uncompressed model
     answers, and in brackets the mean log-probability of a token of the answer. For continuations:
     the perplexity, and its increase over the uncompressed cache. The head has the size of keys and
     values at each ratio, a range if it differs between methods.
     """
-    return "\n\n".join(_task(grid, task) for task in grid.tasks)
+    return "\n\n".join(_task_section(grid, task) for task in grid.tasks)
 
 
-def filled(path: Path, grid: Grid | None) -> bytes:
+def page_with_grid(path: Path, grid: "Grid | None") -> bytes:
     """Return a page with the tables between its markers.
 
     grid: None to check only that there are markers. Raises InvalidArgument if there are none.
     """
     page = path.read_text(encoding="utf-8")
-    if not has_place(page, BEGIN, END):
+    if not has_section(page, BEGIN, END):
         raise InvalidArgument(f"{path} has no lines {BEGIN} and {END} to write between")
-    return (page if grid is None else put(page, BEGIN, END, grid_markdown(grid))).encode()
+    if grid is not None:
+        page = replace_section(page, BEGIN, END, grid_markdown(grid))
+    return page.encode()
 
 
-def _task(grid: Grid, task: str) -> str:
-    whole = grid.of(task, UNCOMPRESSED, 1)
-    head = [task, *(f"{ratio:g}×, {_size(grid, task, ratio)}" for ratio in grid.ratios)]
-    rows = [[m, *(_figure(grid.of(task, m, r), whole) for r in grid.ratios)] for m in grid.methods]
-    below = f"Uncompressed: {_figure(whole)}, {_megabytes(whole)}. Samples: {len(whole)}."
-    return f"{piped([head, *rows])}\n\n{below}"
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table: the head first, then rows whose first column is text."""
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, f"|---|{'---:|' * (len(rows[0]) - 1)}", *body])
 
 
-def _size(grid: Grid, task: str, ratio: float) -> str:
-    return _megabytes([each for m in grid.methods for each in grid.of(task, m, ratio)])
+def has_section(page: str, begin: str, end: str) -> bool:
+    """Whether a page has both markers, in this order."""
+    return end in page.partition(begin)[2]
 
 
-def _megabytes(readings: Sequence[Reading]) -> str:
-    """The mean size of keys and values in MB; a range if methods differ by more than 1%."""
-    if not readings:
-        return NOTHING
-    means: dict[str, list[int]] = {}
-    for each in readings:
-        means.setdefault(each.of.method, []).append(each.nbytes)
-    sizes = sorted(fmean(sizes) / 1e6 for sizes in means.values())
-    if sizes[-1] > sizes[0] * 1.01:
-        return f"{sizes[0]:.1f}–{sizes[-1]:.1f} MB"
-    return f"{fmean(sizes):.1f} MB"
+def replace_section(page: str, begin: str, end: str, content: str) -> str:
+    """Return the page with `content` between its two markers."""
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
 
 
-def _figure(readings: Sequence[Reading], whole: Sequence[Reading] = ()) -> str:
-    """The figures of one field of a table. whole: the uncompressed model's results."""
-    if not readings:
-        return NOTHING
-    if readings[0].found is None:
-        return _perplexity(readings, whole)
-    known = {_text(each) for each in whole if each.found}
-    share = fmean(bool(each.found) for each in readings)
-    likely = fmean(each.log_probability for each in readings)
-    again = [bool(each.found) for each in readings if _text(each) in known]
-    of_known = f" / {fmean(again):.0%}" if again else ""
-    return f"{share:.0%}{of_known} ({likely:.2f})".replace("-", "−")
+def _task_section(grid: "Grid", task: str) -> str:
+    baseline = grid.baseline(task)
+    rows = [[task]] + [[method] for method in grid.methods]
+    for ratio in grid.ratios:
+        columns = [grid.select(task, method, ratio) for method in grid.methods]
+        size = _megabytes([result for results in columns for result in results])
+        rows[0].append(f"{ratio:g}×, {size}")
+        for row, results in zip(rows[1:], columns, strict=True):
+            row.append(_score(results, baseline))
+    footer = f"Uncompressed: {_score(baseline)}, {_megabytes(baseline)}. Samples: {len(baseline)}."
+    return f"{markdown_table(rows)}\n\n{footer}"
 
 
-def _perplexity(readings: Sequence[Reading], whole: Sequence[Reading]) -> str:
-    likely = fmean(each.log_probability for each in readings)
-    same = {_text(each) for each in readings}
-    before = [each.log_probability for each in whole if _text(each) in same]
-    more = f" ({math.exp(fmean(before) - likely) - 1:+.1%})" if before else ""
-    return f"{math.exp(-likely):.2f}{more}".replace("-", "−")
+def _megabytes(results: Sequence["GridResult"]) -> str:
+    """Return the mean size of keys and values; a range if methods differ by more than 1%."""
+    if not results:
+        return NO_RESULT
+    sizes_by_method: dict[str, list[int]] = {}
+    for result in results:
+        sizes_by_method.setdefault(result.setting.method, []).append(result.nbytes)
+    means = sorted(fmean(sizes) / 1e6 for sizes in sizes_by_method.values())
+    if means[-1] > means[0] * 1.01:
+        return f"{means[0]:.1f}–{means[-1]:.1f} MB"
+    return f"{fmean(means):.1f} MB"
 
 
-def _text(reading: Reading) -> tuple[int, int]:
-    """The sample of its task: seed and index."""
-    return reading.of.seed, reading.of.sample
+def _score(results: Sequence["GridResult"], baseline: Sequence["GridResult"] = ()) -> str:
+    """Return the entry of a table. baseline: the uncompressed results of the task."""
+    if not results:
+        return NO_RESULT
+    if results[0].found is None:
+        return _perplexity(results, baseline)
+    solvable = {_sample_id(result) for result in baseline if result.found}
+    share = fmean(bool(result.found) for result in results)
+    log_probability = fmean(result.log_probability for result in results)
+    solved = [bool(result.found) for result in results if _sample_id(result) in solvable]
+    solved_share = f" / {fmean(solved):.0%}" if solved else ""
+    return f"{share:.0%}{solved_share} ({log_probability:.2f})".replace("-", "−")
+
+
+def _perplexity(results: Sequence["GridResult"], baseline: Sequence["GridResult"]) -> str:
+    log_probability = fmean(result.log_probability for result in results)
+    samples = {_sample_id(result) for result in results}
+    same_samples = [result.log_probability for result in baseline if _sample_id(result) in samples]
+    increase = ""
+    if same_samples:
+        increase = f" ({math.exp(fmean(same_samples) - log_probability) - 1:+.1%})"
+    return f"{math.exp(-log_probability):.2f}{increase}".replace("-", "−")
+
+
+def _sample_id(result: "GridResult") -> tuple[int, int]:
+    return result.setting.seed, result.setting.sample

@@ -1,55 +1,134 @@
-"""Real texts that facts are hidden in, sentence by sentence."""
+"""Long real texts that facts are hidden in: Python's manual, and docstrings of its library.
 
+Calibrations use the manual. The docstrings have nothing in common with it.
+"""
+
+import ast
+import inspect
 import itertools
 import re
+import sysconfig
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Self
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.docstrings import docstrings_text
-from kvkeep.evaluate.manual import manual_text
 
-TEXTS: dict[str, Callable[[], str]] = {"manual": manual_text, "docstrings": docstrings_text}
-MANUAL = "manual"
 SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s+[A-Z])")
-DRAWS = 100  # of a stretch, at most
-ENOUGH = 0.75  # of the tokens asked for
+MAX_DRAWS = 100  # of a passage
+MIN_LENGTH = 0.75  # of a passage: the share of the requested tokens
+
+RUN_WORDS = 8  # texts that share a run of so many words have the same content
+MIN_DOCSTRING = 200  # characters of a docstring that is used
+INTERPRETER_PROMPT = ">>>"
+_MODULES = """
+    _pydecimal _pyio argparse asyncio/events asyncio/tasks codecs concurrent/futures/_base
+    configparser difflib email/_policybase email/message fractions functools heapq http/cookiejar
+    http/server inspect ipaddress json/__init__ logging/__init__ logging/handlers mimetypes optparse
+    os pkgutil random shutil smtplib socketserver statistics string subprocess textwrap threading
+    timeit traceback unittest/case unittest/mock urllib/parse uuid wave xml/etree/ElementTree
+    xml/sax/handler xml/sax/xmlreader xmlrpc/server
+"""
+MODULES = tuple(_MODULES.split())
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """A long text in sentences. tokens: about how many each has."""
+    """A long text as sentences, with the approximate number of tokens of each."""
 
     sentences: tuple[str, ...]
     tokens: tuple[int, ...]
 
     @classmethod
-    def of(cls, text: str, count: Callable[[str], int]) -> Self:
-        """count: gives the tokens of a piece of text."""
+    def from_text(cls, text: str, count_tokens: Callable[[str], int]) -> Self:
         sentences = tuple(SENTENCE_END.split(text))
-        return cls(sentences, tuple(count(sentence) for sentence in sentences))
+        return cls(sentences, tuple(count_tokens(sentence) for sentence in sentences))
 
-    def stretch(self, tokens: int, minimum: int, random: Random) -> list[str]:
-        """Sentences that follow each other from anywhere on, of about `tokens` tokens in all.
+    def passage(self, tokens: int, min_sentences: int, random: Random) -> list[str]:
+        """Return consecutive sentences from a random start, of about `tokens` tokens in all.
 
-        Where what comes next is a table or a program that is too long, it is drawn again.
+        A passage that ends far too early, before a long table or program, is drawn again.
+        min_sentences: included even if they have more tokens.
 
-        minimum: how many sentences there are to be, even if that takes more tokens.
         Raises InvalidArgument if the whole text is shorter.
         """
         ends = list(itertools.accumulate(self.tokens))
-        latest = bisect_right(ends, ends[-1] - tokens)  # sentences that can be left out before
-        if tokens > ends[-1] or len(self.sentences) - latest < minimum:
+        last_start = bisect_right(ends, ends[-1] - tokens)
+        if tokens > ends[-1] or len(self.sentences) - last_start < min_sentences:
             raise InvalidArgument(
                 f"the text has {ends[-1]:,} tokens; found {tokens:,}: ask for fewer"
             )
-        for _ in range(DRAWS):
-            start = random.randrange(latest + 1)
-            begun = ends[start] - self.tokens[start]
-            end = max(bisect_right(ends, begun + tokens), start + minimum)
-            if ends[end - 1] - begun >= ENOUGH * tokens:
+        for _ in range(MAX_DRAWS):
+            start = random.randrange(last_start + 1)
+            tokens_before = ends[start] - self.tokens[start]
+            end = max(bisect_right(ends, tokens_before + tokens), start + min_sentences)
+            if ends[end - 1] - tokens_before >= MIN_LENGTH * tokens:
                 break
         return list(self.sentences[start:end])
+
+
+def manual_text() -> str:
+    """Return all topics of Python's `help`, sorted: 113,108 tokens of SmolLM2 in Python 3.11."""
+    from pydoc_data.topics import topics  # most of a megabyte
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+@cache  # takes a second
+def docstrings_text() -> str:
+    """Return paragraphs of docstrings, in the order of `MODULES` and of each file.
+
+    Paragraphs of fewer than eight words, and those that share eight words in a row with the manual
+    or with an earlier paragraph, are left out. No module is imported. 83,251 tokens of SmolLM2 in
+    Python 3.11.
+
+    Raises InvalidArgument if Python's library is installed without its sources.
+    """
+    known_runs = word_runs(manual_text())
+    paragraphs = []
+    for module in MODULES:
+        for paragraph in _paragraphs(module):
+            runs = word_runs(paragraph)
+            if runs and not runs & known_runs:
+                paragraphs.append(paragraph)
+                known_runs |= runs
+    return "\n\n".join(paragraphs)
+
+
+def word_runs(text: str) -> set[tuple[str, ...]]:
+    """Return all runs of eight consecutive words, ignoring case and punctuation."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[start : start + RUN_WORDS]) for start in range(len(words) - RUN_WORDS + 1)}
+
+
+TEXTS: dict[str, Callable[[], str]] = {"manual": manual_text, "docstrings": docstrings_text}
+MANUAL = "manual"
+
+
+def _paragraphs(module: str) -> Iterator[str]:
+    for docstring in _docstrings(module):
+        if len(docstring) >= MIN_DOCSTRING:
+            for paragraph in re.split(r"\n\s*\n", docstring):
+                if INTERPRETER_PROMPT not in paragraph:
+                    yield paragraph.rstrip()
+
+
+def _docstrings(module: str) -> Iterator[str]:
+    """Yield a module's docstrings in the order of its file."""
+    file = Path(sysconfig.get_path("stdlib"), f"{module}.py")
+    try:
+        tree = ast.parse(file.read_bytes())
+    except OSError as error:
+        raise InvalidArgument(
+            f"docstrings are read from the sources of Python's library, and {file} is not there: "
+            "take the manual instead"
+        ) from error
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        if docstring := ast.get_docstring(node, clean=False):
+            yield inspect.cleandoc(docstring)

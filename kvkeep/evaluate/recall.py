@@ -1,27 +1,29 @@
-"""What a memory answers to questions about what it has read, compressed and not."""
+"""Recall of hidden facts: the answers of a session, compressed and uncompressed."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.evaluate.facts import Fact, Sample
+from kvkeep.evaluate.samples import Fact, Sample
 from kvkeep.session.session import Session
 
 if TYPE_CHECKING:
     from kvkeep.compression.calibration.calibration import Calibration
     from kvkeep.compression.methods import Compression
+    from kvkeep.compression.plan import CompressionReport
     from kvkeep.model import Model
 
-SPARE = 3  # tokens written beyond those of the key: the model may put a space or a quote before it
-ROOM_TO_ASK = 128  # tokens, more than any question and its answer take
+EXTRA_TOKENS = 3  # generated beyond the key's own: a space or a quote may precede it
+QUESTION_RESERVE = 128  # tokens, more than any question and its answer take
 
 
 @dataclass(frozen=True)
 class Answer:
-    """text: written greedily after the question. found: whether it begins with the key.
+    """The greedy continuation of a question.
 
-    log_probability: natural, of the key's tokens, their mean; each given those before it.
+    found: whether it begins with the key. log_probability: the mean over the key's tokens, natural.
     """
 
     text: str
@@ -31,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Recall:
-    """What one memory answered. cells, nbytes: held before it was asked."""
+    """One session's answers. cells, nbytes: held before the first question."""
 
     answers: tuple[Answer, ...]
     cells: int
@@ -39,26 +41,22 @@ class Recall:
 
     @property
     def found(self) -> bool:
+        """Whether all answers begin with their key."""
         return all(answer.found for answer in self.answers)
 
     @property
     def log_probability(self) -> float:
+        """The mean over all answers."""
         return sum(answer.log_probability for answer in self.answers) / len(self.answers)
 
 
-def way(label: str) -> tuple[str, Any]:
-    """The method and the budget of "keydiff:heads"; None for a budget that is not said."""
-    method, _, budget = label.partition(":")
-    return method, budget or None
-
-
 @dataclass(frozen=True)
-class Compressing:
-    """How a memory is made smaller.
+class CompressionSettings:
+    """How a session is compressed.
 
-    method: and how heads share its cells, if that is said: "keydiff" or "keydiff:heads".
-    max_kv_size: of a memory that is compressed while it reads; None for as many cells as would be
-    left if it were compressed afterwards.
+    method: with or without a budget: "keydiff" or "keydiff:heads".
+    max_kv_size: cells of a session that is compressed during prefill; None for the number that
+        compression after prefill would leave.
     """
 
     method: str
@@ -68,15 +66,28 @@ class Compressing:
     max_kv_size: int | None = None
 
     def cells(self, tokens: int) -> int:
-        """Those of a memory that is compressed while it reads so many tokens."""
+        """Return the budget of a session that is compressed during the prefill of `tokens`."""
         return self.max_kv_size or math.ceil(tokens / self.ratio)
+
+    def compress(self, session: Session) -> "CompressionReport":
+        method, budget = parse_method(self.method)
+        return session.compress(
+            self.ratio, method, seed=self.seed, calibration=self.calibration, budget=budget
+        )
+
+
+def parse_method(text: str) -> tuple[str, Any]:
+    """Split "keydiff:heads" into method and budget; None for no budget."""
+    method, _, budget = text.partition(":")
+    return method, budget or None
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A sample's answers from both memories, and what the compression was like.
+class RecallResult:
+    """A sample's answers from a compressed and an uncompressed session.
 
-    tokens: of the text. uncompressed: None where the whole text does not fit.
+    tokens: of the text. uncompressed: None if the text is too long for an uncompressed session.
+    chunks: what the compression did to each chunk of cells.
     """
 
     sample: Sample
@@ -86,66 +97,132 @@ class Outcome:
     chunks: "tuple[Compression, ...]"
 
 
-def recall(session: Session, asked: Sequence[Fact]) -> Recall:
-    """Asks for each fact in a fork of its own: the session stays as it is."""
-    answers = tuple(_answer(session.fork(), fact) for fact in asked)
+def measure_recall(session: Session, facts: Sequence[Fact]) -> Recall:
+    """Ask for each fact in a fork; the session stays as it is."""
+    answers = tuple(_answer(session.fork(), fact) for fact in facts)
     return Recall(answers, session.cache.cells, session.cache.nbytes)
 
 
-def compress_after_reading(
-    model: "Model",
-    sample: Sample,
-    how: Compressing,
-    prefill_step: int = 512,
-) -> Outcome:
-    """Reads the text whole, asks, and asks again of a fork that was compressed.
+def compress_after_prefill(
+    model: "Model", sample: Sample, settings: CompressionSettings, prefill_step: int = 512
+) -> RecallResult:
+    """Prefill the text, ask, and ask a compressed fork the same.
 
-    Raises ContextFull where the model cannot read as much.
+    Raises ContextFull if the text is too long for the model.
     """
     session = model.session(policy="full", prefill_step=prefill_step)
     tokens = session.feed(sample.text).tokens
-    uncompressed = recall(session, sample.asked)
-    compressed = session.fork()
-    method, budget = way(how.method)
-    report = compressed.compress(
-        how.ratio, method, seed=how.seed, calibration=how.calibration, budget=budget
-    )
-    answered = recall(compressed, sample.asked)
-    return Outcome(sample, tokens, answered, uncompressed, report.chunks)
+    uncompressed = measure_recall(session, sample.facts)
+    fork = session.fork()
+    report = settings.compress(fork)
+    compressed = measure_recall(fork, sample.facts)
+    return RecallResult(sample, tokens, compressed, uncompressed, report.chunks)
 
 
-def compress_while_reading(
-    model: "Model",
-    sample: Sample,
-    how: Compressing,
-    prefill_step: int = 512,
-) -> Outcome:
-    """Reads the text twice: into a memory that is compressed as it grows, and into a whole one.
+def compress_during_prefill(
+    model: "Model", sample: Sample, settings: CompressionSettings, prefill_step: int = 512
+) -> RecallResult:
+    """Prefill the text in a session that is compressed as it grows, and in an uncompressed one.
 
-    A text that is longer than the model can read whole is read by the first alone.
+    The second is left out if the text is too long for the model.
     """
-    ids, (method, budget) = model.text.encode(sample.text), way(how.method)
-    session = model.session(
-        how.cells(len(ids)),
+    ids, (method, budget) = model.text.encode(sample.text), parse_method(settings.method)
+    archive = model.session(
+        settings.cells(len(ids)),
         policy="archive",
         prefill_step=prefill_step,
         method=method,
         budget=budget,
-        ratio=how.ratio,
-        calibration=how.calibration,
+        ratio=settings.ratio,
+        calibration=settings.calibration,
     )
-    fed = session.feed(ids)
-    whole = model.session(policy="full", prefill_step=prefill_step)
+    report = archive.feed(ids)
+    full = model.session(policy="full", prefill_step=prefill_step)
     uncompressed = None
-    if whole.room is None or fed.tokens + ROOM_TO_ASK <= whole.room:
-        whole.feed(ids)
-        uncompressed = recall(whole, sample.asked)
-    answered = recall(session, sample.asked)
-    return Outcome(sample, fed.tokens, answered, uncompressed, fed.compressions)
+    if full.room is None or report.tokens + QUESTION_RESERVE <= full.room:
+        full.feed(ids)
+        uncompressed = measure_recall(full, sample.facts)
+    compressed = measure_recall(archive, sample.facts)
+    return RecallResult(sample, report.tokens, compressed, uncompressed, report.compressions)
 
 
 def _answer(session: Session, fact: Fact) -> Answer:
     session.feed(fact.question)
     scores = session.fork().score(f" {fact.answer}")
-    text = "".join(session.stream(len(scores) + SPARE))
+    text = "".join(session.stream(len(scores) + EXTRA_TOKENS))
     return Answer(text, text.strip().startswith(fact.answer), float(scores.mean()))
+
+
+@dataclass(frozen=True)
+class RecallSummary:
+    """Recall over many samples, in the form of the JSON report.
+
+    found: samples of which every answer was found; rate: their share.
+    log_probability: of a token of a key, the mean over samples.
+    samples_uncompressed: those that fit into an uncompressed session; all other figures of it are
+        means over these, and None if there are none.
+    cells, bytes: means, before and after compression.
+    ms_per_chunk: of each compressed chunk in all samples.
+    each: a row for each sample.
+    """
+
+    samples: int
+    found: int
+    rate: float
+    log_probability: float
+    samples_uncompressed: int
+    found_uncompressed: int | None
+    rate_uncompressed: float | None
+    log_probability_uncompressed: float | None
+    cells_before: int
+    cells_after: int
+    bytes_before: int | None
+    bytes_after: int
+    ms_per_chunk: list[float]
+    each: list[dict[str, Any]]
+
+
+def summarise(results: Sequence[RecallResult]) -> RecallSummary:
+    """Return the summary of at least one sample."""
+    compressed = [result.compressed for result in results]
+    full = [result.uncompressed for result in results if result.uncompressed is not None]
+    found = sum(recall.found for recall in compressed)
+    found_full = sum(recall.found for recall in full)
+    return RecallSummary(
+        samples=len(results),
+        found=found,
+        rate=found / len(results),
+        log_probability=fmean(recall.log_probability for recall in compressed),
+        samples_uncompressed=len(full),
+        found_uncompressed=found_full if full else None,
+        rate_uncompressed=found_full / len(full) if full else None,
+        log_probability_uncompressed=fmean(r.log_probability for r in full) if full else None,
+        cells_before=round(fmean(result.tokens for result in results)),
+        cells_after=round(fmean(recall.cells for recall in compressed)),
+        bytes_before=round(fmean(recall.nbytes for recall in full)) if full else None,
+        bytes_after=round(fmean(recall.nbytes for recall in compressed)),
+        ms_per_chunk=[chunk.seconds * 1000 for result in results for chunk in result.chunks],
+        each=[_sample_row(result) for result in results],
+    )
+
+
+def _sample_row(result: RecallResult) -> dict[str, Any]:
+    sample, compressed, full = result.sample, result.compressed, result.uncompressed
+    return {
+        "key": [fact.answer for fact in sample.facts],
+        "question": [fact.question.strip() for fact in sample.facts],
+        "answer": [answer.text for answer in compressed.answers],
+        "position": sample.position,
+        "places": sample.positions,
+        "depth": round(sample.depth, 1),
+        "found": compressed.found,
+        "found_each": [answer.found for answer in compressed.answers],
+        "found_uncompressed": full.found if full else None,
+        "log_probability": compressed.log_probability,
+        "log_probability_uncompressed": full.log_probability if full else None,
+        "cells_before": result.tokens,
+        "cells_after": compressed.cells,
+        "bytes_before": full.nbytes if full else None,
+        "bytes_after": compressed.nbytes,
+        "merged": [chunk.merged for chunk in result.chunks],
+    }

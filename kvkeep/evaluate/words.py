@@ -1,4 +1,4 @@
-"""Words and names that made-up facts are made of."""
+"""Words and names for made-up facts."""
 
 _WORDS = """
     Acorn Album Almond Amazon Anchor Angel Apple Apricot April Arrow Autumn Badge Bamboo Banana
@@ -37,8 +37,6 @@ _CODE_WORDS = """
     xarumi yolave zemira
 """
 CODE_WORDS = tuple(_CODE_WORDS.split())
-
-COUNTS = {2: "two", 3: "three", 4: "four"}
 
 _CITIES = """
     Amsterdam Athens Berlin Boston Cairo Chicago Copenhagen Dublin Geneva Helsinki Istanbul Lisbon

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES
-from kvkeep.cli.evaluate.grid_choice import GRID_TASKS
+from kvkeep.cli.evaluate.grid_options import GRID_TASKS
 from kvkeep.compression.methods import BEST as BEST_METHOD
 from kvkeep.compression.methods import METHODS
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvkeep.cli.evaluate import EVALUATIONS
 from kvkeep.cli.main import COMMANDS
-from kvkeep.evaluate.passkey import Passkey
+from kvkeep.evaluate.datasets import PasskeyDataset
 from kvkeep.evaluate.tasks import TASKS
 
 SMALL = {"passkey": ("--junk", 20), "needle": ("--tokens", 500)}
@@ -17,7 +17,7 @@ def test_one_sample_is_printed_in_detail(invoke, tiny) -> None:
     result = invoke("passkey", "--junk", 30, "--group", 2, "--pos", 9, *tiny)
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
-    key = Passkey(30).sample(0).asked[0].answer
+    key = PasskeyDataset(30).sample(0).facts[0].answer
     assert lines[0].startswith("n_len = ")
     assert "n_ctx = 8192, ratio = 2" in lines[0]
     assert lines[1].startswith(f"passkey = {key}, at token ")
@@ -68,7 +68,7 @@ def test_a_task_may_be_hidden_in_either_text(invoke, tiny, tmp_path: Path, task:
     assert result.exit_code == 0, result.stderr
     figures = json.loads(report.read_text())
     assert (figures["task"], figures["haystack"]) == (task, "docstrings")
-    assert figures["keys"] == TASKS[task].keys[0]
+    assert figures["keys"] == TASKS[task].key_types[0]
     [row] = figures["each"]
     assert len(row["found_each"]) == len(row["key"])
 

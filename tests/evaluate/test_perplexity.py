@@ -1,4 +1,4 @@
-"""Perplexity is that of each token given what memory held before it."""
+"""Perplexity: each token is scored given the cells held before it."""
 
 import math
 
@@ -7,7 +7,7 @@ from small_models import VOCABULARY, small_model
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.evaluate.perplexity import RECENT, measure_perplexity, perplexity_points
-from kvkeep.evaluate.plot import check_plottable, draw_perplexity
+from kvkeep.evaluate.plots import check_plottable, draw_perplexity
 
 IDS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(700)]
 
@@ -23,7 +23,7 @@ def _one_by_one(session, ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("first", [1, 5, 64, 100])
-def test_it_is_the_mean_over_the_scored_tokens(first: int) -> None:
+def test_perplexity_is_the_exponential_mean_over_scored_tokens(first: int) -> None:
     model = small_model()
     ids = IDS[:150]
     scores = _one_by_one(model.session(max_kv_size=40), ids)
@@ -33,14 +33,14 @@ def test_it_is_the_mean_over_the_scored_tokens(first: int) -> None:
     assert (result.first, result.end) == (first, 150)
 
 
-def test_the_trace_says_where_it_stood_after_each_step() -> None:
+def test_the_trace_has_a_point_after_each_step() -> None:
     model = small_model()
     scores = _one_by_one(model.session(max_kv_size=100), IDS)
     session = model.session(max_kv_size=100, prefill_step=64)
-    counted: list[int] = []
-    trace = measure_perplexity(session, IDS, 70, progress=counted.append).trace
+    progress_calls: list[int] = []
+    trace = measure_perplexity(session, IDS, 70, progress=progress_calls.append).trace
     assert [point.tokens for point in trace] == [*range(64, 700, 64), 700]
-    assert sum(counted) == 700
+    assert sum(progress_calls) == 700
     assert [point.scored for point in trace[:3]] == [0, 58, 122]
     assert math.isnan(trace[0].perplexity)
     assert [point.kv_cells for point in trace[:3]] == [64, 100, 100]
@@ -50,7 +50,7 @@ def test_the_trace_says_where_it_stood_after_each_step() -> None:
     assert trace[2].rss_bytes > 0
 
 
-def test_the_step_does_not_change_it() -> None:
+def test_the_prefill_step_does_not_change_perplexity() -> None:
     model = small_model()
     figures = [
         measure_perplexity(model.session(max_kv_size=50, prefill_step=step), IDS, 30).perplexity
@@ -60,21 +60,21 @@ def test_the_step_does_not_change_it() -> None:
 
 
 @pytest.mark.parametrize("first", [0, -1, 700, 701])
-def test_the_range_must_lie_in_the_text(first: int) -> None:
+def test_the_first_scored_token_must_lie_in_the_text(first: int) -> None:
     session = small_model().session()
     with pytest.raises(InvalidArgument, match=f"found {first}"):
         perplexity_points(session, IDS, first)
     assert session.cache.time == 0
 
 
-def test_a_text_too_long_for_the_policy_is_refused_before_the_start() -> None:
+def test_a_text_too_long_for_the_policy_is_refused_before_prefill() -> None:
     session = small_model().session(max_kv_size=64, policy="full")
     with pytest.raises(ContextFull):
         perplexity_points(session, IDS)
     assert session.cache.time == 0
 
 
-def test_a_session_in_use_is_refused() -> None:
+def test_a_session_that_holds_tokens_is_refused() -> None:
     session = small_model().session()
     session.feed([1, 2])
     with pytest.raises(InvalidArgument, match="new session"):

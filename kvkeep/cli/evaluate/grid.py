@@ -1,134 +1,39 @@
 """`kvkeep grid`: measure every compression method at every ratio on every task."""
 
+import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.compression import (
-    METHOD_NAMES,
-    UNCALIBRATED,
-    check_calibrated,
-    method_and_budget,
-    ratio,
-)
-from kvkeep.cli.evaluate.grid_choice import (
-    GRID_TASKS,
+from kvkeep.cli.compression import check_calibrated, load_calibration_file
+from kvkeep.cli.evaluate.grid_options import (
     GridChoice,
     GridFiles,
-    choices_json,
-    with_earlier,
+    file_options,
+    options_json,
+    plan_options,
+    with_saved_options,
 )
-from kvkeep.cli.evaluate.options import (
-    ModelChoice,
-    haystack_option,
-    listed,
-    model_options,
-    one_of,
-)
-from kvkeep.cli.memory import BIT_NAMES
-from kvkeep.cli.options import collect_options, whole_number
+from kvkeep.cli.evaluate.options import ModelChoice, load_haystack, model_options
 from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.haystack import MANUAL
-from kvkeep.storage.files.atomic import write_atomic
+from kvkeep.storage.files.atomic import write_atomic, write_json
 
 if TYPE_CHECKING:
+    from typing import Never
+
+    from kvkeep import Model
     from kvkeep.evaluate.grid import Grid
-
-_CHOICE = [
-    click.option(
-        "--methods",
-        metavar="NAME[:BUDGET],...",
-        type=listed(method_and_budget),
-        default=",".join(UNCALIBRATED),
-        show_default="all that need no calibration",
-        help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
-    ),
-    click.option(
-        "--ratios",
-        metavar="X,...",
-        type=listed(ratio),
-        default="2,4,8",
-        help="To how many times fewer cells.",
-    ),
-    click.option(
-        "--tasks",
-        metavar="NAME,...",
-        type=listed(one_of(*GRID_TASKS)),
-        default=",".join(GRID_TASKS),
-        show_default="all",
-        help=f"Of {', '.join(GRID_TASKS)}.",
-    ),
-    click.option(
-        "--samples", metavar="N", type=whole_number(1), default=40, help="Texts of each task."
-    ),
-    click.option(
-        "--junk",
-        metavar="N",
-        type=whole_number(1),
-        default=250,
-        help="Repetitions of the text that hides pass keys.",
-    ),
-    click.option(
-        "--tokens",
-        metavar="N",
-        type=whole_number(16),
-        default=4000,
-        help="Of a real text, about.",
-    ),
-    haystack_option(),
-    click.option(
-        "--kv-bits",
-        type=click.Choice(BIT_NAMES),
-        show_default="not quantised",
-        help="Keep all cells in so many bits, the uncompressed ones, too.",
-    ),
-    click.option(
-        "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same texts."
-    ),
-]
-
-_FILES = [
-    click.option(
-        "--from",
-        "earlier",
-        metavar="FILE.json",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        multiple=True,
-        help="Measure nothing: show what --out wrote. Repeatable: all of them together.",
-    ),
-    click.option(
-        "--out",
-        metavar="FILE.json",
-        type=click.Path(path_type=Path),
-        help="Write every reading there, after each sample.",
-    ),
-    click.option(
-        "--resume",
-        is_flag=True,
-        help="Go on with what is in --out, as it was asked for but for what is said now.",
-    ),
-    click.option(
-        "--plot",
-        metavar="FILE.png",
-        type=click.Path(path_type=Path),
-        help="Draw a panel for each task, a line for each method.",
-    ),
-    click.option(
-        "--into",
-        "page",
-        metavar="FILE.md",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="Write the tables between this page's markers.",
-    ),
-]
 
 
 @click.command(short_help="Measure all methods of compression on all tasks.")
-@collect_options(GridChoice, "plan", _CHOICE)
-@collect_options(GridFiles, "files", _FILES)
-@model_options()
+@plan_options
+@file_options
+@model_options
 @click.option("--no-progress", is_flag=True, help="No progress bars.")
 def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: bool) -> None:
     """Measure every method of compression at every ratio on every task.
@@ -141,30 +46,74 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
     """
     files.check()
     if files.earlier:
-        _show(_joined(files.earlier), files)
+        _show(_merged(files.earlier), files)
         return
     if files.resume and files.out is not None and files.out.is_file():
-        earlier = _read(files.out).asked
-        plan, choice = with_earlier(plan, earlier), with_earlier(choice, earlier)
+        saved = _load_grid(files.out).options
+        plan, choice = with_saved_options(plan, saved), with_saved_options(choice, saved)
     check_calibrated(plan.methods, choice.calibration)
-    passkeys = plan.passkey_tasks()
-
-    from kvkeep.cli.evaluate.grid_runner import measure_grid
-
+    passkeys = plan.passkey_datasets()
     model = choice.load(not no_progress)
-    about = _about(plan, choice, model.name)
-    results = _opened(files, about)
-    results.asked = choices_json(plan, choice)
+    results = _open_grid(files.out, plan, choice, model.name)
     try:
-        measure_grid(model, results, plan, passkeys, choice, files.out, not no_progress)
+        datasets = dict(passkeys)
+        if any(task not in passkeys for task in plan.tasks):
+            datasets |= plan.text_datasets(load_haystack(plan.haystack, model))
+        _measure(results, model, plan, choice, datasets, files.out, progress=not no_progress)
     finally:
-        if results.readings:
+        if results.results:
             _show(results, files)
 
 
-def _about(plan: GridChoice, choice: ModelChoice, model: str) -> dict[str, Any]:
-    """Return the settings that all readings in a file share."""
-    return {
+def _measure(
+    results: "Grid",
+    model: "Model",
+    plan: GridChoice,
+    choice: ModelChoice,
+    datasets: Mapping[str, Dataset],
+    out: Path | None,
+    progress: bool,
+) -> None:
+    """Add the missing results, one sample of each task in turn; write them after each sample.
+
+    An interrupted run has therefore measured about as many samples of each task.
+    """
+    from tqdm import tqdm
+
+    from kvkeep.evaluate.grid import GridPlan, measure_sample
+
+    grid_plan = GridPlan(datasets, plan.methods, plan.ratios, plan.seed)
+    calibration = load_calibration_file(choice.calibration, model)
+    bar: tqdm[Never]
+    with tqdm(
+        total=plan.samples * len(plan.tasks),
+        desc="measuring",
+        unit=" samples",
+        leave=False,
+        disable=None if progress else True,
+    ) as bar:
+        for index, task in itertools.product(range(plan.samples), plan.tasks):
+            if missing := grid_plan.missing(results, task, index):
+                sample = datasets[task].sample(index)
+                measured = measure_sample(
+                    model, sample, missing, calibration, choice.prefill_step, plan.kv_bits
+                )
+                try:
+                    for result in measured:
+                        results.add(result)
+                finally:
+                    write_json(out, results.as_json())
+            bar.update(1)
+
+
+def _open_grid(out: Path | None, plan: GridChoice, choice: ModelChoice, model: str) -> "Grid":
+    """Return the grid in the output file, or an empty one.
+
+    Raises InvalidArgument if the file was measured with other settings.
+    """
+    from kvkeep.evaluate.grid import Grid
+
+    metadata = {
         "model": model,
         "dtype": choice.dtype,
         "weights": choice.weights,
@@ -174,38 +123,27 @@ def _about(plan: GridChoice, choice: ModelChoice, model: str) -> dict[str, Any]:
         "haystack": plan.haystack,
         "kv_bits": plan.kv_bits,
     }
-
-
-def _opened(files: GridFiles, about: dict[str, Any]) -> "Grid":
-    """Return the grid in the output file, or an empty one.
-
-    Raises InvalidArgument if the file was measured with other settings.
-    """
-    from kvkeep.evaluate.grid import Grid
-
-    if files.out is None or not files.out.is_file():
-        return Grid(about)
-    grid = _read(files.out)
-    grid.require_same(about)
+    grid = Grid(metadata) if out is None or not out.is_file() else _load_grid(out)
+    grid.require_same_metadata(metadata)
+    grid.options = options_json(plan, choice)
     return grid
 
 
-def _joined(paths: tuple[Path, ...]) -> "Grid":
-    """Merge the readings of several files."""
-    first, *others = [_read(path) for path in paths]
+def _merged(paths: tuple[Path, ...]) -> "Grid":
+    first, *others = [_load_grid(path) for path in paths]
     for other in others:
-        first.join(other)
+        first.merge(other)
     return first
 
 
-def _read(path: Path) -> "Grid":
+def _load_grid(path: Path) -> "Grid":
     """Read the file of an earlier run. Raises InvalidArgument if it is not one."""
     from kvkeep.evaluate.grid import Grid
 
     try:
         grid = Grid.from_json(json.loads(path.read_text(encoding="utf-8")))
-        grid.about.setdefault("haystack", MANUAL)  # older files do not say which text
-        grid.about.setdefault("kv_bits", None)
+        grid.metadata.setdefault("haystack", MANUAL)  # older files do not say which text
+        grid.metadata.setdefault("kv_bits", None)
         return grid
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{path} is not a result of `kvkeep grid --out`") from error
@@ -213,14 +151,14 @@ def _read(path: Path) -> "Grid":
 
 def _show(grid: "Grid", files: GridFiles) -> None:
     """Draw the plot, and write the tables into the page or to standard output."""
-    from kvkeep.evaluate.grid_plot import draw_grid
-    from kvkeep.evaluate.grid_table import filled, grid_markdown
+    from kvkeep.evaluate.grid_table import grid_markdown, page_with_grid
+    from kvkeep.evaluate.plots import draw_grid
 
-    if not grid.readings:
+    if not grid.results:
         raise InvalidArgument("there is nothing to show: no reading was made yet")
     if files.plot is not None:
         write_atomic(files.plot, draw_grid(grid, files.plot.suffix))
     if files.page is not None:
-        write_atomic(files.page, filled(files.page, grid))
+        write_atomic(files.page, page_with_grid(files.page, grid))
     else:
         click.echo(grid_markdown(grid))

@@ -12,21 +12,18 @@ from kvkeep.cli.compression import (
     METHOD_NAMES,
     calibration_option,
     check_calibrated,
-    load_calibration_file,
     method_and_budget,
     number,
     ratio,
 )
-from kvkeep.cli.options import Decorator, collect_options, whole_number
+from kvkeep.cli.options import Decorator, collect_options, file_option, integer_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
-from kvkeep.evaluate.facts import KEYS, Where
-from kvkeep.evaluate.haystack import MANUAL, TEXTS
-from kvkeep.storage.files.atomic import check_writable
+from kvkeep.evaluate.haystack import MANUAL, TEXTS, Haystack
+from kvkeep.evaluate.samples import KEY_TYPES, Placement
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
     from kvkeep import Model
-    from kvkeep.compression.calibration.calibration import Calibration
 
 
 def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
@@ -63,16 +60,12 @@ class ModelChoice:
     def load(self, progress: bool) -> "Model":
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
-    def calibrated(self, model: "Model") -> "Calibration | None":
-        """Load the calibration file, if one was given."""
-        return load_calibration_file(self.calibration, model)
-
 
 @dataclass(frozen=True)
 class RecallChoice:
     """The options for the hidden facts and for the compression before the question.
 
-    keys: None for the task's own kind. depths: in percent of the text; None for random ones.
+    keys: a key type; None for the task's default. depths: in percent; None for random ones.
     samples, ratio: None for the command's default.
     """
 
@@ -96,43 +89,34 @@ class RecallChoice:
                 "add --streaming, or leave it out"
             )
         if self.plot is not None:
-            from kvkeep.evaluate.plot import check_plottable
+            from kvkeep.evaluate.plots import check_plottable
 
             check_plottable(self.plot)
-            check_writable(self.plot)
 
     @property
     def count(self) -> int:
         """The number of samples: as given, or one for each depth."""
         return self.samples or len(self.depths or (0,))
 
-    def where(self, place: int | None = None) -> Where:
-        """Return where facts are hidden. place: overrides the depths."""
-        return Where(place, self.depths or ())
+    def placement(self, position: int | None = None) -> Placement:
+        """Return where facts are hidden. position: overrides the depths."""
+        return Placement(position, self.depths or ())
 
 
-def model_options() -> Decorator:
-    return collect_options(
-        ModelChoice,
-        "choice",
-        [
-            MODEL,
-            DTYPE,
-            DEVICE,
-            WEIGHTS,
-            PREFILL_STEP,
-            calibration_option("What was learned of this model for compressing."),
-        ],
-    )
+CALIBRATION = calibration_option("What was learned of this model for compressing.")
+model_options = collect_options(
+    ModelChoice, "choice", [MODEL, DTYPE, DEVICE, WEIGHTS, PREFILL_STEP, CALIBRATION]
+)
+HAYSTACK = click.option(
+    "--haystack",
+    type=click.Choice(tuple(TEXTS)),
+    default=MANUAL,
+    help="Python's own manual, or its library's docstrings: nothing of one is in the other.",
+)
 
 
-def haystack_option() -> Decorator:
-    return click.option(
-        "--haystack",
-        type=click.Choice(tuple(TEXTS)),
-        default=MANUAL,
-        help="Python's own manual, or its library's docstrings: nothing of one is in the other.",
-    )
+def load_haystack(name: str, model: "Model") -> Haystack:
+    return Haystack.from_text(TEXTS[name](), lambda text: len(model.text.encode(text)))
 
 
 def recall_options(tasks: Iterable[str], help: str) -> Decorator:
@@ -140,33 +124,11 @@ def recall_options(tasks: Iterable[str], help: str) -> Decorator:
 
     tasks: the names of the tasks. help: the help text of `--task`.
     """
-    return collect_options(
-        RecallChoice,
-        "recall",
-        [
-            *_text_options(tasks, help),
-            *_compression_options(),
-            click.option(
-                "--plot",
-                metavar="FILE.png",
-                type=click.Path(path_type=Path),
-                help="Draw how many are found at each depth.",
-            ),
-        ],
-    )
-
-
-def _text_options(tasks: Iterable[str], help: str) -> list[Decorator]:
-    return [
-        click.option(
-            "--task",
-            type=click.Choice(tuple(tasks)),
-            default="single",
-            help=help,
-        ),
+    fact_options = [
+        click.option("--task", type=click.Choice(tuple(tasks)), default="single", help=help),
         click.option(
             "--keys",
-            type=click.Choice(KEYS),
+            type=click.Choice(KEY_TYPES),
             show_default="number, where the task has a choice",
             help='Five digits, or words as in "Chewy-Tiger-Amazon".',
         ),
@@ -177,21 +139,12 @@ def _text_options(tasks: Iterable[str], help: str) -> list[Decorator]:
             show_default="random",
             help="Where the fact lies, in percent of the text; samples take turns.",
         ),
-        click.option(
-            "--samples",
-            metavar="N",
-            type=whole_number(1),
-            show_default="1, or one a depth",
-            help="Texts with other keys.",
+        integer_option(
+            "--samples", minimum=1, show_default="1, or one a depth", help="Texts with other keys."
         ),
-        click.option(
-            "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same keys."
-        ),
+        integer_option("--seed", minimum=0, default=0, help="Same seed, same keys."),
     ]
-
-
-def _compression_options() -> list[Decorator]:
-    return [
+    compression_options = [
         click.option(
             "--method",
             metavar="NAME[:BUDGET]",
@@ -207,15 +160,14 @@ def _compression_options() -> list[Decorator]:
             help="To how many times fewer cells.",
         ),
         click.option(
-            "--streaming",
-            is_flag=True,
-            help="Compress while reading, rather than once after it.",
+            "--streaming", is_flag=True, help="Compress while reading, rather than once after it."
         ),
-        click.option(
+        integer_option(
             "--max-kv-size",
-            metavar="N",
-            type=whole_number(1),
+            minimum=1,
             show_default="length / ratio",
             help="Of --streaming: most cells held.",
         ),
     ]
+    plot = file_option("--plot", metavar="FILE.png", help="Draw how many are found at each depth.")
+    return collect_options(RecallChoice, "recall", [*fact_options, *compression_options, plot])

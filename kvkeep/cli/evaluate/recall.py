@@ -3,46 +3,33 @@
 import click
 
 from kvkeep.cli.evaluate.options import (
+    HAYSTACK,
     ModelChoice,
     RecallChoice,
-    haystack_option,
+    load_haystack,
     model_options,
     recall_options,
 )
-from kvkeep.cli.options import OutputChoice, output_options, whole_number
-from kvkeep.evaluate.facts import KEYS
-from kvkeep.evaluate.haystack import TEXTS, Haystack
-from kvkeep.evaluate.needle import Needle, keys_of
-from kvkeep.evaluate.passkey import PASSKEY_TASKS, Passkey
+from kvkeep.cli.options import OutputChoice, integer_option, output_options
+from kvkeep.evaluate.datasets import PASSKEY_TASKS, NeedleDataset, PasskeyDataset, task_key_type
+from kvkeep.evaluate.samples import KEY_TYPES
 from kvkeep.evaluate.tasks import TASKS
+
+NEEDLE_RATIO = 2.0  # the default of `needle`
 
 
 @click.command(short_help="Hide a key in a long text, compress, ask for it.")
-@click.option(
-    "--junk",
-    metavar="N",
-    type=whole_number(1),
-    default=250,
-    help="Repetitions of the text that hides it.",
+@integer_option("--junk", minimum=1, default=250, help="Repetitions of the text that hides it.")
+@integer_option(
+    "--pos", minimum=0, show_default="as --depths", help="Repetition that the key comes before."
 )
-@click.option(
-    "--pos",
-    metavar="N",
-    type=whole_number(0),
-    show_default="as --depths",
-    help="Repetition that the key comes before.",
-)
-@click.option(
-    "--group",
-    metavar="N",
-    type=whole_number(2),
-    default=2,
-    help="Cells that become one, where --ratio is not given.",
+@integer_option(
+    "--group", minimum=2, default=2, help="Cells that become one, where --ratio is not given."
 )
 @recall_options(
     PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
 )
-@model_options()
+@model_options
 @output_options
 def passkey(
     junk: int,
@@ -57,32 +44,23 @@ def passkey(
     The text is that of llama.cpp's example of this name. The question comes after compression, so
     that nothing can look ahead to it. The same text is also asked for the key uncompressed.
     """
-    keys = recall.keys or KEYS[0]
-    samples = Passkey(junk, keys, recall.task, recall.where(pos), recall.seed)
+    keys = recall.keys or KEY_TYPES[0]
+    dataset = PasskeyDataset(junk, keys, recall.task, recall.placement(pos), recall.seed)
     recall.check(choice)
     output.check()
 
     from kvkeep.cli.evaluate.recall_runner import Experiment, run_recall
 
     model = choice.load(output.progress)
-    experiment = Experiment("passkey", samples, {"keys": keys, "junk": junk, "pos": pos})
+    experiment = Experiment("passkey", dataset, {"keys": keys, "junk": junk, "pos": pos})
     run_recall(experiment, model, choice, recall, recall.ratio or float(group), output)
 
 
-DEFAULT_RATIO = 2.0  # of `needle`
-
-
 @click.command(short_help="Hide a sentence in real text, compress, ask for it.")
-@click.option(
-    "--tokens",
-    metavar="N",
-    type=whole_number(16),
-    default=4000,
-    help="Of the text, about.",
-)
-@haystack_option()
+@integer_option("--tokens", minimum=16, default=4000, help="Of the text, about.")
+@HAYSTACK
 @recall_options(TASKS, "What is hidden, and how it is asked for: see docs/compression.md.")
-@model_options()
+@model_options
 @output_options
 def needle(
     tokens: int, haystack: str, recall: RecallChoice, choice: ModelChoice, output: OutputChoice
@@ -92,15 +70,15 @@ def needle(
     Each sample is a stretch of the text from anywhere on, with each fact between two sentences.
     The question comes after compression. The same text is also asked for it uncompressed.
     """
-    keys = keys_of(recall.task, recall.keys)
+    keys = task_key_type(recall.task, recall.keys)
     recall.check(choice)
     output.check()
 
     from kvkeep.cli.evaluate.recall_runner import Experiment, run_recall
 
     model = choice.load(output.progress)
-    text = Haystack.of(TEXTS[haystack](), lambda text: len(model.text.encode(text)))
-    samples = Needle(text, tokens, keys, recall.task, recall.where(), recall.seed)
+    text = load_haystack(haystack, model)
+    dataset = NeedleDataset(text, tokens, keys, recall.task, recall.placement(), recall.seed)
     settings = {"keys": keys, "haystack": haystack, "text_tokens": tokens}
-    experiment = Experiment("needle", samples, settings)
-    run_recall(experiment, model, choice, recall, recall.ratio or DEFAULT_RATIO, output)
+    experiment = Experiment("needle", dataset, settings)
+    run_recall(experiment, model, choice, recall, recall.ratio or NEEDLE_RATIO, output)

@@ -3,27 +3,30 @@
 import dataclasses
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Never
 
 from tqdm import tqdm
 
 from kvkeep import Model
+from kvkeep.cli.compression import load_calibration_file
 from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice
 from kvkeep.cli.options import OutputChoice
 from kvkeep.cli.output import megabytes, say
 from kvkeep.errors import KvkeepError
-from kvkeep.evaluate.facts import Sample, Samples
+from kvkeep.evaluate.datasets import Dataset
+from kvkeep.evaluate.plots import draw_recall
 from kvkeep.evaluate.recall import (
-    SPARE,
-    Compressing,
-    Outcome,
-    compress_after_reading,
-    compress_while_reading,
+    EXTRA_TOKENS,
+    CompressionSettings,
+    RecallResult,
+    RecallSummary,
+    compress_after_prefill,
+    compress_during_prefill,
+    summarise,
 )
-from kvkeep.evaluate.recall_summary import Summary, summarise
+from kvkeep.evaluate.samples import Sample
 from kvkeep.runtime.memory import peak_rss
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
@@ -33,7 +36,7 @@ class Experiment:
     """The measurement that a command runs. settings: the command's own options, for the report."""
 
     command: str
-    samples: Samples
+    dataset: Dataset
     settings: dict[str, Any]
 
 
@@ -46,9 +49,11 @@ def run_recall(
     output: OutputChoice,
 ) -> None:
     """Measure and print all samples, then report. The report is also written on an early end."""
-    calibration = choice.calibrated(model)
-    how = Compressing(recall.method, ratio, recall.seed, calibration, recall.max_kv_size)
-    RecallRun(experiment, model, how, recall, output).run(choice.prefill_step)
+    calibration = load_calibration_file(choice.calibration, model)
+    compression = CompressionSettings(
+        recall.method, ratio, recall.seed, calibration, recall.max_kv_size
+    )
+    RecallRun(experiment, model, compression, recall, output).run(choice.prefill_step)
 
 
 class RecallRun:
@@ -58,156 +63,144 @@ class RecallRun:
         self,
         experiment: Experiment,
         model: Model,
-        how: Compressing,
+        compression: CompressionSettings,
         recall: RecallChoice,
         output: OutputChoice,
     ):
-        self._experiment, self._model, self._how = experiment, model, how
+        self._experiment, self._model, self._compression = experiment, model, compression
         self._recall, self._output = recall, output
-        self._measured: list[Outcome] = []
+        self._results: list[RecallResult] = []
 
     def run(self, prefill_step: int) -> None:
-        measure = compress_while_reading if self._recall.streaming else compress_after_reading
-        with self._reported(), self._bar() as bar:
-            for index in range(self._recall.count):
-                sample = self._experiment.samples.sample(index)
-                if self._recall.count == 1:
-                    self._announce(sample)
-                # A different seed for each sample, or random methods would pick the same cells.
-                how = dataclasses.replace(self._how, seed=self._how.seed + index)
-                self._measured.append(measure(self._model, sample, how, prefill_step))
-                self._show(self._measured[-1])
-                bar.update(1)
+        try:
+            self._measure(prefill_step)
+        except (KeyboardInterrupt, KvkeepError, OSError) as error:
+            self._close(_finish_reason(error))
+            raise
+        self._close("end")
 
-    def _bar(self) -> "tqdm[Never]":
-        return tqdm(
+    def _measure(self, prefill_step: int) -> None:
+        measure = compress_during_prefill if self._recall.streaming else compress_after_prefill
+        bar: tqdm[Never]
+        with tqdm(
             total=self._recall.count,
             desc="measuring",
             unit=" samples",
             leave=False,
             disable=None if self._output.progress else True,
-        )
+        ) as bar:
+            for index in range(self._recall.count):
+                sample = self._experiment.dataset.sample(index)
+                if self._recall.count == 1:
+                    self._print_sample(sample)
+                # A different seed for each sample, or random methods would pick the same cells.
+                compression = dataclasses.replace(
+                    self._compression, seed=self._compression.seed + index
+                )
+                self._results.append(measure(self._model, sample, compression, prefill_step))
+                self._print_result(self._results[-1])
+                bar.update(1)
 
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except KeyboardInterrupt:
-            self._close("interrupt")
-            raise
-        except BrokenPipeError:
-            self._close("closed")
-            raise
-        except (KvkeepError, OSError):
-            self._close("error")
-            raise
-        self._close("end")
-
-    def _announce(self, sample: Sample) -> None:
+    def _print_sample(self, sample: Sample) -> None:
         """Print the sizes and the hidden facts, in the format of llama.cpp's passkey example."""
         encode, text = self._model.text.encode, sample.text
         tokens = len(encode(text))
-        question = max(len(encode(fact.question + fact.answer)) for fact in sample.asked)
-        trained = self._model.spec.max_positions
-        context = self._how.cells(tokens) if self._recall.streaming else trained
-        _say(
-            f"n_len = {tokens + question + SPARE}, n_ctx = {context}, "
-            f"ratio = {self._how.ratio:g}, method = {self._how.method}"
+        question = max(len(encode(fact.question + fact.answer)) for fact in sample.facts)
+        context = self._model.spec.max_positions
+        if self._recall.streaming:
+            context = self._compression.cells(tokens)
+        _print(
+            f"n_len = {tokens + question + EXTRA_TOKENS}, n_ctx = {context}, "
+            f"ratio = {self._compression.ratio:g}, method = {self._compression.method}"
         )
-        for fact in sample.asked:
-            place = len(encode(text[: text.index(fact.sentence)]))
-            _say(f"{self._experiment.command} = {fact.answer}, at token {place}")
-        _say(f"position {sample.position} / {sample.places}")
+        for fact in sample.facts:
+            token = len(encode(text[: text.index(fact.sentence)]))
+            _print(f"{self._experiment.command} = {fact.answer}, at token {token}")
+        _print(f"position {sample.position} / {sample.positions}")
 
-    def _show(self, measured: Outcome) -> None:
-        """Print the result of a sample: one line if there are several samples, else details."""
-        compressed = measured.compressed
+    def _print_result(self, result: RecallResult) -> None:
+        """Print one line if there are several samples, else details."""
+        sample, compressed, full = result.sample, result.compressed, result.uncompressed
         if self._recall.count > 1:
-            key = ", ".join(fact.answer for fact in measured.sample.asked)
-            where = f"{key} at {measured.sample.position} of {measured.sample.places}"
-            held = f"{measured.tokens:,} -> {compressed.cells:,} cells"
-            _say(f"{len(self._measured):3d}: {where}, {held}: {_outcome(measured)}")
+            keys = ", ".join(fact.answer for fact in sample.facts)
+            position = f"{keys} at {sample.position} of {sample.positions}"
+            cells = f"{result.tokens:,} -> {compressed.cells:,} cells"
+            _print(f"{len(self._results):3d}: {position}, {cells}: {_outcome(result)}")
             return
-        before = measured.uncompressed.nbytes if measured.uncompressed else None
-        shrunk = f"{megabytes(before)} -> " if before is not None else ""
-        _say(
-            f"cells {measured.tokens} -> {compressed.cells}, {shrunk}{megabytes(compressed.nbytes)}"
-        )
-        for number, chunk in enumerate(measured.chunks):
-            _say(
-                f"chunk {number}: cells {chunk.cells_before} -> {chunk.cells_after}, "
+        size = f"{megabytes(full.nbytes)} -> " if full else ""
+        size += megabytes(compressed.nbytes)
+        _print(f"cells {result.tokens} -> {compressed.cells}, {size}")
+        for index, chunk in enumerate(result.chunks):
+            _print(
+                f"chunk {index}: cells {chunk.cells_before} -> {chunk.cells_after}, "
                 f"merged {chunk.merged:.1f}, {chunk.seconds * 1000:.1f} ms"
             )
         for answer in compressed.answers:
-            _say(f"answer: {answer.text!r}")
-        _say(_outcome(measured))
+            _print(f"answer: {answer.text!r}")
+        _print(_outcome(result))
 
     def _close(self, finish_reason: str) -> None:
         """Print the closing lines, draw the plot and write the report, if anything was measured."""
-        if not self._measured:
+        if not self._results:
             return
-        summary = summarise(self._measured)
+        summary = summarise(self._results)
         with suppress(BrokenPipeError):
             if self._recall.count > 1:
-                _say(_closing(summary))
+                _print(_found_line(summary))
             if not self._output.quiet:
-                say(self._costs(summary))
+                say(self._cost_line(summary))
+        command, compression = self._experiment.command, self._compression
         if self._recall.plot is not None:
-            self._draw()
-        write_json(
-            self._output.report,
-            {**self._about(), **summary.as_json(), "finish_reason": finish_reason},
-        )
-
-    def _about(self) -> dict[str, Any]:
-        return {
-            "command": self._experiment.command,
+            title = (
+                f"{command}, {self._recall.task}: {compression.method} at ratio "
+                f"{compression.ratio:g}"
+            )
+            plot = self._recall.plot
+            write_atomic(plot, draw_recall(self._results, title, plot.suffix))
+        report = {
+            "command": command,
             "model": self._model.name,
             "task": self._recall.task,
             **self._experiment.settings,
-            "method": self._how.method,
-            "ratio": self._how.ratio,
+            "method": compression.method,
+            "ratio": compression.ratio,
             "streaming": self._recall.streaming,
             "seed": self._recall.seed,
+            **dataclasses.asdict(summary),
+            "finish_reason": finish_reason,
         }
+        write_json(self._output.report, report)
 
-    def _costs(self, summary: Summary) -> str:
+    def _cost_line(self, summary: RecallSummary) -> str:
         chunk_ms = summary.ms_per_chunk
         median = statistics.median(chunk_ms) if chunk_ms else 0
-        return " | ".join(
-            [
-                f"{self._how.method}, ratio {self._how.ratio:g}",
-                f"{len(chunk_ms)} chunks at {median:.1f} ms",
-                f"cells {summary.cells_before:,} -> {summary.cells_after:,}",
-                f"peak RAM {megabytes(peak_rss())}",
-            ]
+        return (
+            f"{self._compression.method}, ratio {self._compression.ratio:g} | "
+            f"{len(chunk_ms)} chunks at {median:.1f} ms | "
+            f"cells {summary.cells_before:,} -> {summary.cells_after:,} | "
+            f"peak RAM {megabytes(peak_rss())}"
         )
 
-    def _draw(self) -> None:
-        from kvkeep.evaluate.recall_plot import draw_depths
 
-        plot = self._recall.plot
-        assert plot is not None
-        title = (
-            f"{self._experiment.command}, {self._recall.task}: {self._how.method} at ratio "
-            f"{self._how.ratio:g}"
-        )
-        write_atomic(plot, draw_depths(self._measured, title, plot.suffix))
+def _finish_reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupt"
+    return "closed" if isinstance(error, BrokenPipeError) else "error"
 
 
-def _outcome(measured: Outcome) -> str:
-    compressed, whole = measured.compressed, measured.uncompressed
-    result = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} a token"
-    if whole is None:
-        return f"{result} (uncompressed: does not fit)"
-    return f"{result} (uncompressed: {_found(whole.found)}, {whole.log_probability:.3f})"
+def _outcome(result: RecallResult) -> str:
+    compressed, full = result.compressed, result.uncompressed
+    line = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} a token"
+    if full is None:
+        return f"{line} (uncompressed: does not fit)"
+    return f"{line} (uncompressed: {_found(full.found)}, {full.log_probability:.3f})"
 
 
 def _found(found: bool) -> str:
     return "key found" if found else "key not found"
 
 
-def _closing(summary: Summary) -> str:
+def _found_line(summary: RecallSummary) -> str:
     line = f"found {summary.found} of {summary.samples}, {summary.log_probability:.3f} a token"
     if summary.found_uncompressed is None:
         return line
@@ -217,7 +210,7 @@ def _closing(summary: Summary) -> str:
     )
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     """Print to standard output, above a progress bar."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()

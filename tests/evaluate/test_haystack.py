@@ -1,4 +1,4 @@
-"""Two long texts that every Python has, and nothing of one is in the other."""
+"""Haystacks: two long texts that come with Python and share no passage."""
 
 import sys
 import sysconfig
@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.docstrings import MODULES, docstrings_text, word_runs
-from kvkeep.evaluate.haystack import TEXTS, Haystack
-from kvkeep.evaluate.manual import manual_text
+from kvkeep.evaluate.haystack import (
+    MODULES,
+    TEXTS,
+    Haystack,
+    docstrings_text,
+    manual_text,
+    word_runs,
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +23,13 @@ def docstrings() -> str:
     return docstrings_text()
 
 
-def test_no_eight_words_in_a_row_are_in_both_texts(docstrings: str) -> None:
+def test_the_two_texts_share_no_run_of_eight_words(docstrings: str) -> None:
     manual = word_runs(manual_text())
     for paragraph in docstrings.split("\n\n"):
         assert not word_runs(paragraph) & manual
 
 
-def test_nothing_is_said_twice(docstrings: str) -> None:
+def test_docstrings_repeat_no_run_of_eight_words(docstrings: str) -> None:
     known: set[tuple[str, ...]] = set()
     for paragraph in docstrings.split("\n\n"):
         runs = word_runs(paragraph)
@@ -33,15 +38,15 @@ def test_nothing_is_said_twice(docstrings: str) -> None:
         known |= runs
 
 
-def test_docstrings_are_long_english_and_no_interpreter_sessions(docstrings: str) -> None:
+def test_docstrings_are_long_prose_without_interpreter_sessions(docstrings: str) -> None:
     assert len(docstrings) > 200_000
     assert ">>>" not in docstrings
     assert len(docstrings.split()) * 9 > len(docstrings)
-    haystack = Haystack.of(docstrings, lambda text: len(text) // 4 + 1)
+    haystack = Haystack.from_text(docstrings, lambda text: len(text) // 4 + 1)
     assert len(haystack.sentences) > 1500
 
 
-def test_docstrings_are_the_same_each_time_and_no_module_is_imported_for_them(
+def test_docstrings_are_deterministic_and_import_no_module(
     docstrings: str,
 ) -> None:
     loaded = set(sys.modules)
@@ -50,7 +55,7 @@ def test_docstrings_are_the_same_each_time_and_no_module_is_imported_for_them(
     assert all(one < other for one, other in pairwise(MODULES))
 
 
-def test_a_library_without_its_sources_is_told(
+def test_a_python_without_library_sources_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -58,6 +63,6 @@ def test_a_library_without_its_sources_is_told(
         docstrings_text.__wrapped__()
 
 
-def test_each_text_has_a_name() -> None:
+def test_texts_are_listed_by_name() -> None:
     assert list(TEXTS) == ["manual", "docstrings"]
     assert TEXTS["manual"]() == manual_text()

@@ -1,0 +1,150 @@
+"""Datasets: pass keys in repeated text, facts in a real text, and continuations of it."""
+
+import dataclasses
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.haystack import Haystack
+from kvkeep.evaluate.samples import (
+    ANYWHERE,
+    KEY_TYPES,
+    Fact,
+    Placement,
+    Sample,
+    insert_sentences,
+    random_key,
+    require_choice,
+    sample_random,
+)
+from kvkeep.evaluate.tasks import TASKS
+from kvkeep.evaluate.words import NAMES
+
+PREFIX = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+JUNK = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+PASSKEY_TASKS = {"single": (1, 1), "several": (4, 1), "second": (2, 2)}  # keys hidden, asked for
+PASSKEY_SUBJECTS = ("pass key", "door code")  # of the tasks "single" and "second"
+CONTINUATION_TOKENS = 512
+
+
+class Dataset(Protocol):
+    """Any number of samples; one index always gives the same sample."""
+
+    def sample(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class PasskeyDataset:
+    """Keys among `junk` repetitions of five sentences, as in llama.cpp's example "passkey".
+
+    task: "single" asks for the only key; "several" hides the keys of four people and asks for
+    one; "second" hides two keys and asks for one and then, separately, for the other.
+    """
+
+    junk: int = 250
+    key_type: str = "number"
+    task: str = "single"
+    placement: Placement = ANYWHERE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_choice(self.task, PASSKEY_TASKS)
+        require_choice(self.key_type, KEY_TYPES)
+        hidden, _ = PASSKEY_TASKS[self.task]
+        if self.junk < hidden:
+            raise InvalidArgument(
+                f"task {self.task!r} hides {hidden} keys in places of their own; "
+                f"found {self.junk} repetitions"
+            )
+        position = self.placement.position
+        if position is not None and not 0 <= position < self.junk:
+            raise InvalidArgument(
+                f"a key's position must be 0 to {self.junk - 1}, before one of {self.junk} "
+                f"repetitions; found {position}"
+            )
+
+    def sample(self, index: int) -> Sample:
+        random = sample_random(self.seed, index)
+        subjects = self._subjects(random)
+        facts = [_passkey_fact(subject, random_key(self.key_type, random)) for subject in subjects]
+        positions = self.placement.draw(index, self.junk, len(facts), random)
+        sentences = [fact.sentence for fact in facts]
+        _, asked = PASSKEY_TASKS[self.task]
+        sample = insert_sentences([JUNK] * self.junk, sentences, positions, facts[:asked])
+        return dataclasses.replace(sample, text=PREFIX + sample.text)
+
+    def _subjects(self, random: Random) -> list[str]:
+        hidden, _ = PASSKEY_TASKS[self.task]
+        if self.task == "several":
+            return [f"pass key of {name}" for name in random.sample(NAMES, hidden)]
+        return list(PASSKEY_SUBJECTS[:hidden])
+
+
+def _passkey_fact(subject: str, key: str) -> Fact:
+    return Fact(
+        f" The {subject} is {key}. Remember it. {key} is the {subject}.",
+        f" What is the {subject}? The {subject} is",
+        key,
+    )
+
+
+@dataclass(frozen=True)
+class NeedleDataset:
+    """Facts such as "The lucky number of Emma is 52163." in passages of a real text.
+
+    tokens: approximate length of a passage. key_type: None for the first that the task supports.
+    task: one of `TASKS`.
+    """
+
+    haystack: Haystack
+    tokens: int = 4000
+    key_type: str | None = None
+    task: str = "single"
+    placement: Placement = ANYWHERE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        task_key_type(self.task, self.key_type)
+
+    def sample(self, index: int) -> Sample:
+        random = sample_random(self.seed, index)
+        key_type = task_key_type(self.task, self.key_type)
+        instance = TASKS[self.task].generate(random, key_type)
+        count = len(instance.sentences)
+        passage = self.haystack.passage(self.tokens, max(2, count), random)
+        draw = self.placement.draw_ascending if instance.ordered else self.placement.draw
+        positions = draw(index, len(passage), count, random)
+        return insert_sentences(passage, instance.sentences, positions, instance.facts)
+
+
+def task_key_type(task: str, key_type: str | None) -> str:
+    """Return the key type, or the task's default for None.
+
+    Raises InvalidArgument for an unknown task, or a key type that it does not support.
+    """
+    require_choice(task, TASKS)
+    if key_type is None:
+        return TASKS[task].key_types[0]
+    require_choice(key_type, TASKS[task].key_types)
+    return key_type
+
+
+@dataclass(frozen=True)
+class ContinuationDataset:
+    """Passages of a real text of which the last `CONTINUATION_TOKENS` tokens are scored.
+
+    tokens: approximate length of the rest.
+    """
+
+    haystack: Haystack
+    tokens: int = 4000
+    seed: int = 0
+
+    def sample(self, index: int) -> Sample:
+        random = sample_random(self.seed, index)
+        passage = self.haystack.passage(self.tokens + CONTINUATION_TOKENS, 2, random)
+        return Sample("".join(passage), (), 0, len(passage), CONTINUATION_TOKENS)

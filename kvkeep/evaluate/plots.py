@@ -1,0 +1,182 @@
+"""Plots of perplexity over tokens, of recall over depth, and of grids over compression ratios."""
+
+import importlib.util
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.storage.files.atomic import check_writable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from kvkeep.evaluate.grid import Grid, GridResult
+    from kvkeep.evaluate.perplexity import PerplexityPoint
+    from kvkeep.evaluate.recall import RecallResult
+
+FORMATS = (".png", ".svg", ".pdf")
+MAX_DEPTHS = 11  # more depths are grouped into tenths of the text
+
+# Colours that can be told apart with every kind of colour vision (Okabe and Ito, 2008).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLES = ("-", "-.", ":")
+METHOD_SPREAD = 0.5  # octaves over which the methods of one ratio lie side by side
+
+
+def check_plottable(path: Path) -> None:
+    """Raise InvalidArgument if a plot cannot be written to `path`, or without matplotlib."""
+    if path.suffix.lower() not in FORMATS:
+        raise InvalidArgument(
+            f"a plot must end in one of {', '.join(FORMATS)}; found {path.name!r}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgument("a plot needs matplotlib: pip install kvkeep[plot]")
+    check_writable(path)
+
+
+def draw_perplexity(points: Sequence["PerplexityPoint"], title: str, suffix: str) -> bytes:
+    """Return an image file: perplexity above, memory below, over tokens."""
+    from matplotlib.figure import Figure
+
+    from kvkeep.evaluate.perplexity import RECENT
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    tokens = [point.tokens for point in points]
+    dashed = {"marker": "s", "ms": 4, "ls": "--", "mfc": "none"}
+    figure.suptitle(title)
+
+    perplexities, recent = [p.perplexity for p in points], [p.recent for p in points]
+    above.plot(tokens, perplexities, marker="o", ms=4, label="all scored tokens")
+    if recent != perplexities:  # equal for a text of at most RECENT tokens
+        above.plot(tokens, recent, label=f"last {RECENT}", **dashed)
+    above.set_ylabel("perplexity")
+    above.legend()
+    above.set_xlim(0, tokens[-1] * 1.02)
+    above.grid(alpha=0.3)
+
+    sizes, cells = [p.kv_bytes / 1e6 for p in points], [p.kv_cells for p in points]
+    below.plot(tokens, sizes, color="C2", marker="o", ms=4, label="memory (MB)")
+    below.set_ylabel("keys and values (MB)")
+    below.set_xlabel("tokens")
+    below.set_ylim(0, 1.08 * max(*sizes, 1e-6))
+    below.grid(alpha=0.3)
+    right = below.twinx()
+    right.plot(tokens, cells, color="C3", label="cells", **dashed)
+    right.set_ylabel("cells")
+    right.set_ylim(0, 1.25 * max(*cells, 1))  # apart from the other curve, which it would cover
+    below.legend(handles=[*below.lines, *right.lines], loc="lower right")
+    return _image(figure, suffix)
+
+
+def draw_recall(results: Sequence["RecallResult"], title: str, suffix: str) -> bytes:
+    """Return an image file: the share of samples found over depth, compressed and uncompressed."""
+    from matplotlib.figure import Figure
+
+    groups = group_by_depth(results)
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(title)
+    shares = [fmean(result.compressed.found for result in group) for group in groups.values()]
+    axes.plot(list(groups), shares, marker="o", label="compressed")
+    baseline = {}
+    for depth, group in groups.items():
+        found = [r.uncompressed.found for r in group if r.uncompressed is not None]
+        if found:
+            baseline[depth] = fmean(found)
+    if baseline:
+        axes.plot(list(baseline), list(baseline.values()), "k.--", label="uncompressed")
+    for depth, share in zip(groups, shares, strict=True):
+        samples = f"{len(groups[depth])}"
+        axes.annotate(samples, (depth, share), (0, 6), textcoords="offset points", ha="center")
+    axes.set_xlabel("depth in the text (%); at each point, the number of samples")
+    axes.set_ylabel("found")
+    axes.set_xlim(-3, 103)
+    axes.set_ylim(-0.03, 1.12)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return _image(figure, suffix)
+
+
+def group_by_depth(results: Sequence["RecallResult"]) -> dict[float, list["RecallResult"]]:
+    """Group results by depth in percent; many depths by the middle of each tenth of the text."""
+    few = len({result.sample.depth for result in results}) <= MAX_DEPTHS
+    groups: dict[float, list[RecallResult]] = {}
+    for result in results:
+        depth = result.sample.depth
+        groups.setdefault(depth if few else 10 * min(9, depth // 10) + 5, []).append(result)
+    return dict(sorted(groups.items()))
+
+
+def draw_grid(grid: "Grid", suffix: str) -> bytes:
+    """Return an image file: a panel for each task, and in it a line for each method.
+
+    The share of samples found over the ratio, or the perplexity of continuations. Dashed: the
+    uncompressed baseline.
+    """
+    from matplotlib.figure import Figure
+
+    tasks = grid.tasks
+    figure = Figure(figsize=(3.2 * len(tasks) + 2, 4), layout="constrained")
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
+        _draw_task(axes, grid, task)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    return _image(figure, suffix)
+
+
+def _draw_task(axes: "Axes", grid: "Grid", task: str) -> None:
+    for index, method in enumerate(grid.methods):
+        results = {ratio: grid.select(task, method, ratio) for ratio in grid.ratios}
+        scores = {ratio: _mean_score(column) for ratio, column in results.items() if column}
+        shift = 2 ** (METHOD_SPREAD * ((index + 0.5) / len(grid.methods) - 0.5))
+        cycle = index // len(COLOURS)
+        axes.plot(
+            *([ratio * shift for ratio in scores], list(scores.values())),
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[(index + cycle) % len(MARKERS)],
+            ls=STYLES[cycle % len(STYLES)],
+            ms=5,
+            lw=1.5,
+            alpha=0.85,
+            label=method,
+        )
+    baseline = grid.baseline(task)
+    if baseline:
+        score = _mean_score(baseline)
+        axes.axhline(score, color="black", ls="--", lw=1, label="uncompressed")
+    if any(result.found is None for key, result in grid.results.items() if key.task == task):
+        axes.set_ylabel("perplexity")
+    else:
+        axes.set_ylabel("found")
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(grid.ratios, [f"{ratio:g}" for ratio in grid.ratios])
+    axes.set_xticks([], minor=True)
+    axes.set_title(f"{task}, samples: {len(baseline)}", loc="left", fontsize="medium")
+    axes.set_xlabel("times fewer cells")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _mean_score(results: Sequence["GridResult"]) -> float:
+    """Return the share of samples found, or the perplexity of continuations."""
+    if results[0].found is None:
+        return math.exp(-fmean(result.log_probability for result in results))
+    return fmean(bool(result.found) for result in results)
+
+
+def _image(figure: "Figure", suffix: str) -> bytes:
+    """Return a figure as the content of a file with this suffix."""
+    content = io.BytesIO()
+    figure.savefig(content, format=suffix.lstrip(".").lower(), dpi=120)
+    return content.getvalue()

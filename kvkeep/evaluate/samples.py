@@ -1,0 +1,108 @@
+"""Evaluation samples: a text with hidden facts, and the questions about them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.words import WORDS
+
+KEY_TYPES = ("number", "words")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence to hide, and a question that ends where the answer, the key, begins."""
+
+    sentence: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text, and what is measured after its prefill.
+
+    facts: those that are asked for, in this order.
+    position: where the first of them lies, of as many as `positions`.
+    continuation: tokens at the end of the text that are scored instead of prefilled.
+    """
+
+    text: str
+    facts: tuple[Fact, ...]
+    position: int
+    positions: int
+    continuation: int = 0
+
+    @property
+    def depth(self) -> float:
+        """The position of the first fact in percent of the text."""
+        return 100 * self.position / max(1, self.positions - 1)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the first fact goes: to one position, to depths (percent) in turn, or to a random one.
+
+    The other facts go to random positions.
+    """
+
+    position: int | None = None
+    depths: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if invalid := [depth for depth in self.depths if not 0 <= depth <= 100]:
+            raise InvalidArgument(f"depths must be 0 to 100 percent; found {invalid[0]:g}")
+
+    def draw(self, index: int, positions: int, count: int, random: Random) -> list[int]:
+        """Return distinct positions, of `positions`, for `count` sentences of sample `index`."""
+        first = self._draw_first(index, positions, random)
+        others = [position for position in range(positions) if position != first]
+        return [first, *random.sample(others, count - 1)]
+
+    def draw_ascending(self, index: int, positions: int, count: int, random: Random) -> list[int]:
+        """Return positions as `draw`, in ascending order; the first leaves room for the others."""
+        if self == ANYWHERE:
+            return sorted(random.sample(range(positions), count))
+        first = min(self._draw_first(index, positions, random), positions - count)
+        return [first, *sorted(random.sample(range(first + 1, positions), count - 1))]
+
+    def _draw_first(self, index: int, positions: int, random: Random) -> int:
+        if self.position is not None:
+            return self.position
+        if self.depths:
+            return round(self.depths[index % len(self.depths)] / 100 * (positions - 1))
+        return random.randrange(positions)
+
+
+ANYWHERE = Placement()
+
+
+def sample_random(seed: int, index: int) -> Random:
+    """Return the random generator of one sample, which does not depend on other samples."""
+    return Random(f"{seed}/{index}")
+
+
+def random_key(key_type: str, random: Random) -> str:
+    """Return five digits, or three words such as "Chewy-Tiger-Amazon"."""
+    if key_type == "number":
+        return str(random.randrange(10_000, 100_000))
+    return "-".join(random.sample(WORDS, 3))
+
+
+def require_choice(value: str, choices: Iterable[str]) -> None:
+    """Raise InvalidArgument unless the value is one of the choices."""
+    if value not in choices:
+        raise InvalidArgument(f"expected one of {', '.join(choices)}; found {value!r}")
+
+
+def insert_sentences(
+    pieces: Sequence[str],
+    sentences: Sequence[str],
+    positions: Sequence[int],
+    facts: Sequence[Fact],
+) -> Sample:
+    """Return a sample in which sentence i comes before the piece of text at `positions[i]`."""
+    sentence_at = dict(zip(positions, sentences, strict=True))
+    text = "".join(sentence_at.get(index, "") + piece for index, piece in enumerate(pieces))
+    return Sample(text, tuple(facts), positions[0], len(pieces))
