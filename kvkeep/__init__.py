@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from kvkeep.client import AsyncClient, Client
     from kvkeep.compression.calibration.calibration import Calibration, load_calibration
     from kvkeep.compression.calibration.measure import calibrate
-    from kvkeep.compression.plan import CompressionReport
     from kvkeep.integrations.transformers import from_transformers
     from kvkeep.loader import load_model
     from kvkeep.model import Model
     from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
+    from kvkeep.session.compression import CompressionReport
     from kvkeep.session.feeding import Feeding, FeedReport, FeedStep
     from kvkeep.session.group import SessionGroup
     from kvkeep.session.sampling import Sampling
@@ -62,7 +62,7 @@ _HOMES = {
     "Bits": "kvkeep.cache",
     "Calibration": "kvkeep.compression.calibration.calibration",
     "Client": "kvkeep.client",
-    "CompressionReport": "kvkeep.compression.plan",
+    "CompressionReport": "kvkeep.session.compression",
     "Exactness": "kvkeep.storage.snapshots.fingerprint",
     "FeedReport": "kvkeep.session.feeding",
     "FeedStep": "kvkeep.session.feeding",

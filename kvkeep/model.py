@@ -30,11 +30,10 @@ from kvkeep.models.weights.packed import (
 )
 from kvkeep.models.weights.packing import Matrix, PackedMatrix
 from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
-from kvkeep.policies import Policy, PolicySettings, checked_bits, longest, make_policy
+from kvkeep.policies import Policy, PolicySettings, longest, make_policy
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.memory import trim
 from kvkeep.session.session import WHOLE_PROMPT, Session
-from kvkeep.session.snapshots import restored_policy
 from kvkeep.storage.prefixes.interface import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import DtypeName, KvBits, PolicyName, WeightsName
@@ -69,16 +68,7 @@ class Model(LoadedModel):
         where it needs a calibration that is not given.
         """
         validation.instance("snapshot", snapshot, Snapshot)
-        policy = restored_policy(self, snapshot)
-        digest = calibration.digest if calibration else ""
-        if (needed := policy.calibrated_by) and digest != needed:
-            raise InvalidArgument(
-                f"the snapshot's session compresses by the calibration {needed[:12]}; found "
-                f"{digest[:12] or 'none'}: pass the one that the session was created with"
-            )
-        if needed:
-            policy = self._calibrated(policy, calibration)
-        return Session.restored(self, snapshot, store, policy)
+        return Session.restored(self, snapshot, store, calibration)
 
     def session(
         self,
@@ -137,12 +127,13 @@ class Model(LoadedModel):
             chosen = make_policy(policy, max_kv_size, **named)
         chosen = self._within_its_reach(chosen)
         if calibration is not None:
-            chosen = self._calibrated(chosen, calibration)
+            validation.instance("calibration", calibration, Calibration).require(self)
+            chosen = chosen.calibrated(calibration.statistics, calibration.digest)
         chosen.require_statistics()
         if bits is not None and _given(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("give bits, or kv_bits or far_bits")
         bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
-        session = Session(self, chosen, prefill_step, store, checked_bits(chosen, bits))
+        session = Session(self, chosen, prefill_step, store, bits)
         if whole:
             session.keep = WHOLE_PROMPT
         return session
@@ -160,12 +151,6 @@ class Model(LoadedModel):
                 'smaller one: such a session goes on for ever, and policy "self_extend" looks '
                 "further"
             ) from error
-
-    def _calibrated(self, policy: Policy, calibration: Calibration | None) -> Policy:
-        """The policy with what is known of the model. Raises for one without use for it."""
-        known = validation.instance("calibration", calibration, Calibration)
-        known.require(self)
-        return policy.calibrated(known.statistics, known.digest)
 
 
 def _given(**settings: object) -> list[str]:

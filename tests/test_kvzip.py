@@ -8,7 +8,7 @@ from kvkeep import Session
 from kvkeep.cache import Cells
 from kvkeep.compression.methods import Candidates
 from kvkeep.compression.methods.kvzip import KVzip
-from kvkeep.compression.reconstruction import FIRST_PROMPT, STEP
+from kvkeep.session.reconstruction import FIRST_PROMPT, STEP
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import JUNK, PREFIX, NeedleDataset
 from kvkeep.evaluate.haystack import Haystack, manual_text

@@ -1,1 +1,1 @@
-"""KV-cache compression: methods, plans, reconstruction scores and calibration."""
+"""KV-cache compression: methods, and calibration of them."""

@@ -1,6 +1,7 @@
 """The state of a session, and the parts that all operations on a session work with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,6 +12,8 @@ from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
+from kvkeep.runtime.signals import interrupts_deferred
+from kvkeep.runtime.worker import computing
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.spans import TokenRange
@@ -68,6 +71,10 @@ class SessionState:
             self.sampler = Sampler.at(self.sampler.state())
         return self.sampler.choose(logits, self.memory.tokens, sampling)
 
+    def truncate_spans(self, tokens: int) -> None:
+        """Shorten every span to the first `tokens` tokens."""
+        self.move_spans(lambda span: (min(span[0], tokens), min(span[1], tokens)))
+
     def move_spans(self, move: Callable[[TokenRange], TokenRange]) -> None:
         """Move every span. A span that loses its last token is removed."""
         moved = {name: (old, move(old)) for name, old in self.spans.items()}
@@ -110,6 +117,16 @@ class SessionCore:
         core = shallow_copy(self)
         core.state = state
         return core
+
+    def set_span(self, name: str, tokens: TokenRange | None) -> None:
+        """Name a range of tokens; None removes the name."""
+        with session_transaction([self]) as (state,):
+            spans = dict(state.spans)
+            if tokens is None:
+                spans.pop(name, None)
+            else:
+                spans[name] = tokens
+            state.spans = spans
 
     def encode(self, prompt: str | Sequence[int], special: bool) -> list[int]:
         """Return the token ids of text, or checked token ids.
@@ -165,3 +182,53 @@ def _checked_store(store: object) -> PrefixCache | None:
     if store is None or isinstance(store, PrefixCache):
         return store
     raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
+
+
+@contextmanager
+def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionState]]:
+    """Replace the states of sessions by the successors that the block changes: all or none.
+
+    Other threads and every Ctrl-C wait for the end of the block, so it should do no more than one
+    step of evaluation.
+    """
+    with computing(), interrupts_deferred():
+        change = StateChange(cores)
+        try:
+            yield change.states
+            change.apply()
+        except BaseException:
+            change.rollback()
+            raise
+        change.commit()
+
+
+class StateChange:
+    """Successors of the states of sessions, to be applied and committed, or rolled back.
+
+    The caller holds the compute lock and defers Ctrl-C while it applies and commits; a `with` block
+    of `session_transaction` does all of that.
+
+    states: the successors, in the order of the sessions.
+    """
+
+    def __init__(self, cores: Sequence[SessionCore]):
+        self._cores = cores
+        self._before = [core.state for core in cores]
+        self.states = [state.successor() for state in self._before]
+
+    def apply(self) -> None:
+        """Make the successors the states of the sessions."""
+        for core, state in zip(self._cores, self.states, strict=True):
+            core.state = state
+
+    def commit(self) -> None:
+        """Release the states before, and storage that only they used. `rollback` ends here."""
+        self._before.clear()  # a reference to them would keep that storage
+        for state in self.states:
+            state.memory.commit()
+
+    def rollback(self) -> None:
+        """Make the sessions what they were, and put back every cell that was overwritten."""
+        for core, old, state in zip(self._cores, self._before, self.states, strict=True):
+            core.state = old
+            state.memory.cache.rollback()

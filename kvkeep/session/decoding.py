@@ -2,18 +2,20 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.runtime.worker import computes
-from kvkeep.session.core import SessionCore
-from kvkeep.session.evaluation import evaluate_step, log_probabilities
+from kvkeep.session.core import SessionCore, session_transaction
+from kvkeep.session.evaluation import evaluate_step
+from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.streaming import TextStream
-from kvkeep.session.transaction import session_transaction
+
+_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
 
 
 @computes
@@ -103,5 +105,22 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
             targets = targets[1:]
         else:
             hidden = torch.cat((before, hidden))
-        scores = log_probabilities(state.memory, hidden[: len(targets)], targets)
+        scores = _log_probabilities(state.memory, hidden[: len(targets)], targets)
         return torch.cat([*unpredicted, scores])
+
+
+@torch.inference_mode()
+def _log_probabilities(memory: Memory, hidden: Tensor, targets: Sequence[int]) -> Tensor:
+    """Return the natural log of each target's probability after each hidden state.
+
+    hidden: `[n, hidden_size]`. Returns `[n]` float64 on the CPU.
+    """
+    wanted = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
+    parts = [torch.empty(0, dtype=torch.float64, device="cpu")]
+    for first in range(0, len(targets), _LOGITS_ROWS):
+        rows = slice(first, first + _LOGITS_ROWS)
+        logits = memory.decoder.logits(hidden[rows])
+        chosen = logits.gather(1, wanted[rows, None])[:, 0]
+        # Converted on the CPU: not every device has float64.
+        parts.append(chosen.cpu().double() - logits.logsumexp(-1).cpu().double())
+    return torch.cat(parts)

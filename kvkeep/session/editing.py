@@ -9,13 +9,11 @@ from typing import Literal, get_args
 from kvkeep import validation
 from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
-from kvkeep.session.core import SessionCore
+from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate, rewind
-from kvkeep.session.in_place_edit import EditScope, InPlaceEdit, is_bounded
+from kvkeep.session.in_place_edit import EditScope, InPlaceEdit
 from kvkeep.session.memory import Memory
-from kvkeep.session.naming import change_spans
 from kvkeep.session.spans import after_edit
-from kvkeep.session.transaction import session_transaction
 
 Recompute = Literal["none", "suffix"]
 
@@ -41,7 +39,7 @@ def delete(
     """Remove a range of tokens or a named span; see `Session.delete`."""
     first, last = core.token_range(start, end)
     if recompute == "none" and first == last:
-        change_spans(core, {}, removed=str(start))
+        core.set_span(str(start), None)
         return EditReport(0, 0, 0.0, recompute)
     if recompute == "none" and core.is_forgotten((first, last)):
         return _remove_forgotten(core, first, last)
@@ -102,6 +100,7 @@ def edit(
 
     name: of the span that is replaced; it names `ids` afterwards.
     """
+    core.memory.require_no_states("edited")
     core.state.check_prompt(len(ids))
     prepared = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
     with session_transaction([core]) as (state,):
@@ -175,7 +174,6 @@ def prepare_edit(
     ContextFull if the result would not fit.
     """
     started, total = time.perf_counter(), len(memory.tokens)
-    memory.require_no_states("edited")
     if recompute not in get_args(Recompute):
         raise InvalidArgument(f'recompute must be "none" or "suffix"; found {recompute!r}')
     if not 0 <= start <= end <= total:
@@ -202,13 +200,13 @@ def _evaluate_suffix(
     removed = len(memory.tokens) - start
     memory.require_room(len(ids) - (end - start))
     memory.require_rewind(removed)
+    edited = memory.fork()
     exact_cells = sum(s.length for s in memory.cache.segments if not s.compressed)
     scope = EditScope.locate(memory, start, end, ids, exact_cells - removed)
     following = [*ids, *memory.tokens[end:]]
     pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
-    edited = memory.fork()
     rewind(edited, removed)
-    if is_bounded(memory):
+    if memory.is_bounded:
         edited.change_policy(keep=scope.keep)
     done = 0
     for pin, run in itertools.groupby(pinned):

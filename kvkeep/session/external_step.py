@@ -9,10 +9,10 @@ from torch import Tensor
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computing
-from kvkeep.session.evaluation import evaluate_chunk
+from kvkeep.session.core import StateChange
+from kvkeep.session.evaluation import StepTransaction, evaluate_chunk
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
-from kvkeep.session.transaction import StateChange, StepTransaction
 
 
 class ExternalStep:

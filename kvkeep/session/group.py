@@ -8,10 +8,11 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 from kvkeep.runtime.worker import computes
+from kvkeep.session.core import session_transaction
+from kvkeep.session.evaluation import StepTransaction
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import GREEDY, Session
-from kvkeep.session.transaction import StepTransaction, session_transaction
 
 
 class SessionGroup:

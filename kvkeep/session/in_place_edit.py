@@ -14,10 +14,10 @@ from torch import Tensor
 from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.models.layers.primitives import require_finite
-from kvkeep.session.evaluation import evaluate_last
-from kvkeep.session.local_layers import REACH, local_cells, newest_together
-from kvkeep.session.memory import Memory
+from kvkeep.session.evaluation import fill_cache, local_segments, reevaluate
+from kvkeep.session.memory import Memory, count_newest_held
+
+_LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without earlier cells
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,6 @@ class EditScope:
         return self.pinned or self.rank + len(self.ids) <= self.keep
 
 
-def is_bounded(memory: Memory) -> bool:
-    """Whether a window forgets, so that kept and pinned cells are of another kind."""
-    return memory.policy.room(memory.cache) is None
-
-
 @dataclass(frozen=True)
 class InPlaceEdit:
     """An edit in place whose new tokens are evaluated, to be applied to a successor of the memory.
@@ -104,7 +99,7 @@ class InPlaceEdit:
         before, after = _split(memory.cache, scope, end_position, evicted)
         # Bounded policies say what is an anchor. Where all is remembered, cells leave the window
         # in their order, so that no window cell may lie among those that have left it.
-        anchor = scope.permanent if is_bounded(memory) else after[0].anchor
+        anchor = scope.permanent if memory.is_bounded else after[0].anchor
         inserted = _evaluate_inserted(
             memory, before, start, end_position, ids, anchor, prefill_step
         )
@@ -122,7 +117,7 @@ class InPlaceEdit:
         cache.segments = merge_small_segments([*before, *self.inserted, *after])
         cache.serial += len(scope.ids)
         memory.replace_tokens(scope.start, scope.end, scope.ids, scope.pinned)
-        if is_bounded(memory):
+        if memory.is_bounded:
             memory.change_policy(keep=scope.keep)
             # A policy that follows the change has evicted what is too much already.
             excess = max(0, cache.cells - memory.policy.max_kv_size)
@@ -130,7 +125,8 @@ class InPlaceEdit:
             cache.segments = [s for s in cache.segments if s.length]
         if cache.local is not None:
             cache.local.keep_newest(following)
-        evaluate_last(memory, _reach(cache))
+        last, pinned = memory.pop_last()
+        reevaluate(memory, last, pinned, _local_reach(cache))
         return sum(segment.length for segment in before) if scope.growth else 0
 
 
@@ -183,9 +179,9 @@ def _evicted_before(memory: Memory, scope: EditScope) -> int:
     cache, policy, added = memory.cache, memory.policy, len(scope.ids)
     excess = max(0, cache.cells + scope.growth - policy.max_kv_size)
     window = [not s.anchor for s in cache.segments if not s.compressed for _ in range(s.length)]
-    archives = is_bounded(memory) and cache.window.moves
-    before = sum(window if archives else window[: scope.rank]) if is_bounded(memory) else 0
-    later = excess if is_bounded(memory) and scope.permanent else 0
+    archives = memory.is_bounded and cache.window.moves
+    before = sum(window if archives else window[: scope.rank]) if memory.is_bounded else 0
+    later = excess if memory.is_bounded and scope.permanent else 0
     if excess > before + later:
         raise ContextFull(
             f"{added} tokens do not fit in the place of {scope.removed}: {cache.cells} of "
@@ -261,10 +257,10 @@ def _hide_from(segment: Segment, end_position: int) -> Segment:
     return Segment.from_cells(segment.layout, visible, segment.map, segment.anchor)
 
 
-def _reach(cache: KVCache) -> int:
+def _local_reach(cache: KVCache) -> int:
     """Return how many tokens are evaluated again for the cells of local layers."""
     local = cache.local
-    return 0 if local is None else REACH * (local.window.size or 0)
+    return 0 if local is None else _LOCAL_WINDOWS * (local.window.size or 0)
 
 
 def _evaluate_inserted(
@@ -286,18 +282,11 @@ def _evaluate_inserted(
     cache.segments = [_hide_from(segment, end_position) for segment in before]
     cache.time, cache.serial = end_position - len(ids), memory.cache.serial
     if cache.local is not None:
-        together = newest_together(cache, memory.serials.first(start))
-        first = start - min(together, _reach(cache))
-        previous = memory.tokens[first:start]
-        cache.local.segments = local_cells(memory.decoder, cache, previous)
+        held = count_newest_held(cache, memory.serials.first(start))
+        previous = memory.tokens[start - min(held, _local_reach(cache)) : start]
+        cache.local.segments = local_segments(memory.decoder, cache, previous)
     segment = Segment(cache.layout_for(anchor), len(ids), anchor=anchor)
-    with torch.inference_mode():
-        for first in range(0, len(ids), prefill_step):
-            ids_in_step, device = ids[first : first + prefill_step], cache.layout.device
-            chunk = torch.tensor(ids_in_step, dtype=torch.int64, device=device)
-            if not first:
-                cache.segments.append(segment)
-            with cache.step(len(chunk)) as step:
-                require_finite(memory.decoder.hidden(chunk, step))
+    cache.segments.append(segment)
+    fill_cache(memory.decoder, cache, ids, prefill_step)
     segment.frozen = True
     return [segment]

@@ -1,18 +1,19 @@
 """A session's memory: token ids, and the cells that a policy keeps of them."""
 
+import copy
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.cache import Bits, Cells
+from kvkeep.cache import Bits, Cells, KVCache
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.policies import Policy
+from kvkeep.policies import Policy, checked_bits
 from kvkeep.session.history import History
-from kvkeep.session.local_layers import newest_together, sees_whole_window
 from kvkeep.storage.snapshots.memory_state import MemoryState
 
 
@@ -28,9 +29,10 @@ class Memory:
     """
 
     def __init__(self, decoder: Decoder, policy: Policy, bits: Bits = Bits()):  # noqa: B008
+        """Raises InvalidArgument for bits that the policy cannot store cells in."""
         self.decoder = decoder
         self.policy = policy
-        self.bits = bits
+        self.bits = checked_bits(policy, bits)
         self.cache = decoder.new_cache(bits, policy.max_kv_size)
         self.tokens = History("i")
         self.serials = History("q")
@@ -40,7 +42,7 @@ class Memory:
 
     def fork(self) -> "Memory":
         """Return a copy that changes independently of this memory; cells are shared."""
-        fork = shallow_copy(self)
+        fork = copy.copy(self)
         fork.cache = self.cache.fork()
         return fork
 
@@ -109,6 +111,11 @@ class Memory:
                 'policy="sliding" generates indefinitely in a fixed budget'
             )
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a window evicts, so that kept and pinned cells are of another kind."""
+        return self.policy.room(self.cache) is None
+
     def require_no_states(self, what: str) -> None:
         """Raise InvalidArgument if layers keep states, from which no token can be removed.
 
@@ -142,14 +149,14 @@ class Memory:
         """
         if self.cache.recurrent:
             return 0
-        return newest_together(self.cache, self.serials)
+        return count_newest_held(self.cache, self.serials)
 
     @property
     def holds_all(self) -> bool:
         """Whether `beginning` can return a copy with all tokens."""
         total = len(self.tokens)
         held = bool(self.cache.recurrent) or self.rewindable == total
-        return held and sees_whole_window(self.cache, total, 0)
+        return held and _holds_local_window(self.cache, total, 0)
 
     # Tokens
 
@@ -225,19 +232,37 @@ class Memory:
             self.pins &= set(self.serials)
             self.change_policy()
 
+    def remove_newest(self, count: int) -> list[int]:
+        """Remove and return the last `count` tokens, with their cells and pins."""
+        removed = self.tokens[len(self.tokens) - count :]
+        self.drop_newest(count)
+        self.drop_lost_pins()
+        return removed
+
+    def pop_last(self) -> tuple[list[int], bool]:
+        """Remove the last token, to be evaluated anew: return its id, and whether it was pinned.
+
+        The list is empty if there is no token.
+        """
+        total = len(self.tokens)
+        last, pinned = self.tokens[-1:], bool(self.pins & set(self.serials[-1:]))
+        if pinned:  # the token gets another serial
+            self.unpin(total - 1, total)
+        self.drop_newest(len(last))
+        return last, pinned
+
     def truncate(self, count: int) -> None:
         """Remove the last `count` tokens as if they had not come; there are no logits then.
 
         Raises InvalidArgument if some of what was there before them is forgotten.
         """
         total = len(self.tokens)
-        if self.rewindable != total or not sees_whole_window(self.cache, total, count):
+        if self.rewindable != total or not _holds_local_window(self.cache, total, count):
             raise InvalidArgument(
                 f"the last {count} tokens cannot be taken back without a trace: what was there "
                 "before them is not all held any more, or layers keep states of it"
             )
-        self.drop_newest(validation.whole("count", count, 0, total))
-        self.drop_lost_pins()
+        self.remove_newest(validation.whole("count", count, 0, total))
 
     def clear(self) -> list[int]:
         """Remove and return every token, held or not; no token must remain to go on from."""
@@ -261,12 +286,12 @@ class Memory:
         if count < len(self.tokens):
             self.require_no_states("rewound")
         held, total = self.rewindable, len(self.tokens)
-        if not self.holds_all or not sees_whole_window(self.cache, total, total - count):
+        if not self.holds_all or not _holds_local_window(self.cache, total, total - count):
             raise InvalidArgument(
                 f"the first {count} tokens are not all held: of {total} only the last {held} are, "
                 "without a gap, or local layers have gone past them"
             )
-        memory = shallow_copy(self)
+        memory = copy.copy(self)
         memory.cache = self.cache.restored_copy()
         memory.drop_newest(total - count)
         if memory.cache.segments:
@@ -311,3 +336,22 @@ class Memory:
             raise InvalidArgument(f"no token from {start} to {end} is pinned")
         self.policy = self.policy.changed(self.cache, self.pins - serials)
         self.pins -= serials
+
+
+def count_newest_held(cache: KVCache, serials: Sequence[int]) -> int:
+    """Return how many of the last tokens are held without a gap, outside self-extend's groups.
+
+    serials: of all tokens, in order.
+    """
+    exact = [s for segment in cache.segments if segment.map.group == 1 for s in segment.serials()]
+    pairs = zip(reversed(exact), reversed(serials), strict=False)
+    matches = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return sum(1 for _ in matches)
+
+
+def _holds_local_window(cache: KVCache, tokens: int, removed: int) -> bool:
+    """Whether local layers hold a whole window after `removed` of all `tokens` are removed."""
+    local = cache.local
+    if local is None or local.window.size is None:
+        return True
+    return local.cells - removed >= min(local.window.size - 1, tokens - removed)

@@ -1,8 +1,9 @@
-"""Sampling the next token from logits."""
+"""Sampling the next token from logits: penalties, constraint, temperature and filters."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -10,13 +11,33 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
-from kvkeep.session.penalties import Constraint, penalised
 
 _NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # dividing by less overflows float32
+_LARGEST_LOGIT = float(torch.finfo(torch.float32).max)
+
+
+class Constraint(Protocol):
+    """A mask over the tokens that may come next, such as those that a grammar allows.
+
+    `masked` is called before each token is sampled, and `accept` after the session has appended it.
+    A constraint has a state of its own for one generation; sessions do not save it.
+
+    It may have a bool `complete`: whether its text is complete and no further token may come.
+    Generation then ends as at an end token; without it, an end token ends generation.
+    """
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return the logits `[vocab]` float32 with -inf for forbidden tokens, but not for all.
+
+        The argument is not modified.
+        """
+
+    def accept(self, token: int) -> None:
+        """Follow a sampled token. It must not raise: the session has appended the token."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +180,7 @@ class Sampler:
         logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
         """
         if sampling.greedy:
-            return _argmax(penalised(logits.cpu(), tokens, sampling))
+            return _argmax(_penalised(logits.cpu(), tokens, sampling))
         ids, weights = distribution(logits, tokens, sampling)
         cumulative = weights.double().cumsum(-1)
         threshold = self._uniform(sampling.seed) * float(cumulative[-1])
@@ -179,7 +200,7 @@ def distribution(
 
     logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
     """
-    scores = penalised(logits.cpu(), tokens, sampling)  # float64 is not on every device
+    scores = _penalised(logits.cpu(), tokens, sampling)  # float64 is not on every device
     if sampling.greedy:
         ids = torch.tensor([_argmax(scores)], dtype=torch.int64, device="cpu")
         return ids, torch.ones(1, dtype=torch.float32, device="cpu")
@@ -224,3 +245,51 @@ def _filtered(
         inside &= weights.double().cumsum(-1) - weights < sampling.top_p * mass
     inside[0] = True
     return ids[order][inside], weights[inside]
+
+
+def _penalised(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Tensor:
+    """Return the scores to sample from; the argument itself if nothing changes.
+
+    logits: `[vocab]` float32, finite, on the CPU. tokens: all so far.
+    """
+    scores = _biased(logits, sampling.logit_bias) if sampling.logit_bias else logits
+    window = sampling.repetition_window
+    if window and _penalises(sampling):
+        scores = _penalise_repeats(scores, Counter(tokens[-window:]), sampling)
+    return scores if sampling.constraint is None else sampling.constraint.masked(scores)
+
+
+def _penalises(sampling: Sampling) -> bool:
+    return bool(
+        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    )
+
+
+def _biased(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:
+    largest, vocabulary = max(token for token, _ in biases), logits.shape[0]
+    if largest >= vocabulary:
+        raise InvalidArgument(
+            f"tokens of logit_bias must be 0 to {vocabulary - 1}; found {largest}"
+        )
+    ids = torch.tensor([token for token, _ in biases], dtype=torch.int64, device="cpu")
+    added = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device="cpu")
+    return _with_scores(logits, ids, logits[ids].double() + added)
+
+
+def _penalise_repeats(logits: Tensor, counts: Counter[int], sampling: Sampling) -> Tensor:
+    if not counts:
+        return logits
+    recent = sorted(counts)
+    ids = torch.tensor(recent, dtype=torch.int64, device="cpu")
+    scores, factor = logits[ids].double(), sampling.repetition_penalty
+    if factor != 1:
+        scores = torch.where(scores > 0, scores / factor, scores * factor)
+    times = torch.tensor([counts[token] for token in recent], dtype=torch.float64, device="cpu")
+    scores = scores - sampling.presence_penalty - sampling.frequency_penalty * times
+    return _with_scores(logits, ids, scores)
+
+
+def _with_scores(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the logits with other scores for some tokens."""
+    # Clamped to finite float32: infinity minus infinity would be NaN.
+    return logits.index_put((ids,), scores.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float())

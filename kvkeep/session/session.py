@@ -4,7 +4,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn, SupportsIndex
@@ -17,28 +17,26 @@ from kvkeep.cache import Bits, KVCache
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.compression.methods import Budget, make_method
-from kvkeep.compression.plan import (
-    CompressionPlan,
-    CompressionReport,
-    best_at_once,
-    compress_held,
-)
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.runtime.memory import trim
 from kvkeep.runtime.worker import computes, computes_itself
-from kvkeep.session import editing, naming
-from kvkeep.session.core import SessionCore
-from kvkeep.session.decoding import next_token, score_step, stream_text
+from kvkeep.session import decoding, editing
+from kvkeep.session.compression import (
+    CompressionPlan,
+    CompressionReport,
+    compress_memory,
+    default_method,
+)
+from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.editing import EditReport, Recompute
 from kvkeep.session.evaluation import rewind
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
 from kvkeep.session.sampling import Sampler, Sampling
-from kvkeep.session.snapshots import restored_policy, restored_state, snapshot_of
-from kvkeep.session.spans import Span, TokenRange, TokenStatus, after_rewind, token_statuses
-from kvkeep.session.transaction import session_transaction
+from kvkeep.session.snapshots import restored_state, snapshot_of
+from kvkeep.session.spans import Span, TokenRange, TokenStatus, token_statuses
 from kvkeep.storage.prefixes.interface import PrefixCache
 from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -48,17 +46,16 @@ WHOLE_PROMPT = -1  # keep: all of the first prompt
 
 
 class Session:
-    """Feed it text, ask it for tokens; it remembers what its policy keeps.
+    """One model's live memory of a text: its policy decides which tokens stay in the cache.
 
-    A call that is refused changes nothing. Evaluation goes in steps, and a step counts whole or
-    not at all: if a long feed is interrupted or fails in its middle, the session stands after
-    the last whole step, and `tokens` says where that is.
+    A call that is refused changes nothing. Prompts are evaluated in steps, each committed or rolled
+    back as a whole: if a long one is interrupted or fails, the session holds the steps before, and
+    `tokens` says which those are.
 
-    Sessions may be used from any thread; one computes at a time (`kvkeep.runtime.worker`). Two
-    threads that use one session take turns in it, step by step: it stays whole, and holds what
-    each added in the order in which they came.
+    Sessions may be used from any thread; one computes at a time (`kvkeep.runtime.worker`). Threads
+    that use the same session take turns step by step.
 
-    exactness: of a restored session, whether it goes on to the bit as the one that was saved.
+    exactness: whether a restored session continues to the bit as the saved one would have.
     core: its parts, for kvkeep's own modules; not part of the public interface.
     """
 
@@ -81,14 +78,15 @@ class Session:
         progress: Callable[[int], None] | None = None,
         special: bool = False,
     ) -> FeedReport:
-        """Evaluates a prompt, of any length where the policy is bounded.
+        """Evaluate a prompt and append it to the context.
 
         Args:
-            prompt: text, or token ids; no special token is added.
+            prompt: text, or token ids, of any length if the policy is bounded; no special token is
+                added.
             progress: called after each step with the number of tokens in it.
-            special: the text of a special token, such as <|im_end|>, becomes that token. By
-                default it stays text, as anybody may have written it. What `model.text.chat` gives
-                needs no `special`.
+            special: whether the text of a special token, such as <|im_end|>, becomes that token. By
+                default it stays text, as it may come from a user. The ids that `model.text.chat`
+                returns need no `special`.
 
         Raises:
             InvalidArgument: the prompt is empty or holds an id outside the vocabulary.
@@ -103,26 +101,25 @@ class Session:
         return feeding.report
 
     def feeding(self, prompt: str | Sequence[int], special: bool = False) -> Feeding:
-        """As `feed`, a step each time that the next one is asked for.
+        """Return an iterator that evaluates a prompt as `feed` does, one step at a time.
 
             for step in session.feeding(prompt):
                 print(step.done, "of", step.total)
 
-        A prompt that `feed` would refuse is refused at once. Between two steps the session is whole
-        and stands after the last one; it stays there if no more steps are asked for.
+        A prompt that `feed` would refuse is refused at once. Between two steps the session can be
+        used as usual, and it stays where it is if the iterator is dropped.
         """
         started, ids = time.perf_counter(), self.core.encode_prompt(prompt, special)
         return Feeding(self.core, ids, time.perf_counter() - started)
 
     def next_token(self, sampling: Sampling = GREEDY) -> int:
-        """Samples a token, appends it and evaluates it.
+        """Sample a token, evaluate it and append it to the context.
 
-        It never stops by itself: whether an end-of-text token ends anything is for the caller to
-        say. Raises ContextFull and NonFiniteLogits as `feed` does, and InvalidArgument where
-        nothing was fed yet.
+        End-of-text tokens are tokens like all others here. Raises ContextFull and NonFiniteLogits
+        as `feed` does, and InvalidArgument if nothing was fed yet.
         """
         validation.instance("sampling", sampling, Sampling)
-        return next_token(self.core, sampling)
+        return decoding.next_token(self.core, sampling)
 
     def stream(
         self,
@@ -130,20 +127,20 @@ class Session:
         sampling: Sampling = GREEDY,
         ignore_eos: bool = False,
     ) -> Iterator[str]:
-        """Text as it is written: whole characters only, without special tokens.
+        """Generate tokens and yield their text: whole characters, without special tokens.
 
         Ends after `max_tokens` (None: never), at an end token of the model (`end_token_ids`) unless
-        `ignore_eos`, where a constraint is complete, or before a stop string; `finish_reason` then
-        says "length", "eos" or "stop". The tokens stay in the session, those of a stop string too.
+        `ignore_eos`, if a constraint is complete, or before a stop string; `finish_reason` is then
+        "length", "eos" or "stop". The tokens stay in the session, those of a stop string too.
 
-        An error comes once all text of the tokens that the session has taken in was given;
-        `finish_reason` is "full" for ContextFull, "interrupt" for Ctrl-C, "error" for any other.
+        An error is raised after the text of all tokens in the session was yielded; `finish_reason`
+        is "full" for ContextFull, "interrupt" for Ctrl-C, "error" for any other.
         """
         max_tokens = validation.optional_whole("max_tokens", max_tokens, 0)
         validation.instance("sampling", sampling, Sampling)
         ignored = validation.flag("ignore_eos", ignore_eos)
         end_ids = () if ignored else self.core.model.end_token_ids
-        return stream_text(self.core, max_tokens, sampling, end_ids)
+        return decoding.stream_text(self.core, max_tokens, sampling, end_ids)
 
     def score(
         self,
@@ -152,19 +149,19 @@ class Session:
         special: bool = False,
         written: bool = False,
     ) -> Tensor:
-        """Evaluates a prompt as `feed` does and says how likely each of its tokens was.
+        """Evaluate a prompt as `feed` does, and return the log probability of each token.
 
-        written: evaluates each token by itself, as if the model had just chosen it: with packed
-            weights, where it has them.
+        written: whether to evaluate each token by itself, as if it had just been sampled: with
+            packed weights, if the model has them.
 
         Returns `[n]` float64: the natural log of each token's probability given what the session
-        remembered before it. The first token of a session was predicted by nothing: NaN.
+        held before it; NaN for the first token of a session, which nothing predicts.
         """
         progress, ids = validation.progress(progress), self.core.encode_prompt(prompt, special)
         written = validation.flag("written", written)
         done, scores = 0, list[Tensor]()
         while done < len(ids):
-            scores.append(score_step(self.core, ids, done, written))
+            scores.append(decoding.score_step(self.core, ids, done, written))
             count = len(scores[-1])
             done += count
             if progress:
@@ -173,40 +170,37 @@ class Session:
 
     @computes_itself
     def rewind(self, count: int) -> list[int]:
-        """Takes the last `count` tokens back and returns them.
+        """Remove and return the last `count` tokens.
 
-        `logits` are then those of the token before, evaluated anew, as a prompt's, over the cells
-        still held. Cells that a window forgot do not come back: it is shorter until it fills again.
-        All tokens can always be taken back, and the session is empty then.
+        The token before them is evaluated again, as a prompt's, over the cells still held; `logits`
+        are then its. Evicted cells do not come back: the window is shorter until it fills again.
+        All tokens can always be removed, which leaves an empty session.
 
-        Raises InvalidArgument for a negative count, and where the token to stand on is no longer
-        held.
+        Raises InvalidArgument for a negative count, and if the token before is no longer held.
         """
         with session_transaction([self.core]) as (state,):
             count, memory = validation.whole("count", count), state.memory
             everything = count == len(memory.tokens) > memory.rewindable
             removed = memory.clear() if everything else rewind(memory, count)
-            left = len(memory.tokens)
-            state.move_spans(lambda span: after_rewind(span, left))
+            state.truncate_spans(len(memory.tokens))
         return removed
 
     @computes
     def take_back(self, count: int) -> None:
-        """Drop the last `count` tokens without evaluating anything.
+        """Remove the last `count` tokens without evaluating anything.
 
         There are no logits until more is fed. For callers that try tokens out, as speculative
         decoding does. Raises InvalidArgument if cells of earlier tokens were evicted meanwhile.
         """
         with session_transaction([self.core]) as (state,):
             state.memory.truncate(validation.whole("count", count, 0))
-            left = len(state.memory.tokens)
-            state.move_spans(lambda span: after_rewind(span, left))
+            state.truncate_spans(len(state.memory.tokens))
 
     @computes
     def draw_anew(self) -> None:
-        """The next tokens are drawn as a new session draws them.
+        """Reset the sampler, so that the next tokens are drawn as in a new session.
 
-        Otherwise one seed goes on from token to token, whatever is fed in between.
+        Otherwise the generator of a seed continues from token to token, whatever is fed in between.
         """
         with session_transaction([self.core]) as (state,):
             state.sampler = Sampler()
@@ -217,14 +211,14 @@ class Session:
     def delete(
         self, start: int | str, end: int | None = None, recompute: Recompute = "none"
     ) -> EditReport:
-        """Takes out tokens `start ... end - 1`, or a named span.
+        """Remove tokens `start ... end - 1`, or a named span.
 
         Args:
             recompute: "none" leaves later cells as they were computed, so that the edit costs
-                little; "suffix" evaluates everything after it anew, which is exact.
+                little; "suffix" evaluates everything after it again, which is exact.
 
-        What is forgotten altogether, every token of it, has no cell that could go: with "none" it
-        goes from `tokens`. An empty span goes, too. In either case nothing is evaluated.
+        With "none", a range without any cell left is removed from `tokens`, and an empty span from
+        `spans`; nothing is evaluated then.
 
         Raises:
             InvalidArgument: no such range or span, or some of it is no longer remembered.
@@ -239,9 +233,9 @@ class Session:
         recompute: Recompute = "none",
         special: bool = False,
     ) -> EditReport:
-        """Puts text or token ids in before token `at`. Otherwise as `delete`.
+        """Insert text or token ids before token `at`; otherwise as `delete`.
 
-        special: as of `Session.feed`. Raises ContextFull where it does not fit.
+        special: as for `Session.feed`. Raises ContextFull if it does not fit.
         """
         return editing.insert(self.core, at, text, recompute, special)
 
@@ -254,19 +248,19 @@ class Session:
         recompute: Recompute = "none",
         special: bool = False,
     ) -> EditReport:
-        """Puts text or token ids in the place of a range, or of a named span (`end` None).
+        """Replace a range, or a named span (`end` None), by text or token ids.
 
-        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept, and a span
-        that is replaced by its name is what was put there, also if it was empty.
+        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept. A span that
+        is replaced by its name becomes the range of the new tokens, even if it was empty.
         """
         return editing.replace(self.core, start, end, text, recompute, special)
 
     @computes_itself
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
-        """Takes out old tokens so that `count` more fit, and bridges the gap.
+        """Remove old tokens so that `count` more fit, and insert `bridge` in their place.
 
-        The first `keep` tokens stay (by default those that the policy keeps, or 4), then comes the
-        bridge, then what is left. So a session whose context is full goes on.
+        The first `keep` tokens stay: by default those that the policy keeps, or 4. A session whose
+        context is full can so continue.
         """
         count, keep = validation.whole("count", count), validation.optional_whole("keep", keep)
         if keep is None:
@@ -284,27 +278,27 @@ class Session:
         progress: Callable[[int], None] | None = None,
         budget: Budget | None = None,
     ) -> CompressionReport:
-        """Leaves `ratio` times fewer cells, once; each KV head keeps its own.
+        """Compress the cells once, to `ratio` times fewer; each KV head keeps its own.
 
-        The first four, the newest `recent` and pinned tokens stay as they are. What the method
-        keeps, merges or forgets cannot be edited or named any more. Policy "full" only: "archive"
-        compresses as it goes.
+        The first four, the newest `recent` and pinned tokens stay as they are. Tokens that the
+        method keeps, merges or evicts can no longer be edited or named. For policy "full" only:
+        "archive" compresses as it goes.
 
         Args:
-            recent: None for 64 where all heads keep as many. Where they compete, for half of what
-                is left at ratios up to 4, less above (2 / ratio of it), and for 32 at least.
-            method: see `kvkeep.compression.methods`. None: "kvzap" by a calibration that has a
-                surrogate, and without one "kvzip", which has the text repeated in about the
-                time of reading it; "fitted" where some of it was compressed before.
-            seed: of method "random".
-            calibration: what is known of the model, for methods that decide by it.
+            recent: None for 64 with a uniform budget. If heads compete, half of what remains at
+                ratios up to 4, 2 / ratio of it above, and 32 or more.
+            method: see `kvkeep.compression.methods`. None: "kvzap" if the calibration has a
+                surrogate, otherwise "kvzip", which has the model repeat the text in about the time
+                of a prefill; "fitted" if some cells were compressed before.
+            seed: for method "random".
+            calibration: statistics of the model, for methods that need them.
             progress: called after each chunk with the number of cells that were in it.
-            budget: "uniform", each 512 cells become so many fewer in every layer and KV head, or
-                "heads", whatever is worth most stays, in whichever head it is: some then keep
-                much, and others nothing. None: what is best for the method; "kvzip" then leaves
-                only what the text says once more, word for word, where that is enough.
+            budget: "uniform": each 512 cells become that many fewer in every layer and KV head;
+                "heads": the cells with the highest scores stay, in whichever head they are. None:
+                the method's default, except that "kvzip" evicts only verbatim repeats if these are
+                enough.
 
-        Raises InvalidArgument where that cannot be done, before anything is changed.
+        Raises InvalidArgument if that is impossible, before anything is changed.
         """
         ratio = validation.number("ratio", ratio)
         seed = validation.whole("seed", seed, 0)
@@ -313,35 +307,50 @@ class Session:
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(core.model)
         statistics = calibration.statistics if calibration else None
-        chosen = make_method(best_at_once(core.memory, statistics) if method is None else method)
+        chosen = make_method(default_method(core.memory, statistics) if method is None else method)
         recent = validation.optional_whole("recent", recent)
         plan = CompressionPlan(
             chosen, ratio, budget, core.model.text, recent, seed, statistics, progress
         )
-        memory, report = compress_held(core.memory, plan)
+        memory, report = compress_memory(core.memory, plan)
         core.state = replace(core.state, memory=memory)
         trim()
         return report
 
     # Names and pins
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Names the tokens that come within the block; see `spans`.
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Name the tokens that are added within the block; see `spans`.
 
-        A name is free again once all tokens of its span are forgotten or compressed. An exception
-        leaves it free, too; the tokens that came before it stay.
+        A name is free again once all tokens of its span are forgotten or compressed, or if the
+        block raises; the tokens stay then.
         """
-        return naming.new_span(self.core, name)
+        core, name = self.core, validation.text("name", name)
+        if name in core.state.spans and not core.is_forgotten(core.state.spans[name]):
+            raise InvalidArgument(f"there is a span {name!r} already")
+        try:
+            first = len(self.tokens)
+            core.set_span(name, (first, first))
+            yield
+            total = len(self.tokens)
+            first, _ = core.state.spans.get(name, (total, total))
+            core.set_span(name, (first, total))
+        except BaseException:
+            core.set_span(name, None)
+            raise
 
     @computes
     def name(self, name: str, start: int, end: int) -> None:
         """Name a range of existing tokens; a name in use moves to it."""
         tokens = self.core.token_range(start, end)
-        naming.change_spans(self.core, {validation.text("name", name): tokens})
+        self.core.set_span(validation.text("name", name), tokens)
 
     def remembered(self, start: int | str, end: int | None = None) -> int:
         """Return how many tokens of a range or a named span are still held."""
-        return naming.count_remembered(self.core, start, end)
+        first, last = self.core.token_range(start, end)
+        held = set(self.cache.serials())
+        return sum(serial in held for serial in self.core.memory.serials[first:last])
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Exempt a range or a named span from eviction until it is unpinned.
@@ -349,11 +358,13 @@ class Session:
         Raises InvalidArgument if some of it is no longer held, it overlaps another pin, or it would
         leave no room for a window.
         """
-        naming.pin(self.core, start, end)
+        with session_transaction([self.core]) as (state,):
+            state.memory.pin(*self.core.token_range(start, end))
 
     def unpin(self, start: int | str, end: int | None = None) -> None:
         """Unpin a range: it is evicted as the window moves on."""
-        naming.unpin(self.core, start, end)
+        with session_transaction([self.core]) as (state,):
+            state.memory.unpin(*self.core.token_range(start, end))
 
     # Snapshots and forks
 
@@ -369,34 +380,25 @@ class Session:
         model: LoadedModel,
         snapshot: Snapshot,
         store: PrefixCache | None = None,
-        policy: Policy | None = None,
+        calibration: Calibration | None = None,
     ) -> "Session":
-        """The session that a snapshot was taken of.
-
-        policy: the snapshot's policy, if it was given a calibration; see `restored_policy`.
-
-        Raises FingerprintMismatch for another model, and InvalidSnapshot, saying what is wrong,
-        where no session of this model could have been so.
-        """
-        if policy is None:
-            policy = restored_policy(model, snapshot)
-        state = restored_state(model, snapshot, policy)
-        step = snapshot.settings["prefill_step"]
-        session = cls(model, policy, step, store, state.memory.bits)
+        """Return the session that a snapshot was taken of; see `Model.restore`."""
+        state = restored_state(model, snapshot, calibration)
+        memory, step = state.memory, snapshot.settings["prefill_step"]
+        session = cls(model, memory.policy, step, store, memory.bits)
         session.core.state = state
         session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
 
     @computes
     def fork(self, at: int | None = None) -> "Session":
-        """A session that starts as this one is, or as it was after its first `at` tokens.
+        """Return a session that starts as this one is, or as it was after its first `at` tokens.
 
-        Memory is shared: the fork's own tokens are all that it adds, but for a window that has
+        Memory is shared copy-on-write: the fork adds only its own tokens, and a window that has
         begun to rotate, which the first side that writes copies. Raises InvalidArgument if the
         tokens up to `at` are no longer held.
         """
-        core = self.core
-        total = len(core.memory.tokens)
+        core, total = self.core, len(self.tokens)
         at = validation.optional_whole("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
@@ -410,7 +412,7 @@ class Session:
         return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
-        """A fork: the model is never copied, and neither session sees what the other adds."""
+        """Return a fork: the model is never copied, and neither session sees the other's tokens."""
         return self.fork()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -421,20 +423,20 @@ class Session:
 
     @computes
     def beginning(self, count: int) -> "Session":
-        """A session that holds the first `count` tokens of this one, to be fed what comes next.
+        """Return a session that holds the first `count` tokens of this one, to be fed others.
 
-        As `fork(at)`, but nothing is evaluated anew, so that there are no logits until more is
-        fed; and it goes on to the bit as a session that was fed these tokens alone, in the same
-        steps. Memory is shared until it adds to it.
+        As `fork(at)`, but nothing is evaluated, so that there are no logits until more is fed; and
+        it continues to the bit as a session that was fed these tokens alone, in the same steps.
+        Memory is shared until one side writes to it.
 
-        Raises InvalidArgument where these tokens are not all held, each in a cell of its own, or
-        for a count that is none of 0 to as many as there are.
+        Raises InvalidArgument if these tokens are not all held, each in a cell of its own, or if
+        there are fewer than `count`.
         """
         core = self.core
-        count = validation.whole("count", count, 0, len(core.memory.tokens))
+        count = validation.whole("count", count, 0, len(self.tokens))
         beginning, state = shallow_copy(self), shallow_copy(core.state)
         state.memory, state.sampler = core.memory.beginning(count), Sampler()
-        state.move_spans(lambda span: after_rewind(span, count))
+        state.truncate_spans(count)
         beginning.core = core.with_state(state)
         return beginning
 
@@ -450,7 +452,7 @@ class Session:
 
     @property
     def prefill_step(self) -> int:
-        """How many tokens of a prompt are evaluated at once."""
+        """The most tokens of a prompt that are evaluated at once."""
         return self.core.prefill_step
 
     @prefill_step.setter
@@ -490,7 +492,7 @@ class Session:
 
     @discard.setter
     def discard(self, discard: int) -> None:
-        if "discard" not in self.core.memory.policy.settings():
+        if "discard" not in self.settings:
             raise InvalidArgument(
                 f'policy "{self.policy}" has no discard to set; policy="shift" has'
             )
@@ -554,19 +556,23 @@ class Session:
         return self.core.memory.policy.room(self.cache)
 
     def text(self) -> str:
-        """All tokens as text, special tokens included."""
+        """Return all tokens as text, special tokens included."""
         return self.core.model.text.decode(self.tokens)
 
     @property
     def spans(self) -> dict[str, Span]:
         """Named spans, where they are now, and how much of each is still remembered."""
-        return naming.list_spans(self.core)
+        held, serials = set(self.cache.serials()), self.core.memory.serials
+        return {
+            name: Span(name, start, end, sum(serial in held for serial in serials[start:end]))
+            for name, (start, end) in self.core.state.spans.items()
+        }
 
     @property
     def places(self) -> Mapping[str, TokenRange]:
         """The range of each span: its first token, and the one after its last.
 
-        Cheap, whereas `spans` looks at each token of every span.
+        Cheap, whereas `spans` looks up each token of every span.
         """
         return MappingProxyType(self.core.state.spans)
 

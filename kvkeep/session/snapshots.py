@@ -1,17 +1,19 @@
 """Taking a snapshot of a session's state, and restoring a state from one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kvkeep.cache.checks import require
-from kvkeep.errors import InvalidSnapshot
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.errors import InvalidArgument, InvalidSnapshot
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.policies import Policy, checked_bits, make_policy
+from kvkeep.policies import Policy, make_policy
 from kvkeep.policies.base import pinned_cells
 from kvkeep.session.core import SessionCore, SessionState
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler
 from kvkeep.storage.snapshots.document import check_settings
 from kvkeep.storage.snapshots.snapshot import Snapshot
-
-_WRONG = (LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 
 
 def snapshot_of(core: SessionCore) -> Snapshot:
@@ -40,42 +42,50 @@ def snapshot_of(core: SessionCore) -> Snapshot:
     )
 
 
-def restored_policy(model: LoadedModel, snapshot: Snapshot) -> Policy:
-    """Return the policy of a snapshot, for this model and without a calibration.
-
-    Raises FingerprintMismatch for another model, and InvalidSnapshot, saying what is wrong.
-    """
-    model.fingerprint.require(snapshot.fingerprint, "the snapshot")
-    try:
-        settings = {key: value for key, value in snapshot.policy.items() if key != "pinned"}
-        return make_policy(**settings).for_model(model.spec.max_positions)
-    except _WRONG as error:
-        raise _invalid(model, error) from error
-
-
-def restored_state(model: LoadedModel, snapshot: Snapshot, policy: Policy) -> SessionState:
+def restored_state(
+    model: LoadedModel, snapshot: Snapshot, calibration: Calibration | None
+) -> SessionState:
     """Return the state that a snapshot was taken of. Each part is checked by its own class.
 
-    Raises FingerprintMismatch for another model, and InvalidSnapshot, saying what is wrong, if no
-    session of this model can be in that state.
+    Raises FingerprintMismatch for another model, InvalidSnapshot, saying what is wrong, if no
+    session of this model can be in that state, and InvalidArgument if its policy compresses by
+    another calibration.
     """
     model.fingerprint.require(snapshot.fingerprint, "the snapshot")
-    try:
+    policy = _restored_policy(model, snapshot)
+    if needed := policy.calibrated_by:
+        if calibration is None or calibration.digest != needed:
+            digest = calibration.digest[:12] if calibration else "none"
+            raise InvalidArgument(
+                f"the snapshot's session compresses by the calibration {needed[:12]}; found "
+                f"{digest}: pass the one that the session was created with"
+            )
+        calibration.require(model)
+        policy = policy.calibrated(calibration.statistics, calibration.digest)
+    with _invalid_snapshot(model):
         settings = snapshot.settings
         check_settings(settings, len(snapshot.tokens))
         states = model.spec.recurrent and len(snapshot.tokens) > 0
         require(bool(snapshot.recurrent) == states, "states of layers missing, or of none")
-        bits = checked_bits(policy, snapshot.bits)
-        memory = Memory.from_state(model.decoder, policy, bits, snapshot.memory)
         spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
+        memory = Memory.from_state(model.decoder, policy, snapshot.bits, snapshot.memory)
         sampler = Sampler.at(snapshot.sampler)
         return SessionState(memory, sampler, spans, settings["keep_whole_prompt"])
-    except _WRONG as error:
-        raise _invalid(model, error) from error
 
 
-def _invalid(model: LoadedModel, error: Exception) -> InvalidSnapshot:
-    return InvalidSnapshot(
-        f"no session of {model.name} could have been so: {error}. Restore a snapshot as it was "
-        "taken, or evaluate the text again"
-    )
+def _restored_policy(model: LoadedModel, snapshot: Snapshot) -> Policy:
+    with _invalid_snapshot(model):
+        settings = {key: value for key, value in snapshot.policy.items() if key != "pinned"}
+        return make_policy(**settings).for_model(model.spec.max_positions)
+
+
+@contextmanager
+def _invalid_snapshot(model: LoadedModel) -> Iterator[None]:
+    """Raise InvalidSnapshot for every error that a part of an invalid snapshot causes."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise InvalidSnapshot(
+            f"no session of {model.name} could have been so: {error}. Restore a snapshot as it "
+            "was taken, or evaluate the text again"
+        ) from error

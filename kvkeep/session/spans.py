@@ -50,11 +50,6 @@ def after_edit(span: TokenRange, start: int, end: int, added: int) -> TokenRange
     return first, max(first, last)
 
 
-def after_rewind(span: TokenRange, tokens: int) -> TokenRange:
-    """Return where a span lies once only the first `tokens` tokens are left."""
-    return min(span[0], tokens), min(span[1], tokens)
-
-
 def token_statuses(memory: Memory) -> list[TokenStatus]:
     """Return the status of each token of a memory, in order."""
     held: dict[int, TokenStatus] = {}

@@ -13,13 +13,13 @@ from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.compression.calibration.sums import CalibrationSums
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.statistics import Surrogate, features
-from kvkeep.compression.plan import SINKS
-from kvkeep.compression.reconstruction import reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Full, Sliding
+from kvkeep.session.compression import SINKS
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
+from kvkeep.session.reconstruction import reconstruction
 from kvkeep.session.session import Session
 
 STEP = 512  # tokens evaluated at once

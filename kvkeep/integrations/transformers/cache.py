@@ -12,12 +12,12 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.compression.calibration.calibration import Calibration
-from kvkeep.compression.plan import CompressionReport
 from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.cache_forward import BatchSessions
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
 from kvkeep.policies import Policy, PolicySettings
+from kvkeep.session.compression import CompressionReport
 from kvkeep.session.editing import EditReport, Recompute
 from kvkeep.session.history import History
 from kvkeep.session.session import Session

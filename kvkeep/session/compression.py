@@ -25,11 +25,11 @@ from kvkeep.compression.methods import (
 )
 from kvkeep.compression.methods.kvzip import KVzap, KVzip
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
-from kvkeep.compression.reconstruction import cell_tokens, reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.evaluation import evaluate, rewind
 from kvkeep.session.memory import Memory
+from kvkeep.session.reconstruction import cell_tokens, reconstruction
 
 SINKS = 4  # first cells, which always stay: attention sinks
 RECENT = 64  # newest cells that stay unchanged with a uniform budget
@@ -112,7 +112,7 @@ class CompressionPlan:
         self.method.require_statistics(self.statistics)
 
 
-def best_at_once(memory: Memory, statistics: Statistics | None) -> str:
+def default_method(memory: Memory, statistics: Statistics | None) -> str:
     """Return the default method for compressing a memory once."""
     if statistics is not None and statistics.surrogate is not None:
         return KVzap.name
@@ -121,7 +121,7 @@ def best_at_once(memory: Memory, statistics: Statistics | None) -> str:
 
 
 @torch.inference_mode()
-def compress_held(memory: Memory, plan: CompressionPlan) -> tuple[Memory, CompressionReport]:
+def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, CompressionReport]:
     """Return a memory with all cells compressed except sinks, the newest and pinned ones.
 
     The given memory does not change. Raises InvalidArgument before anything is evaluated.
@@ -134,7 +134,8 @@ def compress_held(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Compre
             'compresses as it goes, policy="full" when it is asked to'
         )
     cache, cells_before, bytes_before = memory.cache, memory.cache.cells, memory.cache.nbytes
-    budget, runs, results = _plan_repeats(memory, plan) or _plan_by_method(memory, plan)
+    tokens = cell_tokens(memory)
+    budget, runs, results = _plan_repeats(memory, plan, tokens) or _plan_by_method(memory, plan)
     chunks, segments = list[Compression](), list[Segment]()
     for segment, kept, first, count in runs:
         if kept:
@@ -177,16 +178,15 @@ def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _Work:
     )
 
 
-def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _Work | None:
+def _plan_repeats(
+    memory: Memory, plan: CompressionPlan, tokens: Sequence[int] | None
+) -> _Work | None:
     """Compress verbatim repeats only, so that nothing is evicted that occurs once.
 
     Used instead of reconstruction scores, unless a budget was requested. None if too few repeats
     would remain, or if some cells were compressed before.
     """
-    if not plan.method.uses_reconstruction or plan.budget is not None:
-        return None
-    tokens = cell_tokens(memory)
-    if tokens is None:
+    if not plan.method.uses_reconstruction or plan.budget is not None or tokens is None:
         return None
     runs, remaining = _runs(memory, plan, MAX_RECENT)
     repeats, repeats_by_run, start = find_repeats(tokens), list[Tensor](), 0
