@@ -14,8 +14,8 @@ from test_compress import TEXT, calibration, cells_of, fed, pinned_tokens, requi
 
 from kvkeep.cache import NO_TOKEN, Ragged
 from kvkeep.compression.methods import BUDGETS, METHODS, Candidates, Eviction, make_method
-from kvkeep.session.compression import newest_queries
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.compression import newest_queries
 from kvkeep.session.session import Session
 
 SCORING = [name for name, method in METHODS.items() if issubclass(method, Eviction)]

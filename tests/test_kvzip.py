@@ -8,12 +8,12 @@ from kvkeep import Session
 from kvkeep.cache import Cells
 from kvkeep.compression.methods import Candidates
 from kvkeep.compression.methods.kvzip import KVzip
-from kvkeep.session.reconstruction import FIRST_PROMPT, STEP
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import JUNK, PREFIX, NeedleDataset
 from kvkeep.evaluate.haystack import Haystack, manual_text
 from kvkeep.evaluate.recall import CompressionSettings, compress_after_prefill
 from kvkeep.model import Model
+from kvkeep.session.reconstruction import FIRST_PROMPT, STEP
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]

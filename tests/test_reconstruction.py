@@ -14,10 +14,10 @@ from torch import Tensor
 from kvkeep import Bits
 from kvkeep.cache import Cells, PositionMap, Segment
 from kvkeep.compression.methods.base import ReconstructionScore
-from kvkeep.session.reconstruction import reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.layers.network import DecoderLayer, Network
+from kvkeep.session.reconstruction import reconstruction
 from kvkeep.session.session import Session
 
 MODEL = small_model(sharpness=0.5)
