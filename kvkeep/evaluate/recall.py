@@ -12,8 +12,8 @@ from kvkeep.session.session import Session
 if TYPE_CHECKING:
     from kvkeep.compression.calibration.calibration import Calibration
     from kvkeep.compression.methods import Compression
-    from kvkeep.compression.plan import CompressionReport
     from kvkeep.model import Model
+    from kvkeep.session.compression import CompressionReport
 
 EXTRA_TOKENS = 3  # generated beyond the key's own: a space or a quote may precede it
 QUESTION_RESERVE = 128  # tokens, more than any question and its answer take
