@@ -11,7 +11,7 @@ from kvkeep import PrefixStore, Sampling, load_calibration
 from kvkeep.cache import Ragged
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.block import blocks_of
+from kvkeep.storage.prefixes.block import block_key, blocks_of
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import read_container
 from kvkeep.storage.snapshots.snapshot import Snapshot, describe
@@ -99,8 +99,11 @@ def test_a_calibration_of_an_earlier_release_loads() -> None:
 
 def test_a_prefix_block_of_an_earlier_release_is_a_miss_and_is_replaced(tmp_path: Path) -> None:
     store, model = PrefixStore(tmp_path), golden_model()
-    block, _ = blocks_of(tmp_path, model.fingerprint, PROMPT)
-    shutil.copy(PATH.with_name("golden-prefix-block.kvblock"), block[0].path)
+    root = model.fingerprint.digest()[:32]
+    (block, *_) = blocks_of(PROMPT, root, block_key)
+    shutil.copy(
+        PATH.with_name("golden-prefix-block.kvblock"), tmp_path / f"{root}-{block.key}.kvblock"
+    )
     session = model.session(512, store=store)
     assert session.feed(PROMPT).reused == 0
     assert model.session(512, store=store).feed(PROMPT).reused == BLOCK_TOKENS

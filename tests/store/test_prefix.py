@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from topics import topic_ids
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.model import Model, load_model
 from kvkeep.storage.files.atomic import TEMPORARY
-from kvkeep.storage.prefixes import block as prefix_block
+from kvkeep.storage.prefixes import store as prefix_store
 from kvkeep.storage.prefixes.block import FORMAT, KIND
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.prefixes.store import PrefixStore
@@ -493,12 +493,12 @@ def counted_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         if counting and event in ("open", "os.utime", "os.scandir", "os.listdir"):
             work[event] += 1
 
-    def key(parent: str, tokens: Sequence[int]) -> str:
+    def key(parent: str, tokens: torch.Tensor) -> str:
         work["keys"] += 1
         return compute(parent, tokens)
 
-    compute = prefix_block.block_key
-    monkeypatch.setattr(prefix_block, "block_key", key)
+    compute = prefix_store.block_key
+    monkeypatch.setattr(prefix_store, "block_key", key)
     sys.addaudithook(count_event)
     yield work
     counting = False  # an audit hook cannot be removed

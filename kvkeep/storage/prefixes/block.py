@@ -1,6 +1,6 @@
-"""A block of the prefix store: a file with the cells of 256 tokens of a prompt."""
+"""Blocks of prefix caches: the cells of 256 tokens of a prompt, in a file or an object."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,94 +9,94 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.errors import StoreError
-from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
-from kvkeep.storage.snapshots.container import Container, read_container, write_container
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+from kvkeep.storage.snapshots.container import Container, read_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 KIND, FORMAT = "prefix-block", 1
-OVERHEAD = 8192  # bytes that a block's file may need besides its cells
 
 
 @dataclass(frozen=True)
 class PrefixBlock:
     """A block of a prompt, stored or not.
 
-    path: its file, named after the keys of its parent and its own. key: a hash over the model's
-    fingerprint and all tokens up to the block's end. start: the index of its first token in the
-    prompt.
+    parent: the key of the block before it, or the digest of the model. key: a hash over the model's
+    digest and all tokens up to the block's end. start: the index of its first token in the prompt.
+    tokens: `[256]` int32.
     """
 
-    path: Path
+    parent: str
     key: str
     start: int
-    tokens: Sequence[int]
+    tokens: Tensor
 
-    def read(self, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
-        """Return the block's keys and values, or None unless the file verifies as this block.
+    def cells(self, container: Container, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values from a file; None unless they are of these tokens and the model.
 
-        That is: all checksums match, it was written under this key, and its tensors have these
-        tokens and the fingerprint's dtype and layout.
+        The file's checksums have been verified; the caller verifies that it was written under this
+        key.
         """
-        container = _read_verified(self.path, self.key, only=None)
-        if container is None or container.tensors["tokens"].tolist() != list(self.tokens):
+        tensors = container.tensors
+        if not {"tokens", "keys", "values"} <= tensors.keys():
             return None
-        cells = (container.tensors.get("keys"), container.tensors.get("values"))
-        for tensor in cells:
-            if tensor is None or not fingerprint.describes(tensor):
-                return None
-            if tensor.shape[2] != BLOCK_TOKENS:
-                return None
-        return cells  # type: ignore[return-value]
-
-    def write(self, keys: Tensor, values: Tensor) -> int:
-        """Write the file atomically, and return its size in bytes. Raises StoreError."""
-        token_ids = torch.tensor(self.tokens, dtype=torch.int32, device="cpu")
-        tensors = {"keys": keys, "values": values, "tokens": token_ids}
-        document = {"start": self.start, "key": self.key}
-        return write_container(self.path, KIND, FORMAT, document, tensors)
+        tokens, keys, values = (tensors[name] for name in ("tokens", "keys", "values"))
+        if tokens.dtype != torch.int32 or not torch.equal(tokens, self.tokens):
+            return None
+        if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
+            return None
+        return keys, values
 
 
 def blocks_of(
-    folder: Path, fingerprint: Fingerprint, tokens: Sequence[int]
-) -> tuple[list[PrefixBlock], list[str]]:
-    """Return the n whole blocks of a prompt, and n + 1 parent keys.
+    tokens: Sequence[int], root: str, key_of: Callable[[str, Tensor], str]
+) -> list[PrefixBlock]:
+    """Return the whole blocks of a prompt.
 
-    `parents[i]` is the parent of block i; the last one would be the parent of the next block.
+    root: the parent of the first one. key_of: computes a key from the parent's key and the tokens.
     """
-    parents, blocks = [fingerprint.digest()[:32]], list[PrefixBlock]()
-    for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-        block_tokens = tokens[end - BLOCK_TOKENS : end]
-        key = block_key(parents[-1], block_tokens)
-        path = folder / f"{parents[-1]}-{key}{BLOCK_SUFFIX}"
-        blocks.append(PrefixBlock(path, key, end - BLOCK_TOKENS, block_tokens))
-        parents.append(key)
-    return blocks, parents
+    blocks = list[PrefixBlock]()
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        token_ids = torch.tensor(
+            tokens[start : start + BLOCK_TOKENS], dtype=torch.int32, device="cpu"
+        )
+        parent = blocks[-1].key if blocks else root
+        blocks.append(PrefixBlock(parent, key_of(parent, token_ids), start, token_ids))
+    return blocks
 
 
-def block_key(parent: str, tokens: Sequence[int]) -> str:
-    """Return the key of a block. parent: its parent's key, or the digest of the model."""
-    token_ids = torch.tensor(tokens, dtype=torch.int32, device="cpu")
-    return blake3(parent.encode() + token_ids.numpy().tobytes()).hexdigest()[:32]
+def block_key(parent: str, tokens: Tensor) -> str:
+    """Return the key of a block in a folder."""
+    return blake3(parent.encode() + tokens.numpy().tobytes()).hexdigest()[:32]
 
 
-def tokens_in(path: Path) -> list[int]:
-    """Return the tokens in a block's file without reading its cells; [] if they do not verify."""
-    container = _read_verified(path, path.stem.partition("-")[2], only=("tokens",))
-    return [] if container is None else list[int](container.tensors["tokens"].tolist())
+def read_block(path: Path, key: str, only: tuple[str, ...] | None = None) -> Container | None:
+    """Read a block's file; None unless it is intact and was written under the key.
 
-
-def _read_verified(path: Path, key: str, only: tuple[str, ...] | None) -> Container | None:
-    """Read a file; None unless it is intact and was written under the key.
-
-    Blocks of early versions have no key in the document. They count as missing, as equal tokens
-    after different parents could not be told apart.
+    only: as for `read_container`. Blocks of early versions have no key in the document. They count
+    as missing, as equal tokens after different parents could not be told apart.
     """
     try:
         container = read_container(path, KIND, FORMAT, only)
     except StoreError:
         return None
+    return container if container.document.get("key") == key else None
+
+
+def tokens_in(path: Path) -> list[int]:
+    """Return the tokens in a block's file without reading its cells; [] if they do not verify."""
+    container = read_block(path, path.stem.partition("-")[2], only=("tokens",))
+    return [] if container is None else stored_tokens(container)
+
+
+def stored_tokens(container: Container) -> list[int]:
+    """Return the tokens of a block that was read; [] if it is not as kvkeep writes it."""
     tokens = container.tensors.get("tokens")
-    complete = (
-        tokens is not None and tokens.dtype == torch.int32 and tokens.shape == (BLOCK_TOKENS,)
-    )
-    return container if complete and container.document.get("key") == key else None
+    if tokens is None or tokens.dtype != torch.int32 or tokens.shape != (BLOCK_TOKENS,):
+        return []
+    return list[int](tokens.tolist())
+
+
+def common_length(stored: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(stored, tokens, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))

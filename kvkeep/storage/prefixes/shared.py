@@ -12,11 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, Literal
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -31,11 +28,18 @@ from kvkeep.errors import (
 )
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.objects import ObjectStore
-from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus
-from kvkeep.storage.prefixes.block import FORMAT, KIND
+from kvkeep.storage.objects.paths import ObjectPath
+from kvkeep.storage.prefixes.block import (
+    FORMAT,
+    KIND,
+    PrefixBlock,
+    blocks_of,
+    common_length,
+    stored_tokens,
+)
 from kvkeep.storage.prefixes.interface import PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_prefix
-from kvkeep.storage.snapshots.container import Container, read_container, write_container
+from kvkeep.storage.snapshots.container import read_container, read_open_container, write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SECRET_BYTES = 32
@@ -138,72 +142,56 @@ class SharedPrefixCache:
         return BLOCK_TOKENS * queued
 
     def _match(
-        self, hits: list[tuple[Tensor, Tensor]], blocks: "list[_Block]", tokens: Sequence[int]
+        self, hits: list[tuple[Tensor, Tensor]], blocks: list[PrefixBlock], tokens: Sequence[int]
     ) -> PrefixMatch:
         differs_at = None
         if len(hits) < len(blocks):
             missing = blocks[len(hits)]
-            differs_at = missing.start + self._common(missing, tokens[missing.start :])
+            differs_at = missing.start + self._common(missing.parent, tokens[missing.start :])
         return PrefixMatch([keys for keys, _ in hits], [values for _, values in hits], differs_at)
 
-    def _common(self, missing: "_Block", tokens: Sequence[int]) -> int:
-        """Return the longest common prefix of `tokens` and the siblings of a missing block."""
-        best = 0
-        for info in itertools.islice(self.objects.list_objects(missing.folder), _MAX_COMPARED):
+    def _common(self, parent: str, tokens: Sequence[int]) -> int:
+        """Return the longest common prefix of `tokens` and some stored children of a block."""
+        best, children = 0, self.objects.list_objects(f"{self._prefix}{parent}/")
+        for info in itertools.islice(children, _MAX_COMPARED):
             path = ObjectPath(self.objects, info.key)
             with suppress(StoreError):
-                stored = read_container(path, KIND, FORMAT, ("tokens",)).tensors.get("tokens")
-                if stored is None or stored.shape != (BLOCK_TOKENS,) or stored.dtype != torch.int32:
-                    continue  # not written by kvkeep
-                pairs = enumerate(zip(stored.tolist(), tokens, strict=False))
-                differing = (i for i, (theirs, ours) in pairs if theirs != ours)
-                best = max(best, next(differing, min(BLOCK_TOKENS, len(tokens))))
+                container = read_container(path, KIND, FORMAT, ("tokens",))
+                best = max(best, common_length(stored_tokens(container), tokens))
         return best
 
-    def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> "list[_Block]":
-        """Return the whole blocks of a prompt."""
+    def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
         settings = "\n".join(f"{name}={value}" for name, value in sorted(self._arithmetic.items()))
-        parent, blocks = self._mac(f"{fingerprint.digest()}\n{settings}".encode()), []
-        for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-            begin = end - BLOCK_TOKENS
-            token_ids = torch.tensor(tokens[begin:end], dtype=torch.int32, device="cpu")
-            key = self._mac(parent.encode(), tensor_bytes(token_ids))
-            folder = f"{self._prefix}{parent}/"
-            path = ObjectPath(self.objects, f"{folder}{key}{BLOCK_SUFFIX}")
-            blocks.append(_Block(path, folder, key, begin, token_ids))
-            parent = key
-        return blocks
+        root = self._mac(f"{fingerprint.digest()}\n{settings}".encode())
+        return blocks_of(
+            tokens, root, lambda parent, ids: self._mac(parent.encode(), tensor_bytes(ids))
+        )
 
-    def _read(self, block: "_Block", fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
+    def _path(self, block: PrefixBlock) -> ObjectPath:
+        key = f"{self._prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}"
+        return ObjectPath(self.objects, key)
+
+    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
+        path = self._path(block)
         try:  # one request for the whole object: blocks are many, and each is small
-            content, _ = self.objects.get(block.path.key, _MAX_BLOCK_BYTES)
-            container = read_container(_BytesSource(block.key, content), KIND, FORMAT)
+            content, _ = self.objects.get(path.key, _MAX_BLOCK_BYTES)
+            container = read_open_container(io.BytesIO(content), path, KIND, FORMAT)
         except (NoObject, *_UNSOUND):
             return None
-        return self._verified(container, block, fingerprint)
+        cells = block.cells(container, fingerprint)
+        if cells is None or container.document.get("code") != self._content_code(block, *cells):
+            return None
+        return cells
 
-    def _verified(
-        self, container: Container, block: "_Block", fingerprint: Fingerprint
-    ) -> tuple[Tensor, Tensor] | None:
-        tensors = container.tensors
-        if not {"tokens", "keys", "values"} <= tensors.keys():
-            return None
-        tokens, keys, values = (tensors[name] for name in ("tokens", "keys", "values"))
-        if tokens.dtype != torch.int32 or not torch.equal(tokens, block.tokens):
-            return None
-        if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
-            return None
-        code = container.document.get("code")
-        return (keys, values) if code == self._content_code(block, keys, values) else None
-
-    def _write(self, block: "_Block", keys: Tensor, values: Tensor, overwrite: bool) -> None:
-        if overwrite or not block.path.exists():
+    def _write(self, block: PrefixBlock, keys: Tensor, values: Tensor, overwrite: bool) -> None:
+        path = self._path(block)
+        if overwrite or not path.exists():
             document = {"start": block.start, "code": self._content_code(block, keys, values)}
             tensors = {"tokens": block.tokens, "keys": keys, "values": values}
-            write_container(block.path, KIND, FORMAT, document, tensors)
+            write_container(path, KIND, FORMAT, document, tensors)
 
-    def _content_code(self, block: "_Block", keys: Tensor, values: Tensor) -> str:
+    def _content_code(self, block: PrefixBlock, keys: Tensor, values: Tensor) -> str:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
     def _mac(self, *parts: bytes) -> str:
@@ -252,34 +240,3 @@ class WriteQueue:
         self._queued.discard(future)
         if future.exception() is not None:  # not reported: no session depends on the cache
             self.mark_down()
-
-
-@dataclass(frozen=True)
-class _BytesSource:
-    """A `Source` over the content of a file in memory."""
-
-    stem: str
-    content: bytes
-
-    def __str__(self) -> str:
-        return f"block {self.stem}"
-
-    def exists(self) -> bool:
-        return True
-
-    def open(self, mode: Literal["rb"]) -> BinaryIO:
-        return io.BytesIO(self.content)
-
-    def stat(self) -> ObjectStatus:
-        return ObjectStatus(len(self.content), 0.0)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of a prompt, stored or not. folder: the prefix of all blocks with its parent."""
-
-    path: ObjectPath
-    folder: str
-    key: str
-    start: int
-    tokens: Tensor

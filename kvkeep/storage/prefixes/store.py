@@ -18,12 +18,23 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import sweep_temporaries
-from kvkeep.storage.prefixes.block import OVERHEAD, PrefixBlock, blocks_of, tokens_in
+from kvkeep.storage.prefixes.block import (
+    FORMAT,
+    KIND,
+    PrefixBlock,
+    block_key,
+    blocks_of,
+    common_length,
+    read_block,
+    tokens_in,
+)
 from kvkeep.storage.prefixes.interface import PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
+from kvkeep.storage.snapshots.container import write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 PATIENCE = 5.0  # seconds to wait for the lock of another process
+_OVERHEAD = 8192  # bytes that a block's file may need besides its cells
 
 
 class PrefixStore:
@@ -50,16 +61,15 @@ class PrefixStore:
         Raises StoreError if the folder cannot be read.
         """
         keys, values, differs_at = list[Tensor](), list[Tensor](), None
-        blocks, parents = blocks_of(self.path, fingerprint, tokens)
+        blocks = _blocks(fingerprint, tokens)
         for block in blocks:
-            cells = block.read(fingerprint)
+            cells = self._read(block, fingerprint)
             if cells is None:
-                rest = tokens[block.start :]
-                differs_at = block.start + self._common(parents[len(keys)], rest)
+                differs_at = block.start + self._common(block.parent, tokens[block.start :])
                 break
             keys.append(cells[0])
             values.append(cells[1])
-        _touch(blocks[: len(keys)])
+        self._touch(blocks[: len(keys)])
         return PrefixMatch(keys, values, differs_at)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
@@ -68,11 +78,12 @@ class PrefixStore:
         Reads the tokens of blocks only, not the cells. Raises StoreError if the folder cannot be
         read.
         """
-        blocks, parents = blocks_of(self.path, fingerprint, tokens)
-        hits = [tokens_in(block.path) == list(block.tokens) for block in blocks]
-        count = hits.index(False) if False in hits else len(hits)
-        stored = count * BLOCK_TOKENS
-        return stored, stored + self._common(parents[count], tokens[stored:])
+        stored, parent = 0, _root(fingerprint)
+        for block in _blocks(fingerprint, tokens):
+            if tokens_in(self._file(block)) != block.tokens.tolist():
+                break
+            stored, parent = stored + BLOCK_TOKENS, block.key
+        return stored, stored + self._common(parent, tokens[stored:])
 
     def add(
         self,
@@ -94,18 +105,19 @@ class PrefixStore:
         """
         if validation.whole("start", start, 0) % BLOCK_TOKENS:
             raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
-        prompt_blocks, _ = blocks_of(self.path, fingerprint, tokens)
+        prompt_blocks = _blocks(fingerprint, tokens)
         stored = prompt_blocks[: start // BLOCK_TOKENS]
         with self._locked():
-            if not all(block.path.exists() for block in stored):
+            ancestors = {self._file(block) for block in stored}
+            if not all(path.exists() for path in ancestors):
                 return 0
             sweep_temporaries(self.path)
-            quota = _Quota(self._files(), self.max_bytes, {block.path for block in stored})
+            quota = _Quota(self._files(), self.max_bytes, ancestors)
             for block, cells in zip(prompt_blocks[len(stored) :], blocks, strict=False):
-                if not _put(block, fingerprint, *cells, quota):
+                if not self._put(block, fingerprint, *cells, quota):
                     break
                 stored.append(block)
-            _touch(stored)
+            self._touch(stored)
         return BLOCK_TOKENS * len(stored)
 
     def gc(self, max_bytes: int | None = None) -> int:
@@ -152,6 +164,48 @@ class PrefixStore:
         reason = error.strerror or error
         return StoreError(f"the prefix store {self.path} cannot be {verb}: {reason}")
 
+    def _file(self, block: PrefixBlock) -> Path:
+        return self.path / f"{block.parent}-{block.key}{BLOCK_SUFFIX}"
+
+    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
+        """Return a block's keys and values; None if it is missing or does not verify."""
+        container = read_block(self._file(block), block.key)
+        return None if container is None else block.cells(container, fingerprint)
+
+    def _put(
+        self,
+        block: PrefixBlock,
+        fingerprint: Fingerprint,
+        keys: Tensor,
+        values: Tensor,
+        quota: "_Quota",
+    ) -> bool:
+        """Write a block unless it is stored. Returns whether it is stored now."""
+        path = self._file(block)
+        if self._read(block, fingerprint) is not None:
+            quota.pin(path)
+            return True
+        if path.exists() and not path.is_file():
+            return False  # such as a folder of that name, which is not ours to remove
+        quota.remove(path)
+        if not quota.make_room(keys.nbytes + values.nbytes + _OVERHEAD):
+            return False
+        document = {"start": block.start, "key": block.key}
+        tensors = {"keys": keys, "values": values, "tokens": block.tokens}
+        quota.add_pinned(write_container(path, KIND, FORMAT, document, tensors))
+        return True
+
+    def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
+        """Mark blocks as used now.
+
+        Later blocks of a prompt get an older time, to be evicted before the ancestors they depend
+        on.
+        """
+        now = time.time_ns()
+        for age, block in enumerate(blocks):
+            with suppress(OSError):  # removed meanwhile, or the store is read-only
+                os.utime(self._file(block), ns=(now - age, now - age))
+
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Yield (time of last use in ns, bytes, path) of each block file."""
         with os.scandir(self.path) as entries:
@@ -172,11 +226,17 @@ class PrefixStore:
         best = 0
         for name in names:
             if name.startswith(f"{parent}-") and name.endswith(BLOCK_SUFFIX):
-                stored = tokens_in(self.path / name)
-                pairs = enumerate(zip(stored, tokens, strict=False))
-                common = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
-                best = max(best, common)
+                best = max(best, common_length(tokens_in(self.path / name), tokens))
         return best
+
+
+def _root(fingerprint: Fingerprint) -> str:
+    """Return the parent of a prompt's first block."""
+    return fingerprint.digest()[:32]
+
+
+def _blocks(fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
+    return blocks_of(tokens, _root(fingerprint), block_key)
 
 
 class _Quota:
@@ -218,30 +278,3 @@ class _Quota:
         """Count the size of a file that was written and must not be evicted."""
         self._free -= size
         self._max_free -= size
-
-
-def _put(
-    block: PrefixBlock, fingerprint: Fingerprint, keys: Tensor, values: Tensor, quota: _Quota
-) -> bool:
-    """Write a block unless it is stored. Returns whether it is stored now."""
-    if block.read(fingerprint) is not None:
-        quota.pin(block.path)
-        return True
-    if block.path.exists() and not block.path.is_file():
-        return False  # such as a folder of that name, which is not ours to remove
-    quota.remove(block.path)
-    if not quota.make_room(keys.nbytes + values.nbytes + OVERHEAD):
-        return False
-    quota.add_pinned(block.write(keys, values))
-    return True
-
-
-def _touch(blocks: Sequence[PrefixBlock]) -> None:
-    """Mark blocks as used now.
-
-    Later blocks of a prompt get an older time, to be evicted before the ancestors they depend on.
-    """
-    now = time.time_ns()
-    for age, block in enumerate(blocks):
-        with suppress(OSError):  # removed meanwhile, or the store is read-only
-            os.utime(block.path, ns=(now - age, now - age))

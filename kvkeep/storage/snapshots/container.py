@@ -181,10 +181,17 @@ def read_container(
     """
     # Header and tensors come from one open file: another one may replace it under its path.
     with open_source(path) as file:
-        header = read_header(file, path, kind, newest)
-        entries = header.entries.items()
-        wanted = {name: entry for name, entry in entries if only is None or name in only}
-        digested = _read_tensors(file, wanted)
+        return read_open_container(file, path, kind, newest, only)
+
+
+def read_open_container(
+    file: BinaryIO, path: Source, kind: str, newest: int, only: Collection[str] | None = None
+) -> Container:
+    """Read an open file as `read_container` does. path: for messages."""
+    header = read_header(file, path, kind, newest)
+    entries = header.entries.items()
+    wanted = {name: entry for name, entry in entries if only is None or name in only}
+    digested = _read_tensors(file, wanted)
     for name, (_, digest) in digested.items():
         if digest != header.checksums[name]:
             raise CorruptFile(
