@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
 from kvkeep.fleet.exchange import NOTE, RecordedResponse, notes_of, recorded_in
-from kvkeep.storage.objects.interface import ChunkSource
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
@@ -97,18 +96,9 @@ class SessionLeases:
         """
         async with self._exclusive(owner, name, patience=0.0):
             lease = await self.in_store_thread(lambda: self.sessions_of(owner).create(name))
-            leased = LeasedSession(owner, name, lease)
-            try:
+            async with self._synchronised(LeasedSession(owner, name, lease)) as leased:
                 await self._forget_copy(leased.key)  # of one that was deleted elsewhere
                 yield leased
-            finally:
-                try:
-                    if not leased.in_sync:
-                        await self._roll_back_creation(leased)
-                    elif leased.record is not None:
-                        await wrap_future(self._borrowed.release(leased.record))
-                finally:
-                    await self.in_store_thread(lease.release)
 
     @asynccontextmanager
     async def writing(
@@ -124,21 +114,38 @@ class SessionLeases:
         """
         async with self._exclusive(owner, name, patience):
             lease = await self._acquire(owner, name)
-            leased = LeasedSession(owner, name, lease)
-            try:
+            async with self._synchronised(LeasedSession(owner, name, lease)) as leased:
                 copy = await self._load(owner, name, lease.head)
                 leased.record, leased.loaded_revision = copy.record, copy.revision
                 leased.responses = list(copy.responses)
                 self._being_written[leased.key] = copy.record
                 yield leased
+
+    @asynccontextmanager
+    async def _synchronised(self, leased: LeasedSession) -> AsyncIterator[LeasedSession]:
+        """Keep engine and store equal after the block, and release the lease."""
+        try:
+            yield leased
+        finally:
+            self._being_written.pop(leased.key, None)
+            try:
+                if not leased.in_sync or leased.lease.lost is not None:
+                    await self._roll_back(leased)
+                elif leased.record is not None:
+                    await wrap_future(self._borrowed.release(leased.record))
             finally:
-                self._being_written.pop(leased.key, None)
-                try:
-                    await self._settle(leased)
-                finally:
-                    await self.in_store_thread(lease.release)
-                    if leased.key in self._copies:
-                        self._copies[leased.key].version = lease.version
+                await self.in_store_thread(leased.lease.release)
+                if leased.key in self._copies:
+                    self._copies[leased.key].version = leased.lease.version
+
+    async def _roll_back(self, leased: LeasedSession) -> None:
+        """Drop the engine's session; also the store's if nothing was ever committed to it."""
+        await self._forget_copy(leased.key)
+        if leased.loaded_revision is None and not leased.lease.head.snapshot:
+            with suppress(KvkeepError):
+                await wrap_future(self._borrowed.discard(await self._record(leased)))
+            with suppress(StoreError):
+                await self.in_store_thread(leased.lease.remove)
 
     @asynccontextmanager
     async def reading(
@@ -187,7 +194,8 @@ class SessionLeases:
         responses = [*leased.responses, *([response] if response else [])]
         snapshot, revision = await wrap_future(self._borrowed.snapshot(record))
         snapshot = replace(snapshot, notes={**snapshot.notes, **notes_of(responses)})
-        await self.in_store_thread(lambda: snapshot.save(_CommitTarget(leased.lease)))
+        target = SessionPath(leased.lease.objects, leased.lease, release=True)
+        await self.in_store_thread(lambda: snapshot.save(target))
         head, version = leased.lease.head, leased.lease.version
         copy = _EngineCopy(record, head.snapshot, version, revision, responses)
         self._remember(leased.key, copy)
@@ -284,23 +292,6 @@ class SessionLeases:
         while len(self._copies) > _MAX_COPIES:
             self._copies.popitem(last=False)
 
-    async def _settle(self, leased: LeasedSession) -> None:
-        """Let the engine's session go; drop it if it was not committed or the lease was lost."""
-        if leased.record is None:  # loading it failed
-            return
-        if leased.in_sync and leased.lease.lost is None:
-            await wrap_future(self._borrowed.release(leased.record))
-        else:
-            await self._forget_copy(leased.key)
-
-    async def _roll_back_creation(self, leased: LeasedSession) -> None:
-        """Drop a new session that was not committed, in the engine and in the store."""
-        with suppress(KvkeepError):
-            await wrap_future(self._borrowed.discard(await self._record(leased)))
-        if not leased.lease.head.snapshot:
-            with suppress(StoreError):
-                await self.in_store_thread(leased.lease.remove)
-
     async def _idle_revision(self, record: SessionRecord) -> int:
         """Return the session's revision once a cancelled generation has ended."""
         deadline = time.monotonic() + _IDLE_TIMEOUT
@@ -317,13 +308,3 @@ class SessionLeases:
         copy = self._copies.pop(key, None)
         if copy is not None:
             await wrap_future(self._borrowed.discard(copy.record))
-
-
-@dataclass(frozen=True)
-class _CommitTarget:
-    """A target of `Snapshot.save` that commits the session and releases its lease in one step."""
-
-    lease: Lease
-
-    def write_chunks(self, chunks: ChunkSource) -> None:
-        self.lease.commit(chunks, release=True)

@@ -14,7 +14,7 @@ _KEY_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object's metadata.
+    """An object's metadata, with the names of `os.stat_result` too.
 
     size: in bytes. modified: seconds since 1970. etag: opaque; differs for different content.
     """
@@ -23,6 +23,14 @@ class ObjectInfo:
     size: int
     modified: float
     etag: str
+
+    @property
+    def st_size(self) -> int:
+        return self.size
+
+    @property
+    def st_mtime(self) -> float:
+        return self.modified
 
 
 class ObjectStore(Protocol):

@@ -46,14 +46,6 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
-class ObjectStatus:
-    """The `FileStatus` of an object."""
-
-    st_size: int
-    st_mtime: float
-
-
-@dataclass(frozen=True)
 class ObjectPath:
     """The path of an object, which may or may not exist: a `Source` and a `Target`."""
 
@@ -77,8 +69,11 @@ class ObjectPath:
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         return open_object(self.objects, self.objects.info(self.key))
 
-    def stat(self) -> ObjectStatus:
-        return object_status(self.objects, self.key)
+    def stat(self) -> ObjectInfo:
+        try:
+            return self.objects.info(self.key)
+        except NoObject as error:
+            raise FileNotFoundError(str(error)) from error
 
     def write_chunks(self, chunks: ChunkSource) -> None:
         self.objects.put_chunks(self.key, chunks)
@@ -104,15 +99,6 @@ def as_path(path: object) -> object:
     if not key or store.endswith(":/"):
         raise InvalidArgument(f"{path} names a store; expected an object in it, as {path}/a.kvkeep")
     return ObjectPath(open_object_store(store), key)
-
-
-def object_status(objects: ObjectStore, key: str) -> ObjectStatus:
-    """Return an object's size and time. Raises FileNotFoundError, as `pathlib.Path.stat`."""
-    try:
-        info = objects.info(key)
-    except NoObject as error:
-        raise FileNotFoundError(str(error)) from error
-    return ObjectStatus(info.size, info.modified)
 
 
 def open_object(objects: ObjectStore, stored: ObjectInfo) -> BinaryIO:

@@ -11,8 +11,8 @@ from typing import BinaryIO, Literal
 
 from kvkeep.errors import HeldElsewhere, InvalidArgument, Locked, NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore
-from kvkeep.storage.objects.interface import ChunkSource
-from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus, object_status, open_object
+from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo
+from kvkeep.storage.objects.paths import ObjectPath, open_object
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import HEAD, SessionObjects
 from kvkeep.storage.sessions.head import SessionHead
@@ -36,11 +36,13 @@ _ATTEMPTS = 5  # to open a snapshot that commits keep replacing
 class SessionPath:
     """The last committed snapshot of a session, looked up at each access.
 
-    It is a `Source`, and with a lease also a `Target`: writing commits.
+    It is a `Source`, and with a lease also a `Target`: writing commits. release: whether a commit
+    releases the lease in the same operation.
     """
 
     objects: SessionObjects
     lease: Lease | None = None
+    release: bool = False
 
     def __str__(self) -> str:
         return f"session {self.objects.name!r} in {self.objects.objects.url}"
@@ -59,32 +61,28 @@ class SessionPath:
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         """Raises NoObject if nothing was committed."""
-        store = self.objects.objects
-        for attempts_left in reversed(range(_ATTEMPTS)):
-            key = self._key()
-            if key is None:
-                break
-            try:
-                return open_object(store, store.info(key))
-            except NoObject:  # replaced by a commit meanwhile
-                if not attempts_left:
-                    raise
-        raise NoObject(f"nothing was committed to {self}")
+        return open_object(self.objects.objects, self._info())
 
-    def stat(self) -> ObjectStatus:
+    def stat(self) -> ObjectInfo:
         """Raises FileNotFoundError if nothing was committed."""
+        try:
+            return self._info()
+        except NoObject as error:
+            raise FileNotFoundError(str(error)) from error
+
+    def _info(self) -> ObjectInfo:
         for _ in range(_ATTEMPTS):
             key = self._key()
             if key is None:
                 break
-            with suppress(FileNotFoundError):  # replaced by a commit meanwhile
-                return object_status(self.objects.objects, key)
-        raise FileNotFoundError(f"nothing was committed to {self}")
+            with suppress(NoObject):  # replaced by a commit meanwhile
+                return self.objects.objects.info(key)
+        raise NoObject(f"nothing was committed to {self}")
 
     def write_chunks(self, chunks: ChunkSource) -> None:
         """Commit a snapshot under the lease. Raises StoreError."""
         assert self.lease is not None, "a session is written under its lease"
-        self.lease.commit(chunks)
+        self.lease.commit(chunks, self.release)
 
     def _key(self) -> str | None:
         """Return the key of the committed snapshot; None if there is none."""
