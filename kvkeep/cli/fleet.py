@@ -18,7 +18,7 @@ from kvkeep.cli.serve import (
     session_settings,
 )
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.objects.address import is_url
+from kvkeep.storage.objects import is_url
 
 if TYPE_CHECKING:
     from kvkeep.fleet.setup import Setup

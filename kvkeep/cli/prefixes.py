@@ -13,7 +13,7 @@ from kvkeep.cli.options import JSON, SPECIAL, nbytes, read_prompt
 from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 from kvkeep.models.hub.library import home
-from kvkeep.storage.objects.address import is_url, open_object_store
+from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.prefixes.inventory import (
     BLOCK_TOKENS,
     StoredPrompt,

@@ -14,7 +14,7 @@ from kvkeep.cli.output import say, shown_bytes
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.source import home
-from kvkeep.storage.objects.address import is_url
+from kvkeep.storage.objects import is_url
 
 if TYPE_CHECKING:
     from kvkeep import Model

@@ -8,7 +8,7 @@ from click.shell_completion import CompletionItem
 
 from kvkeep.cli.options import file_option
 from kvkeep.models.hub.library import home, home_is_set
-from kvkeep.storage.objects.address import is_url, open_object_store
+from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.sessions.folder import SessionFolder
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_local
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import atomic_writer, sweep_temporaries
-from kvkeep.storage.objects.address import is_url, open_object_store
+from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.snapshots.header import check_output_path
 

@@ -4,7 +4,56 @@ store = open_object_store("s3://bucket/prefix")
 etag = store.put("a/b", b"...", if_absent=True)
 """
 
-from kvkeep.storage.objects.address import is_url, open_object_store
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.storage.objects.folder import FolderObjectStore
 from kvkeep.storage.objects.interface import ObjectInfo, ObjectStore
 
 __all__ = ["ObjectInfo", "ObjectStore", "is_url", "open_object_store"]
+
+_REMOTE = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "memory")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def is_url(address: str | Path) -> bool:
+    """Whether an address is a URL rather than the path of a folder."""
+    return isinstance(address, str) and _SCHEME.match(address) is not None
+
+
+def open_object_store(address: str | Path) -> ObjectStore:
+    """Open the store at a URL or in a folder. Sends no request to a remote store yet.
+
+    address: s3://bucket/prefix, gs://..., az://..., file:///folder, memory://name, or a path.
+    memory:// is one store per name within this process; its content is lost with the process.
+
+    Raises InvalidArgument for another kind of URL, or if the extra `object-store` is not
+    installed, StoreError for a folder that cannot be used.
+    """
+    if not isinstance(address, str) or not is_url(address):
+        return FolderObjectStore(Path(address))
+    scheme = urlsplit(address).scheme.lower()
+    if scheme == "file":
+        return FolderObjectStore(_file_url_path(address))
+    if scheme not in _REMOTE:
+        raise InvalidArgument(
+            "a store is a folder, or a URL of s3, gs, az, memory or file, such as "
+            f"s3://bucket/prefix; found {address!r:.200}"
+        )
+    try:
+        from kvkeep.storage.objects.remote import open_remote_store
+    except ImportError as error:
+        message = f"{address} needs obstore: pip install 'kvkeep[object-store]'"
+        raise InvalidArgument(message) from error
+    return open_remote_store(address)
+
+
+def _file_url_path(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise InvalidArgument(
+            f"a file URL has three slashes, as file:///folder; found {url!r:.200}"
+        )
+    return Path(unquote(parts.path))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, TypeVar, cast, overload
 
 from kvkeep.errors import InvalidArgument, NoObject
-from kvkeep.storage.objects.address import is_url, open_object_store
+from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo, ObjectStore
 
 # The first range of a file is small: most headers are shorter, and many readers need only them.

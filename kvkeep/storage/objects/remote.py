@@ -1,10 +1,17 @@
-"""Remote object stores through obstore: S3 and compatible stores, Google Cloud Storage, Azure."""
+"""Remote object stores through obstore: S3 and compatible stores, Google Cloud Storage, Azure.
+
+obstore is an optional dependency; `open_object_store` imports this module when it is needed.
+"""
 
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import obstore
+from obstore import exceptions
+from obstore.store import MemoryStore, from_url
 
 from kvkeep.errors import Conflict, InvalidArgument, KvkeepError, NoObject, StoreError
 from kvkeep.storage.objects.interface import (
@@ -42,13 +49,8 @@ _memory_stores: dict[str, "ObjectStore"] = {}  # memory:// stores of this proces
 def open_remote_store(url: str) -> "RemoteObjectStore":
     """Open a store with the credentials and endpoint that its own tools take from the environment.
 
-    Raises InvalidArgument for a URL that obstore rejects, or if obstore is not installed.
+    Raises InvalidArgument for a URL that obstore rejects.
     """
-    try:
-        from obstore import exceptions
-        from obstore.store import MemoryStore, from_url
-    except ImportError as error:
-        raise InvalidArgument(f"{url} needs obstore: pip install 'kvkeep[object-store]'") from error
     if url.startswith("memory://"):
         store = _memory_stores.setdefault(url.rstrip("/"), MemoryStore())
         return RemoteObjectStore(url, store)
@@ -72,8 +74,6 @@ class RemoteObjectStore:
     def put(
         self, key: str, content: bytes, *, if_absent: bool = False, if_match: str | None = None
     ) -> str:
-        import obstore
-
         mode: Any = "create" if if_absent else _version(if_match) if if_match else "overwrite"
         with self._translated_errors(key, "written"):
             result = obstore.put(
@@ -82,8 +82,6 @@ class RemoteObjectStore:
             return _etag(key, result)
 
     def put_chunks(self, key: str, chunks: ChunkSource) -> None:
-        import obstore
-
         for attempts_left in reversed(range(_ATTEMPTS)):
             start, rest = _first_part(chunks)
             content: Any = start if rest is None else itertools.chain((start,), rest)
@@ -96,8 +94,6 @@ class RemoteObjectStore:
                     raise
 
     def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
-        import obstore
-
         for _ in range(_ATTEMPTS):
             with self._translated_errors(key, "read"):
                 result = obstore.get(self._store, checked_key(key))
@@ -110,8 +106,6 @@ class RemoteObjectStore:
         raise self._short_read(key)
 
     def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
-        import obstore
-
         options: Any = {"range": (begin, end), "if_match": _version(stored.etag)["e_tag"]}
         for _ in range(_ATTEMPTS):
             with self._translated_errors(stored.key, "read"):
@@ -122,29 +116,21 @@ class RemoteObjectStore:
         raise self._short_read(stored.key)
 
     def info(self, key: str) -> ObjectInfo:
-        import obstore
-
         with self._translated_errors(key, "read"):
             return _info(obstore.head(self._store, checked_key(key)))
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        import obstore
-
         with self._translated_errors(prefix, "listed"):
             for page in obstore.list(self._store, prefix=checked_prefix(prefix) or None):
                 yield from map(_info, page)
 
     def list_folders(self, prefix: str) -> list[str]:
-        import obstore
-
         with self._translated_errors(prefix, "listed"):
             listing = obstore.list_with_delimiter(self._store, checked_prefix(prefix) or None)
         paths = listing["common_prefixes"]
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def delete(self, key: str) -> None:
-        import obstore
-
         try:
             with self._translated_errors(key, "deleted"):
                 obstore.delete(self._store, checked_key(key))
@@ -160,8 +146,6 @@ class RemoteObjectStore:
 
         The further lines quote the location in obstore's source code.
         """
-        from obstore import exceptions
-
         try:
             yield
         except KvkeepError:
