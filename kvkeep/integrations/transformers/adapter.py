@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.integrations.transformers.hooks import body_of
-from kvkeep.integrations.transformers.interface import AttentionOptions
-from kvkeep.integrations.transformers.probe import ProbedCall, probe_calls
-from kvkeep.integrations.transformers.rotation import PROBED_POSITIONS, KeyRotation, find_rotation
+from kvkeep.integrations.transformers.interface import AttentionOptions, body_of
+from kvkeep.integrations.transformers.probe import (
+    PROBED_POSITIONS,
+    KeyRotation,
+    ProbedCall,
+    find_rotation,
+    probe_calls,
+)
 from kvkeep.integrations.transformers.step_cache import has_recurrent_states, new_cache_layers
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 

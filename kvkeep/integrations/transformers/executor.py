@@ -1,4 +1,4 @@
-"""A transformers model as the executor of kvkeep's steps."""
+"""A transformers model as the executor of kvkeep's steps, and the check that it computes right."""
 
 import copy
 from collections.abc import Iterator
@@ -12,23 +12,32 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.integrations.transformers.adapter import adapt
-from kvkeep.integrations.transformers.hooks import (
+from kvkeep.integrations.transformers.interface import (
     body_name,
     body_of,
     configs_of,
     hook_rotary_embeddings,
+    use_backend,
 )
-from kvkeep.integrations.transformers.interface import use_backend
 from kvkeep.integrations.transformers.step_runner import StepRunner
+from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import finite
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.policies import Full
+from kvkeep.session.evaluation import evaluate
+from kvkeep.session.memory import Memory
+
+_CHECKED_STEPS = (7, 1, 4)  # tokens that `require_agreement` evaluates at once
+# The largest difference of hidden states relative to their norm: in float32, and in dtypes in which
+# each of them is rounded on its way. Any difference but rounding is about as large as the norm.
+_FLOAT32_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.15
 
 
 class TransformersExecutor:
@@ -149,6 +158,47 @@ class TransformersExecutor:
         raise InvalidArgument(
             f"this needs {name}, and kvkeep does not know which weights of "
             f"{type(self.model).__name__} these are: choose another method"
+        )
+
+
+@torch.inference_mode()
+def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
+    """Evaluate a few tokens both ways. Raises UnsupportedModel if the results differ."""
+    ids = [(7_919 * index + 3) % decoder.spec.vocab_size for index in range(sum(_CHECKED_STEPS))]
+    input_ids = torch.tensor([ids], dtype=torch.int64, device=model.device)
+    cache = DynamicCache(config=model.config)
+    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    body_output = body_of(model)(
+        input_ids=input_ids, past_key_values=DynamicCache(config=model.config), use_cache=True
+    )
+    expected = body_output.last_hidden_state[0]
+    memory, done = Memory(decoder, Full(2 * len(ids))), 0
+    for count in _CHECKED_STEPS:
+        (step,) = evaluate(memory, ids[done : done + count], count)
+        difference = _difference(step.hidden, expected[done : done + count])
+        what = f"its layers, given {count} tokens after {done}, make"
+        _require_small(difference, expected.dtype, what)
+        done += count
+    logits_difference = _difference(decoder.logits(expected), output.logits[0].float())
+    _require_small(logits_difference, expected.dtype, "its head makes")
+
+
+def _difference(rows: Tensor, expected: Tensor) -> float:
+    """Return the relative difference of two `[tokens, width]`, the median over tokens.
+
+    The median, since rounding may make a mixture of experts choose other experts for one token.
+    """
+    rows, expected = rows.float(), expected.float()
+    relative = (rows - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
+    return float(relative.median())
+
+
+def _require_small(difference: float, dtype: torch.dtype, what: str) -> None:
+    tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
+    if not difference <= tolerance:  # true for NaN as well
+        raise UnsupportedModel(
+            f"{what} something else with kvkeep's memory than with the model's own cache: they "
+            f"differ by {difference:.1%}; use a cache of transformers with it"
         )
 
 

@@ -23,10 +23,9 @@ from transformers.utils.logging import (
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument, KvkeepError, UnsupportedModel
 from kvkeep.executors import ComputePath
-from kvkeep.integrations.transformers.executor import TransformersExecutor
+from kvkeep.integrations.transformers.executor import TransformersExecutor, require_agreement
 from kvkeep.integrations.transformers.forward_hooks import hook_forward
-from kvkeep.integrations.transformers.hooks import body_name
-from kvkeep.integrations.transformers.self_check import require_agreement
+from kvkeep.integrations.transformers.interface import body_name
 from kvkeep.model import DTYPES, Model, on_device
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.layers.decoder import Decoder
