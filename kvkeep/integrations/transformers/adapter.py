@@ -90,7 +90,8 @@ def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> Adapte
     calls = runs[0]
     _require(bool(calls), "none of its layers attends by way of transformers' attention interface")
     _require_only_rotary_positions(body, configs, calls)
-    rotations = [_rotation(body, [run[i] for run in runs]) for i in range(len(calls))]
+    tables = list(_frequency_tables(body))
+    rotations = [_rotation(probed, tables) for probed in zip(*runs, strict=True)]
     return _AdaptedModelBuilder(model, config, calls, rotations).build()
 
 
@@ -123,12 +124,12 @@ def _require_only_rotary_positions(
             _require(torch.equal(call.q, moved.q) and torch.equal(call.k, moved.k), reason)
 
 
-def _rotation(body: nn.Module, runs: Sequence[ProbedCall]) -> KeyRotation:
-    """Return the rotation of one layer, given its call at each of PROBED_POSITIONS."""
-    rotation = find_rotation([(run.q, run.k) for run in runs], list(_frequency_tables(body)))
+def _rotation(calls: Sequence[ProbedCall], tables: Sequence[Tensor]) -> KeyRotation:
+    """The rotation of one layer, given its call at each of PROBED_POSITIONS."""
+    rotation = find_rotation([(call.q, call.k) for call in calls], tables)
     if rotation is None:
         raise UnsupportedModel(
-            f"the keys of layer {runs[0].layer} at another position are no rotation of what they "
+            f"the keys of layer {calls[0].layer} at another position are no rotation of what they "
             "are at 0 by any frequencies that the model has (they may be normed after they are "
             "rotated); kvkeep could not attend to them from another distance"
         )
@@ -168,10 +169,9 @@ class _AdaptedModelBuilder:
         self.only_local = None not in windows
         _require(len(windows - {None}) <= 1, f"its layers see windows of {windows - {None}} tokens")
         self.window = next(iter(windows - {None}), 0) or 0
-        layers = range(len(probed))
-        is_local = [not self.only_local and call.window is not None for call in probed]
-        self.global_layers = tuple(i for i in layers if not is_local[i])
-        self.local_layers = tuple(i for i in layers if is_local[i])
+        local = [i for i, call in enumerate(probed) if not self.only_local and call.window]
+        self.local_layers = tuple(local)
+        self.global_layers = tuple(i for i in range(len(probed)) if i not in local)
 
     def build(self) -> AdaptedModel:
         spec = self._spec()
@@ -184,10 +184,8 @@ class _AdaptedModelBuilder:
 
     def _spec(self) -> ModelSpec:
         probed, local = self.probed, self.local_layers
-        rope = self._rope(self.global_layers)
-        local_rope = self._rope(local) if local else None
-        kv_heads, head_dim = self._kv_shape(self.global_layers)
-        local_heads, local_dim = self._kv_shape(local) if local else (kv_heads, head_dim)
+        rope, (kv_heads, head_dim) = self._rope_and_shape(self.global_layers)
+        local_rope, (local_heads, local_dim) = self._rope_and_shape(local or self.global_layers)
         spec = ModelSpec(
             architecture=type(self.model).__name__,
             layers=len(probed),
@@ -205,7 +203,7 @@ class _AdaptedModelBuilder:
             attention_softcap=self._common("softcaps", [call.options.softcap for call in probed]),
             local_layers=local,
             window=self.window if local else 0,
-            local_rope=None if local_rope in (None, rope) else local_rope,
+            local_rope=None if local_rope == rope else local_rope,
             local_kv_heads=0 if local_heads == kv_heads else local_heads,
             local_head_dim=0 if local_dim == head_dim else local_dim,
             unrotated_layers=self._unrotated_layers(),
@@ -251,16 +249,15 @@ class _AdaptedModelBuilder:
         types = rope_types(self.config)
         return next((rope_type for rope_type in types if rope_type != "default"), "default")
 
-    def _rope(self, layers: Sequence[int]) -> RopeSpec:
+    def _rope_and_shape(self, layers: Sequence[int]) -> tuple[RopeSpec, tuple[int, int]]:
+        """RoPE, KV heads and head width of layers that have these in common."""
         rotations = [self.rotations[i] for i in layers]
         tables = {rotation.frequencies for rotation in rotations if rotation.rotates}
         _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")
         unrotated = (0.0,) * (self.probed[layers[0]].q.shape[-1] // 2)
-        return RopeSpec(self._rope_type(), next(iter(tables), unrotated))
-
-    def _kv_shape(self, layers: Sequence[int]) -> tuple[int, int]:
         shapes = [(self.probed[i].k.shape[0], self.probed[i].k.shape[1]) for i in layers]
-        return self._common("KV heads and widths", shapes)
+        shape = self._common("KV heads and widths", shapes)
+        return RopeSpec(self._rope_type(), next(iter(tables), unrotated)), shape
 
     def _common(self, name: str, values: Sequence[_T]) -> _T:
         """Return the value that all layers have. Raises UnsupportedModel if they differ."""

@@ -64,16 +64,20 @@ class KvkeepCache(Cache):
 
         Args:
             model: a transformers model that generates text.
+            max_kv_size, keep, policy, settings: the most cells that each row holds, and what
+                happens at that number; as in `Model.session`.
+            prefill_step: tokens of a prompt that are evaluated at once.
             tokenizer: as in `from_transformers`; needed for `insert` and `replace` with text.
-
-        All other arguments are those of `Model.session`.
+            bits, kv_bits, far_bits: how many bits cells are kept in, as in `Model.session`.
+            calibration: statistics of the model, for the policy "archive".
 
         Raises:
             UnsupportedModel: naming why, for a model whose cells kvkeep does not support.
             InvalidArgument: as `Model.session`.
         """
-        own_model = from_transformers(model, tokenizer)
-        session = own_model.session(
+        super().__init__(layers=[])
+        self.model = from_transformers(model, tokenizer)
+        session = self.model.session(
             max_kv_size,
             keep,
             policy,
@@ -84,11 +88,14 @@ class KvkeepCache(Cache):
             calibration=calibration,
             **settings,
         )
-        self._set(own_model, _batch_of_one(own_model.executor, session))
+        self.batch = BatchSessions.of_one(self.model.executor, session)
 
-    def _set(self, model: TransformersModel, batch: BatchSessions) -> None:
-        super().__init__(layers=[])
-        self.model, self.batch = model, batch
+    @classmethod
+    def _create(cls, model: TransformersModel, batch: BatchSessions) -> "KvkeepCache":
+        cache = cls.__new__(cls)
+        Cache.__init__(cache, layers=[])
+        cache.model, cache.batch = model, batch
+        return cache
 
     @classmethod
     def load(
@@ -116,9 +123,7 @@ class KvkeepCache(Cache):
         """Restore a cache from a snapshot in memory. Raises as `load`."""
         own_model = from_transformers(model, tokenizer)
         session = own_model.restore(snapshot, calibration=calibration)
-        cache = cls.__new__(cls)
-        cache._set(own_model, _batch_of_one(own_model.executor, session))
-        return cache
+        return cls._create(own_model, BatchSessions.of_one(own_model.executor, session))
 
     def __len__(self) -> int:
         """Return the number of layers that have cells."""
@@ -187,9 +192,7 @@ class KvkeepCache(Cache):
 
     def fork(self) -> "KvkeepCache":
         """Return a cache with the same state, which shares cells until either side changes them."""
-        fork = type(self).__new__(type(self))
-        fork._set(self.model, self.batch.fork())
-        return fork
+        return self._create(self.model, self.batch.fork())
 
     def __copy__(self) -> "KvkeepCache":
         return self.fork()
@@ -340,9 +343,3 @@ class KvkeepCache(Cache):
     def reset(self) -> None:
         """Remove all tokens and return to a batch of one."""
         self.batch.reset()
-
-
-def _batch_of_one(executor: TransformersExecutor, session: Session) -> BatchSessions:
-    empty = session.fork()
-    empty.rewind(len(session.tokens))
-    return BatchSessions(executor, empty, [session])

@@ -38,6 +38,13 @@ class BatchSessions:
         self.padding = list(padding)
         self.forward: CacheForward | None = None
 
+    @classmethod
+    def of_one(cls, executor: TransformersExecutor, session: Session) -> "BatchSessions":
+        """Return a batch with this session as its only row."""
+        empty = session.fork()
+        empty.rewind(len(session.tokens))
+        return cls(executor, empty, [session])
+
     @property
     def sessions(self) -> tuple[Session, ...]:
         """The sessions, without the tokens of an unfinished forward."""

@@ -1,6 +1,7 @@
 """Hooks before and after a model's layers that turn a forward with a KvkeepCache into steps."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,65 +28,63 @@ _ALLOWED_ARGUMENTS = _USED_ARGUMENTS | _IGNORED_ARGUMENTS | _GENERATE_ARGUMENTS
 
 def hook_forward(body: nn.Module) -> list[RemovableHandle]:
     """Let the model's layers append to the sessions of the cache whenever it is a KvkeepCache."""
-    hooks = _ForwardHooks(inspect.signature(body.forward))
+    begin = partial(_begin_forward, inspect.signature(body.forward))
     return [
-        body.register_forward_pre_hook(hooks.begin, with_kwargs=True),
-        body.register_forward_hook(hooks.end, with_kwargs=True, always_call=True),
+        body.register_forward_pre_hook(begin, with_kwargs=True),
+        body.register_forward_hook(_end_forward, with_kwargs=True, always_call=True),
     ]
 
 
-class _ForwardHooks:
-    """The two hooks of one model."""
+def _begin_forward(
+    signature: inspect.Signature,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before the layers: evaluate all but the last step, and give the layers that one."""
+    arguments: dict[str, Any] = dict(kwargs)
+    if args:
+        arguments = signature.bind(*args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+    cache: Any = arguments.get("past_key_values")
+    batch = getattr(cache, "batch", None)
+    if not isinstance(batch, BatchSessions):
+        return None
+    executor = batch.executor
+    if executor.body is not module:
+        raise InvalidArgument("this cache was made for another model")
+    executor.require_not_moved()
+    _check_gradients(executor.model, arguments)
+    _check_arguments(arguments, executor.configs[0])
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    batch.resize(len(ids))
+    _check_positions(batch, ids, mask, arguments.get("position_ids"))
+    forward = CacheForward(cache, batch, ids, mask)
+    return (), {
+        "input_ids": forward.tokens,
+        "past_key_values": forward.step_cache,
+        "use_cache": True,
+        "return_dict": True,
+    }
 
-    def __init__(self, signature: inspect.Signature):
-        self._signature = signature
 
-    def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before the layers: evaluate all but the last step, and give the layers that one."""
-        arguments: dict[str, Any] = dict(kwargs)
-        if args:
-            arguments = self._signature.bind(*args, **kwargs).arguments
-            arguments |= arguments.pop("kwargs", {})
-        cache: Any = arguments.get("past_key_values")
-        batch = getattr(cache, "batch", None)
-        if not isinstance(batch, BatchSessions):
-            return None
-        executor = batch.executor
-        if executor.body is not module:
-            raise InvalidArgument("this cache was made for another model")
-        executor.require_not_moved()
-        _check_gradients(executor.model, arguments)
-        _check_arguments(arguments, executor.configs[0])
-        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-        batch.resize(len(ids))
-        _check_positions(batch, ids, mask, arguments.get("position_ids"))
-        forward = CacheForward(cache, batch, ids, mask)
-        return (), {
-            "input_ids": forward.tokens,
-            "past_key_values": forward.step_cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
-
-    def end(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        """After the layers: commit all tokens, or roll back if the layers failed."""
-        step_cache = kwargs.get("past_key_values")
-        if not isinstance(step_cache, StepCache) or step_cache.forward is None:
-            return None
-        forward: CacheForward = step_cache.forward
-        step_cache.forward = None
-        if forward.is_over:
-            raise InvalidArgument("a KvkeepCache was used within a forward of its own")
-        if output is None:
-            forward.rollback()
-            return None
-        output["last_hidden_state"] = forward.commit(output.last_hidden_state)
-        output["past_key_values"] = forward.cache
-        return output
+def _end_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """After the layers: commit all tokens, or roll back if the layers failed."""
+    step_cache = kwargs.get("past_key_values")
+    if not isinstance(step_cache, StepCache) or step_cache.forward is None:
+        return None
+    forward: CacheForward = step_cache.forward
+    step_cache.forward = None
+    if forward.is_over:
+        raise InvalidArgument("a KvkeepCache was used within a forward of its own")
+    if output is None:
+        forward.rollback()
+        return None
+    output["last_hidden_state"] = forward.commit(output.last_hidden_state)
+    output["past_key_values"] = forward.cache
+    return output
 
 
 def _check_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:

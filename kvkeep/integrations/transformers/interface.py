@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -173,11 +174,29 @@ AttentionMaskInterface.register(NAME, _mask)
 
 def hook_rotary_embeddings(body: nn.Module) -> list[RemovableHandle]:
     """Let all rotary embeddings use the position of the active attention backend, if any."""
-    return [
-        module.register_forward_pre_hook(_RotaryHook(module), with_kwargs=True)
-        for module in body.modules()
-        if _is_rotary_embedding(module)
-    ]
+    handles = []
+    for module in body.modules():
+        if not any(name.endswith("inv_freq") for name in (*module._buffers, *vars(module))):
+            continue
+        parameters = list(inspect.signature(module.forward).parameters)
+        if "position_ids" in parameters:
+            hook = partial(_replace_position_ids, parameters.index("position_ids"))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    return handles
+
+
+def _replace_position_ids(
+    index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook before the forward of a module whose parameter `index` is `position_ids`."""
+    backend = _STATE.backend
+    if backend is None:
+        return None
+    if len(args) > index:
+        position_ids = torch.full_like(args[index], backend.position)
+        return (*args[:index], position_ids, *args[index + 1 :]), kwargs
+    position_ids = torch.full_like(kwargs["position_ids"], backend.position)
+    return args, {**kwargs, "position_ids": position_ids}
 
 
 def body_name(model: PreTrainedModel) -> str:
@@ -202,28 +221,3 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
         if isinstance(config, PreTrainedConfig):
             configs[id(config)] = config
     return list(configs.values())
-
-
-def _is_rotary_embedding(module: nn.Module) -> bool:
-    names = [*module._buffers, *vars(module)]
-    has_frequencies = any(name.endswith("inv_freq") for name in names)
-    return has_frequencies and "position_ids" in inspect.signature(module.forward).parameters
-
-
-class _RotaryHook:
-    """A hook before a rotary embedding's forward that replaces its position ids."""
-
-    def __init__(self, module: nn.Module):
-        self._index = list(inspect.signature(module.forward).parameters).index("position_ids")
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        backend = _STATE.backend
-        if backend is None:
-            return None
-        if len(args) > self._index:
-            position_ids = torch.full_like(args[self._index], backend.position)
-            return (*args[: self._index], position_ids, *args[self._index + 1 :]), kwargs
-        position_ids = torch.full_like(kwargs["position_ids"], backend.position)
-        return args, {**kwargs, "position_ids": position_ids}

@@ -1,8 +1,7 @@
 """A transformers model as a kvkeep model."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -170,30 +169,23 @@ def load_folder(
             f"{model} is packed, which transformers does not read: `kvkeep models export {model} "
             "FOLDER` unpacks it, then pass transformers:FOLDER"
         )
+    shown_before = is_progress_bar_enabled()
+    _show_progress_bars(progress)
     try:
-        with _progress_bar(progress):
-            loaded = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[dtype], local_files_only=True
-            )
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[dtype], local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         raise BadModelFile(f"transformers cannot load {folder}: {error}") from error
+    finally:
+        _show_progress_bars(shown_before)
     loaded.to(target_device).eval()  # type: ignore[arg-type]  # the stub of `to` lacks devices
     return from_transformers(loaded, folder, name)
 
 
-@contextmanager
-def _progress_bar(shown: bool) -> Iterator[None]:
-    """Show or hide transformers' progress bars, and restore the setting afterwards."""
-    was_shown = is_progress_bar_enabled()
-    setters: dict[bool, Callable[[], None]] = {
-        True: enable_progress_bar,
-        False: disable_progress_bar,
-    }
-    setters[shown]()
-    try:
-        yield
-    finally:
-        setters[was_shown]()
+def _show_progress_bars(shown: bool) -> None:
+    apply: Callable[[], None] = enable_progress_bar if shown else disable_progress_bar
+    apply()
 
 
 def executor_of(model: PreTrainedModel) -> TransformersExecutor:
