@@ -100,4 +100,4 @@ def interrupted_from(index: int, call: Callable[[], object]) -> bool:
 
 def require_let_go() -> None:
     """Others can compute."""
-    assert not worker.computes_here(), "what was broken off has left the lock taken"
+    assert not worker._worker.holds_lock, "what was broken off has left the lock taken"

@@ -370,7 +370,7 @@ def test_generations_continue_within_a_compression_which_holds_the_lock_to_its_e
 
         def progress(cells: int) -> None:
             assert threading.get_ident() == host
-            assert worker.computes_here()
+            assert worker._worker.holds_lock
             if not requested.is_set():
                 thread.start()
                 assert requested.wait(PATIENCE)

@@ -25,20 +25,17 @@ def trim_heap() -> None:
     Its allocator otherwise keeps much of what was freed, in case it is needed again. Each thread
     has an arena of its own; of the end of an arena only the calling thread's is given back.
     """
-    malloc_trim = (
-        getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    )
-    if malloc_trim is not None:
-        _trim_arena_end()
-        malloc_trim(0)
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is not None and hasattr(library, "malloc_trim"):
+        _trim_arena_end(library)
+        library.malloc_trim(0)
 
 
-def _trim_arena_end() -> None:
+def _trim_arena_end(library: ctypes.CDLL) -> None:
     """Allocate what is free at the end of the thread's arena, release its pages, and free it.
 
     `malloc_trim` finds free memory between blocks, and at the end of the first arena only.
     """
-    library = ctypes.CDLL(None)
     library.malloc.restype, size = ctypes.c_void_p, ctypes.c_size_t(_BLOCK)
     blocks = [library.malloc(size) for _ in range(_ARENA // _BLOCK)]
     for block in filter(None, blocks):
@@ -94,10 +91,7 @@ def peak_rss() -> int:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
-        return _peak_rss_without_proc()
-
-
-def _peak_rss_without_proc() -> int:
+        pass  # a system without /proc
     if sys.platform == "win32":
         import psutil
 

@@ -4,50 +4,43 @@ import threading
 
 # Not `signal.signal`, which converts handlers to enums and back: 50 us of each token.
 from _signal import getsignal, signal  # type: ignore[import-not-found]
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from signal import SIGINT
 from types import FrameType
 
-_Handler = Callable[[int, FrameType | None], object]
 _Signal = tuple[int, FrameType | None]
 
 
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
+def interrupts_deferred() -> AbstractContextManager[None]:
     """Defer every Ctrl-C until the block is done, so that what the block did is kept whole.
 
     For what takes a moment: nothing can end it sooner. Outside the main thread, to which Python
     delivers no signals, or if the program handles SIGINT by something other than a Python function,
     nothing is deferred.
     """
-    handler, deferred = _python_handler(), list[_Signal]()
-    if handler is None:
-        yield
-        return
-    signal(SIGINT, lambda number, frame: deferred.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal(SIGINT, handler)
-        for arguments in deferred:
-            handler(*arguments)
+    return _deferring(only_first=False)
 
 
-@contextmanager
-def first_interrupt_deferred() -> Iterator[None]:
+def first_interrupt_deferred() -> AbstractContextManager[None]:
     """Defer one Ctrl-C until the block is done; a second one does not wait.
 
     For what may take long and can be ended anywhere, such as a file that counts only once all of it
     is there. Otherwise as `interrupts_deferred`.
     """
-    handler, deferred = _python_handler(), list[_Signal]()
-    if handler is None:
+    return _deferring(only_first=True)
+
+
+@contextmanager
+def _deferring(only_first: bool) -> Iterator[None]:
+    """Defer Ctrl-C until the block is done. only_first: a second one calls the handler at once."""
+    handler, deferred = getsignal(SIGINT), list[_Signal]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
 
     def defer(number: int, frame: FrameType | None) -> None:
-        if deferred:
+        if only_first and deferred:
             handler(number, frame)
         deferred.append((number, frame))
 
@@ -56,12 +49,6 @@ def first_interrupt_deferred() -> Iterator[None]:
         yield
     finally:
         signal(SIGINT, handler)
-        if len(deferred) == 1:
-            handler(*deferred[0])
-
-
-def _python_handler() -> _Handler | None:
-    """Return the SIGINT handler; None if it cannot be deferred here."""
-    handler = getsignal(SIGINT)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return handler if in_main_thread and callable(handler) else None
+        if not only_first or len(deferred) == 1:
+            for arguments in deferred:
+                handler(*arguments)

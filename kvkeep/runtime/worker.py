@@ -50,7 +50,7 @@ class _Job:
         self.threads = torch.get_num_threads()
         self.result: Any = None
         self.error: BaseException | None = None
-        self.over = False
+        self.finished = False
         self._claimed, self._done = threading.Lock(), threading.Lock()
         self._done.acquire()
 
@@ -59,7 +59,7 @@ class _Job:
         return self._claimed.locked()
 
     def claim(self) -> bool:
-        """Whether no thread has claimed it before: one that runs it, or a caller that gave up."""
+        """Claim the call, to run it or to give it up; returns False if it was claimed before."""
         return self._claimed.acquire(blocking=False)
 
     def run(self) -> None:
@@ -70,27 +70,27 @@ class _Job:
             self.result = self.call()
         except BaseException as error:
             self.error = error
-        self.call, self.over = None, True  # the caller's objects are not held any longer
+        self.call, self.finished = None, True  # the caller's objects are not held any longer
         self._done.release()
 
     def wait(self, timeout: float = -1) -> None:
         """Wait for the end, at most `timeout` seconds; -1 for any time."""
-        while not self.over:
+        while not self.finished:
             if not self._done.acquire(timeout=timeout):
                 return
 
 
 class _Host:
-    """A thread of the caller's that computes. wake: makes it call a function soon."""
+    """The thread that computes the steps of all others while it hosts; see `hosting`."""
 
     def __init__(self, wake: Callable[[Callable[[], None]], object]):
         self.thread = threading.get_ident()
-        self.wake = wake
+        self.wake = wake  # makes the host call a function soon
         self.jobs = SimpleQueue[_Job]()
 
 
 class ComputeWorker:
-    """Runs calls under the compute lock, one after the other, in one thread for all others."""
+    """Runs the calls of all threads under the compute lock, one after the other."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -112,11 +112,12 @@ class ComputeWorker:
         """Whether the calling thread is the host."""
         return self._host is not None and self._host.thread == threading.get_ident()
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    def run_in_worker(self, call: Callable[[], _Result]) -> _Result:
         """Return what `call()` returns, or raise what it raises, in the thread that computes.
 
         Ctrl-C ends the wait for its turn. A call that has begun is waited for, whatever comes.
         """
+        end_own_team()  # other work of the calling thread may have left one
         self._require_started()
         job, host = _Job(call), self._host
         try:
@@ -128,7 +129,7 @@ class ComputeWorker:
                 self._jobs.put(job)
             job.wait()
         except BaseException:  # of a signal's handler, in the main thread
-            while not job.claim() and not job.over:
+            while not job.claim() and not job.finished:
                 with suppress(BaseException):
                     job.wait()
             raise
@@ -138,14 +139,29 @@ class ComputeWorker:
         try:
             if error is not None:
                 raise error
-            return job.result
+            result: _Result = job.result
+            return result
         finally:
             del job, error
 
+    def run_in_caller(self, call: Callable[[], _Result]) -> _Result:
+        """Return `call()`, called in this thread while it holds the compute lock."""
+        caller = object()
+        try:
+            self.waiting.add(caller)
+            with self.lock:
+                self.waiting.discard(caller)
+                try:
+                    return call()
+                finally:
+                    end_own_team()
+        finally:
+            self.waiting.discard(caller)
+
     def run_waiting(self) -> None:
-        """In the host: run the jobs that other threads have requested until now."""
+        """Run the jobs that other threads have requested until now, if called in the host."""
         host, threads = self._host, torch.get_num_threads()
-        if host is None or host.thread != threading.get_ident():
+        if host is None or not self.is_host:
             return
         for _ in range(host.jobs.qsize()):  # not those that come meanwhile: it is the host's turn
             self._run_job(host.jobs.get_nowait())
@@ -156,14 +172,14 @@ class ComputeWorker:
 
     @contextmanager
     def hosting(self, wake: Callable[[Callable[[], None]], object]) -> Iterator[None]:
-        """See the function `hosting`."""
         with self._start:
-            host = None if self._host is not None else _Host(wake)
-            self._host = self._host or host
+            becomes_host = self._host is None
+            if becomes_host:
+                self._host = _Host(wake)
         try:
             yield
         finally:
-            if host is not None:
+            if becomes_host:
                 self._host = None  # callers that wait then offer their jobs to the module's thread
                 end_own_team()
 
@@ -196,11 +212,6 @@ class ComputeWorker:
 _worker = ComputeWorker()
 
 
-def computes_here() -> bool:
-    """Whether the calling thread holds the compute lock."""
-    return _worker.holds_lock
-
-
 def computing() -> AbstractContextManager[Any]:
     """Return the compute lock, a context manager; the thread that holds it may take it again.
 
@@ -209,16 +220,14 @@ def computing() -> AbstractContextManager[Any]:
     return _worker.lock
 
 
-@contextmanager
-def hosting(wake: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+def hosting(wake: Callable[[Callable[[], None]], object]) -> AbstractContextManager[None]:
     """Compute the steps of all threads in the calling thread, until the block ends.
 
     A second thread that would host at the same time hands its steps over to the first.
 
     wake: makes the calling thread call a function soon, if it is waiting for something to do.
     """
-    with _worker.hosting(wake):
-        yield
+    return _worker.hosting(wake)
 
 
 def computes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -226,6 +235,24 @@ def computes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
     For a step, and for what takes a moment: once it has begun, Ctrl-C waits for its end.
     """
+
+    return _run_in_turn(function, ComputeWorker.run_in_worker)
+
+
+def computes_itself(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run the function under the compute lock, in the calling thread.
+
+    For what may take long: in the main thread Ctrl-C ends it after the current step.
+    """
+
+    return _run_in_turn(function, ComputeWorker.run_in_caller)
+
+
+def _run_in_turn(
+    function: Callable[_Arguments, _Result],
+    run: Callable[[ComputeWorker, Callable[[], _Result]], _Result],
+) -> Callable[_Arguments, _Result]:
+    """Run the function under the compute lock: by `run`, or at once in a thread that computes."""
 
     @wraps(function)
     def run_in_turn(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -236,41 +263,9 @@ def computes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
             worker.run_waiting()
             with worker.lock:
                 return function(*args, **kwargs)
-        end_own_team()  # other work of the calling thread may have left one
-        result: _Result = worker.run(partial(function, *args, **kwargs))
-        return result
+        return run(worker, partial(function, *args, **kwargs))
 
     return run_in_turn
-
-
-def computes_itself(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Run the function under the compute lock, in the calling thread.
-
-    For what may take long: in the main thread Ctrl-C ends it after the current step.
-    """
-
-    @wraps(function)
-    def run_here(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        worker = _worker
-        if worker.holds_lock:
-            return function(*args, **kwargs)
-        if worker.is_host:
-            worker.run_waiting()
-            with worker.lock:
-                return function(*args, **kwargs)
-        caller = object()
-        try:
-            worker.waiting.add(caller)
-            with worker.lock:
-                worker.waiting.discard(caller)
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    end_own_team()
-        finally:
-            worker.waiting.discard(caller)
-
-    return run_here
 
 
 def end_own_team() -> None:
