@@ -7,17 +7,7 @@ is not used.
 
 import ctypes
 import warnings
-from ctypes import (
-    POINTER,
-    Structure,
-    c_double,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_ssize_t,
-    c_void_p,
-)
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_ssize_t, c_void_p
 from functools import cache
 from typing import Any
 
@@ -31,29 +21,30 @@ from kvkeep.models.layers.primitives import non_finite_error
 DENSE_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def _fields(kind: type[Any], names: str) -> tuple[tuple[str, type[Any]], ...]:
-    """Return fields of one type; names: separated by spaces."""
-    return tuple((name, kind) for name in names.split())
+class _KernelStructure(Structure):
+    """A structure that the kernels read; every subclass is checked against theirs."""
 
 
-class CMatrix(Structure):
-    _fields_ = (
-        *_fields(c_int32, "format rows columns rounded"),
-        *_fields(c_void_p, "data scales bias"),
-    )
+def _fields(*groups: tuple[str, type[Any]]) -> tuple[tuple[str, type[Any]], ...]:
+    """Return a structure's fields. groups: names separated by spaces, and their type."""
+    return tuple((name, field_type) for names, field_type in groups for name in names.split())
 
 
-class CMlp(Structure):
-    _fields_ = _fields(CMatrix, "gate up down")
+class CMatrix(_KernelStructure):
+    _fields_ = _fields(("format rows columns rounded", c_int32), ("data scales bias", c_void_p))
 
 
-class CParallelExperts(Structure):
-    _fields_ = _fields(c_void_p, "mlp_norm norm output_norm router_scale")
+class CMlp(_KernelStructure):
+    _fields_ = _fields(("gate up down", CMatrix))
 
 
-class CMixtureOfExperts(Structure):
-    _fields_ = (
-        *_fields(CMatrix, "router shared_router"),
+class CParallelExperts(_KernelStructure):
+    _fields_ = _fields(("mlp_norm norm output_norm router_scale", c_void_p))
+
+
+class CMixtureOfExperts(_KernelStructure):
+    _fields_ = _fields(
+        ("router shared_router", CMatrix),
         ("shared", CMlp),
         ("experts", POINTER(CMlp)),
         ("expert_scales", c_void_p),
@@ -61,150 +52,143 @@ class CMixtureOfExperts(Structure):
     )
 
 
-class CPerLayerEmbedding(Structure):
-    _fields_ = (
-        *_fields(CMatrix, "table projection"),
+class CPerLayerEmbedding(_KernelStructure):
+    _fields_ = _fields(
+        ("table projection", CMatrix),
         ("norm", c_void_p),
         ("size", c_int32),
         ("table_multiplier", c_float),
     )
 
 
-class CPerLayerInput(Structure):
-    _fields_ = (*_fields(CMatrix, "gate projection"), ("norm", c_void_p))
+class CPerLayerInput(_KernelStructure):
+    _fields_ = _fields(("gate projection", CMatrix), ("norm", c_void_p))
 
 
-class CLayer(Structure):
-    _fields_ = (
-        *_fields(CMatrix, "query key value output"),
+class CLayer(_KernelStructure):
+    _fields_ = _fields(
+        ("query key value output", CMatrix),
         ("mlp", CMlp),
-        *_fields(c_void_p, "attention_norm mlp_norm query_norm key_norm attention_output_norm"),
-        ("mlp_output_norm", c_void_p),
+        ("attention_norm mlp_norm query_norm key_norm", c_void_p),
+        ("attention_output_norm mlp_output_norm", c_void_p),
         ("experts", POINTER(CMixtureOfExperts)),
         ("per_layer_input", POINTER(CPerLayerInput)),
         ("sinks", c_void_p),
-        *_fields(c_int32, "group cell_layer rotated"),
+        ("group cell_layer rotated", c_int32),
         ("output_scale", c_float),
     )
 
 
-class CLayerGroup(Structure):
-    _fields_ = (
-        *_fields(c_int32, "layer_count kv_heads head_dim reserved"),
-        *_fields(c_float, "softmax_scale softcap"),
-        *_fields(c_void_p, "query_scale inverse_frequencies"),
+class CLayerGroup(_KernelStructure):
+    _fields_ = _fields(
+        ("layer_count kv_heads head_dim reserved", c_int32),
+        ("softmax_scale softcap", c_float),
+        ("query_scale inverse_frequencies", c_void_p),
     )
 
 
-class CModel(Structure):
-    _fields_ = (
-        *_fields(c_int32, "layer_count group_count hidden_size mlp_size heads values_normed"),
-        *_fields(c_float, "norm_eps norm_offset embedding_multiplier residual_multiplier"),
-        *_fields(c_int32, "qk_norm_whole centred_norms parallel activation expert_count"),
-        *_fields(c_int32, "experts_per_token expert_size shared_expert_size norm_topk"),
+class CModel(_KernelStructure):
+    _fields_ = _fields(
+        ("layer_count group_count hidden_size mlp_size heads values_normed", c_int32),
+        ("norm_eps norm_offset embedding_multiplier residual_multiplier", c_float),
+        ("qk_norm_whole centred_norms parallel activation expert_count", c_int32),
+        ("experts_per_token expert_size shared_expert_size norm_topk", c_int32),
         ("norm", c_void_p),
         ("per_layer", POINTER(CPerLayerEmbedding)),
         ("layers", POINTER(CLayer)),
         ("groups", POINTER(CLayerGroup)),
-        *_fields(CMatrix, "embedding head"),
+        ("embedding head", CMatrix),
     )
 
 
-class CStrides(Structure):
-    _fields_ = _fields(c_ssize_t, "layer head cell")
+class CStrides(_KernelStructure):
+    _fields_ = _fields(("layer head cell", c_ssize_t))
 
 
-class CStoredCells(Structure):
-    _fields_ = (
-        *_fields(c_void_p, "data scale"),
-        *_fields(CStrides, "strides scale_strides"),
-        *_fields(c_int32, "bits reserved"),
+class CStoredCells(_KernelStructure):
+    _fields_ = _fields(
+        ("data scale", c_void_p),
+        ("strides scale_strides", CStrides),
+        ("bits reserved", c_int32),
     )
 
 
-class CSequence(Structure):
-    _fields_ = (
-        *_fields(c_int32, "token view_count"),
+class CSequence(_KernelStructure):
+    _fields_ = _fields(
+        ("token view_count", c_int32),
         ("position", c_int64),
-        *_fields(CStoredCells, "key value"),
+        ("key value", CStoredCells),
         ("queries", c_void_p),
     )
 
 
-class CSharedView(Structure):
-    _fields_ = (
-        *_fields(CStoredCells, "keys values"),
-        *_fields(c_int32, "first cells view_count origin"),
-        *_fields(c_void_p, "bias cell_bias"),
-        *_fields(c_ssize_t, "cell_bias_layer cell_bias_head"),
+class CSharedView(_KernelStructure):
+    _fields_ = _fields(
+        ("keys values", CStoredCells),
+        ("first cells view_count origin", c_int32),
+        ("bias cell_bias", c_void_p),
+        ("cell_bias_layer cell_bias_head", c_ssize_t),
         ("ragged", c_void_p),
     )
 
 
-class CSequenceView(Structure):
-    _fields_ = (
-        ("position", c_int64),
-        *_fields(c_int32, "shared_view row"),
-    )
+class CSequenceView(_KernelStructure):
+    _fields_ = _fields(("position", c_int64), ("shared_view row", c_int32))
 
 
-class CGroupViews(Structure):
-    _fields_ = (
-        *_fields(c_int32, "shared_view_count view_count"),
+class CGroupViews(_KernelStructure):
+    _fields_ = _fields(
+        ("shared_view_count view_count", c_int32),
         ("sequences", POINTER(CSequence)),
         ("shared_views", POINTER(CSharedView)),
         ("views", POINTER(CSequenceView)),
     )
 
 
-class CDecodeStep(Structure):
-    _fields_ = (
-        *_fields(c_int32, "sequence_count threads"),
+class CDecodeStep(_KernelStructure):
+    _fields_ = _fields(
+        ("sequence_count threads", c_int32),
         ("groups", POINTER(CGroupViews)),
         ("hidden", c_void_p),
         ("seconds", POINTER(c_double)),
     )
 
 
-class CChunkView(Structure):
-    _fields_ = (
-        *_fields(CStoredCells, "keys values"),
-        *_fields(c_int32, "cells rotation causal bias_row"),
-        *_fields(c_void_p, "bias cell_bias"),
+class CChunkView(_KernelStructure):
+    _fields_ = _fields(
+        ("keys values", CStoredCells),
+        ("cells rotation causal bias_row", c_int32),
+        ("bias cell_bias", c_void_p),
         ("cell_bias_head", c_ssize_t),
         ("ragged", c_void_p),
     )
 
 
-class CChunk(Structure):
-    _fields_ = (
-        *_fields(c_int32, "tokens heads kv_heads head_dim rotations view_count threads"),
-        *_fields(c_float, "softmax_scale softcap"),
+class CChunk(_KernelStructure):
+    _fields_ = _fields(
+        ("tokens heads kv_heads head_dim rotations view_count threads", c_int32),
+        ("softmax_scale softcap", c_float),
         ("reserved", c_int32),
-        *_fields(c_void_p, "sinks q k v"),
+        ("sinks q k v", c_void_p),
         ("angles", POINTER(c_float)),
-        *_fields(c_void_p, "new_keys new_values"),
-        *_fields(c_ssize_t, "new_key_head new_value_head"),
+        ("new_keys new_values", c_void_p),
+        ("new_key_head new_value_head", c_ssize_t),
         ("views", POINTER(CChunkView)),
-        *_fields(c_void_p, "out log_sums"),
+        ("out log_sums", c_void_p),
     )
 
 
-class CSimilarity(Structure):
-    _fields_ = (
-        *_fields(c_int32, "heads row_count column_count width strictly_older threads"),
-        *_fields(c_void_p, "rows columns max_products argmax"),
+class CSimilarity(_KernelStructure):
+    _fields_ = _fields(
+        ("heads row_count column_count width strictly_older threads", c_int32),
+        ("rows columns max_products argmax", c_void_p),
     )
 
 
 # The phases that a decode step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
-STRUCTURES: tuple[type[Structure], ...] = (
-    *(CMatrix, CMlp, CParallelExperts, CMixtureOfExperts, CPerLayerEmbedding, CPerLayerInput),
-    *(CLayer, CLayerGroup, CModel, CStrides, CStoredCells, CSequence, CSharedView, CSequenceView),
-    *(CGroupViews, CDecodeStep, CChunkView, CChunk, CSimilarity),
-)
+STRUCTURES = tuple(_KernelStructure.__subclasses__())
 _REVISION = 9  # `kRevision` in src/decode.h
 _NO_MEMORY, _NOT_FINITE = 2, 4  # `Status` in src/status.h
 
@@ -233,12 +217,12 @@ def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
         )
         return None
     kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CDecodeStep)]
-    kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p, c_int]
-    kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int, c_int, c_void_p, c_int]
+    kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p, c_int32]
+    kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int32, c_int32, c_void_p, c_int32]
     kernels.kvkeep_unpack_floats.argtypes = kernels.kvkeep_unpack.argtypes
-    kernels.kvkeep_rows.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p]
+    kernels.kvkeep_rows.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p]
     kernels.kvkeep_attend_chunk.argtypes = [POINTER(CChunk)]
-    kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
+    kernels.kvkeep_angles.argtypes = [c_void_p, c_int32, c_void_p, c_int32, c_void_p]
     kernels.kvkeep_angles.restype = None
     kernels.kvkeep_most_similar.argtypes = [POINTER(CSimilarity)]
     return kernels
