@@ -201,11 +201,12 @@ def library() -> ctypes.CDLL | None:
     """
     name = selected_set().name
     kernels = None if name == TORCH else load(name)
-    return None if kernels is None else _bound(kernels)
+    return None if kernels is None else _checked(kernels)
 
 
 @cache
-def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
+def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
+    """Return a library with its argument types set; None, with a warning, if it does not fit."""
     try:
         require_same_interface(kernels)
     except KernelMismatch as error:
@@ -236,17 +237,16 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
     """
     if not hasattr(kernels, "kvkeep_layout") or kernels.kvkeep_revision() != _REVISION:
         raise KernelMismatch(f"the kernels' interface is not revision {_REVISION}")
-    layout = _layout(kernels)
+    layout = _kernel_layout(kernels)
     for structure in STRUCTURES:
         name = structure.__name__.removeprefix("C")
         fields = layout.pop(name, {})
-        for field, *_ in structure._fields_:
-            place = getattr(structure, field)
-            expected, found = (place.offset, place.size), fields.pop(field, None)
-            if found != expected:
+        for field_name, *_ in structure._fields_:
+            field, actual = getattr(structure, field_name), fields.pop(field_name, None)
+            if actual != (field.offset, field.size):
                 raise KernelMismatch(
-                    f"{name}.{field} must have offset {expected[0]} and size {expected[1]}; the "
-                    f"kernels have {found or 'no such field'}"
+                    f"{name}.{field_name} must have offset {field.offset} and size {field.size}; "
+                    f"the kernels have {actual or 'no such field'}"
                 )
         if fields:
             raise KernelMismatch(f"{name}.{next(iter(fields))} is a field of the kernels alone")
@@ -254,8 +254,8 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
         raise KernelMismatch(f"{next(iter(layout))} is a structure of the kernels alone")
 
 
-def _layout(kernels: ctypes.CDLL) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return a library's own list: for each structure the offset and size of each field."""
+def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the offset and size of each field, by structure, as the library lists them."""
     size = 1 << 16
     text = ctypes.create_string_buffer(size)
     length = kernels.kvkeep_layout(text, size)

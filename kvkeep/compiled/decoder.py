@@ -175,7 +175,7 @@ class CompiledExecutor:
                 f"{list(tokens)}"
             )
         hidden = torch.empty(len(tokens), spec.hidden_size, dtype=torch.bfloat16, device="cpu")
-        step = describe_step(
+        step, _shared_views = describe_step(
             tokens,
             steps,
             self._cell_shapes,
@@ -185,7 +185,7 @@ class CompiledExecutor:
             torch.get_num_threads(),
             self.seconds,
         )
-        require_done(self._kernels.kvkeep_decode(model, step.structure))
+        require_done(self._kernels.kvkeep_decode(model, step))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """A decode step as the compiled kernels take it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -24,14 +23,6 @@ from kvkeep.errors import KernelMismatch
 CellShape: TypeAlias = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class StepOperands:
-    """A step's structure, and all that it points to, which must live as long."""
-
-    structure: c.CDecodeStep
-    references: list[Any]
-
-
 def describe_step(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
@@ -41,31 +32,36 @@ def describe_step(
     hidden: Tensor,
     threads: int,
     seconds: Any = None,
-) -> StepOperands:
+) -> tuple[c.CDecodeStep, list[list[SharedView]]]:
     """Describe a step of one token for each cache; `hidden` takes the result.
 
     cell_shapes: of the model's layer groups. kernel_groups: for each of the kernels' groups, the
     index of the model's group whose cells it reads. heads: query heads. seconds: added to by phase.
+    Also returns views whose biases the structure points to: they must live as long.
     Raises KernelMismatch for cells of another shape.
     """
     local = [step.local for step in steps if isinstance(step.local, DecodeStep)]
     by_group = [steps, *([local] if local else [])]
     expected = f"{len(cell_shapes)} groups of layers"
     require(len(by_group) == len(cell_shapes), expected, len(by_group))
+    shared = [shared_views(group_steps) for group_steps in by_group]
     views = [
-        _group_views(tokens, group_steps, shape, heads)
-        for group_steps, shape in zip(by_group, cell_shapes, strict=True)
+        _group_views(tokens, group_steps, group_shared, shape, heads)
+        for group_steps, group_shared, shape in zip(by_group, shared, cell_shapes, strict=True)
     ]
-    groups = (c.CGroupViews * len(kernel_groups))(*(views[index][0] for index in kernel_groups))
-    structure = c.CDecodeStep(len(steps), threads, groups, hidden.data_ptr(), seconds)
-    return StepOperands(structure, [groups, views])
+    groups = (c.CGroupViews * len(kernel_groups))(*(views[index] for index in kernel_groups))
+    # A structure keeps all arrays and structures alive that it points to, but no tensors.
+    return c.CDecodeStep(len(steps), threads, groups, hidden.data_ptr(), seconds), shared
 
 
 def _group_views(
-    tokens: Sequence[int], steps: Sequence[DecodeStep], shape: CellShape, heads: int
-) -> tuple[c.CGroupViews, list[Any]]:
-    """Describe what the steps attend to in one group; also returns what that points to."""
-    shared = shared_views(steps)
+    tokens: Sequence[int],
+    steps: Sequence[DecodeStep],
+    shared: Sequence[SharedView],
+    shape: CellShape,
+    heads: int,
+) -> c.CGroupViews:
+    """Describe what the steps attend to in one group."""
     # A cache's views keep the order of its own step, whichever other caches share them: results
     # are then added up in the same order as when the cache decodes alone.
     places = {
@@ -83,8 +79,7 @@ def _group_views(
     )
     shared_array = (c.CSharedView * len(shared))(*(_shared_view(view, shape) for view in shared))
     view_array = (c.CSequenceView * len(views))(*views)
-    group = c.CGroupViews(len(shared), len(views), sequences, shared_array, view_array)
-    return group, [shared, sequences, shared_array, view_array]
+    return c.CGroupViews(len(shared), len(views), sequences, shared_array, view_array)
 
 
 def _sequence(token: int, step: DecodeStep, shape: CellShape, heads: int) -> c.CSequence:
