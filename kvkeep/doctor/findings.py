@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
-import psutil
 import torch
 
 from kvkeep.compiled.binding import library
@@ -14,22 +13,25 @@ from kvkeep.compiled.decoder import unavailable_reason
 from kvkeep.compiled.instruction_sets import TORCH, selected_set
 from kvkeep.doctor.machine import (
     Cuda,
+    MemoryFacts,
     Processor,
     Torch,
-    bytes_per_second,
     describe_cuda,
+    describe_memory,
+    describe_processor,
     describe_torch,
-    processor,
-    size_to_read,
 )
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
-from kvkeep.model_facts import ModelFacts, model_facts
+from kvkeep.model_facts import model_facts
 from kvkeep.runtime.cpu import CHOSEN_BY, cores, fit_threads, quota
 from kvkeep.types import DtypeName, WeightsName
 from kvkeep.version import __version__
 
-_CELLS, _WARM, _TOKENS = 128, 8, 32  # cells of the session; tokens before and while measured
+_KERNEL_VARIABLES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
+_DEFAULT_READ_SIZE = 256 << 20  # bytes read for the bandwidth if no model says how many
+_MAX_CELLS = 128  # of the session whose decode speed is measured
+_WARMUP_TOKENS, _MEASURED_TOKENS = 8, 32
 
 
 @dataclass(frozen=True)
@@ -47,33 +49,6 @@ class Outlook:
     bytes_per_token: int
     most_tokens_per_s: float
     measured_tokens_per_s: float | None
-
-
-def outlook(facts: ModelFacts, bandwidth: float, measured: float | None) -> Outlook:
-    """Estimate the decode speed of a model. bandwidth: of memory, in bytes/s."""
-    most = bandwidth / facts.bytes_per_token
-    return Outlook(facts.name, facts.decode, facts.bytes_per_token, most, measured)
-
-
-def measured_tokens_per_s(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
-    """Load the model and measure its decode speed over 32 tokens: the inverse median time.
-
-    Few cells are held meanwhile. Raises the errors of `load_model`.
-    """
-    session = load_model(name, dtype=dtype, weights=weights).session(_CELLS)
-    session.feed([1])
-    seconds = list[float]()
-    for _ in range(_WARM + _TOKENS):
-        begun = time.perf_counter()
-        session.next_token()
-        seconds.append(time.perf_counter() - begun)
-    return 1 / median(seconds[_WARM:])
-
-
-_SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
-_USUAL_READ = (
-    256 << 20
-)  # bytes to read in the bandwidth test if there is no model to take them from
 
 
 @dataclass(frozen=True)
@@ -107,16 +82,6 @@ class Threads:
 
 
 @dataclass(frozen=True)
-class MemoryFacts:
-    """Memory, in bytes. read_per_s: bandwidth of all threads reading read_size repeatedly."""
-
-    total: int
-    available: int
-    read_per_s: float
-    read_size: int
-
-
-@dataclass(frozen=True)
 class Findings:
     """All findings. model: None for the reason in no_model."""
 
@@ -139,53 +104,58 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
     name, dtype, weights: of the model, as in `load_model`. measure: whether to measure its decode
     speed. Raises InvalidArgument if the environment requests kernels that are not available.
     """
-    kernels = _kernels()
+    kernels = _describe_kernels()
     fit_threads()
-    facts, no_model = _facts(name, dtype, weights)
-    memory = _memory(facts.bytes_per_token if facts else _USUAL_READ)
-    speed = measured_tokens_per_s(name, dtype, weights) if facts and measure else None
+    facts, model, no_model = None, None, ""
+    try:
+        facts = model_facts(name, dtype, weights)
+    except KvkeepError as error:
+        no_model = str(error)
+    memory = describe_memory(facts.bytes_per_token if facts else _DEFAULT_READ_SIZE)
+    if facts:
+        limit = memory.read_per_s / facts.bytes_per_token
+        measured = _decode_speed(name, dtype, weights) if measure else None
+        model = Outlook(facts.name, facts.decode, facts.bytes_per_token, limit, measured)
     return Findings(
         kvkeep=__version__,
         python=platform.python_version(),
         system=f"{platform.system()}, {platform.machine()}",
-        processor=processor(),
+        processor=describe_processor(),
         kernels=kernels,
-        threads=_threads(),
+        threads=_describe_threads(),
         memory=memory,
         torch=describe_torch(),
         cuda=describe_cuda(),
-        model=outlook(facts, memory.read_per_s, speed) if facts else None,
+        model=model,
         no_model=no_model,
     )
 
 
-def _kernels() -> Kernels:
-    chosen, against = selected_set(), dict(selected_set().rejected)
-    if chosen.name != TORCH and library() is None:
-        against[chosen.name] = unavailable_reason()
-    name = chosen.name if library() else TORCH
-    return Kernels(name, against, _environment(_SWITCHES))
+def _decode_speed(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
+    """Load the model and measure tokens/s over 32 tokens: the inverse of the median time."""
+    session = load_model(name, dtype=dtype, weights=weights).session(_MAX_CELLS)
+    session.feed([1])
+    seconds = list[float]()
+    for _ in range(_WARMUP_TOKENS + _MEASURED_TOKENS):
+        start = time.perf_counter()
+        session.next_token()
+        seconds.append(time.perf_counter() - start)
+    return 1 / median(seconds[_WARMUP_TOKENS:])
 
 
-def _threads() -> Threads:
+def _describe_kernels() -> Kernels:
+    selected, against = selected_set(), dict(selected_set().rejected)
+    if selected.name != TORCH and library() is None:
+        against[selected.name] = unavailable_reason()
+    name = selected.name if library() else TORCH
+    return Kernels(name, against, _set_variables(_KERNEL_VARIABLES))
+
+
+def _describe_threads() -> Threads:
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    return Threads(torch.get_num_threads(), cores(), quota(), load, _environment(CHOSEN_BY))
+    return Threads(torch.get_num_threads(), cores(), quota(), load, _set_variables(CHOSEN_BY))
 
 
-def _environment(names: tuple[str, ...]) -> dict[str, str]:
+def _set_variables(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment variables of these names that are set, and not empty."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}
-
-
-def _facts(
-    name: str, dtype: DtypeName, weights: WeightsName | None
-) -> tuple[ModelFacts | None, str]:
-    """Return the facts of a model, or None and the reason."""
-    try:
-        return model_facts(name, dtype, weights), ""
-    except KvkeepError as error:
-        return None, str(error)
-
-
-def _memory(wanted: int) -> MemoryFacts:
-    machine, size = psutil.virtual_memory(), size_to_read(wanted)
-    return MemoryFacts(machine.total, machine.available, bytes_per_second(size), size)

@@ -19,6 +19,8 @@ NOTABLE = (
     *("amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )
+_BANDWIDTH_SECONDS = 0.5  # of measuring
+_MIN_READ, _MAX_READ = 32 << 20, 1 << 30  # bytes read in one pass
 
 
 @dataclass(frozen=True)
@@ -30,62 +32,14 @@ class Processor:
     features: tuple[str, ...] | None
 
 
-def processor() -> Processor:
-    """Describe the processor."""
-    facts = cpu_facts()
-    listed = facts.get("flags") or facts.get("Features")
-    features = None if listed is None else tuple(f for f in NOTABLE if f in listed.split())
-    return Processor(processor_name(facts), platform.machine(), features)
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Memory, in bytes. read_per_s: bandwidth of all threads reading read_size repeatedly."""
 
-
-def cpu_facts() -> dict[str, str]:
-    """Return the fields of /proc/cpuinfo for the first core; empty where there is no such file."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    lines = first.partition("\n\n")[0].splitlines()
-    return {name.strip(): value.strip() for name, _, value in (s.partition(":") for s in lines)}
-
-
-def processor_name(facts: dict[str, str]) -> str:
-    """Return the processor's name. facts: the result of `cpu_facts`."""
-    return facts.get("model name") or _brand() or platform.machine()
-
-
-def _brand() -> str:
-    """Return the processor's name if /proc/cpuinfo does not give one."""
-    if platform.system() != "Darwin":
-        return platform.processor()
-    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-_SECONDS = 0.5  # of measuring
-_LEAST, _MOST = 32 << 20, 1 << 30  # bytes to read in one pass
-
-
-def size_to_read(wanted: int) -> int:
-    """Return the bytes to read in one pass: as wanted, but at most a quarter of free memory.
-
-    At least 32 MiB, since less would fit in the processor's caches, and at most 1 GiB.
-    """
-    room = psutil.virtual_memory().available // 4
-    return max(_LEAST, min(wanted, _MOST, room)) // 4 * 4
-
-
-def bytes_per_second(size: int) -> float:
-    """Measure memory bandwidth, read by all torch threads: the fastest pass within half a second.
-
-    Decoding with a large model is mostly limited by this. size: bytes read in one pass.
-    """
-    numbers = torch.ones(size // 4, dtype=torch.float32, device="cpu")
-    fastest, begun = 0.0, time.perf_counter()
-    while time.perf_counter() - begun < _SECONDS:
-        before = time.perf_counter()
-        numbers.sum()
-        fastest = max(fastest, numbers.nbytes / (time.perf_counter() - before))
-    return fastest
+    total: int
+    available: int
+    read_per_s: float
+    read_size: int
 
 
 @dataclass(frozen=True)
@@ -112,26 +66,68 @@ class Cuda:
     devices: tuple[str, ...]
 
 
+def describe_processor() -> Processor:
+    facts = cpu_facts()
+    flags = facts.get("flags") or facts.get("Features")
+    features = None if flags is None else tuple(f for f in NOTABLE if f in flags.split())
+    return Processor(processor_name(facts), platform.machine(), features)
+
+
+def cpu_facts() -> dict[str, str]:
+    """Return the fields of /proc/cpuinfo for the first core; empty where there is no such file."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    fields = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
+
+
+def processor_name(facts: dict[str, str]) -> str:
+    """Return the processor's name. facts: the result of `cpu_facts`."""
+    name = facts.get("model name")
+    if not name and platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    elif not name:
+        name = platform.processor()
+    return name or platform.machine()
+
+
+def describe_memory(read_size: int) -> MemoryFacts:
+    """Describe the memory and measure its bandwidth: the fastest pass within half a second.
+
+    Decoding with a large model is mostly limited by this bandwidth.
+
+    read_size: bytes that all torch threads read in one pass; at least 32 MiB, since less would fit
+    in the processor's caches, and at most 1 GiB or a quarter of free memory.
+    """
+    memory = psutil.virtual_memory()
+    size = max(_MIN_READ, min(read_size, _MAX_READ, memory.available // 4)) // 4 * 4
+    buffer = torch.ones(size // 4, dtype=torch.float32, device="cpu")
+    bandwidth, start = 0.0, time.perf_counter()
+    while time.perf_counter() - start < _BANDWIDTH_SECONDS:
+        pass_start = time.perf_counter()
+        buffer.sum()
+        bandwidth = max(bandwidth, buffer.nbytes / (time.perf_counter() - pass_start))
+    return MemoryFacts(memory.total, memory.available, bandwidth, size)
+
+
 def describe_torch() -> Torch:
-    """Describe the PyTorch installation."""
-    available = {"MKL": torch._C.has_mkl, "oneDNN": torch._C._has_mkldnn}
-    prompts = torch.bfloat16 if library() is None else prompt_dtype()
+    libraries = {"MKL": torch._C.has_mkl, "oneDNN": torch._C._has_mkldnn}
+    multiplies_bf16 = None
+    if torch._C._has_mkldnn:
+        multiplies_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    dtype = torch.bfloat16 if library() is None else prompt_dtype()
     return Torch(
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
-        tuple(name for name, present in available.items() if present),
-        _multiplies_bf16(),
-        str(prompts).removeprefix("torch."),
+        tuple(name for name, present in libraries.items() if present),
+        multiplies_bf16,
+        str(dtype).removeprefix("torch."),
     )
 
 
 def describe_cuda() -> Cuda:
-    """Describe the GPUs that torch finds."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Cuda(torch.version.cuda, tuple(map(torch.cuda.get_device_name, range(count))))
-
-
-def _multiplies_bf16() -> bool | None:
-    if not torch._C._has_mkldnn:
-        return None
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

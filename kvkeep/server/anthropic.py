@@ -11,11 +11,16 @@ from starlette.responses import Response
 
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress, Usage
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, collect
+from kvkeep.server.service import (
+    ContextDep,
+    GenerationResult,
+    GenerationStream,
+    RequestContext,
+    collect,
+)
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import ToolCall, Tools, checked_tools
 
@@ -56,13 +61,13 @@ class CountTokensRequest(RequestBody):
             return checked_tools(functions, {"name": choice.get("name")})
         return checked_tools(functions, "required" if choice_type == "any" else choice_type)
 
-    async def encode_prompt(self, codec: TextCodec, tools: Tools) -> list[int]:
+    async def encode_prompt(self, context: RequestContext, tools: Tools) -> list[int]:
         messages = []
         if self.system is not None:
             messages.append({"role": "system", "content": _plain_text(self.system)})
         for message in self.messages:
             messages += _template_messages(message)
-        return await prompt_ids(codec, messages, tools)
+        return await prompt_ids(context, messages, tools)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -86,7 +91,7 @@ class MessagesRequest(CountTokensRequest):
 async def messages(body: MessagesRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message."""
     tools = body.checked_tools()
-    ids = await body.encode_prompt(context.codec, tools)
+    ids = await body.encode_prompt(context, tools)
     samplings = constrain(context.service.model, body.sampling_params().samplings(), tools)
     request = GenerationRequest(tuple(ids), body.max_tokens)
     generations = await start_generations(context, request, samplings)
@@ -105,7 +110,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
     """Count the tokens of a prompt, those of the chat template included."""
-    return {"input_tokens": len(await body.encode_prompt(context.codec, body.checked_tools()))}
+    return {"input_tokens": len(await body.encode_prompt(context, body.checked_tools()))}
 
 
 def _message(head: dict[str, Any], result: GenerationResult, tools: Tools) -> dict[str, Any]:

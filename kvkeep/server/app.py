@@ -58,10 +58,8 @@ def application(
         app.include_router(module.router)
     app.include_router(_page_routes)
     app.mount("/page", StaticFiles(directory=_PAGE))
-    for kind in (ApiError, KvkeepError):
-        app.add_exception_handler(kind, _expected_error)
-    app.add_exception_handler(RequestValidationError, _malformed_request)
-    app.add_exception_handler(HTTPException, _http_error)
+    for error_type in (ApiError, KvkeepError, RequestValidationError, HTTPException):
+        app.add_exception_handler(error_type, _error_response)
     app.add_exception_handler(Exception, _unexpected_error)
     inner = middleware(app)
     if origins:
@@ -87,28 +85,10 @@ async def page_settings(context: ContextDep) -> dict[str, Any]:
     return {"edits": context.service.allow_edit, "model": context.service.name}
 
 
-async def _expected_error(request: HttpRequest, error: Exception) -> JSONResponse:
-    return api_error_for(error).response(_is_anthropic(request))
-
-
-async def _malformed_request(request: HttpRequest, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = f"{param}: {first['msg']}" if param else str(first["msg"])
-    return ApiError(400, message, param=param or None).response(_is_anthropic(request))
-
-
-async def _http_error(request: HttpRequest, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return ApiError(error.status_code, str(error.detail), kind).response(_is_anthropic(request))
+async def _error_response(request: HttpRequest, error: Exception) -> JSONResponse:
+    return api_error_for(error).response(request.url.path)
 
 
 async def _unexpected_error(request: HttpRequest, error: Exception) -> JSONResponse:
     _log.error("%s %s", request.method, request.url.path, exc_info=error)
-    return api_error_for(error).response(_is_anthropic(request))
-
-
-def _is_anthropic(request: HttpRequest) -> bool:
-    return request.url.path.startswith("/v1/messages")
+    return api_error_for(error).response(request.url.path)

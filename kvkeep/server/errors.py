@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from kvkeep import errors
@@ -34,13 +36,14 @@ class ApiError(Exception):
         """Return the body in Anthropic's form."""
         return {"type": "error", "error": {"type": self.kind, "message": self.message}}
 
-    def response(self, anthropic: bool = False) -> JSONResponse:
-        """Return the HTTP response, with the body in Anthropic's form or in OpenAI's."""
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the HTTP response to a request of this path, whose API decides on the body."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        anthropic = path.startswith("/v1/messages")
         body = self.anthropic_body() if anthropic else self.openai_body()
         return JSONResponse(body, self.status, headers)
 
@@ -51,6 +54,11 @@ def api_error_for(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
+        case RequestValidationError():
+            return _malformed(error.errors()[0])
+        case HTTPException():
+            kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+            return ApiError(error.status_code, str(error.detail), kind)
         case errors.NoSuchSession():
             return ApiError(404, message, "not_found_error", "session_not_found")
         case errors.InvalidArgument() | errors.UnsupportedModel():
@@ -78,6 +86,13 @@ def api_error_for(error: BaseException) -> ApiError:
         case errors.KvkeepError():
             return ApiError(500, message, "server_error")
     return ApiError(500, "something failed inside the server; its log says what", "server_error")
+
+
+def _malformed(detail: dict[str, Any]) -> ApiError:
+    """Return the error for a request that does not fit its model. detail: as pydantic has it."""
+    param = ".".join(str(part) for part in detail["loc"] if part != "body")
+    message = f"{param}: {detail['msg']}" if param else str(detail["msg"])
+    return ApiError(400, message, param=param or None)
 
 
 class ErrorFields(BaseModel):
@@ -117,14 +132,12 @@ def document_malformed_as_400(app: FastAPI) -> None:
     default_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = default_openapi()
-            for path in document["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                document["components"]["schemas"].pop(name, None)
-        assert app.openapi_schema is not None
-        return app.openapi_schema
+        document = default_openapi()  # made once: later calls return the same object
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -8,7 +8,6 @@ from typing import Any
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
-from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import ApiError
 from kvkeep.server.grammar import Grammar
 from kvkeep.server.service import GenerationStream, RequestContext, Service
@@ -52,7 +51,7 @@ def _part_text(index: int, part: Any) -> str:
 
 
 async def prompt_ids(
-    codec: TextCodec,
+    context: RequestContext,
     messages: list[dict[str, Any]],
     tools: Tools,
     continue_final: bool | None = None,
@@ -62,9 +61,11 @@ async def prompt_ids(
     The prompt ends where the assistant's turn begins. continue_final: whether it ends with the
     last message left open instead; None for "if that is the assistant's".
     """
+    codec = context.codec
 
     def encode() -> list[int]:
-        rendered, functions = tools.for_template(codec, template_messages(messages))
+        rendered = template_messages(messages)
+        rendered, functions = tools.for_template(codec, rendered)
         from_assistant = [message["role"] == "assistant" for message in rendered[-2:]]
         if not (from_assistant[-1] if continue_final is None else continue_final):
             return codec.encode(codec.chat(rendered, tools=functions))

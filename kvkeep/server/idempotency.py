@@ -9,6 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
@@ -48,15 +50,18 @@ class IdempotencyMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        request = hashlib.sha256(
-            b"\0".join((scope["method"].encode(), scope["path"].encode(), body))
-        ).hexdigest()
+        content = b"\0".join((scope["method"].encode(), scope["path"].encode(), body))
+        request = _KeyedRequest(hashlib.sha256(content).hexdigest())
         owned_key = (str(scope.get("owner")), key)
         earlier = self._requests.get(owned_key)
         if earlier is None:
-            replayed = _replay_body(body, receive)
-            await self._run(owned_key, _KeyedRequest(request), scope, replayed, send)
-        elif earlier.digest != request:
+            unread: list[Message] = [{"type": "http.request", "body": body}]
+
+            async def receive_again() -> Message:
+                return unread.pop() if unread else await receive()
+
+            await self._run(owned_key, request, scope, receive_again, send)
+        elif earlier.digest != request.digest:
             await key_reused_error().response()(scope, receive, send)
         elif not earlier.complete:
             message = "the request with this Idempotency-Key is still running"
@@ -118,25 +123,7 @@ def key_reused_error() -> ApiError:
 
 async def read_body(receive: Receive) -> bytes | None:
     """Read a request's whole body. Returns None if the client disconnects first."""
-    parts = list[bytes]()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read, then what comes from the client."""
-    replayed = False
-
-    async def receive_again() -> Message:
-        nonlocal replayed
-        if replayed:
-            return await receive()
-        replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive_again
+    try:
+        return await HttpRequest({"type": "http"}, receive).body()
+    except ClientDisconnect:
+        return None

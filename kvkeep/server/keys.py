@@ -2,8 +2,8 @@
 
 import hashlib
 import hmac
-import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from kvkeep.errors import InvalidArgument, StoreError
@@ -32,11 +32,8 @@ class ApiKeys:
         if not self._owners:
             return DEFAULT_OWNER
         digest = self._digest(key or "")
-        match = None
-        for owner in self._owners:
-            if hmac.compare_digest(owner, digest):
-                match = owner
-        return None if key is None else match
+        matches = sum(hmac.compare_digest(owner, digest) for owner in self._owners)
+        return digest if matches and key is not None else None
 
     def _digest(self, key: str) -> str:
         return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
@@ -70,16 +67,12 @@ def _read_or_create_secret(folder: Path) -> bytes:
     file = folder / "secret"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            secret = file.read_bytes()
-            if len(secret) != 32:
-                raise StoreError(f"{file} is no secret of kvkeep's: remove it") from None
-            return secret
-        with os.fdopen(descriptor, "wb") as stream:
-            secret = secrets.token_bytes(32)
-            stream.write(secret)
-        return secret
+        with suppress(FileExistsError):
+            file.touch(0o600, exist_ok=False)
+            file.write_bytes(secrets.token_bytes(32))
+        secret = file.read_bytes()
     except OSError as error:
         raise StoreError(f"{file} cannot be used: {error.strerror or error}") from error
+    if len(secret) != 32:
+        raise StoreError(f"{file} is no secret of kvkeep's: remove it")
+    return secret

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
@@ -48,14 +49,15 @@ class SecurityMiddleware:
             await self._app(scope, receive, send)
             return
         send = self._with_headers(send)
-        headers = _decoded_headers(scope)
+        headers = dict(Headers(scope=scope).items())  # the last one of each name
         error = self._check(scope, headers)
         if error is not None:
-            anthropic = scope["path"].startswith("/v1/messages")
-            await error.response(anthropic)(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         if headers.get("content-type", _FORM).startswith(_FORM):
-            scope = {**scope, "headers": _as_json(scope["headers"])}
+            # `curl -d` sends JSON as a form, and no route takes forms.
+            others = [header for header in scope["headers"] if header[0] != b"content-type"]
+            scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
         body = _LimitedBody(receive, send)
         await self._app(scope, body.receive, body.send)
         if body.must_reject:
@@ -98,12 +100,14 @@ class SecurityMiddleware:
     def _check_origin(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
         """Check the Origin header, which browsers send and other programs do not."""
         origin = headers.get("origin")
-        own = origin is not None and origin.partition("://")[2] == headers.get("host")
-        if origin is not None and not own and origin not in self._origins:
+        if origin is None:
+            return None
+        from_web_ui = origin.partition("://")[2] == headers.get("host")
+        if not from_web_ui and origin not in self._origins:
             message = f"origin {origin} is not allowed; start the server with --allow-origin"
             return ApiError(403, message, "permission_error", "origin")
-        reads = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POSTS
-        if own and not self._allow_edit and not reads:
+        read_only = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POSTS
+        if from_web_ui and not self._allow_edit and not read_only:
             message = "the web UI is read-only; start the server with --allow-edit"
             return ApiError(403, message, "permission_error", "read_only")
         return None
@@ -114,18 +118,6 @@ def _api_key(headers: dict[str, str]) -> str | None:
     if scheme.lower() == "bearer" and key:
         return key.strip()
     return headers.get("x-api-key")
-
-
-def _decoded_headers(scope: Scope) -> dict[str, str]:
-    return {
-        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
-    }
-
-
-def _as_json(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Set the content type to JSON: `curl -d` sends JSON as a form, and no route takes forms."""
-    others = [(name, value) for name, value in headers if name.lower() != b"content-type"]
-    return [*others, (b"content-type", b"application/json")]
 
 
 def _without_port(host: str) -> str:

@@ -106,13 +106,13 @@ class ChatRequest(SamplingParams):
 @router.post("/chat/completions", response_model=None, include_in_schema=False)
 async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message, in `n` choices."""
-    tools = body.checked_tools()
-    prompt = await prompt_ids(context.codec, body.messages, tools, body.continue_final)
+    schema, tools = body.wanted_schema(), body.checked_tools()
+    prompt = await prompt_ids(context, body.messages, tools, body.continue_final)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = context.service.max_tokens(body.token_limit)
     request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
     samplings, model = body.samplings(body.n or 1), context.service.model
-    samplings = constrain(model, samplings, tools, body.wanted_schema(), body.grammar)
+    samplings = constrain(model, samplings, tools, schema, body.grammar)
     generations = await start_generations(context, request, samplings)
     head = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -135,7 +135,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
 async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of the messages; nothing is evaluated."""
     tools = body.checked_tools()
-    prompt = await prompt_ids(context.codec, body.messages, tools, body.continue_final)
+    prompt = await prompt_ids(context, body.messages, tools, body.continue_final)
     return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
 

@@ -85,7 +85,7 @@ async def input_tokens(body: ResponsesRequest, context: ContextDep) -> dict[str,
     """Count the tokens that the prompt would have; nothing is evaluated."""
     tools = body.checked_tools()
     messages = [*body.system_messages(), *await _messages(body, context)]
-    ids = await prompt_ids(context.codec, messages, tools)
+    ids = await prompt_ids(context, messages, tools)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
@@ -120,7 +120,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     tools, schema = body.checked_tools(), body.wanted_schema()
     response_id = f"resp_{secrets.token_hex(12)}"
     messages = await _messages(body, context)
-    ids = await prompt_ids(context.codec, [*body.system_messages(), *messages], tools)
+    ids = await prompt_ids(context, [*body.system_messages(), *messages], tools)
     (sampling,) = constrain(service.model, body.samplings(), tools, schema)
     limit = service.context_size
     if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > limit:

@@ -46,9 +46,9 @@ class CreateSessionRequest(RequestBody):
 
     def settings(self) -> dict[str, Any]:
         """Return the given settings. Another policy drops the server's policy settings."""
-        fields = self.model_dump(exclude={"name", "from_snapshot", *(self.model_extra or {})})
-        given = {key: value for key, value in fields.items() if value is not None}
-        return {**_NO_POLICY_SETTINGS, **given} if self.policy else given
+        other_fields = {"name", "from_snapshot", *(self.model_extra or {})}
+        settings = self.model_dump(exclude=other_fields, exclude_none=True)
+        return {**_NO_POLICY_SETTINGS, **settings} if self.policy else settings
 
 
 _NO_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "method", "ratio"))

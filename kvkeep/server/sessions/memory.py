@@ -9,12 +9,16 @@ from kvkeep.cache.ragged import Ragged
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.service import ContextDep
-from kvkeep.server.sessions.entry import SessionName
+from kvkeep.server.sessions.entry import SessionName, session_entry
 from kvkeep.session.session import Session
 from kvkeep.session.streaming import SEAM, pieces_of
 
 router = APIRouter()
 _MAX_PIECES = 4096
+_SESSION_FIELDS = (
+    *("name", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
+    *("resident", "saved_revision", "policy"),
+)
 _Index = Annotated[int, Query(ge=0, lt=2**16)]
 _Position = Annotated[int, Query(ge=0, lt=2**40)]
 
@@ -74,7 +78,7 @@ async def heads(
 
 
 def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
-    session = record.live
+    session, entry = record.live, session_entry(record)
     runs, start = list[dict[str, Any]](), 0
     for status, tokens in groupby(session.token_status):
         count = sum(1 for _ in tokens)
@@ -85,18 +89,8 @@ def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
         for span in session.spans.values()
     }
     return {
-        "name": record.name,
-        "revision": record.revision,
-        "tokens": len(session.tokens),
-        "cells": session.cache.cells,
-        "max_kv_size": session.max_kv_size,
-        "bytes": session.cache.nbytes,
+        **{field: entry[field] for field in _SESSION_FIELDS},
         "bytes_shared": engine.shared_bytes(record),
-        "parent": record.parent,
-        "busy": record.busy,
-        "resident": record.pinned,
-        "saved_revision": record.saved_revision,
-        "policy": session.policy,
         "runs": runs,
         "spans": spans,
     }
