@@ -14,13 +14,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
-from kvkeep.server.service import (
-    ContextDep,
-    GenerationResult,
-    GenerationStream,
-    RequestContext,
-    collect,
-)
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import ToolCall, Tools, checked_tools
 
@@ -31,6 +25,7 @@ _STOP_REASONS = {
     "full": "max_tokens",
     "stop": "stop_sequence",
 }
+_EMPTY_TEXT = {"type": "text", "text": ""}
 _StopSequence = Annotated[str, Field(max_length=1000)]
 
 
@@ -78,21 +73,16 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[_StopSequence] | None, Field(max_length=64)] = None
     stream: bool = False
 
-    def sampling_params(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=self.stop_sequences,
-        )
-
 
 @router.post("/v1/messages", response_model=None, responses=JSON_OR_EVENTS)
 async def messages(body: MessagesRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message."""
     tools = body.checked_tools()
     ids = await body.encode_prompt(context, tools)
-    samplings = constrain(context.service.model, body.sampling_params().samplings(), tools)
+    params = SamplingParams(
+        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences
+    )
+    samplings = constrain(context, params.samplings(), tools)
     request = GenerationRequest(tuple(ids), body.max_tokens)
     generations = await start_generations(context, request, samplings)
     head = {
@@ -103,7 +93,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
     }
     if body.stream:
         return sse_response(_stream(generations, head, tools), _error_event)
-    (result,) = await collect(context.http_request, generations)
+    (result,) = await context.collect(generations)
     return _message(head, result, tools)
 
 
@@ -136,9 +126,10 @@ async def _stream(
             yield _event("message_start", message={**message, "usage": usage})
             yield _event("ping")
             if not tools:
-                yield _block_start(0, {"type": "text", "text": ""})
+                yield _event("content_block_start", index=0, content_block=_EMPTY_TEXT)
         if progress.text and not tools:
-            yield _block_delta(0, {"type": "text_delta", "text": progress.text})
+            delta = {"type": "text_delta", "text": progress.text}
+            yield _event("content_block_delta", index=0, delta=delta)
     result = generations.results[0]
     text, calls = tools.parse(result.text)
     if tools:
@@ -155,13 +146,14 @@ def _block_events(text: str, calls: Sequence[ToolCall]) -> list[bytes]:
     """Return the events of complete content blocks: the text, if there is any, and the calls."""
     blocks: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each without content; its content
     if text:
-        blocks.append(({"type": "text", "text": ""}, {"type": "text_delta", "text": text}))
+        blocks.append((_EMPTY_TEXT, {"type": "text_delta", "text": text}))
     for call in calls:
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
         blocks.append(({**_tool_use(call), "input": {}}, delta))
     events = []
     for index, (block, delta) in enumerate(blocks):
-        events += [_block_start(index, block), _block_delta(index, delta)]
+        events.append(_event("content_block_start", index=index, content_block=block))
+        events.append(_event("content_block_delta", index=index, delta=delta))
         events.append(_event("content_block_stop", index=index))
     return events
 
@@ -192,14 +184,6 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 def _event(event_type: str, **data: Any) -> bytes:
     return sse_event({"type": event_type, **data}, event_type)
-
-
-def _block_start(index: int, block: dict[str, Any]) -> bytes:
-    return _event("content_block_start", index=index, content_block=block)
-
-
-def _block_delta(index: int, delta: dict[str, Any]) -> bytes:
-    return _event("content_block_delta", index=index, delta=delta)
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -17,11 +17,11 @@ from kvkeep import errors
 
 @dataclass
 class ApiError(Exception):
-    """An error response. kind: OpenAI's `type`; code: a stable name for programs."""
+    """An error response. error_type: OpenAI's `type`; code: a stable name for programs."""
 
     status: int
     message: str
-    kind: str = "invalid_request_error"
+    error_type: str = "invalid_request_error"
     code: str | None = None
     param: str | None = None
     retry_after: float | None = None
@@ -29,12 +29,12 @@ class ApiError(Exception):
 
     def openai_body(self) -> dict[str, Any]:
         """Return the body in OpenAI's form. `code` defaults to the status, as in llama.cpp."""
-        fields = {"message": self.message, "type": self.kind, "param": self.param}
+        fields = {"message": self.message, "type": self.error_type, "param": self.param}
         return {"error": {**fields, "code": self.code or self.status, **(self.extra or {})}}
 
     def anthropic_body(self) -> dict[str, Any]:
         """Return the body in Anthropic's form."""
-        return {"type": "error", "error": {"type": self.kind, "message": self.message}}
+        return {"type": "error", "error": {"type": self.error_type, "message": self.message}}
 
     def response(self, path: str = "") -> JSONResponse:
         """Return the HTTP response to a request of this path, whose API decides on the body."""
@@ -57,8 +57,8 @@ def api_error_for(error: BaseException) -> ApiError:
         case RequestValidationError():
             return _malformed(error.errors()[0])
         case HTTPException():
-            kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-            return ApiError(error.status_code, str(error.detail), kind)
+            error_type = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+            return ApiError(error.status_code, str(error.detail), error_type)
         case errors.NoSuchSession():
             return ApiError(404, message, "not_found_error", "session_not_found")
         case errors.InvalidArgument() | errors.UnsupportedModel():

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.model import Model
 from kvkeep.server.errors import ApiError
 from kvkeep.server.grammar import Grammar
 from kvkeep.server.service import GenerationStream, RequestContext, Service
@@ -41,11 +40,11 @@ def _template_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part_text(index: int, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+    fields = part if isinstance(part, Mapping) else {}
+    part_type, text = fields.get("type"), fields.get("text")
+    if part_type not in ("text", "input_text", "output_text") or not isinstance(text, str):
         raise InvalidArgument(
-            f"messages[{index}]: content parts must be text; found {kind or part!r}"
+            f"messages[{index}]: content parts must be text; found {part_type or part!r}"
         )
     return text
 
@@ -80,7 +79,7 @@ async def prompt_ids(
 
 
 def constrain(
-    model: Model,
+    context: RequestContext,
     samplings: list[Sampling],
     tools: Tools = Tools(),  # noqa: B008 (frozen)
     schema: Mapping[str, Any] | None = None,
@@ -90,6 +89,7 @@ def constrain(
 
     Raises InvalidArgument where a grammar comes with either of the others, or cannot be used.
     """
+    model = context.service.model
     if tools.forced:
         schema = tools.schema()
     if schema is not None and grammar:

@@ -94,6 +94,30 @@ class RequestContext:
         )
         return stream
 
+    async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
+        """Wait for all generations; return their results. Raises the first failure.
+
+        The failure of one cancels the others, and a disconnect of the client cancels all of them.
+        The request's body must have been read.
+        """
+
+        def cancel() -> None:
+            for stream in streams:
+                stream.cancel()
+
+        async def cancel_on_disconnect() -> None:
+            while (await self.http_request.receive())["type"] != "http.disconnect":
+                pass
+            cancel()
+
+        watcher = asyncio.create_task(cancel_on_disconnect())
+        try:
+            await asyncio.gather(*(stream.finish() for stream in streams))
+        finally:
+            watcher.cancel()
+            cancel()
+        return [result for stream in streams for result in stream.results]
+
 
 async def _request_context(request: HttpRequest) -> RequestContext:
     # SecurityMiddleware has set the owner.
@@ -174,6 +198,11 @@ class GenerationStream:
         finally:
             self.cancel()
 
+    async def finish(self) -> None:
+        """Wait for all generations. Raises the first failure."""
+        async for _ in self:
+            pass
+
     def cancel(self) -> None:
         """Cancel the generations that have not finished."""
         for generation in self.generations:
@@ -183,33 +212,3 @@ class GenerationStream:
 def _cancel_generations(submission: Future[list[Generation]]) -> None:
     for generation in submission.result() if submission.exception() is None else ():
         generation.cancel()
-
-
-async def collect(http_request: HttpRequest, *streams: GenerationStream) -> list[GenerationResult]:
-    """Wait for all generations; return their results. Raises the first failure.
-
-    The failure of one cancels the others, and a disconnect of the client cancels all of them. The
-    request's body must have been read.
-    """
-
-    def cancel() -> None:
-        for stream in streams:
-            stream.cancel()
-
-    async def cancel_on_disconnect() -> None:
-        while (await http_request.receive())["type"] != "http.disconnect":
-            pass
-        cancel()
-
-    async def finish(stream: GenerationStream) -> list[GenerationResult]:
-        async for _ in stream:
-            pass
-        return stream.results
-
-    watcher = asyncio.create_task(cancel_on_disconnect())
-    try:
-        results = await asyncio.gather(*map(finish, streams))
-        return [result for part in results for result in part]
-    finally:
-        watcher.cancel()
-        cancel()

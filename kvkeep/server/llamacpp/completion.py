@@ -29,7 +29,6 @@ from kvkeep.server.service import (
     GenerationStream,
     RequestContext,
     Service,
-    collect,
 )
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
@@ -138,7 +137,7 @@ async def completion(
         raise
     if body.stream:
         return sse_response(outputs[0].events(started[0]))
-    results = await collect(context.http_request, *started)
+    results = await context.collect(*started)
     responses = [output.whole(result) for output, result in zip(outputs, results, strict=True)]
     return responses if body.has_many_prompts else responses[0]
 
@@ -147,8 +146,8 @@ async def _start(
     body: LlamaCompletionRequest, ids: list[int], context: RequestContext
 ) -> GenerationStream:
     """Submit a prompt, in the session of its slot if it has one."""
-    model, samplings = context.service.model, body.with_defaults().samplings()
-    (sampling,) = constrain(model, samplings, schema=body.json_schema, grammar=body.grammar)
+    samplings = body.with_defaults().samplings()
+    (sampling,) = constrain(context, samplings, schema=body.json_schema, grammar=body.grammar)
     limit = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
     request = GenerationRequest(
         tuple(ids), limit, sampling, body.ignore_eos, logprobs=body.n_probs or None

@@ -29,7 +29,7 @@ from kvkeep.server.schemas import (
     SamplingParams,
     StreamOptions,
 )
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, collect
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import ToolCall, Tools, checked_tools
 
@@ -111,8 +111,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = context.service.max_tokens(body.token_limit)
     request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
-    samplings, model = body.samplings(body.n or 1), context.service.model
-    samplings = constrain(model, samplings, tools, schema, body.grammar)
+    samplings = constrain(context, body.samplings(body.n or 1), tools, schema, body.grammar)
     generations = await start_generations(context, request, samplings)
     head = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -122,7 +121,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     }
     if body.stream:
         return sse_response(_ChatStream(generations, body, tools, head, context.codec).events())
-    results = await collect(context.http_request, generations)
+    results = await context.collect(generations)
     choices = [
         _choice(index, result, body, tools, context.codec) for index, result in enumerate(results)
     ]

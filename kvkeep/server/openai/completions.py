@@ -26,7 +26,7 @@ from kvkeep.server.schemas import (
     StreamOptions,
     TokenId,
 )
-from kvkeep.server.service import ContextDep, GenerationStream, collect
+from kvkeep.server.service import ContextDep, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
@@ -70,7 +70,7 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     echo = codec.decode(ids) if body.echo else ""
     if body.stream:
         return sse_response(_stream(generations, head, body, echo, codec))
-    choices, results = [], await collect(context.http_request, generations)
+    choices, results = [], await context.collect(generations)
     for index, result in enumerate(results):
         logprobs = CompletionLogprobs(codec, len(echo)).entry(result.tokens)
         choices.append(_choice(index, echo + result.text, result.end, logprobs))

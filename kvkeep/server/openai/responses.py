@@ -31,13 +31,7 @@ from kvkeep.server.openai.response_items import (
     text_part,
 )
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
-from kvkeep.server.service import (
-    ContextDep,
-    GenerationResult,
-    GenerationStream,
-    RequestContext,
-    collect,
-)
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import Tools
 
@@ -73,7 +67,7 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
     if body.stream:
         return sse_response(_stream(pending, context))
     try:
-        (result,) = await collect(context.http_request, pending.generations)
+        (result,) = await context.collect(pending.generations)
     except BaseException:
         await _discard(pending.response["id"], context)
         raise
@@ -121,7 +115,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     response_id = f"resp_{secrets.token_hex(12)}"
     messages = await _messages(body, context)
     ids = await prompt_ids(context, [*body.system_messages(), *messages], tools)
-    (sampling,) = constrain(service.model, body.samplings(), tools, schema)
+    (sampling,) = constrain(context, body.samplings(), tools, schema)
     limit = service.context_size
     if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > limit:
         raise context_size_error(
@@ -210,7 +204,7 @@ async def _stream(pending: _PendingResponse, context: RequestContext) -> AsyncIt
         yield event(f"response.{response['status']}", response=response, timings=timings)
     except Exception as error:  # the status is already sent: the last event reports the error
         problem = api_error_for(error)
-        yield event("error", code=problem.kind, message=problem.message, param=problem.param)
+        yield event("error", code=problem.error_type, message=problem.message, param=problem.param)
     finally:
         if not completed:
             await asyncio.shield(_discard(pending.response["id"], context))

@@ -121,12 +121,7 @@ async def compress(body: CompressRequest, session: SessionDep) -> Response:
             progress=engine.yield_turn,
         )
         fields = dataclasses.asdict(report)
-        return {key: fields[key] for key in _REPORT_FIELDS}
+        del fields["chunks"]
+        return fields
 
     return await session.change("compress", apply)
-
-
-_REPORT_FIELDS = (
-    *("method", "budget", "ratio"),
-    *("cells_before", "cells_after", "bytes_before", "bytes_after"),
-)

@@ -21,7 +21,7 @@ from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import template_messages
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
-from kvkeep.server.service import GenerationResult, GenerationStream, collect
+from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
@@ -120,7 +120,7 @@ async def _run(
     generations = await session.generate(request, session.name, session.revision)
     if streamed:
         return sse_response(_stream(generations, session), _error_event)
-    (result,) = await collect(session.http_request, generations)
+    (result,) = await session.collect(generations)
     return await _response(result, session)
 
 
