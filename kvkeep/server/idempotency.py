@@ -25,8 +25,13 @@ MAX_KEY_LENGTH = 200  # characters
 
 @dataclass
 class _KeyedRequest:
-    """A request that came with a key. complete: whether `messages` are the whole response."""
+    """A request that came with a key.
 
+    key: with its owner. digest: of the request. messages: of the response. complete: whether they
+    are the whole response.
+    """
+
+    key: tuple[str, str]
     digest: str
     messages: list[Message] = field(default_factory=list)
     complete: bool = False
@@ -44,15 +49,21 @@ class IdempotencyMiddleware:
         if key is None:
             await self._app(scope, receive, send)
             return
+        try:
+            await self._run_once(key, scope, receive, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    async def _run_once(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a request, or repeat the response of an earlier one. Raises ApiError."""
         if not 0 < len(key) <= MAX_KEY_LENGTH:
-            await bad_key_error().response()(scope, receive, send)
-            return
+            raise bad_key_error()
         body = await read_body(receive)
         if body is None:
             return
         content = b"\0".join((scope["method"].encode(), scope["path"].encode(), body))
-        request = _KeyedRequest(hashlib.sha256(content).hexdigest())
         owned_key = (str(scope.get("owner")), key)
+        request = _KeyedRequest(owned_key, hashlib.sha256(content).hexdigest())
         earlier = self._requests.get(owned_key)
         if earlier is None:
             unread: list[Message] = [{"type": "http.request", "body": body}]
@@ -60,27 +71,21 @@ class IdempotencyMiddleware:
             async def receive_again() -> Message:
                 return unread.pop() if unread else await receive()
 
-            await self._run(owned_key, request, scope, receive_again, send)
+            await self._run(request, scope, receive_again, send)
         elif earlier.digest != request.digest:
-            await key_reused_error().response()(scope, receive, send)
+            raise key_reused_error()
         elif not earlier.complete:
             message = "the request with this Idempotency-Key is still running"
-            error = ApiError(409, message, "conflict_error", "key_at_work")
-            await error.response()(scope, receive, send)
+            raise ApiError(409, message, "conflict_error", "key_at_work")
         else:
             for part in earlier.messages:
                 await send(dict(part))
 
     async def _run(
-        self,
-        owned_key: tuple[str, str],
-        request: _KeyedRequest,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, request: _KeyedRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run a request for the first time and remember its response, unless a retry may differ."""
-        self._requests[owned_key] = request
+        self._requests[request.key] = request
         size = 0
 
         async def record_and_send(message: Message) -> None:
@@ -97,7 +102,7 @@ class IdempotencyMiddleware:
         finally:
             status = request.messages[0]["status"] if request.messages else 503
             if not request.complete or status in _TRANSIENT or status >= 500:
-                self._requests.pop(owned_key, None)
+                self._requests.pop(request.key, None)
             while len(self._requests) > _MAX_KEYS:
                 self._requests.popitem(last=False)
 

@@ -15,7 +15,6 @@ PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/mod
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _READ_ONLY_POSTS = frozenset(("/v1/prefix/explain",))
 
-_TOO_LARGE = ApiError(413, f"a request has at most {MAX_BODY:,} bytes", code="too_large")
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -50,8 +49,11 @@ class SecurityMiddleware:
             return
         send = self._with_headers(send)
         headers = dict(Headers(scope=scope).items())  # the last one of each name
-        error = self._check(scope, headers)
-        if error is not None:
+        try:
+            self._check_host_and_origin(scope, headers)
+            _check_length(headers.get("content-length", "0"))
+            scope["owner"] = self._authenticate(scope, headers)
+        except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
         if headers.get("content-type", _FORM).startswith(_FORM):
@@ -61,7 +63,7 @@ class SecurityMiddleware:
         body = _LimitedBody(receive, send)
         await self._app(scope, body.receive, body.send)
         if body.must_reject:
-            await _TOO_LARGE.response()(scope, receive, send)
+            await _too_large().response()(scope, receive, send)
 
     def _with_headers(self, send: Send) -> Send:
         """Return a `send` that counts statuses and adds the security headers."""
@@ -74,50 +76,48 @@ class SecurityMiddleware:
 
         return send_with_headers
 
-    def _check(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
-        """Return why a request is rejected, or None after setting `scope["owner"]`."""
-        host = _without_port(headers.get("host", ""))
+    def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
+        """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI.
+
+        Browsers send an Origin, and other programs do not.
+        """
+        host, origin = _without_port(headers.get("host", "")), headers.get("origin")
         if host.lower() not in self._hosts:
             message = (
                 f"host {host!r} is not allowed; start the server with --allow-host to allow it"
             )
-            return ApiError(421, message, code="host")
-        error = self._check_origin(scope, headers)
-        if error is not None:
-            return error
-        length = headers.get("content-length", "0")
-        if not (length.isascii() and length.isdigit()):
-            return ApiError(400, "Content-Length must be a number")
-        if len(length) > 12 or int(length) > MAX_BODY:
-            return _TOO_LARGE
-        owner = self._keys.owner(_api_key(headers))
-        public = scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PAGE_PREFIX)
-        if owner is None and not public and scope["method"] != "OPTIONS":
-            return ApiError(401, "missing or unknown API key", "authentication_error", "key")
-        scope["owner"] = owner
-        return None
-
-    def _check_origin(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
-        """Check the Origin header, which browsers send and other programs do not."""
-        origin = headers.get("origin")
+            raise ApiError(421, message, code="host")
         if origin is None:
-            return None
+            return
         from_web_ui = origin.partition("://")[2] == headers.get("host")
         if not from_web_ui and origin not in self._origins:
             message = f"origin {origin} is not allowed; start the server with --allow-origin"
-            return ApiError(403, message, "permission_error", "origin")
+            raise ApiError(403, message, "permission_error", "origin")
         read_only = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POSTS
         if from_web_ui and not self._allow_edit and not read_only:
             message = "the web UI is read-only; start the server with --allow-edit"
-            return ApiError(403, message, "permission_error", "read_only")
-        return None
+            raise ApiError(403, message, "permission_error", "read_only")
+
+    def _authenticate(self, scope: Scope, headers: dict[str, str]) -> str | None:
+        """Return the owner, or None for a public path without one. Raises ApiError (401)."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        bearer = key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key")
+        owner = self._keys.owner(bearer)
+        public = scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PAGE_PREFIX)
+        if owner is None and not public and scope["method"] != "OPTIONS":
+            raise ApiError(401, "missing or unknown API key", "authentication_error", "key")
+        return owner
 
 
-def _api_key(headers: dict[str, str]) -> str | None:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key:
-        return key.strip()
-    return headers.get("x-api-key")
+def _check_length(length: str) -> None:
+    if not (length.isascii() and length.isdigit()):
+        raise ApiError(400, "Content-Length must be a number")
+    if len(length) > 12 or int(length) > MAX_BODY:
+        raise _too_large()
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"a request has at most {MAX_BODY:,} bytes", code="too_large")
 
 
 def _without_port(host: str) -> str:

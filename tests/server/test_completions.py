@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from kvkeep.engine import GeneratedToken, TokenLogprob
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.openai.usage import CompletionLogprobs
+from kvkeep.server.openai.completions import CompletionLogprobs
 
 PROMPT = "The capital of France is"
 

@@ -71,13 +71,12 @@ class LlamaCompletionRequest(SamplingParams):
     @property
     def has_many_prompts(self) -> bool:
         """Whether `prompt` is several prompts; a list with any token id in it is one prompt."""
-        if not isinstance(self.prompt, list):
-            return False
-        return not any(isinstance(part, int) for part in self.prompt)
+        prompt = self.prompt
+        return isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt)
 
     def encode_prompts(self, codec: TextCodec) -> list[list[int]]:
         """Return the token ids of each prompt."""
-        prompts: list[Any] = list(self.prompt) if self.has_many_prompts else [self.prompt]
+        prompts: Any = self.prompt if self.has_many_prompts else [self.prompt]
         return [_encode_prompt(prompt, codec) for prompt in prompts]
 
     def with_encoded_bias(self, codec: TextCodec) -> "LlamaCompletionRequest":

@@ -1,24 +1,20 @@
 """`/v1/completions`: the continuation of a text."""
 
 import asyncio
+import codecs
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, TokenLogprob
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import start_generations
-from kvkeep.server.openai.usage import (
-    FINISH_REASONS,
-    CompletionLogprobs,
-    openai_usage,
-    usage_and_timings,
-)
+from kvkeep.server.openai.usage import FINISH_REASONS, openai_usage, usage_and_timings
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
     MAX_TOKENS,
@@ -106,3 +102,50 @@ def _choice(
 ) -> dict[str, Any]:
     reason = FINISH_REASONS[end.reason] if end else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class CompletionLogprobs:
+    """The log probabilities of one choice's tokens, in the form of completions.
+
+    Offsets count characters of the choice's text, in a stream too. All tokens of a character that
+    takes several tokens have the offset at which that character begins.
+    """
+
+    def __init__(self, codec: TextCodec, start: int = 0):
+        """start: characters of the choice's text before its first token, such as an echo's."""
+        self._codec, self._offset = codec, start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def entry(self, sampled: Sequence[GeneratedToken]) -> dict[str, Any] | None:
+        """Return the entry of the next tokens, or None if log probabilities were not asked."""
+        logprobs = [event.logprob for event in sampled if event.logprob is not None]
+        if not logprobs:
+            return None
+        return {
+            "tokens": [self._token_name(logprob.token) for logprob in logprobs],
+            "token_logprobs": [logprob.logprob for logprob in logprobs],
+            "top_logprobs": [self._top_by_name(event.top_logprobs) for event in sampled],
+            "text_offset": [self._next_offset(event.token) for event in sampled],
+        }
+
+    def _top_by_name(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
+        """Map texts to log probabilities; of two tokens with one text the second has its id."""
+        logprobs: dict[str, float] = {}
+        for logprob in top:
+            name = self._token_name(logprob.token)
+            name = f"token_id:{logprob.token}" if name in logprobs else name
+            logprobs[name] = logprob.logprob
+        return logprobs
+
+    def _token_name(self, token: int) -> str:
+        raw = self._codec.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return f"bytes:{raw.decode(errors='backslashreplace')}"
+
+    def _next_offset(self, token: int) -> int:
+        offset = self._offset
+        if not self._codec.is_control(token):  # control tokens are not part of the text
+            self._offset += len(self._decoder.decode(self._codec.token_bytes(token)))
+        return offset

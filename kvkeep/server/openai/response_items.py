@@ -113,9 +113,9 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": []}
 
 
-def final_fields(end: Finished, prompt: int, cached: int) -> dict[str, Any]:
-    """Return status and usage. prompt: its tokens; cached: those that were not evaluated."""
-    status = _STATUSES[end.reason]
+def final_fields(end: Finished, cached: int) -> dict[str, Any]:
+    """Return status and usage. cached: prompt tokens that were not evaluated."""
+    status, prompt = _STATUSES[end.reason], cached + end.usage.prompt
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     usage = {
         "input_tokens": prompt,

@@ -45,14 +45,12 @@ class _PendingResponse:
     """A response in progress.
 
     request: its body. response: the response object so far. messages: the conversation that it
-    answers. prompt: tokens; cached: those of them that were not evaluated. item_id: of the message
-    that is generated.
+    answers. cached: prompt tokens that were not evaluated. item_id: of the generated message.
     """
 
     request: ResponsesRequest
     response: dict[str, Any]
     messages: list[dict[str, Any]]
-    prompt: int
     cached: int
     generations: GenerationStream
     tools: Tools
@@ -137,7 +135,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         await _discard(response_id, context)
         raise
     response = new_response(response_id, body, service.name)
-    pending = _PendingResponse(body, response, messages, len(ids), cached, generations, tools)
+    pending = _PendingResponse(body, response, messages, cached, generations, tools)
     service.pending_responses[owner, response_id] = pending
     return pending
 
@@ -148,7 +146,7 @@ async def _complete(
     """Return the whole response, stored in its session's notes unless `store` is false."""
     text, calls = pending.tools.parse(result.text)
     output = output_items(pending.item_id, text, calls)
-    final = final_fields(result.end, pending.prompt, pending.cached)
+    final = final_fields(result.end, pending.cached)
     response = {**pending.response, "output": output, **final}
     response_id = response["id"]
     context.service.pending_responses.pop((context.owner, response_id), None)

@@ -1,6 +1,5 @@
 """Parts of responses about a generation: finish reason, usage, timings, log probabilities."""
 
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,50 +75,3 @@ def token_logprobs(
 
     assert sampled.logprob is not None
     return {**entry(sampled.logprob), "top_logprobs": [entry(top) for top in sampled.top_logprobs]}
-
-
-class CompletionLogprobs:
-    """The log probabilities of one choice's tokens, in the form of completions.
-
-    Offsets count characters of the choice's text, in a stream too. All tokens of a character that
-    takes several tokens have the offset at which that character begins.
-    """
-
-    def __init__(self, codec: TextCodec, start: int = 0):
-        """start: characters of the choice's text before its first token, such as an echo's."""
-        self._codec, self._offset = codec, start
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def entry(self, sampled: Sequence[GeneratedToken]) -> dict[str, Any] | None:
-        """Return the entry of the next tokens, or None if log probabilities were not asked."""
-        known = [(event, event.logprob) for event in sampled if event.logprob is not None]
-        if not known:
-            return None
-        return {
-            "tokens": [self._token_name(logprob) for _, logprob in known],
-            "token_logprobs": [logprob.logprob for _, logprob in known],
-            "top_logprobs": [self._top_by_name(event.top_logprobs) for event, _ in known],
-            "text_offset": [self._next_offset(event.token) for event, _ in known],
-        }
-
-    def _top_by_name(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
-        """Map texts to log probabilities; of two tokens with one text the second has its id."""
-        logprobs: dict[str, float] = {}
-        for logprob in top:
-            name = self._token_name(logprob)
-            name = f"token_id:{logprob.token}" if name in logprobs else name
-            logprobs[name] = logprob.logprob
-        return logprobs
-
-    def _token_name(self, logprob: TokenLogprob) -> str:
-        raw = self._codec.token_bytes(logprob.token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return f"bytes:{raw.decode(errors='backslashreplace')}"
-
-    def _next_offset(self, token: int) -> int:
-        offset = self._offset
-        if not self._codec.is_control(token):  # control tokens are not part of the text
-            self._offset += len(self._decoder.decode(self._codec.token_bytes(token)))
-        return offset

@@ -92,18 +92,13 @@ async def unpin(body: RangeRequest, session: SessionDep) -> Response:
 @router.post("/v1/sessions/{name}/spans", response_model=None)
 async def span(body: SpanRequest, session: SessionDep) -> Response:
     """Name tokens; the name moves with them."""
-
-    def apply(live: Session) -> None:
-        live.name(body.name, body.start, body.end)
-
-    return await session.change("span", apply)
+    return await session.change("span", lambda s: s.name(body.name, body.start, body.end))
 
 
 @router.post("/v1/sessions/{name}/rewind", response_model=None)
 async def rewind(body: RewindRequest, session: SessionDep) -> Response:
     """Take back the last `count` tokens."""
-    count = body.count
-    return await session.change("rewind", lambda s: s.rewind(count))
+    return await session.change("rewind", lambda s: s.rewind(body.count))
 
 
 @router.post("/v1/sessions/{name}/compress", response_model=None)

@@ -93,9 +93,8 @@ def _difference_texts(difference: TextDifference | None, codec: TextCodec) -> di
 
 
 def _entry(operation: Operation) -> dict[str, Any]:
-    entry = dataclasses.asdict(operation)
-    del entry["owner"]
-    return entry
+    fields = dataclasses.asdict(operation)
+    return {name: value for name, value in fields.items() if name != "owner"}
 
 
 async def _stream(context: RequestContext, name: str | None) -> AsyncIterator[bytes]:

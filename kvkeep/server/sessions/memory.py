@@ -3,6 +3,7 @@
 from itertools import groupby
 from typing import Annotated, Any
 
+import torch
 from fastapi import APIRouter, Query
 
 from kvkeep.cache.ragged import Ragged
@@ -98,14 +99,11 @@ def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
 
 def _cell_counts(session: Session) -> dict[str, Any]:
     layout = session.cache.layout
-    counts = [[0] * layout.kv_heads for _ in range(layout.layers)]
+    counts = torch.zeros(layout.layers, layout.kv_heads, dtype=torch.int64, device="cpu")
     for segment in session.cache.segments:
         cells = segment.block.slots
-        ragged = cells.counts if isinstance(cells, Ragged) else None
-        for layer, row in enumerate(counts):
-            for head in range(layout.kv_heads):
-                row[head] += segment.length if ragged is None else int(ragged[layer][head])
-    return {"layers": layout.layers, "kv_heads": layout.kv_heads, "cells": counts}
+        counts += cells.counts if isinstance(cells, Ragged) else segment.length
+    return {"layers": layout.layers, "kv_heads": layout.kv_heads, "cells": counts.tolist()}
 
 
 def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
             f"there are {layout.layers} layers with {layout.kv_heads} KV heads; found layer "
             f"{layer}, head {head}"
         )
-    held = list[int]()
+    cell_positions = list[int]()
     for segment in session.cache.segments:
         cells = segment.view(0, segment.length)
         if isinstance(cells, Ragged):
@@ -123,6 +121,6 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
         else:  # `[n]` for all heads alike, or `[layers, kv_heads, n]`
             positions = cells.positions
             positions = positions[layer, head] if positions.ndim == 3 else positions
-        held += positions.tolist()
-    end = max([len(session.tokens), *(position + 1 for position in held)])
-    return {"layer": layer, "head": head, "positions": sorted(held), "end": end}
+        cell_positions += positions.tolist()
+    end = max([len(session.tokens), *(position + 1 for position in cell_positions)])
+    return {"layer": layer, "head": head, "positions": sorted(cell_positions), "end": end}
