@@ -9,7 +9,7 @@ import psutil
 import torch
 
 import kvkeep
-from kvkeep.doctor.machine import cpu_facts, processor_name
+from kvkeep.doctor import cpu_facts, processor_name
 
 # Instructions that determine the speed of bfloat16 and 8-bit products.
 NOTABLE_FLAGS = (

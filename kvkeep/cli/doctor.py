@@ -17,8 +17,7 @@ from kvkeep.storage.files.atomic import folder_bytes
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
-    from kvkeep.doctor.findings import Findings, Kernels, Outlook, Threads
-    from kvkeep.doctor.machine import Cuda, Torch
+    from kvkeep.doctor import Cuda, Findings, Kernels, Outlook, Threads, Torch
 
 _Lines = Iterator[tuple[str, str]]
 # Folders in kvkeep's home: a description, and the command that frees space there.
@@ -45,7 +44,7 @@ def doctor(
 
     Takes about a second: how fast memory is read is measured. No model is fetched.
     """
-    from kvkeep.doctor.findings import examine
+    from kvkeep.doctor import examine
 
     findings = examine(name, dtype, weights, measure)
     if as_json:

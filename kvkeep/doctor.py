@@ -1,0 +1,273 @@
+"""`kvkeep doctor`: processor, kernels, threads, memory, libraries, and the speed of a model."""
+
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+
+from kvkeep.compiled.binding import library
+from kvkeep.compiled.decoder import prompt_dtype, unavailable_reason
+from kvkeep.compiled.instruction_sets import TORCH, selected_set
+from kvkeep.errors import KvkeepError
+from kvkeep.loader import load_model
+from kvkeep.model_facts import model_facts
+from kvkeep.runtime.cpu import CHOSEN_BY, cores, fit_threads, quota
+from kvkeep.types import DtypeName, WeightsName
+from kvkeep.version import __version__
+
+# CPU features that select kernels and PyTorch's matrix products, by their Linux names.
+NOTABLE = (
+    *("avx2", "fma", "f16c"),
+    *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
+    *("amx_bf16", "amx_int8"),
+    *("asimd", "asimddp", "sve", "bf16", "i8mm"),
+)
+_KERNEL_VARIABLES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
+_DEFAULT_READ_SIZE = 256 << 20  # bytes read for the bandwidth if no model says how many
+_MAX_CELLS = 128  # of the session whose decode speed is measured
+_WARMUP_TOKENS, _MEASURED_TOKENS = 8, 32
+_BANDWIDTH_SECONDS = 0.5  # of measuring
+_MIN_READ, _MAX_READ = 32 << 20, 1 << 30  # bytes read in one pass
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The processor. features: those of `NOTABLE` that it has; None if the system lists none."""
+
+    name: str
+    architecture: str
+    features: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Memory, in bytes. read_per_s: bandwidth of all threads reading read_size repeatedly."""
+
+    total: int
+    available: int
+    read_per_s: float
+    read_size: int
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The PyTorch installation.
+
+    capability: the instruction set that torch uses. libraries: its matrix product libraries.
+    multiplies_bf16: whether oneDNN has bfloat16 products for this processor; None without oneDNN.
+    prompts: the dtype of matrix products during prefill of a bfloat16 model.
+    """
+
+    version: str
+    capability: str
+    libraries: tuple[str, ...]
+    multiplies_bf16: bool | None
+    prompts: str
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """The GPUs. built_for: torch's CUDA version, None without. devices: the names of the GPUs."""
+
+    built_for: str | None
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The compiled kernels in use.
+
+    name: of the instruction set, or "torch". against: why each faster instruction set is not used,
+    by name. environment: the variables that select kernels, if set.
+    """
+
+    name: str
+    against: dict[str, str]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Threads:
+    """The threads and cores in use.
+
+    used: threads of torch and the kernels. cores: those that this process may run on. quota: the
+    cgroup CPU quota in cores; None for no limit. load: the machine's load average of the last
+    minute; None if the system has none. environment: the variables that select the number of
+    threads, if set.
+    """
+
+    used: int
+    cores: int
+    quota: float | None
+    load: float | None
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The decode speed of a model on this machine.
+
+    decode: the executor of decode steps, and why a faster one is not used. bytes_per_token: weights
+    read for each token. most_tokens_per_s: the limit set by memory bandwidth while few cells are
+    held, since each token reads all these weights and the cells. measured_tokens_per_s: None if not
+    measured.
+    """
+
+    name: str
+    decode: str
+    bytes_per_token: int
+    most_tokens_per_s: float
+    measured_tokens_per_s: float | None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All findings. model: None for the reason in no_model."""
+
+    kvkeep: str
+    python: str
+    system: str
+    processor: Processor
+    kernels: Kernels
+    threads: Threads
+    memory: MemoryFacts
+    torch: Torch
+    cuda: Cuda
+    model: Outlook | None
+    no_model: str
+
+
+def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool) -> Findings:
+    """Examine this machine, and a model if it is there. No model is fetched.
+
+    name, dtype, weights: of the model, as in `load_model`. measure: whether to measure its decode
+    speed. Raises InvalidArgument if the environment requests kernels that are not available.
+    """
+    kernels = _describe_kernels()
+    fit_threads()
+    facts, model, no_model = None, None, ""
+    try:
+        facts = model_facts(name, dtype, weights)
+    except KvkeepError as error:
+        no_model = str(error)
+    memory = _describe_memory(facts.bytes_per_token if facts else _DEFAULT_READ_SIZE)
+    if facts:
+        limit = memory.read_per_s / facts.bytes_per_token
+        measured = _decode_speed(name, dtype, weights) if measure else None
+        model = Outlook(facts.name, facts.decode, facts.bytes_per_token, limit, measured)
+    return Findings(
+        kvkeep=__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()}, {platform.machine()}",
+        processor=_describe_processor(),
+        kernels=kernels,
+        threads=_describe_threads(),
+        memory=memory,
+        torch=_describe_torch(),
+        cuda=_describe_cuda(),
+        model=model,
+        no_model=no_model,
+    )
+
+
+def _decode_speed(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
+    """Load the model and measure tokens/s over 32 tokens: the inverse of the median time."""
+    session = load_model(name, dtype=dtype, weights=weights).session(_MAX_CELLS)
+    session.feed([1])
+    seconds = list[float]()
+    for _ in range(_WARMUP_TOKENS + _MEASURED_TOKENS):
+        start = time.perf_counter()
+        session.next_token()
+        seconds.append(time.perf_counter() - start)
+    return 1 / median(seconds[_WARMUP_TOKENS:])
+
+
+def _describe_kernels() -> Kernels:
+    selected, against = selected_set(), dict(selected_set().rejected)
+    if selected.name != TORCH and library() is None:
+        against[selected.name] = unavailable_reason()
+    name = selected.name if library() else TORCH
+    return Kernels(name, against, _set_variables(_KERNEL_VARIABLES))
+
+
+def _describe_threads() -> Threads:
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return Threads(torch.get_num_threads(), cores(), quota(), load, _set_variables(CHOSEN_BY))
+
+
+def _set_variables(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment variables of these names that are set, and not empty."""
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _describe_processor() -> Processor:
+    facts = cpu_facts()
+    flags = facts.get("flags") or facts.get("Features")
+    features = None if flags is None else tuple(f for f in NOTABLE if f in flags.split())
+    return Processor(processor_name(facts), platform.machine(), features)
+
+
+def cpu_facts() -> dict[str, str]:
+    """Return the fields of /proc/cpuinfo for the first core; empty where there is no such file."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    fields = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
+
+
+def processor_name(facts: dict[str, str]) -> str:
+    """Return the processor's name. facts: the result of `cpu_facts`."""
+    name = facts.get("model name")
+    if not name and platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    elif not name:
+        name = platform.processor()
+    return name or platform.machine()
+
+
+def _describe_memory(read_size: int) -> MemoryFacts:
+    """Describe the memory and measure its bandwidth: the fastest pass within half a second.
+
+    Decoding with a large model is mostly limited by this bandwidth.
+
+    read_size: bytes that all torch threads read in one pass; at least 32 MiB, since less would fit
+    in the processor's caches, and at most 1 GiB or a quarter of free memory.
+    """
+    memory = psutil.virtual_memory()
+    size = max(_MIN_READ, min(read_size, _MAX_READ, memory.available // 4)) // 4 * 4
+    buffer = torch.ones(size // 4, dtype=torch.float32, device="cpu")
+    bandwidth, start = 0.0, time.perf_counter()
+    while time.perf_counter() - start < _BANDWIDTH_SECONDS:
+        pass_start = time.perf_counter()
+        buffer.sum()
+        bandwidth = max(bandwidth, buffer.nbytes / (time.perf_counter() - pass_start))
+    return MemoryFacts(memory.total, memory.available, bandwidth, size)
+
+
+def _describe_torch() -> Torch:
+    libraries = {"MKL": torch._C.has_mkl, "oneDNN": torch._C._has_mkldnn}
+    multiplies_bf16 = None
+    if torch._C._has_mkldnn:
+        multiplies_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    dtype = torch.bfloat16 if library() is None else prompt_dtype()
+    return Torch(
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        tuple(name for name, present in libraries.items() if present),
+        multiplies_bf16,
+        str(dtype).removeprefix("torch."),
+    )
+
+
+def _describe_cuda() -> Cuda:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Cuda(torch.version.cuda, tuple(map(torch.cuda.get_device_name, range(count))))

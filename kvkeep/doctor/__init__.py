@@ -1,1 +1,0 @@
-"""Diagnostics: processor, kernels, threads, memory, libraries, and the speed of a model."""
