@@ -113,7 +113,7 @@ class Model(LoadedModel):
         Raises InvalidArgument for a number out of range, an unknown policy, and a setting that has
         no meaning for the policy.
         """
-        whole = keep is not None and validation.whole("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
+        whole = keep is not None and validation.integer("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
         if isinstance(policy, Policy):
             if given := _given(max_kv_size=max_kv_size, keep=keep, **settings):
                 raise InvalidArgument(

@@ -61,10 +61,10 @@ class GenerationRequest:
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        validation.optional_whole("max_tokens", self.max_tokens, 0)
+        validation.optional_integer("max_tokens", self.max_tokens, 0)
         validation.instance("sampling", self.sampling, Sampling)
-        validation.optional_whole("logprobs", self.logprobs, 0)
-        validation.whole("priority", self.priority)
+        validation.optional_integer("logprobs", self.logprobs, 0)
+        validation.integer("priority", self.priority)
         if not self.prompt and self.max_tokens == 0:
             raise InvalidArgument("nothing is asked for: no prompt, and no tokens")
 

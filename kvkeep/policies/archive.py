@@ -69,11 +69,11 @@ class Archive(Policy):
     statistics: Statistics | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", validation.number("ratio", self.ratio))
+        object.__setattr__(self, "ratio", validation.finite_number("ratio", self.ratio))
         for name in ("calibrated_by", "budget"):
             object.__setattr__(self, name, validation.text(name, getattr(self, name)))
-        size = validation.whole("max_kv_size", self.max_kv_size, 1)
-        block, window = (validation.whole(n, getattr(self, n)) for n in ("block", "window"))
+        size = validation.integer("max_kv_size", self.max_kv_size, 1)
+        block, window = (validation.integer(n, getattr(self, n)) for n in ("block", "window"))
         object.__setattr__(self, "block", block or min(512, max(1, size // 16)))
         object.__setattr__(self, "window", window or max(1, size * 11 // 16))
         super().__post_init__()

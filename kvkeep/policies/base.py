@@ -28,7 +28,7 @@ class Policy(ABC):
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.type is int:
-                self._set(field.name, validation.whole(field.name, getattr(self, field.name)))
+                self._set(field.name, validation.integer(field.name, getattr(self, field.name)))
         self.check()
 
     def _set(self, name: str, value: object) -> None:
@@ -80,7 +80,7 @@ class Policy(ABC):
         Raises:
             InvalidArgument: says which settings do not fit.
         """
-        validation.whole("max_kv_size", self.max_kv_size, 1)
+        validation.integer("max_kv_size", self.max_kv_size, 1)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings with which `make_policy` makes this policy again; JSON values."""

@@ -5,15 +5,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.session.rendering import common, cut, encode_pieces, mark_for
+from kvkeep.session.rendering import common_prefix, encode_pieces, placeholder_for, split_at_text
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.session.session import Session
-    from kvkeep.session.spans import TokenRange
 
 CHAT = "chat"  # note of a snapshot: what a chat needs beside its tokens; see Conversation.notes
-_MARK = mark_for()  # placeholder for an answer in a rendering
+_ANSWER = placeholder_for()  # stands for an answer in a rendering
 
 
 def system_tokens(codec: "TextCodec", system: str) -> int:
@@ -22,20 +21,20 @@ def system_tokens(codec: "TextCodec", system: str) -> int:
     Raises InvalidArgument if the template takes no system prompt, UnsupportedModel if there is no
     template.
     """
-    pieces = _first_pieces(codec, system, mark_for(system))
+    pieces = _first_turn_pieces(codec, system, placeholder_for(system))
     before, text, between = pieces[:3]
     try:
         prompt = {"role": "system", "content": system}
-        part = codec.chat([prompt], add_generation_prompt=False).sealed
+        alone = codec.chat([prompt], add_generation_prompt=False).sealed
     except KvkeepError:
-        part = ""
+        alone = ""
     # Some templates put it inside the first user turn: then it ends where the user's text begins.
     after = between
-    if part.startswith(before + text) and "".join(pieces).startswith(part):
-        after = part[len(before + text) :]
-    # If the part ends inside a word, its last token differs from that of the whole.
+    if alone.startswith(before + text) and "".join(pieces).startswith(alone):
+        after = alone[len(before + text) :]
+    # If it ends inside a word, its last token differs from that of the whole rendering.
     ids, _ = encode_pieces(codec, [before, text, after])
-    return common(encode_pieces(codec, pieces)[0], ids)
+    return common_prefix(encode_pieces(codec, pieces)[0], ids)
 
 
 class Conversation:
@@ -50,6 +49,8 @@ class Conversation:
     without a system prompt); "system text", "turn 3 question" and "turn 3 answer" exclude them. No
     token of the latter reaches into the template, so that any can be replaced by its name (for the
     exceptions, see `encode_pieces`).
+
+    notes: what a snapshot must hold beside tokens and spans.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Conversation:
         self.session = session
         self.codec = codec
         self._eos = eos_token_ids
-        self.notes: dict[str, str | None] = {"system": system}  # the rest is in tokens and spans
-        self._last = max(self.turns, default=0)
-        _rendered_first(codec, system, "")  # raises if there is no template
+        self.notes: dict[str, str | None] = {"system": system}
+        self._last_turn = max(self.turns, default=0)
+        _render_first_turn(codec, system, "")  # raises if there is no template
 
     def fork(self) -> "Conversation":
         """Return the same conversation in a fork of the session."""
@@ -86,72 +87,70 @@ class Conversation:
     @property
     def last_turn(self) -> int:
         """The number of the newest turn; 0 if there is none. Cheap at any length."""
-        while self._last and f"turn {self._last}" not in self.session.places:
-            self._last -= 1
-        return self._last
+        while self._last_turn and f"turn {self._last_turn}" not in self.session.places:
+            self._last_turn -= 1
+        return self._last_turn
 
-    def begin_turn(self, words: str) -> list[int]:
-        """Return the tokens to prefill so that the model answers `words`: those not in memory yet.
+    def begin_turn(self, question: str) -> list[int]:
+        """Return the tokens to prefill so that the model answers: those not in memory yet.
 
         An answer that was cut off is closed first; a complete one has its end-of-turn token in
-        memory already. An end token that is not the template's is taken back.
+        memory already. An end token that is not the template's is removed from the session.
         """
-        if not self.session.tokens:
-            return encode_pieces(self.codec, self._first(words))[0]
-        head, (before, *rest) = self._head, self._opening(words)
-        if head is not None and head[1] == len(self.session.tokens):
+        tokens, spans = self.session.tokens, self.session.places
+        if not tokens:
+            return encode_pieces(self.codec, self._first_turn_pieces(question))[0]
+        before, *rest = self._later_turn_pieces(question)
+        _, system_end = spans.get("system", spans.get("opening", (0, None)))
+        if system_end == len(tokens):  # no turn follows the system prompt
             return encode_pieces(self.codec, [before, *rest])[0]
-        closing = self.codec.encode_sealed(self._closing)
-        ids, _ = encode_pieces(self.codec, [self._closing + before, *rest])
-        last = self.session.tokens[-1]
-        if last in self._eos and last != ids[0] and not self.session.cache.recurrent:
+        closing = self.codec.encode_sealed(self._answer_end)
+        ids, _ = encode_pieces(self.codec, [self._answer_end + before, *rest])
+        if tokens[-1] in self._eos and tokens[-1] != ids[0] and not self.session.cache.recurrent:
             # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)
         return ids[_overlap(self.session.tokens, ids[: len(closing)]) :]
 
-    def name_turn(self, words: str, fed: int, written: int = 0) -> None:
+    def name_turn(self, question: str, fed: int, generated: int = 0) -> None:
         """Name the spans of a turn whose tokens were prefilled.
 
-        fed: count of tokens that `begin_turn` returned. written: count of tokens generated since.
+        fed: count of tokens that `begin_turn` returned. generated: count of tokens since then.
         """
-        total, newest = len(self.session.tokens) - written, self.last_turn
-        opening, places = encode_pieces(self.codec, self._opening(words))
-        ids = self.session.tokens[total - fed : total]
-        own = len(opening) if ids[-len(opening) :] == opening else fed
-        first, turn = total - own, f"turn {newest + 1}"
-        if newest:
+        end, previous = len(self.session.tokens) - generated, self.last_turn
+        ids, ranges = encode_pieces(self.codec, self._later_turn_pieces(question))
+        prefilled = self.session.tokens[end - fed : end]
+        turn_length = len(ids) if prefilled[-len(ids) :] == ids else fed
+        start, turn = end - turn_length, f"turn {previous + 1}"
+        if previous:
             # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
-            last = f"turn {newest}"
-            self.session.name(last, self.session.places[last][0], first)
-        elif fed == total and first:
-            self._name_head(words, first)
-        self.session.name(turn, first, total)
-        self._last = newest + 1
-        if own == fed == total and ids != opening:  # the template writes the first turn differently
-            opening, places = encode_pieces(self.codec, self._first(words))
-        start, end = places[-2]
-        if start < end:
-            before = total - len(opening)
-            self.session.name(f"{turn} question", before + start, before + end)
+            name = f"turn {previous}"
+            self.session.name(name, self.session.places[name][0], start)
+        elif fed == end and start:
+            self._name_system(question, start)
+        self.session.name(turn, start, end)
+        self._last_turn = previous + 1
+        if turn_length == fed == end and prefilled != ids:
+            # The template writes the first turn differently.
+            ids, ranges = encode_pieces(self.codec, self._first_turn_pieces(question))
+        self._name_text(f"{turn} question", ranges[-2], end - len(ids))
 
     @property
     def is_open(self) -> bool:
         """Whether the newest turn has no answer yet."""
-        last, places = f"turn {self.last_turn}", self.session.places
-        return last in places and f"{last} answer" not in places
+        turn, spans = f"turn {self.last_turn}", self.session.places
+        return turn in spans and f"{turn} answer" not in spans
 
     def end_turn(self) -> None:
         """Name the span of the answer, once it is complete."""
         if not self.last_turn:
             return
         turn, tokens = f"turn {self.last_turn}", self.session.tokens
-        start, first = self.session.places[turn]
+        start, answer = self.session.places[turn]
         end = len(tokens)
         self.session.name(turn, start, end)
-        if end > first and tokens[-1] in self._eos:
+        if end > answer and tokens[-1] in self._eos:
             end -= 1
-        if end > first:
-            self.session.name(f"{turn} answer", first, end)
+        self._name_text(f"{turn} answer", (answer, end))
 
     def undo(self) -> int:
         """Rewind the last turn, question and answer; return the count of its tokens.
@@ -164,65 +163,65 @@ class Conversation:
         self.session.rewind(count)
         return count
 
-    @property
-    def _head(self) -> "TokenRange | None":
-        """The range before the first turn."""
-        places = self.session.places
-        return places.get("system", places.get("opening"))
-
-    def _name_head(self, words: str, end: int) -> None:
+    def _name_system(self, question: str, end: int) -> None:
+        """Name the first `end` tokens, which come before the first turn."""
         self.session.name("opening" if self.system is None else "system", 0, end)
-        if self.system is None:
-            return
-        _, places = encode_pieces(self.codec, self._first(words))
-        start, end = places[1]
+        if self.system is not None:
+            _, ranges = encode_pieces(self.codec, self._first_turn_pieces(question))
+            self._name_text("system text", ranges[1])
+
+    def _name_text(self, name: str, text: tuple[int, int], offset: int = 0) -> None:
+        start, end = text
         if start < end:
-            self.session.name("system text", start, end)
+            self.session.name(name, offset + start, offset + end)
 
     @cached_property
-    def _closing(self) -> str:
+    def _answer_end(self) -> str:
         """The text that the template writes after an answer."""
-        turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        closing = self.codec.chat(turn, add_generation_prompt=False).sealed.partition(_MARK)[2]
-        return closing if self._after("-").startswith(closing) else ""
+        turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
+        end = self.codec.chat(turn, add_generation_prompt=False).sealed.partition(_ANSWER)[2]
+        return end if self._render_after_answer("-").startswith(end) else ""
 
-    def _opening(self, words: str) -> tuple[str, str, str]:
-        """A later turn up to where its answer begins, in pieces as `_first` returns them."""
-        mark, closing = mark_for(words), len(self._closing)
-        return cut(self._after(words)[closing:], self._after(mark)[closing:], mark)
+    def _first_turn_pieces(self, question: str) -> list[str]:
+        return _first_turn_pieces(self.codec, self.system, question)
 
-    def _first(self, words: str) -> list[str]:
-        return _first_pieces(self.codec, self.system, words)
+    def _later_turn_pieces(self, question: str) -> tuple[str, str, str]:
+        """Return a later turn up to where its answer begins: before, of and after the question."""
+        mark, skipped = placeholder_for(question), len(self._answer_end)
+        rendered = self._render_after_answer(question)[skipped:]
+        return split_at_text(rendered, self._render_after_answer(mark)[skipped:], mark)
 
-    def _after(self, words: str) -> str:
+    def _render_after_answer(self, question: str) -> str:
         turns = [
             {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _MARK},
-            {"role": "user", "content": words},
+            {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": question},
         ]
-        return self.codec.chat(turns).sealed.partition(_MARK)[2]
+        return self.codec.chat(turns).sealed.partition(_ANSWER)[2]
 
 
-def _first_pieces(codec: "TextCodec", system: str | None, words: str) -> list[str]:
-    """The first turn and everything before it, in pieces.
+def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) -> list[str]:
+    """Return the first turn and everything before it, in pieces.
 
-    The user's words are the last piece but one, and the system prompt's text, if there is one, the
+    The question is the last piece but one, and the system prompt's text, if there is one, the
     second. Either is "" if the template does not write it as one piece.
     """
-    whole, mark = _rendered_first(codec, system, words), mark_for(system, words)
-    before, text, after = cut(whole, _rendered_first(codec, system, mark), mark)
+    rendered, mark = _render_first_turn(codec, system, question), placeholder_for(system, question)
+    before, text, after = split_at_text(rendered, _render_first_turn(codec, system, mark), mark)
     if system is None:
         return [before, text, after]
-    head, own, rest = cut(whole, _rendered_first(codec, mark, words), mark)
+    before_system, system_text, rest = split_at_text(
+        rendered, _render_first_turn(codec, mark, question), mark
+    )
     between = len(rest) - len(text) - len(after)
-    if not own or between < 0:
+    if not system_text or between < 0:
         return ["", "", before, text, after]
-    return [head, own, rest[:between], text, after]
+    return [before_system, system_text, rest[:between], text, after]
 
 
-def _rendered_first(codec: "TextCodec", system: str | None, words: str) -> str:
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    return codec.chat([*opening, {"role": "user", "content": words}]).sealed
+def _render_first_turn(codec: "TextCodec", system: str | None, question: str) -> str:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return codec.chat([*messages, {"role": "user", "content": question}]).sealed
 
 
 def turns_in(spans: Iterable[str]) -> list[int]:
@@ -232,6 +231,6 @@ def turns_in(spans: Iterable[str]) -> list[int]:
 
 
 def _overlap(tokens: Sequence[int], ids: list[int]) -> int:
-    """The largest n so that the last n tokens are the first n ids."""
+    """Return the largest n for which the last n tokens are the first n ids."""
     lengths = range(min(len(tokens), len(ids)), 0, -1)
     return next((n for n in lengths if tokens[-n:] == ids[:n]), 0)

@@ -101,7 +101,7 @@ class SessionCore:
         store: PrefixCache | None,
         bits: Bits,
     ):
-        self.prefill_step = validation.whole("prefill_step", prefill_step, 1)
+        self.prefill_step = validation.integer("prefill_step", prefill_step, 1)
         self.model = model
         self.state = SessionState(Memory(model.decoder, policy, bits))
         self.store = _checked_store(store)
@@ -162,7 +162,7 @@ class SessionCore:
                 known = ", ".join(spans) or "none"
                 raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
             return spans[start]
-        start, end = validation.whole("start", start), validation.optional_whole("end", end)
+        start, end = validation.integer("start", start), validation.optional_integer("end", end)
         total = len(self.memory.tokens)
         if end is None or not 0 <= start < end <= total:
             raise InvalidArgument(

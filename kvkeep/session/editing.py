@@ -50,7 +50,7 @@ def insert(
     core: SessionCore, at: int, text: str | Sequence[int], recompute: Recompute, special: bool
 ) -> EditReport:
     """Insert text or token ids before token `at`; see `Session.insert`."""
-    at = validation.whole("at", at)
+    at = validation.integer("at", at)
     return edit(core, at, at, core.encode(text, special), recompute)
 
 

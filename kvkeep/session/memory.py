@@ -262,7 +262,7 @@ class Memory:
                 f"the last {count} tokens cannot be taken back without a trace: what was there "
                 "before them is not all held any more, or layers keep states of it"
             )
-        self.remove_newest(validation.whole("count", count, 0, total))
+        self.remove_newest(validation.integer("count", count, 0, total))
 
     def clear(self) -> list[int]:
         """Remove and return every token, held or not; no token must remain to go on from."""

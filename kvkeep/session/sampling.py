@@ -78,10 +78,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            self._set(name, validation.number(name, getattr(self, name)))
+            self._set(name, validation.finite_number(name, getattr(self, name)))
         for name in ("top_k", "repetition_window"):
-            self._set(name, validation.whole(name, getattr(self, name), 0))
-        self._set("seed", validation.optional_whole("seed", self.seed, 0))
+            self._set(name, validation.integer(name, getattr(self, name), 0))
+        self._set("seed", validation.optional_integer("seed", self.seed, 0))
         self._set("stop", _stop_strings(self.stop))
         self._set("logit_bias", _biases(self.logit_bias))
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
@@ -127,7 +127,10 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         _require(False, "logit_bias", "pairs of a token id and a number", value)
     return tuple(
-        (validation.whole("a token of logit_bias", token, 0), validation.number("logit_bias", bias))
+        (
+            validation.integer("a token of logit_bias", token, 0),
+            validation.finite_number("logit_bias", bias),
+        )
         for token, bias in pairs
     )
 
@@ -165,7 +168,7 @@ class Sampler:
         if not state:
             return sampler
         try:
-            sampler._seed = validation.optional_whole("seed", state["seed"], 0)
+            sampler._seed = validation.optional_integer("seed", state["seed"], 0)
             sampler._random = np.random.Generator(np.random.PCG64(0))
             sampler._random.bit_generator.state = state["generator"]
         except (LookupError, TypeError, ValueError, OverflowError) as error:

@@ -136,7 +136,7 @@ class Session:
         An error is raised after the text of all tokens in the session was yielded; `finish_reason`
         is "full" for ContextFull, "interrupt" for Ctrl-C, "error" for any other.
         """
-        max_tokens = validation.optional_whole("max_tokens", max_tokens, 0)
+        max_tokens = validation.optional_integer("max_tokens", max_tokens, 0)
         validation.instance("sampling", sampling, Sampling)
         ignored = validation.flag("ignore_eos", ignore_eos)
         end_ids = () if ignored else self.core.model.end_token_ids
@@ -179,7 +179,7 @@ class Session:
         Raises InvalidArgument for a negative count, and if the token before is no longer held.
         """
         with session_transaction([self.core]) as (state,):
-            count, memory = validation.whole("count", count), state.memory
+            count, memory = validation.integer("count", count), state.memory
             everything = count == len(memory.tokens) > memory.rewindable
             removed = memory.clear() if everything else rewind(memory, count)
             state.truncate_spans(len(memory.tokens))
@@ -193,7 +193,7 @@ class Session:
         decoding does. Raises InvalidArgument if cells of earlier tokens were evicted meanwhile.
         """
         with session_transaction([self.core]) as (state,):
-            state.memory.truncate(validation.whole("count", count, 0))
+            state.memory.truncate(validation.integer("count", count, 0))
             state.truncate_spans(len(state.memory.tokens))
 
     @computes
@@ -262,7 +262,7 @@ class Session:
         The first `keep` tokens stay: by default those that the policy keeps, or 4. A session whose
         context is full can so continue.
         """
-        count, keep = validation.whole("count", count), validation.optional_whole("keep", keep)
+        count, keep = validation.integer("count", count), validation.optional_integer("keep", keep)
         if keep is None:
             keep = min(self.keep, 4) if self.policy == "full" else self.keep
         return editing.make_room(self.core, count, bridge, keep)
@@ -300,15 +300,15 @@ class Session:
 
         Raises InvalidArgument if that is impossible, before anything is changed.
         """
-        ratio = validation.number("ratio", ratio)
-        seed = validation.whole("seed", seed, 0)
+        ratio = validation.finite_number("ratio", ratio)
+        seed = validation.integer("seed", seed, 0)
         progress = validation.progress(progress)
         core = self.core
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(core.model)
         statistics = calibration.statistics if calibration else None
         chosen = make_method(default_method(core.memory, statistics) if method is None else method)
-        recent = validation.optional_whole("recent", recent)
+        recent = validation.optional_integer("recent", recent)
         plan = CompressionPlan(
             chosen, ratio, budget, core.model.text, recent, seed, statistics, progress
         )
@@ -399,7 +399,7 @@ class Session:
         tokens up to `at` are no longer held.
         """
         core, total = self.core, len(self.tokens)
-        at = validation.optional_whole("at", at)
+        at = validation.optional_integer("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
         fork = shallow_copy(self)
@@ -433,7 +433,7 @@ class Session:
         there are fewer than `count`.
         """
         core = self.core
-        count = validation.whole("count", count, 0, len(self.tokens))
+        count = validation.integer("count", count, 0, len(self.tokens))
         beginning, state = shallow_copy(self), shallow_copy(core.state)
         state.memory, state.sampler = core.memory.beginning(count), Sampler()
         state.truncate_spans(count)
@@ -474,7 +474,7 @@ class Session:
 
     @keep.setter
     def keep(self, keep: int) -> None:
-        keep = validation.whole("keep", keep)
+        keep = validation.integer("keep", keep)
         if keep == WHOLE_PROMPT:
             self.core.memory.policy.with_settings(keep=0)  # refused by policies without kept tokens
         with session_transaction([self.core]) as (state,):
@@ -497,7 +497,7 @@ class Session:
                 f'policy "{self.policy}" has no discard to set; policy="shift" has'
             )
         with session_transaction([self.core]) as (state,):
-            state.memory.change_policy(discard=validation.whole("discard", discard))
+            state.memory.change_policy(discard=validation.integer("discard", discard))
 
     def __repr__(self) -> str:
         spans, pins = self.core.state.spans, self.core.memory.pins

@@ -315,7 +315,7 @@ class KvkeepCache(Cache):
         Raises InvalidArgument if cells from before these tokens are gone: in a bounded cache that
         is full, tokens were evicted for them.
         """
-        count = abs(validation.whole("tokens_to_remove", tokens_to_remove))
+        count = abs(validation.integer("tokens_to_remove", tokens_to_remove))
         if not count:
             return
         if tokens_to_remove > 0:

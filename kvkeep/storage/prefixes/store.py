@@ -48,7 +48,7 @@ class PrefixStore:
     def __init__(self, path: str | Path, max_bytes: int = 2_000_000_000):
         """Raises InvalidArgument for a quota below 1, StoreError for an unusable folder."""
         self.path = validation.path("path", path)
-        self.max_bytes = validation.whole("max_bytes", max_bytes, 1)
+        self.max_bytes = validation.integer("max_bytes", max_bytes, 1)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -103,7 +103,7 @@ class PrefixStore:
         Raises InvalidArgument for a start within a block, StoreError if the folder cannot be
         written, Locked if another process holds the lock for more than some seconds.
         """
-        if validation.whole("start", start, 0) % BLOCK_TOKENS:
+        if validation.integer("start", start, 0) % BLOCK_TOKENS:
             raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
         prompt_blocks = _blocks(fingerprint, tokens)
         stored = prompt_blocks[: start // BLOCK_TOKENS]
@@ -126,7 +126,7 @@ class PrefixStore:
         max_bytes: None for the store's own quota. Raises InvalidArgument for a quota below 0,
         StoreError and Locked as `add`.
         """
-        quota = validation.optional_whole("max_bytes", max_bytes, 0)
+        quota = validation.optional_integer("max_bytes", max_bytes, 0)
         with self._locked():
             before = self.nbytes
             sweep_temporaries(self.path)
