@@ -20,10 +20,8 @@ INTERRUPTED = 128 + signal.SIGINT  # as shells report it
 PIPE_CLOSED = 128 + 13  # SIGPIPE
 COMMANDS = {
     "generate": LazyCommand("kvkeep.cli.generate:generate", "Continue a text."),
-    "chat": LazyCommand(
-        "kvkeep.cli.chat.command:chat", "Talk with a model, for as long as you like."
-    ),
-    "batch": LazyCommand("kvkeep.cli.batch.command:batch", "Answer many prompts at once."),
+    "chat": LazyCommand("kvkeep.cli.chat:chat", "Talk with a model, for as long as you like."),
+    "batch": LazyCommand("kvkeep.cli.batch:batch", "Answer many prompts at once."),
     "serve": LazyCommand("kvkeep.cli.serve:serve", "Serve a model to many over HTTP."),
     "fleet": LazyCommand("kvkeep.cli.fleet:fleet", "Serve a model from several servers."),
     "sessions": LazyCommand(

@@ -1,4 +1,4 @@
-"""Messages on standard error, tables, and counts and sizes as messages show them."""
+"""Output of commands: messages, tables, streamed text, and counts and sizes in words."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import TextIO
 
 import click
+
+from kvkeep.runtime.signals import first_interrupt_deferred
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -55,3 +57,43 @@ def shown_bytes(count: int) -> str:
             tenths = -(-count * 10 // size)
             return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
     return f"{-(-count // 1000)}KB"
+
+
+def write_flushed(text: str) -> None:
+    """Write to standard output at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class Screen:
+    """Output of text piece by piece, unchanged, as for a pipe or file.
+
+    taken: characters passed to `write` so far. The first Ctrl-C is deferred until a piece is shown,
+    so that no piece is shown in part or twice. A second one is not, since the reader of a pipe may
+    have stopped.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._last = "\n"
+
+    def write(self, piece: str) -> None:
+        """Show a piece immediately. Raises OSError when standard output is closed."""
+        with first_interrupt_deferred():
+            self.taken += len(piece)
+            self._show(piece)
+
+    def end(self) -> None:
+        """End the answer, complete or not. Later output starts on a new line."""
+        with first_interrupt_deferred():
+            self._finish()
+
+    def _show(self, piece: str) -> None:
+        if piece:
+            self._last = piece[-1]
+            write_flushed(piece)
+
+    def _finish(self) -> None:
+        if self._last != "\n":
+            write_flushed("\n")
+        self._last = "\n"

@@ -16,8 +16,7 @@ from kvkeep import Sampling
 from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, gains_from_calibration
 from kvkeep.cli.memory import warn_without_prefixes
 from kvkeep.cli.options import OutputChoice, is_given
-from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.cli.screen import Screen
+from kvkeep.cli.output import Screen, counted, megabytes, say
 from kvkeep.cli.session_file import OpenedSession, SessionWriter
 from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss

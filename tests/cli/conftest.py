@@ -6,12 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import interrupt_at_step
 import pytest
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
 
+from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.commands import COMMANDS, CommandTarget, run_command
 from kvkeep.cli.main import main
 
 Invoke = Callable[..., Result]
@@ -77,3 +81,9 @@ def start() -> Iterator[Start]:
     for process in running:
         process.kill()
         process.wait()
+
+
+def run_on_branches(line: str, branches: Branches) -> str:
+    """Run a chat command that needs nothing but the branches; return its message."""
+    chat = SimpleNamespace(branches=branches, commands=COMMANDS)
+    return run_command(line, cast(CommandTarget, chat))

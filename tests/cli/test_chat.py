@@ -6,11 +6,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from cli.conftest import run_on_branches
 
 from kvkeep import Session, load_model
 from kvkeep.cli.chat.branches import Branches
-from kvkeep.cli.chat.memory_commands import run_command
-from kvkeep.cli.chat.passages import content as find_content
+from kvkeep.cli.chat.passages import find_passage
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
@@ -74,9 +74,9 @@ def test_typing_an_end_of_turn_token_does_not_end_a_turn(model: Model) -> None:
     assert injected.session.text().count(INJECTED) == 3
     assert model.text.decode(injected.session.tokens) == injected.session.text()
     for what in ("1", "last.answer", "system", '"One?"'):
-        run_command(f"/edit {what} {INJECTED}", Branches(honest))
+        run_on_branches(f"/edit {what} {INJECTED}", Branches(honest))
         assert control(honest) == control(injected)
-        run_command("/edit 1 One?", Branches(honest))
+        run_on_branches("/edit 1 One?", Branches(honest))
     assert honest.session.text().count(INJECTED) == 2
     assert honest.undo() + injected.undo() > 0
     assert control(honest) == control(injected)
@@ -130,7 +130,7 @@ def test_a_turn_costs_no_more_bookkeeping_in_a_long_chat(model: Model, tmp_path:
         conversation.end_turn()
         assert writer.unsaved
         assert conversation.turns == [1, 2, 3]
-        find_content(conversation, "last")
+        find_passage(conversation, "last", text_alone=True)
         most = max(most, tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         return most

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.conftest import run_on_branches
 
 from kvkeep import load_model
 from kvkeep.cache import Ragged
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.commands import is_command
-from kvkeep.cli.chat.memory_commands import run_command
 from kvkeep.cli.memory_map import bar, memory_map
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.model import Model
@@ -54,7 +54,7 @@ def branches(model: Model) -> Branches:
 
 @pytest.fixture
 def do(branches: Branches) -> Do:
-    return lambda line: run_command(line, branches)
+    return lambda line: run_on_branches(line, branches)
 
 
 def _rendered(model: Model, turns, system: str | None = SYSTEM) -> str:
@@ -104,7 +104,7 @@ def test_pinned_passages_can_be_edited_and_forgotten(branches: Branches, do: Do)
 
 def test_all_of_the_system_prompt_is_pinned(model: Model) -> None:
     branches = _begun(model, keep=0)
-    run_command("/pin system", branches)
+    run_on_branches("/pin system", branches)
     assert _pinned(branches) == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
 
 
@@ -113,15 +113,15 @@ def test_all_of_the_system_prompt_is_pinned(model: Model) -> None:
 def test_an_edited_history_equals_the_rendered_template(model: Model, exact: str, system) -> None:
     branches = _begun(model, system)
     for line in ("1 Which rose is white?", '2.answer "No, it is new."', '"Eve" Adam'):
-        run_command(f"/edit {exact}{line}", branches)
+        run_on_branches(f"/edit {exact}{line}", branches)
     turns = [("Which rose is white?", TURNS[0][1]), (TURNS[1][0], "No, it is new.")]
     turns.append((TURNS[2][0], "Adam."))
     assert branches.current.session.text() == _rendered(model, turns, system)
     _say(branches.current, "And then?", "Nothing.")
     turns.append(("And then?", "Nothing."))
     assert branches.current.session.text() == _rendered(model, turns, system)
-    run_command("/undo", branches)
-    run_command("/edit last.answer Cain.", branches)
+    run_on_branches("/undo", branches)
+    run_on_branches("/edit last.answer Cain.", branches)
     turns = [*turns[:2], (TURNS[2][0], "Cain.")]
     assert branches.current.session.text() == _rendered(model, turns, system) + "\n"
 
@@ -207,7 +207,7 @@ def test_an_evicted_turn_cannot_be_edited_or_pinned(model: Model) -> None:
     branches = _begun(model, budget=32)
     for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
         with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
-            run_command(line, branches)
+            run_on_branches(line, branches)
 
 
 def test_branches_are_independent(model: Model, branches: Branches, do: Do) -> None:
@@ -230,7 +230,7 @@ def test_branches_are_independent(model: Model, branches: Branches, do: Do) -> N
 
 def test_the_memory_map_counts_every_token(model: Model) -> None:
     branches = _begun(model, budget=48)
-    run_command("/pin last.question", branches)
+    run_on_branches("/pin last.question", branches)
     session = branches.current.session
     picture = memory_map(session, width=40, plain=True).splitlines()
     assert len(picture[0]) == 40
@@ -275,7 +275,7 @@ def test_a_compressed_turn_cannot_be_edited_or_pinned(model: Model) -> None:
     branches = _begun(model, budget=32, policy="archive", method="keydiff")
     for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
         with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
-            run_command(line, branches)
+            run_on_branches(line, branches)
 
 
 def test_every_kind_is_visible_in_the_bar() -> None:

@@ -41,7 +41,7 @@ def interrupted(start, tmp_path: Path):
 @pytest.mark.parametrize(
     "module",
     [
-        *("click", "kvkeep.cli.main", "kvkeep.cli.chat.command", "filelock"),
+        *("click", "kvkeep.cli.main", "kvkeep.cli.chat", "filelock"),
         *("numpy", "torch._C", "torch.nn", "jinja2"),
     ],
 )

@@ -1,1 +1,190 @@
 """`kvkeep chat`: an endless conversation in a bounded memory."""
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.chat.settings import ChatSettings
+from kvkeep.cli.lazy import OptionsOnly
+from kvkeep.cli.memory import (
+    SINKS,
+    MemoryChoice,
+    PrefixChoice,
+    keep_option,
+    memory_options,
+    prefix_options,
+)
+from kvkeep.cli.options import (
+    OutputChoice,
+    SamplingChoice,
+    integer_option,
+    output_options,
+    require_utf8,
+    sampling_options,
+)
+from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
+from kvkeep.cli.store import saved_sessions, session_names, store_option
+from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.session.conversation import CHAT, Conversation, system_tokens
+from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.snapshots.header import read_summary
+
+if TYPE_CHECKING:
+    from kvkeep import Model
+
+
+@click.command(
+    cls=OptionsOnly,
+    hint="name a model with -m: kvkeep chat -m {}; messages are typed at the prompt or piped in",
+)
+@click.option(
+    "--session",
+    metavar="NAME",
+    shell_complete=session_names,
+    help="Go on with this chat, or begin it; saved after each turn.",
+)
+@click.option("-c", "--continue", "resumed", is_flag=True, help="Go on with the latest session.")
+@click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
+@click.option("--server", metavar="URL", help="Talk in a session of a `kvkeep serve`.")
+@click.option(
+    "--api-key", metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="For that server."
+)
+@integer_option(
+    "-n", "--max-tokens", minimum=-1, default=1024, help="Most tokens of an answer; -1: no end."
+)
+@memory_options(keep_option(default=None))
+@store_option
+@prefix_options
+@sampling_options
+@output_options
+def chat(
+    session: str | None,
+    resumed: bool,
+    system: str | None,
+    server: str | None,
+    api_key: str | None,
+    max_tokens: int,
+    memory: MemoryChoice,
+    prefixes: PrefixChoice,
+    sampling: SamplingChoice,
+    output: OutputChoice,
+) -> None:
+    """Talk with a model, for as long as you like.
+
+    Memory stays within --max-kv-size: the system prompt and the newest tokens. What is pasted is
+    one message; Alt-Enter begins another line. Ctrl-C stops an answer, Ctrl-D ends the chat, and
+    /help lists what else can be done at the prompt. With standard input from a pipe or file, each
+    line is a turn.
+
+    With --session the chat is saved after each turn and goes on where it was, with the model and
+    memory that it had. With --server it is a session there, and the model is the server's.
+    """
+    if system is not None:
+        require_utf8(system, "the system prompt")
+    output.check()
+    sampling.resolve()
+    memory.check()
+    limit = None if max_tokens < 0 else max_tokens
+    if server is not None:
+        from kvkeep.cli.chat.remote import chat_at_server
+
+        settings = ChatSettings(sampling, limit)
+        chat_at_server(server, api_key, session, system, memory, settings)
+        return
+    if resumed:
+        session = _latest(session)
+    with ExitStack() as locks:
+        session_file = None
+        if session is not None:
+            session_file = locks.enter_context(saved_sessions().lock(session))
+        from kvkeep.cli.chat.local import LocalChat
+        from kvkeep.cli.run import Run
+
+        source = session_file if session_file is not None and session_file.exists() else None
+        opened, conversation = _open(source, system, memory, prefixes, output)
+        settings = ChatSettings(sampling, limit, opened.seed)
+        run = Run("chat", opened, output, settings.resolved.seed)
+        if session_file is not None:
+            what = f"session {session}"
+            run.writer = SessionWriter(opened.session, session_file, what, opened.notes)
+            run.writer.follow(opened.session, {CHAT: conversation.notes})
+        if source is not None:
+            apply_keep(opened, memory.keep)
+        with run.reported():
+            LocalChat(run, conversation, settings, locks).talk()
+        run.close("end")
+
+
+def _latest(session: str | None) -> str:
+    """Return the name of the chat that was saved last.
+
+    session: the value of `--session`. Raises InvalidArgument if it was given, or if no chat is
+    saved.
+    """
+    if session is not None:
+        raise InvalidArgument("--continue takes the latest session; leave it or --session out")
+    for path in saved_sessions().newest():
+        try:
+            if CHAT in read_summary(path).notes:
+                return path.stem
+        except StoreError:
+            if path.exists():
+                raise
+            continue  # removed meanwhile
+    raise InvalidArgument(
+        "there is no chat to continue: those started with `kvkeep chat --session NAME` are saved"
+    )
+
+
+def _open(
+    source: Source | None,
+    system: str | None,
+    memory: MemoryChoice,
+    prefixes: PrefixChoice,
+    output: OutputChoice,
+) -> tuple[OpenedSession, Conversation]:
+    """Open the session and the conversation in it.
+
+    Raises InvalidArgument for another system prompt than the saved one, and for a session with a
+    prompt that was interrupted.
+    """
+    if source is None:
+        model = memory.load(output.progress)
+        memory.require_room_for_a_chat(model)
+        keep = _kept_tokens(memory, model, system)
+        opened = OpenedSession(model, memory.session(model, keep, prefixes.store(model)))
+    else:
+        opened = resume(source, memory, output.progress)
+    saved = opened.notes.get(CHAT, {}).get("system") if source is not None else system
+    if system is not None and system != saved:
+        raise InvalidArgument(
+            "--system comes first in a conversation, and this one began without it or with "
+            "another; leave it out, or start a new session"
+        )
+    if opened.notes.get(UNREAD):
+        raise InvalidArgument(
+            "a prompt in this session was interrupted before all of it was evaluated; evaluate the "
+            "rest with `kvkeep generate --session NAME -n 0`"
+        )
+    codec, eos = opened.model.text, opened.model.end_token_ids
+    return opened, Conversation(opened.session, codec, eos, saved)
+
+
+def _kept_tokens(memory: MemoryChoice, model: "Model", system: str | None) -> int:
+    """Return how many first tokens to keep: as given, or the system prompt.
+
+    Raises InvalidArgument if the system prompt fills the whole budget.
+    """
+    if memory.keep is not None:
+        return memory.keep
+    budget = memory.max_kv_size or model.spec.max_positions
+    if system is None:
+        return min(SINKS, budget - 1)
+    needed = system_tokens(model.text, system)
+    if needed >= budget and memory.policy in ("sliding", "shift"):
+        raise InvalidArgument(
+            f"the system prompt takes {needed} tokens and all of it is kept, which leaves no room "
+            f"in a memory of {budget}; shorten it, raise --max-kv-size, or give --keep"
+        )
+    return needed

@@ -13,7 +13,7 @@ from kvkeep.cli.store import saved_sessions
 from kvkeep.errors import InvalidArgument, KvkeepError, Locked
 from kvkeep.session.conversation import CHAT, Conversation
 
-FIRST = "main"
+_FIRST = "main"
 
 
 class Branches:
@@ -23,8 +23,8 @@ class Branches:
     """
 
     def __init__(self, conversation: Conversation):
-        self.name = FIRST
-        self._all = {FIRST: conversation}
+        self.name = _FIRST
+        self._all = {_FIRST: conversation}
 
     @property
     def current(self) -> Conversation:
@@ -58,8 +58,7 @@ class Branches:
     def switch(self, name: str) -> None:
         """Make another branch current. Raises InvalidArgument if there is none of that name."""
         if name not in self._all:
-            known = ", ".join(self._all)
-            raise InvalidArgument(f"there is no branch {name!r}; there are: {known}")
+            raise InvalidArgument(f"there is no branch {name!r}; there are: {', '.join(self._all)}")
         self.name = name
 
     def lines(self) -> list[str]:
@@ -85,19 +84,19 @@ def _size(conversation: Conversation) -> str:
     return f"{turns}, {tokens}, {megabytes(cells * session.cache.layout.cell_bytes)}"
 
 
-_LONGEST = 90  # characters of a name, before a number is appended
+_MAX_NAME = 90  # characters of a name, before a number is appended
 
 
 def branch_session_names(session: str, branch: str) -> Iterator[str]:
     """Yield names for the session of a branch, in the order in which to try them."""
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_LONGEST]
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_MAX_NAME]
     yield name
     yield from (f"{name}-{number}" for number in count(2))
 
 
 @dataclass
 class _SavedBranch:
-    name: str
+    session_name: str
     writer: SessionWriter
     lock: ExitStack
 
@@ -109,18 +108,18 @@ class BranchWriter:
         self._saved: dict[str, _SavedBranch] = {}
 
     def save(
-        self, session: str, others: Mapping[str, Conversation], notes: Mapping[str, Any]
+        self, session: str, branches: Mapping[str, Conversation], notes: Mapping[str, Any]
     ) -> None:
         """Save each branch that changed since it was saved.
 
         session: the name of the chat. notes: saved beside each session. Raises StoreError.
         """
-        for branch, conversation in others.items():
+        for branch, conversation in branches.items():
             all_notes = {**notes, CHAT: conversation.notes}
             saved = self._saved.get(branch)
             if saved is None:
                 self._saved[branch] = self._create(session, branch, conversation, all_notes)
-                say(f"branch {branch} is saved as session {self._saved[branch].name}")
+                say(f"branch {branch} is saved as session {self._saved[branch].session_name}")
             else:
                 saved.writer.follow(conversation.session, all_notes)
                 saved.writer.save()
@@ -131,11 +130,11 @@ class BranchWriter:
         if saved is not None:
             saved.lock.close()
             with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
-                saved_sessions().remove(saved.name)
+                saved_sessions().remove(saved.session_name)
 
     def names(self) -> dict[str, str]:
         """Return the session name of each saved branch."""
-        return {branch: saved.name for branch, saved in self._saved.items()}
+        return {branch: saved.session_name for branch, saved in self._saved.items()}
 
     def close(self) -> None:
         for saved in self._saved.values():
@@ -148,12 +147,12 @@ class BranchWriter:
         for name in branch_session_names(session, branch):
             with ExitStack() as lock:
                 try:
-                    place = lock.enter_context(saved_sessions().lock(name))
+                    file = lock.enter_context(saved_sessions().lock(name))
                 except Locked:
                     continue
-                if place.exists():
+                if file.exists():
                     continue
-                writer = SessionWriter(conversation.session, place, f"session {name}", notes)
+                writer = SessionWriter(conversation.session, file, f"session {name}", notes)
                 writer.write()
                 return _SavedBranch(name, writer, lock.pop_all())
         raise AssertionError("unreachable: the names are infinite")

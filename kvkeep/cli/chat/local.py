@@ -1,21 +1,17 @@
 """`kvkeep chat` with a session in this process."""
 
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 from kvkeep.cli.chat.branches import Branches, BranchWriter
-from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted, last_turn
+from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
+from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_line
 from kvkeep.cli.output import counted, say
+from kvkeep.cli.run import Run
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import saved_sessions
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
-from kvkeep.session.conversation import CHAT
-
-if TYPE_CHECKING:
-    from kvkeep.cli.chat.settings import ChatSettings
-    from kvkeep.cli.run import Run
-    from kvkeep.session.conversation import Conversation
+from kvkeep.session.conversation import CHAT, Conversation
 
 
 class LocalChat(ChatLoop):
@@ -26,7 +22,7 @@ class LocalChat(ChatLoop):
     """
 
     def __init__(
-        self, run: "Run", conversation: "Conversation", settings: "ChatSettings", locks: ExitStack
+        self, run: Run, conversation: Conversation, settings: ChatSettings, locks: ExitStack
     ):
         self.run = run
         self._locks = locks
@@ -34,16 +30,10 @@ class LocalChat(ChatLoop):
         locks.callback(self._branch_writer.close)
         super().__init__(Branches(conversation), settings)
 
-    def talk(self) -> None:
-        if self.prompt.interactive:
-            name = f", {self.run.writer.what}" if self.run.writer else ""
-            past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
-            say(f"{self.run.model.name}{name}{past}: /help lists commands, Ctrl-D ends")
-            self.show_last()
-        try:
-            super().talk()
-        finally:
-            self._save_branches()
+    def title(self) -> str:
+        name = f", {self.run.writer.what}" if self.run.writer else ""
+        past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
+        return f"{self.run.model.name}{name}{past}"
 
     def turn(self, message: str) -> None:
         conversation = self.branches.current
@@ -56,10 +46,9 @@ class LocalChat(ChatLoop):
         self.warn_if_forgotten()
         self._generate()
 
-    def again(self) -> None:
-        conversation, number = self.branches.current, last_turn(self.branches)
-        session = conversation.session
-        start = session.places.get(f"turn {number} answer", (len(session.tokens),))[0]
+    def regenerate_turn(self, turn: int) -> None:
+        session = self.branches.current.session
+        start, _ = session.places.get(f"turn {turn} answer", (len(session.tokens), 0))
         try:
             session.rewind(len(session.tokens) - start)
         except InvalidArgument as error:
@@ -67,35 +56,34 @@ class LocalChat(ChatLoop):
         self._generate()
 
     def save(self, name: str) -> str:
-        run = self.run
-        if name and not (run.writer and run.writer.what == _session(name)):
-            place = self._locks.enter_context(saved_sessions().lock(name))
-            if place.exists():
+        run, what = self.run, f"session {name}"
+        if name and not (run.writer and run.writer.what == what):
+            file = self._locks.enter_context(saved_sessions().lock(name))
+            if file.exists():
                 raise InvalidArgument(f"there is a session {name} already; choose another name")
             notes = {CHAT: self.branches.current.notes}
-            run.writer = SessionWriter(run.session, place, _session(name), notes)
+            run.writer = SessionWriter(run.session, file, what, notes)
             run.writer.write()
         if run.writer is None:
             raise InvalidArgument("this chat has no name yet: /save NAME gives it one")
         run.writer.save()
         return run.writer.outcome or f"{run.writer.what} is saved already"
 
-    def bar(self) -> str:
+    def memory_bar(self) -> str:
         branch = "" if not self.branches.others else f", branch {self.branches.name}"
         turns = counted(len(self.branches.current.turns), "turn")
         return f"{memory_line(self.run.session)}, {turns}{branch}"
 
-    def after(self) -> None:
+    def after_input(self) -> None:
         """Save the branches. The current branch may have changed since the last turn."""
-        run = self.run
-        run.session = self.branches.current.session
-        if run.writer is None:
+        writer, self.run.session = self.run.writer, self.branches.current.session
+        if writer is None:
             return
         try:
             # The others first: a branch must be on disk before another one overwrites the chat.
-            self._save_others(run.writer)
-            run.writer.follow(run.session, {CHAT: self.branches.current.notes})
-            run.writer.save()
+            self._save_others(writer)
+            writer.follow(self.run.session, {CHAT: self.branches.current.notes})
+            writer.save()
         except StoreError as error:
             # A failed save does not end the chat: saving is tried again at the next turn and at the
             # end.
@@ -103,12 +91,7 @@ class LocalChat(ChatLoop):
         else:
             self._branch_writer.dismiss(self.branches.name)
 
-    def _save_others(self, writer: SessionWriter) -> None:
-        conversations = self.branches.conversations
-        others = {name: conversations[name] for name in self.branches.others}
-        self._branch_writer.save(writer.what.removeprefix(_session("")), others, writer.notes)
-
-    def _save_branches(self) -> None:
+    def close(self) -> None:
         """Save the branches that are not saved yet, and print the session of each."""
         writer = self.run.writer
         if writer is None or not self.branches.others:
@@ -122,19 +105,25 @@ class LocalChat(ChatLoop):
         names = self._branch_writer.names()
         say(f"branch {self.branches.name} is {writer.what}")
         for branch in self.branches.others:
-            place = f"session {names[branch]}" if branch in names else "not saved"
-            say(f"branch {branch} is {place}")
+            session = f"session {names[branch]}" if branch in names else "not saved"
+            say(f"branch {branch} is {session}")
+
+    def _save_others(self, writer: SessionWriter) -> None:
+        conversations = self.branches.conversations
+        others = {name: conversations[name] for name in self.branches.others}
+        self._branch_writer.save(writer.what.removeprefix("session "), others, writer.notes)
 
     def _prefill(self, ids: list[int]) -> None:
         """Prefill a question. Interrupts and errors roll it back if possible."""
-        before = len(self.run.session.tokens)
+        session = self.run.session
+        start = len(session.tokens)
         try:
             self.run.feed(ids)
         except (KeyboardInterrupt, KvkeepError):
             # Half a question is rewound, unless earlier tokens were already evicted for it. Then it
             # stays, and the next turn closes it.
             with suppress(InvalidArgument):
-                self.run.session.rewind(len(self.run.session.tokens) - before)
+                session.rewind(len(session.tokens) - start)
             raise
 
     def _generate(self) -> None:
@@ -144,7 +133,3 @@ class LocalChat(ChatLoop):
             self.run.write(self.settings.max_tokens, sampling, screen=self.screen())
         finally:
             self.branches.current.end_turn()
-
-
-def _session(name: str) -> str:
-    return f"session {name}"

@@ -34,45 +34,31 @@ class Passage:
         return self.text.replace(self.words, words, 1) if self.words else words
 
 
-def split(argument: str) -> tuple[str, str]:
+def split_passage(argument: str) -> tuple[str, str]:
     """Split a command's argument into the passage and the rest."""
     quoted = _QUOTED.match(argument)
     what = quoted[0] if quoted else argument.partition(" ")[0]
     return what, argument[len(what) :].strip()
 
 
-def whole(conversation: Conversation, what: str) -> Passage:
-    """Find a turn or the system prompt including its template text, or quoted words.
+def find_passage(conversation: Conversation, what: str, text_alone: bool = False) -> Passage:
+    """Find a turn, a question or answer, the system prompt, or quoted words.
 
-    Raises InvalidArgument if there is no such passage.
+    text_alone: without the template's tokens around it; a turn's number then means its question.
+    Raises InvalidArgument if there is no such passage, or if it is not remembered.
     """
-    return _find(conversation, what, text_alone=False)
-
-
-def content(conversation: Conversation, what: str) -> Passage:
-    """Find the text alone of the system prompt, a question or an answer, or quoted words.
-
-    A turn's number alone means its question. Raises InvalidArgument if there is no such passage.
-    """
-    return _find(conversation, what, text_alone=True)
-
-
-def _find(conversation: Conversation, what: str, text_alone: bool) -> Passage:
     quoted = _QUOTED.fullmatch(what)
-    named = _words(conversation, quoted[1] or quoted[2]) if quoted else None
-    part = named or _named(conversation, what, text_alone)
-    if conversation.session.remembered(part.start, part.end) < part.tokens:
-        raise InvalidArgument(f"{part.what} is not remembered any more, or not whole")
-    return part
-
-
-def _named(conversation: Conversation, what: str, text_alone: bool) -> Passage:
-    name = _span_name(conversation, what, text_alone)
-    places = conversation.session.places
-    if name not in places:
-        missing = f"there is no {what} here" if what else "what is missing"
-        raise InvalidArgument(f"{missing}; there is: {_known(conversation)}")
-    return Passage(_shown(name), *places[name])
+    if quoted:
+        passage = _find_words(conversation, quoted[1] or quoted[2])
+    else:
+        name, places = _span_name(conversation, what, text_alone), conversation.session.places
+        if name not in places:
+            missing = f"there is no {what} here" if what else "what is missing"
+            raise InvalidArgument(f"{missing}; there is: {_known_passages(conversation)}")
+        passage = Passage(_description(name), *places[name])
+    if conversation.session.remembered(passage.start, passage.end) < passage.tokens:
+        raise InvalidArgument(f"{passage.what} is not remembered any more, or not whole")
+    return passage
 
 
 def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
@@ -89,42 +75,43 @@ def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
     return f"turn {number} {part}" if part else f"turn {number}"
 
 
-def _words(conversation: Conversation, words: str) -> Passage:
+def _find_words(conversation: Conversation, words: str) -> Passage:
     """Find words in the newest question, answer or system prompt that contains them.
 
     The passage is the shortest run of tokens whose text contains the words.
     """
-    session, codec = conversation.session, conversation.codec
-    places = {
-        name: place
-        for name, place in session.places.items()
+    session, decode = conversation.session, conversation.codec.decode
+    places = [
+        (name, start, end)
+        for name, (start, end) in session.places.items()
         if name.endswith((" text", "question", "answer"))
-    }
-    for name, (start, stop) in sorted(places.items(), key=lambda item: -item[1][0]):
-        ids = session.tokens[start:stop]
-        if words not in codec.decode(ids):
+    ]
+    for name, start, end in sorted(places, key=lambda place: -place[1]):
+        ids = session.tokens[start:end]
+        if words not in decode(ids):
             continue
-        end = bisect_left(range(len(ids) + 1), True, key=lambda n: words in codec.decode(ids[:n]))
-        tail = bisect_left(range(end), True, key=lambda n: words not in codec.decode(ids[n:end]))
-        first = tail - 1
-        what, text = f'"{words}" in {_shown(name)}', codec.decode(ids[first:end])
-        return Passage(what, start + first, start + end, text, words)
+        stop = bisect_left(range(len(ids) + 1), True, key=lambda n: words in decode(ids[:n]))
+        # The first position from which the words are cut off is one behind their first token.
+        first = bisect_left(range(stop), True, key=lambda n: words not in decode(ids[n:stop])) - 1
+        description, text = f'"{words}" in {_description(name)}', decode(ids[first:stop])
+        return Passage(description, start + first, start + stop, text, words)
     raise InvalidArgument(f'no question, answer or system prompt has "{words}" in it')
 
 
-def _shown(name: str) -> str:
-    """Describe a span by its name, for messages."""
-    if name.startswith("system"):
+def _description(span_name: str) -> str:
+    """Describe a span for messages."""
+    if span_name.startswith("system"):
         return "the system prompt"
-    _, number, *part = name.split(" ")
+    _, number, *part = span_name.split(" ")
     return f"the {part[0]} of turn {number}" if part else f"turn {number}"
 
 
-def _known(conversation: Conversation) -> str:
+def _known_passages(conversation: Conversation) -> str:
     """List the passages that exist, for messages."""
     turns = [str(number) for number in conversation.turns]
+    if not turns:
+        return "nothing yet"
     if len(turns) > 8:
         turns = [*turns[:3], "...", *turns[-3:]]
     system = ["system"] if "system" in conversation.session.places else []
-    last = ["last"] if turns else []
-    return ", ".join([*system, *turns, *last, 'or "quoted words"']) if turns else "nothing yet"
+    return ", ".join([*system, *turns, "last", 'or "quoted words"'])

@@ -2,11 +2,23 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import ANSI
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+from prompt_toolkit.output.defaults import create_output
+from prompt_toolkit.styles import Style
+
+from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.commands import COMMANDS
+from kvkeep.cli.chat.settings import SETTINGS, SWITCHES
 from kvkeep.cli.options import require_utf8
 from kvkeep.cli.output import say
 from kvkeep.cli.terminal import termination_signal, type_ahead
@@ -14,14 +26,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text
 
-if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import Completer
-    from prompt_toolkit.history import History
-    from prompt_toolkit.key_binding import KeyBindings
-    from prompt_toolkit.key_binding.key_processor import KeyPressEvent
-
-QUOTES = '"""'
+_QUOTES = '"""'
 _HINT = "Ctrl-D ends the chat, and so does /quit; /help lists what else can be done"
 
 
@@ -67,7 +72,7 @@ class PlainPrompt(Prompt):
             if not line:
                 say("")
                 return None
-            if _is_text(line):
+            if _is_utf8(line):
                 return line.rstrip("\n")
 
 
@@ -79,21 +84,13 @@ class EditedPrompt(Prompt):
 
     interactive = True
 
-    def __init__(self, completer: "Completer"):
+    def __init__(self, branches: Branches):
         self._offered, self._bar = "", ""
-        self._session = self._make_session(completer)
-
-    def _make_session(self, completer: "Completer") -> "PromptSession[str]":
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.formatted_text import ANSI
-        from prompt_toolkit.output.defaults import create_output
-        from prompt_toolkit.styles import Style
-
-        return PromptSession(
+        self._session: PromptSession[str] = PromptSession(
             "> ",
             multiline=True,
             prompt_continuation="  ",
-            completer=completer,
+            completer=ChatCompleter(branches),
             complete_while_typing=False,
             history=_history(),
             key_bindings=_keys(),
@@ -118,8 +115,8 @@ class EditedPrompt(Prompt):
             except (EOFError, OSError):  # Ctrl-D, or the terminal was closed
                 return None
             else:
-                if _is_text(message):
-                    return _unquoted(message)
+                if _is_utf8(message):
+                    return _without_quotes(message)
 
     def offer(self, message: str) -> None:
         self._offered = message
@@ -132,42 +129,37 @@ class _EmptyLineInterrupted(Exception):
     """Ctrl-C at an empty prompt."""
 
 
-def prompt(completer: Callable[[], "Completer"]) -> Prompt:
-    """Return the prompt for standard input.
-
-    completer: makes the completer, if the terminal supports completion.
-    """
+def make_prompt(branches: Branches) -> Prompt:
+    """Return the prompt for standard input. branches: for completion."""
     if not sys.stdin.isatty():
         return Prompt()
-    drawable = os.environ.get("TERM", "") not in ("", "dumb")
-    if not drawable or not (sys.stdout.isatty() or sys.stderr.isatty()):
-        return PlainPrompt()
-    return EditedPrompt(completer())
+    has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")
+    if has_cursor_control and (sys.stdout.isatty() or sys.stderr.isatty()):
+        return EditedPrompt(branches)
+    return PlainPrompt()
 
 
-def _keys() -> "KeyBindings":
-    from prompt_toolkit.key_binding import KeyBindings
-
+def _keys() -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("enter")
-    def _(event: "KeyPressEvent") -> None:
+    def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         state = buffer.complete_state
         if state is not None and state.current_completion is not None:
             buffer.complete_state = None  # Enter accepts the completion without sending the message
-        elif _is_open(buffer.text):
+        elif buffer.text.lstrip().startswith(_QUOTES) and buffer.text.count(_QUOTES) < 2:
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    def _(event: "KeyPressEvent") -> None:
+    def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
     @keys.add("c-c")
     @keys.add("<sigint>")
-    def _(event: "KeyPressEvent") -> None:
+    def _(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()
         else:
@@ -176,47 +168,33 @@ def _keys() -> "KeyBindings":
     return keys
 
 
-def _history() -> "History":
-    """Return the input history of all chats; in memory only if the file cannot be written."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
+class _LenientHistory(FileHistory):
+    def store_string(self, string: str) -> None:
+        with suppress(OSError, ValueError):  # the disk is full, or the text is not valid UTF-8
+            super().store_string(string)
 
-    path = history_file()
+
+def _history() -> History:
+    """Return the input history of all chats; in memory only if the file cannot be written."""
+    from platformdirs import user_state_path
+
+    path = (home() if home_is_set() else Path(user_state_path("kvkeep"))) / "history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
     except OSError:
         return InMemoryHistory()
-
-    class LenientHistory(FileHistory):
-        def store_string(self, string: str) -> None:
-            with suppress(OSError, ValueError):  # the disk is full, or the text is not valid UTF-8
-                super().store_string(string)
-
-    return LenientHistory(str(path))
+    return _LenientHistory(str(path))
 
 
-def history_file() -> Path:
-    """Return the file with the input history of chats."""
-    if home_is_set():
-        return home() / "history"
-    from platformdirs import user_state_path
-
-    return Path(user_state_path("kvkeep")) / "history"
-
-
-def _is_open(text: str) -> bool:
-    """Whether a text begins with three quotes that are not closed yet."""
-    return text.lstrip().startswith(QUOTES) and text.count(QUOTES) < 2
-
-
-def _unquoted(text: str) -> str:
+def _without_quotes(text: str) -> str:
     """Remove the three quotes around a message, if any."""
     bare = text.strip()
-    quoted = len(bare) >= 2 * len(QUOTES) and bare.startswith(QUOTES) and bare.endswith(QUOTES)
-    return bare[len(QUOTES) : -len(QUOTES)].strip("\n") if quoted else text
+    quoted = len(bare) >= 2 * len(_QUOTES) and bare.startswith(_QUOTES) and bare.endswith(_QUOTES)
+    return bare[len(_QUOTES) : -len(_QUOTES)].strip("\n") if quoted else text
 
 
-def _is_text(line: str) -> bool:
+def _is_utf8(line: str) -> bool:
     """Whether a line is UTF-8. Prints a message if not: invalid bytes do not end the chat."""
     try:
         require_utf8(line, "the line")
@@ -224,3 +202,60 @@ def _is_text(line: str) -> bool:
         say(str(error))
         return False
     return True
+
+
+class ChatCompleter(Completer):
+    """Completes commands and their arguments. branches: the chat's, read when Tab is pressed."""
+
+    def __init__(self, branches: Branches):
+        self._branches = branches
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if "\n" in text or not text.startswith("/"):
+            return
+        name, space, argument = text.partition(" ")
+        if not space:
+            for candidate, command in COMMANDS.items():
+                if candidate.startswith(name):
+                    yield Completion(candidate, -len(name), display_meta=command.meaning)
+        elif name == "/file":
+            path = Document(argument, len(argument))
+            yield from self._paths.get_completions(path, complete_event)
+        else:
+            *words, word = argument.split(" ")
+            for candidate in self._candidates(name, words):
+                if candidate.startswith(word):
+                    yield Completion(candidate, -len(word))
+
+    def _candidates(self, name: str, words: list[str]) -> Iterator[str]:
+        """Yield candidates for the next word of a command's argument, after `words`."""
+        if name == "/edit" and words == ["--exact"]:
+            words = []
+        if name in ("/pin", "/unpin", "/forget", "/edit") and not words:
+            yield from self._passages()
+            if name == "/edit":
+                yield "--exact"
+        elif name == "/switch" and not words:
+            yield from self._branches.others
+        elif name == "/set" and not words:
+            yield from SETTINGS
+        elif name == "/set" and len(words) == 1 and words[0] in SWITCHES:
+            yield from ("on", "off")
+
+    def _passages(self) -> Iterator[str]:
+        """Yield the names of passages: the system prompt, turns, and their parts."""
+        places = self._branches.current.session.places
+        if "system" in places:
+            yield "system"
+        turns = self._branches.current.turns
+        if turns:
+            yield "last"
+        for turn in reversed(turns):
+            yield str(turn)
+            for part in ("question", "answer"):
+                if f"turn {turn} {part}" in places:
+                    yield f"{turn}.{part}"

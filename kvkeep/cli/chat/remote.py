@@ -1,23 +1,24 @@
 """`kvkeep chat --server`: a chat in a session on a server."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, cast
 
 from kvkeep.cli.chat.branches import Branches, branch_session_names
-from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted, last_turn
-from kvkeep.cli.chat.remote_conversation import RemoteConversation
+from kvkeep.cli.chat.commands import COMMANDS, Command, CommandTarget
+from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
+from kvkeep.cli.chat.remote_conversation import RemoteChatSession, RemoteConversation
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryChoice
 from kvkeep.cli.memory_map import draw_map, status_line
 from kvkeep.cli.options import is_given
 from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.client import Client, RemoteSession
+from kvkeep.client import Client
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
-
-if TYPE_CHECKING:
-    from kvkeep.session.conversation import Conversation
+from kvkeep.session.conversation import Conversation
 
 _LOCAL_ONLY = (  # options without meaning for a session on a server
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
@@ -32,8 +33,8 @@ _ENDLESS = 1_000_000  # the most tokens that a server generates at once
 
 def chat_at_server(
     url: str,
-    key: str | None,
-    name: str | None,
+    api_key: str | None,
+    session_name: str | None,
     system: str | None,
     memory: MemoryChoice,
     settings: ChatSettings,
@@ -48,38 +49,29 @@ def chat_at_server(
         options = ", ".join(map(_flag, unused))
         raise InvalidArgument(f"{options}: not with --server, whose model and sessions are its own")
     requested = {name: getattr(memory, name) for name in _SETTINGS if is_given(name)}
-    with Client(url, key) as client:
-        session = _open_session(client, name, requested)
-        chat = RemoteChat(client, session, system, settings, name is not None)
-        try:
-            chat.talk()
-        finally:
-            chat.keep_branches()
-            for unnamed in chat.unnamed:
-                _delete(client, unnamed)
+    with Client(url, api_key) as client:
+        name = _open_session(client, session_name, requested)
+        RemoteChat(client, name, system, settings, is_named=session_name is not None).talk()
 
 
-def _open_session(client: Client, name: str | None, settings: dict[str, Any]) -> RemoteSession:
-    """Return the session of that name, creating it if necessary; an unnamed one for None.
+def _open_session(client: Client, name: str | None, settings: dict[str, Any]) -> str:
+    """Find a session or create it, without a name for None; return its name.
 
     Raises InvalidArgument for settings of a session that exists.
     """
-    if name is None:
-        return cast(RemoteSession, client.create(**settings))
-    remote = client.session(name)
-    try:
-        remote.info()
-    except NoSuchSession:
-        return cast(RemoteSession, client.create(name, **settings))
-    if settings:
-        options = ", ".join(map(_flag, settings))
-        raise InvalidArgument(f"{options}: session {name} is there, with settings of its own")
-    return remote
-
-
-def _delete(client: Client, name: str) -> None:
-    with suppress(KvkeepError):  # the session or the server is gone
-        _retry_while_busy(lambda: client.delete(name))
+    if name is not None:
+        try:
+            client.session(name).info()
+        except NoSuchSession:
+            pass
+        else:
+            if settings:
+                options = ", ".join(map(_flag, settings))
+                raise InvalidArgument(
+                    f"{options}: session {name} is there, with settings of its own"
+                )
+            return name
+    return str(client.create(name, **settings).name)
 
 
 def _retry_while_busy(call: Callable[[], object]) -> None:
@@ -117,134 +109,140 @@ def _sampling(settings: ChatSettings) -> dict[str, Any]:
 
 
 class RemoteChat(ChatLoop):
-    """A chat in a session on a server. named: whether the session was given by name."""
+    """A chat in a session on a server. is_named: whether the session was given by name."""
 
     def __init__(
         self,
         client: Client,
-        remote: RemoteSession,
+        session_name: str,
         system: str | None,
         settings: ChatSettings,
-        named: bool,
+        is_named: bool,
     ):
-        conversation = RemoteConversation(client, remote)
-        branches = Branches(cast("Conversation", conversation))  # it has what commands use
-        super().__init__(branches, settings)
-        self._client, self._system = client, system
-        self._named = named
-        self._abandoned, self._saved = list[str](), set[str]()  # names of sessions
-        self._name = remote.name if named else ""  # of the chat; "": deleted at its end
-        self.commands = {
-            "/memory": lambda argument: self._memory(),
-            "/branches": lambda argument: self._branch_lines(),
-            "/keep": lambda argument: _no_keep(),
-        }
+        # It has the attributes of a Conversation that commands use.
+        conversation = cast(Conversation, RemoteConversation(client, session_name))
+        super().__init__(Branches(conversation), settings)
+        self._client, self._system, self._is_named = client, system, is_named
+        self._abandoned = list[str]()  # sessions that the chat left, to be deleted
+        self._saved = set[str]()  # sessions that stay after the chat
+        self._name = session_name if is_named else ""  # of the chat; "": deleted at its end
+        self.commands = _remote_commands(self)
+
+    def title(self) -> str:
+        tokens = self._session.info()["tokens"]
+        past = f", {counted(tokens, 'token')} so far" if tokens else ""
+        return f"session {self._session.name}{past}"
 
     @property
-    def remotes(self) -> dict[str, RemoteSession]:
+    def _sessions(self) -> dict[str, RemoteChatSession]:
         """The session of each branch."""
         conversations = self.branches.conversations.items()
-        return {name: cast(RemoteConversation, c).remote for name, c in conversations}
+        return {name: cast(RemoteConversation, c).session for name, c in conversations}
 
     @property
-    def unnamed(self) -> list[str]:
-        """The sessions to delete at the end: those that were neither named nor saved."""
-        current = [] if self._named else [remote.name for remote in self.remotes.values()]
-        return [name for name in (*self._abandoned, *current) if name not in self._saved]
-
-    def keep_branches(self) -> None:
-        """Save the branches of a named chat under names of their own, and print them."""
-        if not self._name or not self.branches.others:
-            return
-        for branch, remote in self.remotes.items():
-            name = remote.name
-            if name != self._name and name not in self._saved:
-                try:
-                    name = self._save_branch(remote, branch)
-                except KvkeepError as error:
-                    self._saved.add(name)
-                    say(str(error))
-                else:
-                    self._abandoned.append(remote.name)
-                    self._saved.add(name)
-            say(f"branch {branch} is session {name}")
-
-    def _save_branch(self, remote: RemoteSession, branch: str) -> str:
-        """Fork a branch into a session with a free name; return the name. Raises KvkeepError."""
-        known = {session["name"] for session in self._client.sessions()}
-        name = next(n for n in branch_session_names(self._name, branch) if n not in known)
-        _retry_while_busy(lambda: remote.fork(name).save())
-        return name
-
-    @property
-    def _remote(self) -> RemoteSession:
-        return self.remotes[self.branches.name]
-
-    def talk(self) -> None:
-        if self.prompt.interactive:
-            tokens = self._remote.info()["tokens"]
-            past = f", {counted(tokens, 'token')} so far" if tokens else ""
-            say(f"session {self._remote.name}{past}: /help lists commands, Ctrl-D ends")
-            self.show_last()
-        super().talk()
+    def _session(self) -> RemoteChatSession:
+        return self._sessions[self.branches.name]
 
     def turn(self, message: str) -> None:
         """Run a turn on the server. Ctrl-C stops it there too; the text so far stays."""
-        sampling, screen, started = _sampling(self.settings), self.screen(), False
-        turn = self._remote.stream_turn(message, self._system, **sampling)
+        sampling, screen, has_started = _sampling(self.settings), self.screen(), False
+        events = self._session.stream_turn(message, self._system, **sampling)
         try:
-            with closing(turn):
-                for name, event in turn:
+            with closing(events):
+                for name, event in events:
                     if name == "token":
-                        started = True
+                        has_started = True
                         screen.write(event["text"])
         except KvkeepError as error:
-            if not started:
+            if not has_started:
                 raise PrefillAborted(error) from error
             raise
         finally:
             screen.end()
         self.warn_if_forgotten()
 
-    def again(self) -> None:
-        conversation, number = self.branches.current, last_turn(self.branches)
-        session = conversation.session
-        start, end = session.places[f"turn {number} question"]
-        question = conversation.codec.decode(session.tokens[start:end])
+    def regenerate_turn(self, turn: int) -> None:
+        conversation = self.branches.current
+        start, end = conversation.session.places[f"turn {turn} question"]
+        question = conversation.codec.decode(conversation.session.tokens[start:end])
         conversation.undo()
         self.turn(question)
 
     def save(self, name: str) -> str:
-        if not name or name == self._remote.name:
-            self._remote.save()
-            return f"session {self._remote.name} is on the server's disk"
-        fork = self._remote.fork(name)
-        fork.save()
-        if not self._named:
-            self._abandoned.append(self._remote.name)
+        session = self._session
+        if not name or name == session.name:
+            session.save()
+            return f"session {session.name} is on the server's disk"
+        conversation = cast(RemoteConversation, self.branches.current).fork(name)
+        conversation.session.save()
+        if not self._is_named:
+            self._abandoned.append(session.name)
         self._saved.add(name)
         self._name = self._name or name
-        self.branches.replace(cast("Conversation", RemoteConversation(self._client, fork)))
+        self.branches.replace(cast(Conversation, conversation))
         return f"goes on in session {name}, which is on the server's disk"
 
-    def bar(self) -> str:
-        memory = self._remote.memory()
-        return status_line(_standing(memory), _cells(memory))
+    def memory_bar(self) -> str:
+        memory = self._session.memory()
+        return status_line(_token_status(memory), _cells(memory))
 
-    def _memory(self) -> str:
-        memory = self._remote.memory()
-        policy = memory["policy"]
-        return "\n".join([*draw_map(_standing(memory)), f"{_cells(memory)}; policy {policy}"])
+    def memory_map(self) -> str:
+        memory = self._session.memory()
+        description = f"{_cells(memory)}; policy {memory['policy']}"
+        return "\n".join([*draw_map(_token_status(memory)), description])
 
-    def _branch_lines(self) -> str:
+    def branch_lines(self) -> str:
         return "\n".join(
-            f"{'*' if name == self.branches.name else ' '} {name}: session {remote.name}, "
-            f"{counted(remote.info()['tokens'], 'token')}"
-            for name, remote in self.remotes.items()
+            f"{'*' if name == self.branches.name else ' '} {name}: session {session.name}, "
+            f"{counted(session.info()['tokens'], 'token')}"
+            for name, session in self._sessions.items()
         )
 
+    def close(self) -> None:
+        """Save the branches of a named chat, and delete the sessions that are not to stay."""
+        if self._name and self.branches.others:
+            for branch, session in self._sessions.items():
+                say(f"branch {branch} is session {self._keep_branch(branch, session)}")
+        unnamed = [] if self._is_named else [session.name for session in self._sessions.values()]
+        for name in [*self._abandoned, *unnamed]:
+            if name not in self._saved:
+                with suppress(KvkeepError):  # the session or the server is gone
+                    _retry_while_busy(partial(self._client.delete, name))
 
-def _standing(memory: dict[str, Any]) -> list[Any]:
+    def _keep_branch(self, branch: str, session: RemoteChatSession) -> str:
+        """Save a branch in a session with a free name, if it has none; return the name."""
+        if session.name == self._name or session.name in self._saved:
+            return session.name
+        try:
+            existing = {entry["name"] for entry in self._client.sessions()}
+            names = branch_session_names(self._name, branch)
+            name = next(name for name in names if name not in existing)
+            _retry_while_busy(lambda: session.fork(name).save())
+        except KvkeepError as error:
+            self._saved.add(session.name)
+            say(str(error))
+            return session.name
+        self._abandoned.append(session.name)
+        self._saved.add(name)
+        return name
+
+
+def _remote_commands(chat: RemoteChat) -> Mapping[str, Command]:
+    """Return the commands, with those replaced that a server does in another way."""
+
+    def refuse_keep(target: CommandTarget, argument: str) -> NoReturn:
+        raise InvalidArgument("on a server, --keep can only be given when a session is created")
+
+    return {
+        **COMMANDS,
+        "/memory": replace(COMMANDS["/memory"], run=lambda target, argument: chat.memory_map()),
+        "/branches": replace(COMMANDS["/branches"], run=lambda *_: chat.branch_lines()),
+        "/keep": replace(COMMANDS["/keep"], run=refuse_keep),
+    }
+
+
+def _token_status(memory: dict[str, Any]) -> list[Any]:
+    """Return the status of each token in a response of the memory route."""
     return [run["standing"] for run in memory["runs"] for _ in range(run["count"])]
 
 
@@ -253,7 +251,3 @@ def _cells(memory: dict[str, Any]) -> str:
     shared = f" ({megabytes(memory['bytes_shared'])} shared)" if memory["bytes_shared"] else ""
     size = megabytes(memory["bytes"])
     return f"{memory['cells']:,} of {memory['max_kv_size']:,} cells, {size}{shared}"
-
-
-def _no_keep() -> str:
-    raise InvalidArgument("on a server, --keep can only be given when a session is created")

@@ -12,8 +12,9 @@ from kvkeep.errors import InvalidArgument
 if TYPE_CHECKING:
     from kvkeep import Sampling
 
-_NO = ("off", "no", "false", "0")
-_YES = ("on", "yes", "true", "1")
+SWITCHES = ("markdown", "bar")
+_OFF = ("off", "no", "false", "0")
+_ON = ("on", "yes", "true", "1")
 
 
 @dataclass
@@ -42,18 +43,18 @@ class ChatSettings:
 
     def set(self, name: str, value: str) -> None:
         """Change a setting. Raises InvalidArgument, before any change, for a bad name or value."""
-        read = _READ.get(name)
-        if read is None:
-            near = get_close_matches(name.lower(), _READ, 1)
-            suggestion = f"did you mean {near[0]}? T" if near else "t"
+        parse = SETTINGS.get(name)
+        if parse is None:
+            similar = get_close_matches(name.lower(), SETTINGS, 1)
+            suggestion = f"did you mean {similar[0]}? T" if similar else "t"
             raise InvalidArgument(
-                f"there is no setting {name!r}; {suggestion}here are: {', '.join(_READ)}"
+                f"there is no setting {name!r}; {suggestion}here are: {', '.join(SETTINGS)}"
             )
         try:
-            parsed = read(value)
+            parsed = parse(value)
         except ValueError:
-            raise InvalidArgument(f"{name} must be {_EXPECTED[read]}; found {value!r}") from None
-        if name in ("markdown", "bar"):
+            raise InvalidArgument(f"{name} must be {_EXPECTED[parse]}; found {value!r}") from None
+        if name in SWITCHES:
             setattr(self, name, parsed)
         elif name == "max-tokens":
             self.max_tokens = None if parsed < 0 else parsed
@@ -64,10 +65,10 @@ class ChatSettings:
 
     def lines(self) -> list[str]:
         """Return a line for each setting: its name and value."""
-        return [f"  {name:<18}  {self._shown(name)}" for name in _READ]
+        return [f"  {name:<18}  {self._value(name)}" for name in SETTINGS]
 
-    def _shown(self, name: str) -> str:
-        if name in ("markdown", "bar"):
+    def _value(self, name: str) -> str:
+        if name in SWITCHES:
             return "on" if getattr(self, name) else "off"
         if name == "max-tokens":
             return "-1 (no end)" if self.max_tokens is None else str(self.max_tokens)
@@ -77,21 +78,17 @@ class ChatSettings:
         return ", ".join(map(repr, value)) or "none" if name == "stop" else str(value)
 
 
-def setting_names() -> list[str]:
-    return list(_READ)
-
-
 def _switch(text: str) -> bool:
-    if text.lower() not in (*_YES, *_NO):
+    if text.lower() not in (*_ON, *_OFF):
         raise ValueError(text)
-    return text.lower() in _YES
+    return text.lower() in _ON
 
 
-def _length(text: str) -> int:
-    length = int(text)
-    if length < -1:
+def _max_tokens(text: str) -> int:
+    count = int(text)
+    if count < -1:
         raise ValueError(text)
-    return length
+    return count
 
 
 def _stop(text: str) -> tuple[str, ...]:
@@ -101,10 +98,10 @@ def _stop(text: str) -> tuple[str, ...]:
 _EXPECTED: dict[Callable[[str], Any], str] = {
     float: "a number",
     int: "a whole number",
-    _length: "a whole number; -1 for no limit",
+    _max_tokens: "a whole number; -1 for no limit",
     _switch: "on or off",
 }
-_READ: dict[str, Callable[[str], Any]] = {
+SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": float,
     "top-k": int,
     "top-p": float,
@@ -113,7 +110,6 @@ _READ: dict[str, Callable[[str], Any]] = {
     "repetition-window": int,
     "seed": int,
     "stop": _stop,
-    "max-tokens": _length,
-    "markdown": _switch,
-    "bar": _switch,
+    "max-tokens": _max_tokens,
+    **dict.fromkeys(SWITCHES, _switch),
 }

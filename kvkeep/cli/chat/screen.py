@@ -1,4 +1,4 @@
-"""Display of answers: unchanged in a pipe; word-wrapped or as Markdown on a terminal."""
+"""Display of answers on a terminal: word-wrapped, or as Markdown."""
 
 import itertools
 import os
@@ -6,57 +6,21 @@ import re
 import shutil
 import sys
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from rich.cells import cell_len, chop_cells
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.segment import Segment, Segments
+
+from kvkeep.cli.output import Screen, write_flushed
 from kvkeep.cli.terminal import suspensions
-from kvkeep.runtime.signals import first_interrupt_deferred
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.segment import Segment
-
-_CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # control characters that a terminal could interpret
+# Control characters that a terminal could interpret.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
 _BLOCK = re.compile(r"\n[ \t]*\n(?=[^\s])")  # an end of a block: what precedes it cannot change
-_EVERY = 0.08  # seconds between two redraws of the unfinished block
+_REDRAW_INTERVAL = 0.08  # seconds between two redraws of the unfinished block
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # switch autowrap (DECAWM) off and on
-
-
-class Screen:
-    """Output of text piece by piece, unchanged, as for a pipe or file.
-
-    taken: characters passed to `write` so far. The first Ctrl-C is deferred until a piece is shown,
-    so that no piece is shown in part or twice. A second one is not, since the reader of a pipe may
-    have stopped.
-    """
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self._last = "\n"
-
-    def write(self, piece: str) -> None:
-        """Show a piece immediately. Raises OSError when standard output is closed."""
-        with first_interrupt_deferred():
-            self.taken += len(piece)
-            self._show(piece)
-
-    def end(self) -> None:
-        """End the answer, complete or not. Later output starts on a new line."""
-        with first_interrupt_deferred():
-            self._finish()
-
-    def _show(self, piece: str) -> None:
-        if piece:
-            self._last = piece[-1]
-            _out(piece)
-
-    def _finish(self) -> None:
-        if self._last != "\n":
-            _out("\n")
-        self._last = "\n"
 
 
 class WrappedScreen(Screen):
@@ -67,44 +31,40 @@ class WrappedScreen(Screen):
         self._word, self._column = "", 0
 
     def _show(self, piece: str) -> None:
-        shown = list[str]()
+        output = list[str]()
         for part in re.split(r"(\s)", _CONTROLS.sub("", piece)):
-            if part and part.isspace():
-                shown += [*self._words(), self._space(part)]
+            if part.isspace():
+                output += [*self._take_word(), self._add_space(part)]
             else:
                 self._word += part
-        shown += self._words(open_ended=True)
-        super()._show("".join(shown))
+        output += self._take_word(open_ended=True)
+        super()._show("".join(output))
 
     def _finish(self) -> None:
-        super()._show("".join(self._words()))
+        super()._show("".join(self._take_word()))
         self._column = 0
         super()._finish()
 
-    def _words(self, open_ended: bool = False) -> list[str]:
+    def _take_word(self, open_ended: bool = False) -> list[str]:
         """Take the current word, split to the width of lines.
 
         open_ended: whether the word may grow; its last part then stays for later.
         """
-        from rich.cells import cell_len, chop_cells
-
         width = _columns()
         parts = chop_cells(self._word, width) if self._word else []
         self._word = ""
         if open_ended and parts and (len(parts) > 1 or cell_len(parts[-1]) < width):
             self._word = parts.pop()
-        return [self._placed(part, width) for part in parts]
+        return [self._break_before(part, width) for part in parts]
 
-    def _placed(self, part: str, width: int) -> str:
+    def _break_before(self, part: str, width: int) -> str:
         """Return a word, preceded by a new line if it does not fit on the current one."""
-        from rich.cells import cell_len
-
         size = cell_len(part)
         breaks = self._column > 0 and self._column + size > width
         self._column = size if breaks else self._column + size
         return "\n" + part if breaks else part
 
-    def _space(self, space: str) -> str:
+    def _add_space(self, space: str) -> str:
         if space == "\n" or self._column + 1 >= _columns():
             self._column = 0
             return "\n"
@@ -125,7 +85,7 @@ class MarkdownScreen(Screen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._text, self._drawn, self._begun = "", 0.0, False
+        self._text, self._drawn, self._has_blocks = "", 0.0, False
         self._preview: list[int] = []  # width in cells of each line of the preview
         self._width = self._suspensions = 0
 
@@ -134,7 +94,7 @@ class MarkdownScreen(Screen):
         *complete, self._text = _blocks(self._text)
         for block in complete:
             self._print(block)
-        if time.monotonic() - self._drawn >= _EVERY:
+        if time.monotonic() - self._drawn >= _REDRAW_INTERVAL:
             self._draw()
 
     def _finish(self) -> None:
@@ -142,90 +102,73 @@ class MarkdownScreen(Screen):
         self._print(rest)
 
     def _draw(self) -> None:
-        from rich.segment import Segment
-
         console = _console()
-        lines = _rendered(console, self._text)[-max(1, console.height - 2) :]
-        _out(f"{self._erased()}{_NO_WRAP}{_coded(console, lines)}{_WRAP}")
+        lines = _render(console, self._text)[-max(1, console.height - 2) :]
+        write_flushed(f"{self._erase_preview()}{_NO_WRAP}{_encode(console, lines)}{_WRAP}")
         self._preview = [Segment.get_line_length(line) for line in lines]
         self._width, self._suspensions = console.width, suspensions()
         self._drawn = time.monotonic()
 
     def _print(self, text: str) -> None:
-        erased, between = self._erased(), "\n" if self._begun else ""
+        output = self._erase_preview()
         if text.strip():
-            self._begun = True
-            console = _console()
-            _out(f"{erased}{between}{_coded(console, _rendered(console, text))}")
-        elif erased:
-            _out(erased)
+            console, separator = _console(), "\n" if self._has_blocks else ""
+            output += separator + _encode(console, _render(console, text))
+            self._has_blocks = True
+        if output:
+            write_flushed(output)
 
-    def _erased(self) -> str:
+    def _erase_preview(self) -> str:
         """Return the control codes that erase the preview; "" if there is none."""
         lines, self._preview = self._preview, []
         if self._suspensions != suspensions():
             return ""  # after Ctrl-Z a shell wrote below the preview, so it stays
         width = _console().width if lines else 0
-        if width < self._width and _breaks_lines_anew():
+        if width < self._width and _terminal_reflows():
             rows = sum(max(1, -(-cells // width)) for cells in lines)
         else:
             rows = len(lines)
         return f"\r\x1b[{rows}A\x1b[J" if rows else ""
 
 
-def _rendered(console: "Console", text: str) -> "list[list[Segment]]":
+def _render(console: Console, text: str) -> list[list[Segment]]:
     """Render a Markdown text to lines, without empty lines at both ends."""
-    from rich.markdown import Markdown
-
     markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     lines = console.render_lines(markdown, pad=False)
-    full = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
-    return lines[full[0] : full[-1] + 1] if full else []
+    filled = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
+    return lines[filled[0] : filled[-1] + 1] if filled else []
 
 
-def _coded(console: "Console", lines: "list[list[Segment]]") -> str:
+def _encode(console: Console, lines: list[list[Segment]]) -> str:
     """Encode lines with the terminal's control codes, each with its end."""
-    from rich.segment import Segment, Segments
-
     with console.capture() as captured:
         for line in lines:
             console.print(Segments([*line, Segment.line()]), end="")
     return captured.get()
 
 
-def _breaks_lines_anew() -> bool:
+def _terminal_reflows() -> bool:
     """Whether the terminal rewraps long lines into more rows when it gets narrower.
 
     Most do. xterm, rxvt, screen and the Linux console cut lines off instead.
     """
-    kind = os.environ.get("TERM", "")
-    return "XTERM_VERSION" not in os.environ and not kind.startswith(("rxvt", "screen", "linux"))
+    terminal = os.environ.get("TERM", "")
+    cuts_off = terminal.startswith(("rxvt", "screen", "linux")) or "XTERM_VERSION" in os.environ
+    return not cuts_off
 
 
-def screen(markdown: bool) -> Screen:
+def make_screen(markdown: bool) -> Screen:
     """Return the screen for standard output.
 
     markdown: whether to render Markdown if the terminal can show it.
     """
     if not sys.stdout.isatty():
         return Screen()
-    return (
-        MarkdownScreen()
-        if markdown and os.environ.get("TERM", "") not in ("", "dumb")
-        else WrappedScreen()
-    )
+    has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")
+    return MarkdownScreen() if markdown and has_cursor_control else WrappedScreen()
 
 
-def show_text(text: str, target: Screen) -> None:
-    """Show a complete text."""
-    target.write(text)
-    with suppress(OSError):
-        target.end()
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
+def _console() -> Console:
     return Console(file=sys.stdout, highlight=False)
 
 
@@ -239,8 +182,3 @@ def _blocks(text: str) -> list[str]:
 
 def _columns() -> int:
     return max(20, shutil.get_terminal_size().columns)
-
-
-def _out(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
