@@ -2,115 +2,97 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
+from kvkeep.engine.thread import EngineThread, in_engine_thread
 from kvkeep.errors import StoreError
 from kvkeep.model import Model
 from kvkeep.storage.snapshots.snapshot import Snapshot
+
+T = TypeVar("T")
 
 
 class BorrowedSessions:
     """The interface for a caller that keeps sessions in a store, from any thread.
 
     A session stays while one of its leases is held. After that it may be evicted without being
-    saved: the caller that released it has it in the store.
+    saved: the caller that released it has it in the store. All methods return futures.
     """
 
     def __init__(
         self,
         model: Model,
         registry: SessionRegistry,
-        call: Callable[[Callable[[], Any]], Future[Any]],
+        thread: EngineThread,
         discard: Callable[[SessionRecord], None],
     ):
-        """call: runs a function in the engine's thread. discard: forgets a session there, and
-        cancels its generation."""
-        self._model, self._registry, self._call = model, registry, call
+        """discard: forgets a session, and cancels its generation."""
+        self._model, self._registry, self._thread = model, registry, thread
         self._discard = discard
 
-    def load(self, snapshot: Snapshot, name: str, owner: str) -> Future[SessionRecord]:
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function in the engine's thread."""
+        return self._thread.call(function)
+
+    @in_engine_thread
+    def load(self, snapshot: Snapshot, name: str, owner: str) -> SessionRecord:
         """Restore a session as another engine had it, with a lease.
 
         It replaces a borrowed session of that name. Raises StoreError for a snapshot of another
         model, InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
         """
+        session = self._model.restore(snapshot)
+        record = self._registry.add_borrowed(session, owner, name, snapshot.notes)
+        record.borrowed, record.leases = True, 1
+        return record
 
-        def load() -> SessionRecord:
-            session = self._model.restore(snapshot)
-            record = self._registry.add_borrowed(session, owner, name, snapshot.notes)
-            record.borrowed, record.leases = True, 1
-            return record
-
-        return self._call(load)
-
-    def acquire(self, record: SessionRecord) -> Future[bool]:
+    @in_engine_thread
+    def acquire(self, record: SessionRecord) -> bool:
         """Add a lease; False if the session is not in the engine any more."""
+        record.leases += not record.removed
+        return not record.removed
 
-        def acquire() -> bool:
-            present = self._is_present(record)
-            record.leases += present
-            return present
-
-        return self._call(acquire)
-
-    def release(self, record: SessionRecord) -> Future[None]:
+    @in_engine_thread
+    def release(self, record: SessionRecord) -> None:
         """Give a lease back."""
+        record.leases = max(0, record.leases - 1)
 
-        def release() -> None:
-            record.leases = max(0, record.leases - 1)
-
-        return self._call(release)
-
-    def adopt(self, name: str, owner: str) -> Future[SessionRecord | None]:
+    @in_engine_thread
+    def adopt(self, name: str, owner: str) -> SessionRecord | None:
         """Make a session that was created here a borrowed one, with a lease; None for none."""
+        if not self._registry.has(name, owner):
+            return None
+        record = self._registry.find(name, owner)
+        record.borrowed, record.leases = True, record.leases + 1
+        return record
 
-        def adopt() -> SessionRecord | None:
-            if not self._registry.has(name, owner):
-                return None
-            record = self._registry.find(name, owner)
-            record.borrowed, record.leases = True, record.leases + 1
-            return record
-
-        return self._call(adopt)
-
-    def snapshot(self, record: SessionRecord) -> Future[tuple[Snapshot, int]]:
+    @in_engine_thread
+    def snapshot(self, record: SessionRecord) -> tuple[Snapshot, int]:
         """Return a snapshot for `load` in another engine, and its revision. Raises Busy."""
+        _require_idle(record)
+        return self._registry.snapshot(record), record.revision
 
-        def snapshot() -> tuple[Snapshot, int]:
-            self._require_idle(record)
-            return self._registry.snapshot(record), record.revision
-
-        return self._call(snapshot)
-
-    def mark_saved(self, record: SessionRecord, revision: int) -> Future[None]:
+    @in_engine_thread
+    def mark_saved(self, record: SessionRecord, revision: int) -> None:
         """Note that the store has that revision."""
-        return self._call(lambda: self._registry.mark_saved(record, revision))
+        self._registry.mark_saved(record, revision)
 
-    def revision(self, record: SessionRecord) -> Future[int]:
+    @in_engine_thread
+    def revision(self, record: SessionRecord) -> int:
         """Return the revision. Raises Busy, StoreError if it is not in the engine any more."""
+        _require_idle(record)
+        return record.revision
 
-        def revision() -> int:
-            self._require_idle(record)
-            return record.revision
-
-        return self._call(revision)
-
-    def discard(self, record: SessionRecord) -> Future[None]:
+    @in_engine_thread
+    def discard(self, record: SessionRecord) -> None:
         """Forget the session, and cancel its generation."""
+        if not record.removed:
+            self._discard(record)
 
-        def discard() -> None:
-            if self._is_present(record):
-                self._discard(record)
 
-        return self._call(discard)
-
-    def _is_present(self, record: SessionRecord) -> bool:
-        name, owner = record.name, record.owner
-        return self._registry.has(name, owner) and self._registry.find(name, owner) is record
-
-    def _require_idle(self, record: SessionRecord) -> None:
-        if not self._is_present(record):
-            raise StoreError(f"session {record.name!r} went while it was worked on: send it again")
-        record.require_idle()
+def _require_idle(record: SessionRecord) -> None:
+    if record.removed:
+        raise StoreError(f"session {record.name!r} went while it was worked on: send it again")
+    record.require_idle()

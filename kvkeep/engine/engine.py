@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvkeep import validation
 from kvkeep.cache import Bits
@@ -15,21 +15,34 @@ from kvkeep.engine.events import GenerationEvent
 from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.record import STEP, SessionRecord
-from kvkeep.engine.registry import SessionRegistry, snapshot_session_name
-from kvkeep.engine.reuse import CacheMiss, Match, WholeSteps, best_match
+from kvkeep.engine.registry import SessionRegistry
+from kvkeep.engine.reuse import CacheMiss, WholeSteps
 from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
-from kvkeep.engine.session_files import SnapshotLabels
+from kvkeep.engine.session_files import NOTES, SnapshotLabels
 from kvkeep.engine.session_operations import SessionOperations
-from kvkeep.engine.thread import EngineThread
+from kvkeep.engine.thread import EngineThread, flatten
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.prefixes.interface import PrefixCache
 from kvkeep.storage.prefixes.store import PrefixStore
-from kvkeep.storage.snapshots.snapshot import Snapshot
+from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _in_engine(
+    operation: Callable[Concatenate[SessionOperations, P], T],
+) -> Callable[Concatenate["Engine", P], Future[T]]:
+    """Return the method of `Engine` that runs a session operation in the engine's thread."""
+
+    @wraps(operation)
+    def run(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self.call(partial(operation, self._operations, *args, **kwargs))
+
+    return run
 
 
 class Engine:
@@ -72,16 +85,18 @@ class Engine:
         policy = SchedulingPolicy(self.limits)
         self._registry = SessionRegistry(model, place, policy, snapshots)
         self._log = OperationLog()
-        self._operations = SessionOperations(model, self._registry, policy, self._log)
+        idle = self.limits.save_idle_after / 2 + 0.05
+        self._thread = EngineThread(self._step, idle, self._end)
+        self._saver = SessionSaver(self._registry, self._thread.post)
+        self._operations = SessionOperations(
+            model, self._registry, policy, self._log, self._saver, self._new_session
+        )
         self._admission = Admission(
             model, self._registry, policy, self._new_session, self._operations.log
         )
         self._scheduler = self._admission.scheduler
         self._deadline = 0.0
-        idle = self.limits.save_idle_after / 2 + 0.05
-        self._thread = EngineThread(self._step, idle, self._end)
-        self._saver = SessionSaver(self._registry, self._thread.post)
-        self.borrowed = BorrowedSessions(model, self._registry, self.call, self._discard)
+        self.borrowed = BorrowedSessions(model, self._registry, self._thread, self._discard)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -136,42 +151,59 @@ class Engine:
         admit = self._admission.admit_many
         return self.call(partial(admit, request, samplings, owner, listeners))
 
-    # Sessions
+    # Sessions: each method returns a future of what the operation returns
 
-    def create(
-        self,
-        owner: str = "0",
-        name: str | None = None,
-        session: Session | None = None,
-        notes: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> Future[SessionRecord]:
-        """Register a new session, or an existing one. settings: as of `Model.session`."""
+    create = _in_engine(SessionOperations.create)
+    sessions = _in_engine(SessionOperations.sessions)
+    find = _in_engine(SessionOperations.find)
+    explain = _in_engine(SessionOperations.explain)
+    prepare = _in_engine(SessionOperations.prepare)
+    set_notes = _in_engine(SessionOperations.set_notes)
+    pin = _in_engine(SessionOperations.pin)
+    inspect = _in_engine(SessionOperations.inspect)
+    change = _in_engine(SessionOperations.change)
+    fork = _in_engine(SessionOperations.fork)
+    restore = _in_engine(SessionOperations.restore)
+    delete = _in_engine(SessionOperations.delete)
 
-        def create() -> SessionRecord:
-            new = session or self._new_session(owner, **settings)
-            return self._operations.create(new, owner, name, notes)
+    def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
+        """Save a session; the result is the revision on disk. Raises StoreError."""
+        return flatten(self.call(partial(self._operations.save, name, owner, revision)))
 
-        return self.call(create)
+    def snapshot(
+        self, name: str, label: str, owner: str = "0", revision: int | None = None
+    ) -> Future[int]:
+        """Write a snapshot of a session under a label of the owner's; the result is its bytes.
 
-    def sessions(self, owner: str = "0", unnamed: bool = False) -> Future[list[SessionRecord]]:
-        """Return an owner's named sessions, the most recently used first. They are read-only.
-
-        unnamed: include those that were created for a prompt, which are evicted first.
+        Raises InvalidArgument if the engine has no folder, StoreError.
         """
-        return self.call(
-            lambda: [record for record in self._registry.of(owner) if record.named or unnamed]
-        )
+        write = self._operations.snapshot
+        return flatten(self.call(partial(write, name, label, owner, revision)))
 
-    def find(self, name: str, owner: str = "0") -> Future[SessionRecord]:
-        """Return a session, in memory or not. It is read-only."""
-        return self.call(lambda: self._registry.find(name, owner))
+    def discard(self, name: str, owner: str = "0") -> Future[None]:
+        """Forget a session, and cancel its generation."""
+        return self.call(lambda: self._discard(self._registry.find(name, owner)))
 
-    def explain(self, prompt: Sequence[int], owner: str = "0") -> Future[Match]:
-        """Return what of a prompt would be reused, and why not more. Changes nothing."""
-        return self.call(
-            lambda: best_match(prompt, self._registry.of(owner), self._new_session(owner))
-        )
+    def shared_bytes(self, record: SessionRecord) -> int:
+        """Return the bytes of its storage that other sessions use, too. In the engine's thread."""
+        return self._registry.shared_bytes(record)
+
+    # Snapshots, in the caller's thread
+
+    def snapshots(self, owner: str = "0") -> SnapshotLabels:
+        """Return the owner's snapshots by label."""
+        return self._registry.snapshots_of(owner)
+
+    def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
+        """Read a snapshot. Raises InvalidArgument if there is none, StoreError."""
+        return Snapshot.load(self.snapshots(owner).existing(label))
+
+    def snapshot_session_name(self, file: Source) -> str | None:
+        """Return the name of the session that a snapshot was taken of. Raises StoreError."""
+        name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
+        return name if isinstance(name, str) else None
+
+    # Statistics
 
     def cache_misses(self, owner: str = "0") -> Future[list[CacheMiss]]:
         """Return the newest prompts that continued no session, the newest first."""
@@ -185,135 +217,9 @@ class Engine:
         """Return what was done until now, and what is held."""
         return self.call(self._admission.totals)
 
-    def shared_bytes(self, record: SessionRecord) -> int:
-        """Return the bytes of its storage that other sessions use, too. In the engine's thread."""
-        return self._registry.shared_bytes(record)
-
-    def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> Future[int]:
-        """Make a named session hold the beginning of a prompt and nothing else; returns its tokens.
-
-        It holds what any session of the owner has of the prompt, as far as a generation gives the
-        same bits; a prompt that continues where the session ends keeps all of it. The session is
-        created if there is none of that name.
-        """
-        return self.call(
-            lambda: self._operations.prepare(prompt, name, owner, self._new_session(owner))
-        )
-
-    def discard(self, name: str, owner: str = "0") -> Future[None]:
-        """Forget a session, and cancel its generation."""
-        return self.call(lambda: self._discard(self._registry.find(name, owner)))
-
-    def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> Future[None]:
-        """Store JSON values with a session; they replace those of the same keys."""
-        return self.call(partial(self._operations.set_notes, name, owner, notes))
-
-    def pin(self, name: str, owner: str, pinned: bool, revision: int | None = None) -> Future[None]:
-        """Set whether a session stays in memory, whatever others need."""
-        return self.call(partial(self._operations.pin, name, owner, pinned, revision))
-
-    def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> Future[T]:
-        """Return a function's result for a session, which is loaded for it; it changes nothing."""
-        return self.call(partial(self._operations.inspect, name, owner, function))
-
-    def change(
-        self,
-        name: str,
-        owner: str,
-        what: str,
-        function: Callable[[Session], T],
-        revision: int | None = None,
-        adds: int = 0,
-    ) -> Future[T]:
-        """Change a session by a function, during which nothing else changes it.
-
-        what: names the operation in the log. adds: how many tokens at most. A function that takes
-        long passes `engine.yield_turn` on as `progress`: generations continue at each of its steps.
-        """
-        change = self._operations.change
-        return self.call(partial(change, name, owner, what, function, revision, adds))
-
-    def fork(
-        self,
-        name: str,
-        owner: str = "0",
-        at: int | None = None,
-        new: str | None = None,
-        revision: int | None = None,
-        notes: dict[str, Any] | None = None,
-    ) -> Future[SessionRecord]:
-        """Create a session that continues another one, or its first `at` tokens.
-
-        notes: None for those of the other.
-        """
-        return self.call(partial(self._operations.fork, name, owner, at, new, revision, notes))
-
-    def delete(self, name: str, owner: str = "0", revision: int | None = None) -> Future[None]:
-        """Forget a session, on disk too. Raises Busy while it has a generation."""
-        return self.call(partial(self._operations.delete, name, owner, revision))
-
-    def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
-        """Save a session; the result is the revision on disk. Raises StoreError."""
-
-        def begin() -> Future[int]:
-            record = self._registry.find(name, owner)
-            record.require_revision(revision)
-            return self._saver.save(record)
-
-        return _flat(self.call(begin))
-
-    def snapshot(
-        self, name: str, label: str, owner: str = "0", revision: int | None = None
-    ) -> Future[int]:
-        """Write a snapshot of a session under a label of the owner's; the result is its bytes.
-
-        Raises InvalidArgument if the engine has no folder, StoreError.
-        """
-
-        def begin() -> Future[int]:
-            record = self._registry.find(name, owner)
-            record.require_revision(revision)
-            self._registry.reserve_idle(record)
-            path = self.snapshots(owner).path(label)
-            if isinstance(path, Path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            return self._saver.write(self._registry.snapshot(record), path)
-
-        return _flat(self.call(begin))
-
-    def restore(
-        self,
-        snapshot: str | Snapshot,
-        owner: str = "0",
-        name: str | None = None,
-        replace: bool = False,
-    ) -> Future[SessionRecord]:
-        """Create a session that continues where a snapshot was taken.
-
-        snapshot: or its label, which is read in the engine's thread. replace: whether it replaces a
-        session of that name, which stays as it is if the snapshot cannot be restored.
-        """
-
-        def restore() -> SessionRecord:
-            loaded = snapshot
-            if not isinstance(loaded, Snapshot):
-                loaded = self.load_snapshot(loaded, owner)
-            return self._operations.restore(loaded, owner, name, replace)
-
-        return self.call(restore)
-
-    def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
-        """Read a snapshot in the caller's thread. Raises InvalidArgument if there is none,
-        StoreError."""
-        return Snapshot.load(self.snapshots(owner).existing(label))
-
-    def snapshots(self, owner: str = "0") -> SnapshotLabels:
-        """Return the owner's snapshots by label."""
-        return self._registry.snapshots_of(owner)
-
-    def snapshot_session_name(self, file: Source) -> str | None:
-        """Return the name of the session that a snapshot was taken of. Raises StoreError."""
-        return snapshot_session_name(file)
+    def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
+        """Call a listener with each operation, in the engine's thread; returns how to remove it."""
+        return self._log.watch(listener)
 
     # The thread
 
@@ -327,10 +233,6 @@ class Engine:
         tokens: ignored, so that it can be passed as a `progress` callback.
         """
         self._scheduler.step()
-
-    def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
-        """Call a listener with each operation, in the engine's thread; returns how to remove it."""
-        return self._log.watch(listener)
 
     def close(self, grace: float = 0.0) -> None:
         """Admit nothing more, let generations run for `grace` seconds, and save all changes."""
@@ -370,22 +272,3 @@ class Engine:
 def _stores_in(stores: str | Path) -> Callable[[str], PrefixCache]:
     folder = validation.path("stores", stores)
     return lambda owner: PrefixStore(folder / owner)
-
-
-def _flat(outer: Future[Future[T]]) -> Future[T]:
-    """Return a future of the result of the future that is the result of `outer`."""
-    flat: Future[T] = Future()
-
-    def finish(inner: Future[T]) -> None:
-        error = inner.exception()
-        flat.set_result(inner.result()) if error is None else flat.set_exception(error)
-
-    def chain(outer: Future[Future[T]]) -> None:
-        error = outer.exception()
-        if error is not None:
-            flat.set_exception(error)
-        else:
-            outer.result().add_done_callback(finish)
-
-    outer.add_done_callback(chain)
-    return flat

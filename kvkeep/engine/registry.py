@@ -21,8 +21,7 @@ from kvkeep.engine.session_files import (
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.objects.paths import Source
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 
 class SessionRegistry:
@@ -250,9 +249,3 @@ class SessionRegistry:
         """Let other processes use the sessions."""
         if self._files:
             self._files.unlock_all()
-
-
-def snapshot_session_name(file: Source) -> str | None:
-    """Return the name of the session that a snapshot was taken of. Raises StoreError."""
-    name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
-    return name if isinstance(name, str) else None

@@ -1,13 +1,16 @@
-"""Operations on an engine's sessions by name: create, change, fork, restore, delete."""
+"""Operations on an engine's sessions by name: create, change, fork, restore, save, delete."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import best_match
+from kvkeep.engine.reuse import Match, best_match
+from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import NOTES, other_notes
 from kvkeep.errors import InvalidArgument
@@ -19,10 +22,15 @@ T = TypeVar("T")
 _NO_EDITS = ("span", "rewind")  # changes that leave the remaining cells as they were
 
 
+class NewSession(Protocol):
+    def __call__(self, owner: str, **settings: Any) -> Session:
+        """Return an empty session for an owner. settings: override the engine's."""
+
+
 class SessionOperations:
     """Each operation is complete before the next one begins. Used in the engine's thread.
 
-    `Engine` documents the methods of the same names. log: gets each operation.
+    `Engine` has methods of the same names, which return futures.
     """
 
     def __init__(
@@ -31,26 +39,58 @@ class SessionOperations:
         registry: SessionRegistry,
         policy: SchedulingPolicy,
         log: OperationLog,
+        saver: SessionSaver,
+        new_session: NewSession,
     ):
         self._model, self._registry, self._policy = model, registry, policy
-        self._log = log
+        self._log, self._saver, self._new_session = log, saver, new_session
 
     def log(self, record: SessionRecord, what: str, tokens: int, seconds: float) -> None:
         """Log an operation that has changed a session, which is then to be saved."""
         self._registry.mark_unsaved(record)
         self._log.add(record, what, tokens, seconds)
 
+    def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
+        """Return an owner's named sessions, the most recently used first. They are read-only.
+
+        unnamed: include those that were created for a prompt, which are evicted first.
+        """
+        return [record for record in self._registry.of(owner) if record.named or unnamed]
+
+    def find(self, name: str, owner: str = "0") -> SessionRecord:
+        """Return a session, in memory or not. It is read-only."""
+        return self._registry.find(name, owner)
+
+    def explain(self, prompt: Sequence[int], owner: str = "0") -> Match:
+        """Return what of a prompt would be reused, and why not more. Changes nothing."""
+        return best_match(prompt, self._registry.of(owner), self._new_session(owner))
+
     def create(
-        self, session: Session, owner: str, name: str | None, notes: dict[str, Any] | None
+        self,
+        /,
+        owner: str = "0",
+        name: str | None = None,
+        session: Session | None = None,
+        notes: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> SessionRecord:
-        if any(record.session is session for record in self._registry):
+        """Register a new session, or an existing one. settings: as of `Model.session`."""
+        if session is None:
+            session = self._new_session(owner, **settings)
+        elif any(record.session is session for record in self._registry):
             raise InvalidArgument("the engine has that session already; give it a fork of it")
         record = self._add(session, owner, name, notes=notes)
         self.log(record, "create", 0, 0.0)
         return record
 
-    def prepare(self, prompt: Sequence[int], name: str, owner: str, new: Session) -> int:
-        """new: an empty session for the owner."""
+    def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> int:
+        """Make a named session hold the beginning of a prompt and nothing else; returns its tokens.
+
+        It holds what any session of the owner has of the prompt, as far as a generation gives the
+        same bits; a prompt that continues where the session ends keeps all of it. The session is
+        created if there is none of that name.
+        """
+        new = self._new_session(owner)
         existing = self._registry.find(name, owner) if self._registry.has(name, owner) else None
         if existing:
             existing.require_idle()
@@ -73,17 +113,19 @@ class SessionOperations:
         return match.tokens
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
+        """Store JSON values with a session; they replace those of the same keys."""
         record = self._registry.find(name, owner)
         record.notes = {**record.notes, **notes}
         self._metadata_changed(record)
 
-    def pin(self, name: str, owner: str, pinned: bool, revision: int | None) -> None:
-        record = self._registry.find(name, owner)
-        record.require_revision(revision)
+    def pin(self, name: str, owner: str, pinned: bool, revision: int | None = None) -> None:
+        """Set whether a session stays in memory, whatever others need."""
+        record = self._find(name, owner, revision)
         record.pinned = pinned
         self._metadata_changed(record)
 
     def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
+        """Return a function's result for a session, which is loaded for it; it changes nothing."""
         record = self._registry.find(name, owner)
         self._registry.reserve_idle(record)
         return function(record)
@@ -94,37 +136,45 @@ class SessionOperations:
         owner: str,
         what: str,
         function: Callable[[Session], T],
-        revision: int | None,
-        adds: int,
+        revision: int | None = None,
+        adds: int = 0,
     ) -> T:
+        """Change a session by a function, during which nothing else changes it.
+
+        what: names the operation in the log. adds: how many tokens at most. A function that takes
+        long passes `engine.yield_turn` on as `progress`: generations continue at each of its steps.
+        """
         record = self._registry.find(name, owner)
         record.require_idle()
         record.require_revision(revision)
         self._registry.reserve(record, adds)
-        began, before = time.perf_counter(), len(record.live.tokens)
+        start, length = time.perf_counter(), len(record.live.tokens)
         record.activity = "changing"
         try:
             result = function(record.live)
         finally:
             record.activity = "idle"
         record.mark_changed("" if what in _NO_EDITS else what)
-        added = len(record.live.tokens) - before
+        added = len(record.live.tokens) - length
         if added < 0:
             record.truncated(len(record.live.tokens))
-        self.log(record, what, added, time.perf_counter() - began)
+        self.log(record, what, added, time.perf_counter() - start)
         return result
 
     def fork(
         self,
         name: str,
-        owner: str,
-        at: int | None,
-        new: str | None,
-        revision: int | None,
-        notes: dict[str, Any] | None,
+        owner: str = "0",
+        at: int | None = None,
+        new: str | None = None,
+        revision: int | None = None,
+        notes: dict[str, Any] | None = None,
     ) -> SessionRecord:
-        record = self._registry.find(name, owner)
-        record.require_revision(revision)
+        """Create a session that continues another one, or its first `at` tokens.
+
+        notes: None for those of the other.
+        """
+        record = self._find(name, owner, revision)
         self._registry.reserve_idle(record)
         notes = dict(record.notes) if notes is None else notes
         fork = self._add(record.live.fork(at), owner, new, record.name, notes)
@@ -136,8 +186,19 @@ class SessionOperations:
         return fork
 
     def restore(
-        self, snapshot: Snapshot, owner: str, name: str | None, replace: bool
+        self,
+        snapshot: str | Snapshot,
+        owner: str = "0",
+        name: str | None = None,
+        replace: bool = False,
     ) -> SessionRecord:
+        """Create a session that continues where a snapshot was taken.
+
+        snapshot: or its label, which is read in the engine's thread. replace: whether it replaces a
+        session of that name, which stays as it is if the snapshot cannot be restored.
+        """
+        if not isinstance(snapshot, Snapshot):
+            snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing(snapshot))
         session = self._model.restore(snapshot)
         if replace and name is not None and self._registry.has(name, owner):
             record = self._registry.find(name, owner)
@@ -152,11 +213,27 @@ class SessionOperations:
         self.log(record, "restore", 0, 0.0)
         return record
 
-    def delete(self, name: str, owner: str, revision: int | None) -> None:
-        record = self._registry.find(name, owner)
-        record.require_revision(revision)
+    def delete(self, name: str, owner: str = "0", revision: int | None = None) -> None:
+        """Forget a session, on disk too. Raises Busy while it has a generation."""
+        record = self._find(name, owner, revision)
         self._registry.remove(record)
         self._log.add(record, "delete", 0, 0.0)
+
+    def save(self, name: str, owner: str, revision: int | None) -> Future[int]:
+        return self._saver.save(self._find(name, owner, revision))
+
+    def snapshot(self, name: str, label: str, owner: str, revision: int | None) -> Future[int]:
+        record = self._find(name, owner, revision)
+        self._registry.reserve_idle(record)
+        path = self._registry.snapshots_of(owner).path(label)
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return self._saver.write(self._registry.snapshot(record), path)
+
+    def _find(self, name: str, owner: str, revision: int | None) -> SessionRecord:
+        record = self._registry.find(name, owner)
+        record.require_revision(revision)
+        return record
 
     def _add(
         self,

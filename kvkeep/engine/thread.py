@@ -1,16 +1,18 @@
 """The thread in which an engine does everything: calls from other threads, and scheduler steps."""
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvkeep.errors import Cancelled
 from kvkeep.runtime.worker import TEAM_PATIENCE, end_own_team, hosting
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -107,3 +109,43 @@ class EngineThread:
             return self._calls.get(timeout=min(TEAM_PATIENCE, self._idle))
         end_own_team()
         return self._calls.get(timeout=self._idle)
+
+
+class ThreadCaller(Protocol):
+    """An object that can run functions in the engine's thread."""
+
+    def call(self, function: Callable[[], T]) -> Future[T]: ...
+
+
+CallerT = TypeVar("CallerT", bound=ThreadCaller)
+
+
+def in_engine_thread(
+    method: Callable[Concatenate[CallerT, P], T],
+) -> Callable[Concatenate[CallerT, P], Future[T]]:
+    """Decorate a method so that it runs in the engine's thread, and returns a future."""
+
+    @functools.wraps(method)
+    def call_in_thread(self: CallerT, /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self.call(functools.partial(method, self, *args, **kwargs))
+
+    return call_in_thread
+
+
+def flatten(outer: Future[Future[T]]) -> Future[T]:
+    """Return a future of the result of the future that is the result of `outer`."""
+    flat: Future[T] = Future()
+
+    def copy(inner: Future[T]) -> None:
+        error = inner.exception()
+        flat.set_result(inner.result()) if error is None else flat.set_exception(error)
+
+    def wait_for_inner(outer: Future[Future[T]]) -> None:
+        error = outer.exception()
+        if error is not None:
+            flat.set_exception(error)
+        else:
+            outer.result().add_done_callback(copy)
+
+    outer.add_done_callback(wait_for_inner)
+    return flat
