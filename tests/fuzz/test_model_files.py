@@ -13,7 +13,7 @@ from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.models.gguf.config import config_from_gguf
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.gguf.names import named_tensors
+from kvkeep.models.gguf.tensors import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.spec.config import read_spec, spec_from_config
 from kvkeep.models.spec.families import FAMILIES

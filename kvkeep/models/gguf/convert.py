@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvkeep.models.gguf.config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
-from kvkeep.models.gguf.names import named_tensors
+from kvkeep.models.gguf.tensors import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.gguf.vocabulary import special_token
 from kvkeep.models.spec.config import spec_from_config

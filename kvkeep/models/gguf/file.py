@@ -1,16 +1,18 @@
 """GGUF files: checked metadata, and memory-mapped tensors in their quantised formats."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.header import check_header, parts_of
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,11 @@ class GgufFile:
     """A GGUF model, of one file or several parts.
 
     path: of the (first) file. metadata: GGUF keys to Python values. tensors: by GGUF name, in file
-    order. The accessors raise BadModelFile for a missing key without a default and for a value of
-    another type than they return.
+    order.
+
+    The accessors raise BadModelFile for a missing key without a default and for a value of another
+    type than they return. A key may begin with "{arch}", as in gguf-py's constants: it stands for
+    `architecture`.
     """
 
     path: Path
@@ -66,11 +71,11 @@ class GgufFile:
         Raises BadModelFile if a file is missing, empty, truncated, corrupt, or not GGUF, and
         UnsupportedModel if it is newer than gguf-py.
         """
-        first, *others = [cls._open_one(part) for part in parts_of(path)]
-        first.require_part(0, 1 + len(others))
+        first, *others = parts = [cls._open_one(part) for part in parts_of(path)]
+        for index, part in enumerate(parts):
+            part._require_part(index, len(parts))
         tensors = dict(first.tensors)
-        for number, part in enumerate(others, 1):
-            part.require_part(number, 1 + len(others))
+        for part in others:
             if duplicates := tensors.keys() & part.tensors:
                 raise BadModelFile(
                     f"{part.path} has {min(duplicates)}, as another part of the model"
@@ -110,16 +115,13 @@ class GgufFile:
             ) from error
         return cls(path, metadata, tensors)
 
-    def require_part(self, number: int, count: int) -> None:
-        """Check that the metadata call the file part `number` (from 0) of `count`.
-
-        Raises BadModelFile.
-        """
+    def _require_part(self, index: int, count: int) -> None:
+        """Check that the metadata call the file part `index` (from 0) of `count`."""
         stated_count = self.metadata.get("split.count", 1) or 1
-        stated_number = self.metadata.get("split.no", 0)
-        if (stated_count, stated_number) == (count, number):
+        stated_index = self.metadata.get("split.no", 0)
+        if (stated_count, stated_index) == (count, index):
             return
-        stated = f"part {shown(stated_number)} (from 0) of {shown(stated_count)}"
+        stated = f"part {shown(stated_index)} (from 0) of {shown(stated_count)}"
         if count == 1:
             raise BadModelFile(
                 f"{self.path} is {stated} of a split model, under a name that does not say so: "
@@ -127,63 +129,57 @@ class GgufFile:
                 "first"
             )
         raise BadModelFile(
-            f"{self.path} is {stated}, not part {number} of {count}: give its parts the names that "
+            f"{self.path} is {stated}, not part {index} of {count}: give its parts the names that "
             "they had"
         )
 
-    def required(self, key: str) -> Any:
-        """Return the value of a key of any type. Raises BadModelFile if the file has none."""
-        if key not in self.metadata:
-            raise BadModelFile(
-                f"{self.path} has no metadata field {key}, so it does not describe a whole model; "
-                "fetch it again, or convert the model to GGUF anew"
-            )
-        return self.metadata[key]
+    @property
+    def architecture(self) -> str:
+        """The value of `general.architecture`, such as "qwen3moe"."""
+        return self.text("general.architecture")
 
     def has(self, key: str) -> bool:
         """Whether the metadata have this key."""
-        return key in self.metadata
+        return self.full_key(key) in self.metadata
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
-        return self._at_least(1, key, default)
+    def required(self, key: str) -> Any:
+        """Return the value of a key of any type."""
+        return self._checked(key, None, "a value", lambda value: True)
+
+    def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """Return a whole number of at least `minimum`."""
+        expected = f"a whole number of at least {minimum}"
+        return self._checked(key, default, expected, lambda value: _is_whole(value, minimum))
 
     def non_negative(self, key: str, default: int | None = None) -> int:
         """Return a whole number of at least 0."""
-        return self._at_least(0, key, default)
-
-    def _at_least(self, minimum: int, key: str, default: int | None) -> int:
-        value = self._value(key, default)
-        if not _is_whole(value, minimum):
-            raise self._wrong(key, f"a whole number of at least {minimum}", value)
-        return int(value)
+        return self.count(key, default, minimum=0)
 
     def uniform_count(self, key: str, default: int | None = None) -> int:
         """Return a count that is stated once, or equally for each layer in a list.
 
         Raises BadModelFile, and UnsupportedModel if layers differ.
         """
-        value = self._value(key, default)
-        if not isinstance(value, list):
+        if not isinstance(self.metadata.get(self.full_key(key)), list):
             return self.count(key, default)
-        if not value or not all(_is_whole(count, 0) for count in value):
-            raise self._wrong(key, "a whole number of at least 1, or a list of them", value)
-        if any(count != value[0] for count in value):
-            raise UnsupportedModel(
-                f"{self.path} has another {key} in each layer ({shown(value)}), which is not "
-                "supported"
-            )
-        if value[0] < 1:
-            raise self._wrong(key, "a whole number of at least 1, or a list of them", value)
-        return int(value[0])
+        counts: list[int] = self._checked(
+            key,
+            None,
+            "a whole number of at least 1, or a list of them",
+            lambda values: any(values) and all(_is_whole(count, 0) for count in values),
+        )
+        if len(set(counts)) > 1:
+            key = self.full_key(key)
+            raise self.unsupported(f"has another {key} in each layer ({shown(counts)})")
+        return counts[0]
 
-    def layer_count(self, family: str) -> int:
+    def layer_count(self) -> int:
         """Return the number of layers. Raises BadModelFile if there are more than tensors."""
-        layers = self.count(f"{family}.block_count")
+        layers = self.count("{arch}.block_count")
         if layers > len(self.tensors):
             raise BadModelFile(
-                f"{self.path} has {layers} layers ({family}.block_count) and {len(self.tensors)} "
-                "tensors; fetch it again"
+                f"{self.path} has {layers} layers ({self.architecture}.block_count) and "
+                f"{len(self.tensors)} tensors; fetch it again"
             )
         return layers
 
@@ -192,69 +188,75 @@ class GgufFile:
         value = self.required(key)
         counts = value if isinstance(value, list) else [value] * layers
         if len(counts) != layers or not all(_is_whole(count, 1) for count in counts):
-            raise self._wrong(
-                key, f"a whole number of at least 1 for each of {layers} layers", value
-            )
+            raise self.invalid(key, f"a whole number of at least 1 for each of {layers} layers")
         return counts
 
     def integer(self, key: str) -> int:
         """Return a whole number, which may be negative."""
-        value = self.required(key)
-        if type(value) is not int:
-            raise self._wrong(key, "a whole number", value)
-        return value
+        return self._checked(key, None, "a whole number", lambda value: type(value) is int)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number."""
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._wrong(key, "a number", value)
-        if not math.isfinite(value):
-            raise self._wrong(key, "a finite number", value)
-        return value
+        return self._checked(
+            key, default, "a finite number", lambda value: _is_number(value) and abs(value) < inf
+        )
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
-        value = self.metadata.get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
+        return self._checked(key, default, "true or false", lambda value: type(value) is bool)
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, "text", value)
-        return value
+        return self._checked(key, default, "text", lambda value: type(value) is str)
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings."""
-        value = self.required(key)
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise self._wrong(key, "a list of texts", value)
-        return value
+        return self._list(key, "a list of texts", lambda text: type(text) is str)
 
     def integers(self, key: str) -> list[int]:
         """Return a list of whole numbers."""
-        value = self.required(key)
-        if not isinstance(value, list) or not all(type(number) is int for number in value):
-            raise self._wrong(key, "a list of whole numbers", value)
-        return value
+        return self._list(key, "a list of whole numbers", lambda number: type(number) is int)
 
     def numbers(self, key: str) -> list[float]:
         """Return a list of numbers, which may be infinite but not NaN."""
-        value = self.required(key)
-        if not isinstance(value, list) or not all(_is_number(number) for number in value):
-            raise self._wrong(key, "a list of numbers", value)
+        return self._list(key, "a list of numbers", _is_number)
+
+    def full_key(self, key: str) -> str:
+        """Return a key with the architecture's name in the place of "{arch}"."""
+        return key.replace("{arch}", self.architecture) if key.startswith("{arch}") else key
+
+    def _list(self, key: str, expected: str, is_item: Callable[[Any], bool]) -> list[Any]:
+        return self._checked(
+            key, None, expected, lambda value: type(value) is list and all(map(is_item, value))
+        )
+
+    def _checked(
+        self, key: str, default: _T | None, expected: str, is_valid: Callable[[Any], bool]
+    ) -> _T:
+        """Return the value of a key, or a default that is not None."""
+        value: _T | None = self.metadata.get(self.full_key(key), default)
+        if value is None:
+            raise BadModelFile(
+                f"{self.path} has no metadata field {self.full_key(key)}, so it does not describe "
+                "a whole model; fetch it again, or convert the model to GGUF anew"
+            )
+        if not is_valid(value):
+            raise self.invalid(key, expected)
         return value
 
-    def _value(self, key: str, default: object) -> Any:
-        return self.required(key) if default is None else self.metadata.get(key, default)
-
-    def _wrong(self, key: str, expected: str, value: object) -> BadModelFile:
+    def invalid(self, key: str, expected: str) -> BadModelFile:
+        """Return the error for the value of a key."""
+        value = self.metadata.get(self.full_key(key))
         return BadModelFile(
-            f"{self.path}: metadata field {key} must be {expected}, found {shown(value)}; fetch "
-            "it again"
+            f"{self.path}: metadata field {self.full_key(key)} must be {expected}, found "
+            f"{shown(value)}; fetch it again"
+        )
+
+    def unsupported(self, reason: str) -> UnsupportedModel:
+        """Return the error for a feature that kvkeep does not run from a GGUF file."""
+        return UnsupportedModel(
+            f"{self.path} {reason}, which is not supported in GGUF files; use a safetensors folder "
+            "of the model"
         )
 
 

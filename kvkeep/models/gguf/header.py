@@ -10,7 +10,6 @@ milliseconds and no memory, and it distinguishes a damaged file from one newer t
 
 import mmap
 import re
-import struct
 from functools import cache
 from pathlib import Path
 
@@ -60,12 +59,35 @@ def check_header(path: Path) -> None:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _HeaderWalk(data).walk()
-    except (struct.error, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise BadModelFile(
             f"{path} is a truncated or corrupt GGUF file ({error}); fetch it again"
         ) from error
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from None
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(24)
+    except OSError as error:
+        raise BadModelFile(f"{path} cannot be read ({error.strerror}); check the path") from error
+    if not start:
+        raise BadModelFile(f"{path} is empty; fetch it again")
+    if start[:4] != b"GGUF":
+        raise BadModelFile(
+            f"{path} is not a GGUF file: it starts with {start[:4]!r}, not b'GGUF'; "
+            "give a .gguf file, or a folder with config.json and model.safetensors"
+        )
+    if len(start) < 24:
+        raise BadModelFile(f"{path} is truncated: {len(start)} bytes; fetch it again")
+    version = int.from_bytes(start[4:8], "little")
+    if version not in (2, 3):
+        raise BadModelFile(
+            f"{path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read: "
+            "convert the model to GGUF anew"
+        )
 
 
 class _HeaderWalk:
@@ -74,100 +96,71 @@ class _HeaderWalk:
     def __init__(self, data: mmap.mmap):
         self._data = data
         self._size = len(data)
-        self._at = 8  # offset of the next entry: first behind the magic and the version
+        self._offset = 8  # of the next entry: first behind the magic and the version
 
     def walk(self) -> None:
-        tensors, fields = self._number("Q"), self._number("Q")
-        for _ in range(self._count(fields, minimum=8 + 4)):
+        tensors, fields = self._uint(8), self._uint(8)
+        for _ in range(self._require(fields, entry_bytes=8 + 4)):
             self._string()
-            self._value(self._number("I"), 0)
-        for _ in range(self._count(tensors, minimum=8 + 4 + 4 + 8)):
+            self._value(self._uint(4), depth=0)
+        for _ in range(self._require(tensors, entry_bytes=8 + 4 + 4 + 8)):
             self._tensor()
 
-    def _number(self, code: str) -> int:
-        (number,) = struct.unpack_from(f"<{code}", self._data, self._at)
-        self._at += struct.calcsize(code)
-        return int(number)
-
-    def _skip(self, count: int) -> None:
-        if count > self._size - self._at:
-            raise ValueError(f"{count} bytes at {self._at} would go beyond its end")
-        self._at += count
-
-    def _count(self, count: int, minimum: int) -> int:
-        """Return the count after checking that the file has room for entries of `minimum` bytes."""
-        if count * minimum > self._size - self._at:
-            raise ValueError(f"{count} entries at {self._at} would go beyond its end")
+    def _require(self, count: int, entry_bytes: int) -> int:
+        """Return the count after checking that the file is long enough for so many entries."""
+        if count * entry_bytes > self._size - self._offset:
+            raise ValueError(f"{count} entries at {self._offset} would go beyond its end")
         return count
 
-    def _string(self) -> bytes:
-        start = self._at + 8
-        self._skip(self._number("Q"))
-        return self._data[start : self._at]
+    def _skip(self, size: int) -> bytes:
+        """Step over `size` bytes and return them."""
+        start = self._offset
+        self._offset += self._require(size, entry_bytes=1)
+        return self._data[start : self._offset]
 
-    def _value(self, kind: int, depth: int) -> None:
-        if kind in _SIZES:
-            self._skip(_SIZES[kind])
-        elif kind == _STRING:
+    def _uint(self, size: int) -> int:
+        return int.from_bytes(self._skip(size), "little")
+
+    def _string(self) -> bytes:
+        return self._skip(self._uint(8))
+
+    def _value(self, value_type: int, depth: int) -> None:
+        if value_type in _SIZES:
+            self._skip(_SIZES[value_type])
+        elif value_type == _STRING:
             self._string()
-        elif kind == _ARRAY and depth < _MAX_DEPTH:
-            inner, count = self._number("I"), self._number("Q")
-            if inner in _SIZES:
-                self._skip(count * _SIZES[inner])
+        elif value_type == _ARRAY and depth < _MAX_DEPTH:
+            item_type, count = self._uint(4), self._uint(8)
+            if item_type in _SIZES:
+                # Not by _skip, which would copy a large array.
+                self._offset += self._require(count, _SIZES[item_type]) * _SIZES[item_type]
                 return
-            for _ in range(self._count(count, minimum=8)):
-                self._value(inner, depth + 1)
+            for _ in range(self._require(count, entry_bytes=8)):
+                self._value(item_type, depth + 1)
         else:
-            raise ValueError(f"a field of kind {kind}")
+            raise ValueError(f"a field of kind {value_type}")
 
     def _tensor(self) -> None:
         name = self._string().decode(errors="replace")
-        dimensions = self._number("I")
+        dimensions = self._uint(4)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} of {dimensions} dimensions")
-        for _ in range(dimensions):
-            self._number("Q")
-        _check_type(name, self._number("I"))
-        self._number("Q")
-
-
-def _check_type(name: str, kind: int) -> None:
-    if kind in _known_types():
-        return
-    if kind >= _MAX_TYPES:
-        raise ValueError(f"tensor {name!r} of type {kind}")
-    raise UnsupportedModel(
-        f"tensor {name!r} is stored in type {kind}, which the installed gguf package does not "
-        "know: the file is newer (update gguf), or of a type that was given up; take a Q4_0, "
-        "Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model instead"
-    )
+        self._skip(8 * dimensions)
+        tensor_type = self._uint(4)
+        self._skip(8)  # the offset of its data
+        if tensor_type >= _MAX_TYPES:
+            raise ValueError(f"tensor {name!r} of type {tensor_type}")
+        if tensor_type not in _known_types():
+            raise UnsupportedModel(
+                f"tensor {name!r} is stored in type {tensor_type}, which the installed gguf "
+                "package does not know: the file is newer (update gguf), or of a type that was "
+                "given up; take a Q4_0, Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model "
+                "instead"
+            )
 
 
 @cache
 def _known_types() -> frozenset[int]:
     from gguf import GGMLQuantizationType
 
-    return frozenset(int(kind) for kind in GGMLQuantizationType)
-
-
-def _check_magic(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            head = file.read(24)
-    except OSError as error:
-        raise BadModelFile(f"{path} cannot be read ({error.strerror}); check the path") from error
-    if not head:
-        raise BadModelFile(f"{path} is empty; fetch it again")
-    if head[:4] != b"GGUF":
-        raise BadModelFile(
-            f"{path} is not a GGUF file: it starts with {head[:4]!r}, not b'GGUF'; "
-            "give a .gguf file, or a folder with config.json and model.safetensors"
-        )
-    if len(head) < 24:
-        raise BadModelFile(f"{path} is truncated: {len(head)} bytes; fetch it again")
-    version = struct.unpack("<I", head[4:8])[0]
-    if version not in (2, 3):
-        raise BadModelFile(
-            f"{path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read: "
-            "convert the model to GGUF anew"
-        )
+    return frozenset(map(int, GGMLQuantizationType))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile
-from kvkeep.models.spec.config_fields import LARGEST, positive_float, positive_int, read_json
+from kvkeep.models.spec.config_fields import ConfigFields, is_whole, read_json
 from kvkeep.models.spec.config_gemma import (
     gemma3n_fields,
     gemma4_fields,
@@ -18,7 +18,7 @@ from kvkeep.models.spec.config_layers import expert_fields, layer_kind_fields, m
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.spec.rope import rope_and_trained_length, split_rope_settings
+from kvkeep.models.spec.rope import rope_fields
 from kvkeep.models.spec.unsupported import (
     ACTIVATIONS,
     GRANITE_HYBRID,
@@ -30,14 +30,8 @@ from kvkeep.models.spec.unsupported import (
 _MISTRAL3 = "Mistral3ForConditionalGeneration"
 # Fields that a Family and a ModelSpec have in common.
 _FAMILY_FIELDS = (
-    "qk_norm",
-    "qk_norm_whole",
-    "norms_before",
-    "norms_after",
-    "centred_norms",
-    "parallel",
-    "unit_norms",
-    "sinks",
+    *("qk_norm", "qk_norm_whole", "norms_before", "norms_after", "centred_norms"),
+    *("parallel", "unit_norms", "sinks"),
 )
 _WIDEST_HEAD = 1 << 16
 
@@ -48,86 +42,67 @@ def read_spec(folder: Path) -> ModelSpec:
     Raises BadModelFile if config.json is missing, empty, not JSON or lacks a field, and
     UnsupportedModel if kvkeep does not run the model.
     """
-    path = folder / "config.json"
+    path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.exists():
         raise BadModelFile(
             f"{folder} has no config.json; give the folder of a model in Hugging Face layout "
             "(config.json, model.safetensors, tokenizer.json), or a .gguf file"
         )
-    generation = folder / "generation_config.json"
     return spec_from_config(
         read_json(path), read_json(generation) if generation.exists() else {}, path
     )
 
 
 def spec_from_config(
-    config: Mapping[str, Any], generation: Mapping[str, Any], path: Path
+    values: Mapping[str, Any], generation: Mapping[str, Any], path: Path
 ) -> ModelSpec:
-    """Build the specification from the contents of the two JSON files.
+    """Build the specification from the contents of config.json and generation_config.json.
 
     path: of config.json, for messages.
 
     Raises BadModelFile and UnsupportedModel as `read_spec` does.
     """
-    architecture = _architecture(config, path)
-    family = _family(config, architecture)
-    config = {**family.defaults, **(_text_config(config) if family.multimodal else config)}
+    architecture, family = _architecture_and_family(values, path)
+    values = _language_model_config(values) if family.multimodal else values
+    config = ConfigFields({**family.defaults, **values}, path)
     refuse_unsupported_fields(config, architecture)
-    config = merge_widths(config, path) if family.gemma3n else config
-    config, local_fields = split_head_sizes(config, path) if family.gemma4 else (config, {})
-    heads = positive_int(config, "num_attention_heads", path)
-    hidden_size = positive_int(config, "hidden_size", path)
-    layers = positive_int(config, "num_hidden_layers", path)
-    kv_heads = positive_int(config, "num_key_value_heads", path, default=heads)
-    for count in (kv_heads, local_fields.get("local_kv_heads", kv_heads)):
-        if heads % count:
-            raise BadModelFile(
-                f"{path}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
-                f"({count}); fetch the model again"
-            )
-    head_dim = positive_int(config, "head_dim", path, default=hidden_size // heads)
-    local_head_dim = local_fields.get("local_head_dim", head_dim)
-    for size in (head_dim, local_head_dim):
-        if size > _WIDEST_HEAD or size % 2:
-            raise BadModelFile(f"{path}: heads of {size} dimensions; fetch the model again")
-    config, local_config = split_rope_settings(config, family)
-    rope, trained = rope_and_trained_length(config, family, head_dim, path)
-    local_rope = rope
-    if local_config:
-        local_rope, _ = rope_and_trained_length(local_config, family, local_head_dim, path)
-    layer_fields = layer_kind_fields(config, family, layers, path)
-    if family.gemma4:
-        local_layers = layer_fields["local_layers"]
-        layer_fields |= local_fields | gemma4_fields(config, layers, local_layers, path)
+    local_head_fields: dict[str, int] = {}
     if family.gemma3n:
-        layer_fields |= gemma3n_fields(config, layers, layer_fields["local_layers"], path)
+        config = merge_widths(config)
+    if family.gemma4:
+        config, local_head_fields = split_head_sizes(config)
+    fields: dict[str, Any] = _head_fields(config, local_head_fields)
+    head_dim = fields["head_dim"]
+    rope, trained = rope_fields(config, family, head_dim, fields.get("local_head_dim", head_dim))
+    fields |= rope | layer_kind_fields(config, family) | expert_fields(config, family)
+    if family.gemma4:
+        fields |= gemma4_fields(config, fields["local_layers"])
+    if family.gemma3n:
+        fields |= gemma3n_fields(config, fields["local_layers"])
+    mlp_width = "intermediate_size"
+    if architecture == GRANITE_HYBRID:
+        mlp_width = "shared_intermediate_size"
     return ModelSpec(
         architecture=architecture,
-        vocab_size=positive_int(config, "vocab_size", path),
-        hidden_size=hidden_size,
-        intermediate_size=positive_int(config, _mlp_width_field(architecture), path),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=positive_float(config, family.norm_eps_field, path, default=1e-6),
-        max_positions=min(trained, model_window(config, family, layers, path) or trained),
-        rope=rope,
-        local_rope=None if local_rope == rope else local_rope,
+        vocab_size=config.positive_int("vocab_size"),
+        hidden_size=config.positive_int("hidden_size"),
+        intermediate_size=config.positive_int(mlp_width),
+        layers=config.layers,
+        norm_eps=config.positive_float(family.norm_eps_field, default=1e-6),
+        max_positions=min(trained, model_window(config, family) or trained),
         tied_head=bool(config.get("tie_word_embeddings")),
-        **_biases(config, family),
-        bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id", path)), None),
-        eos_token_ids=_token_ids(config, generation, "eos_token_id", path),
-        **{name: getattr(family, name) for name in _FAMILY_FIELDS},
-        **_multipliers(config, family, path),
+        bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id")), None),
+        eos_token_ids=_token_ids(config, generation, "eos_token_id"),
         activation=ACTIVATIONS[config.get(family.activation_field, "silu")],
-        **layer_fields,
-        **expert_fields(config, family, layers, path),
+        **{name: getattr(family, name) for name in _FAMILY_FIELDS},
+        **_biases(config, family),
+        **_multipliers(config, family),
+        **fields,
     )
 
 
-def _architecture(config: Mapping[str, Any], path: Path) -> str:
-    architectures = config.get("architectures")
+def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str, Family]:
+    architectures = values.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise BadModelFile(
             f"{path} does not say which architecture the model is (field architectures); "
@@ -137,85 +112,80 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     if not isinstance(name, str) or name not in FAMILIES:
         raise unsupported_architecture(name)
     if name == GRANITE_HYBRID:
-        require_dense_granite(config)
-    if name == _MISTRAL3 and _text_model_type(config) == "mistral4":
-        raise unsupported_architecture("Mistral4ForCausalLM")
-    return str(name)
+        require_dense_granite(values)
+    if name == _MISTRAL3:  # its language model may be of another architecture
+        text_config = values.get("text_config")
+        model_type = text_config.get("model_type") if isinstance(text_config, dict) else None
+        if model_type == "mistral4":
+            raise unsupported_architecture("Mistral4ForCausalLM")
+        if model_type == "ministral3":
+            return name, replace(FAMILIES["Ministral3ForCausalLM"], multimodal=True)
+    return name, FAMILIES[name]
 
 
-def _family(config: Mapping[str, Any], architecture: str) -> Family:
-    if architecture == _MISTRAL3 and _text_model_type(config) == "ministral3":
-        return replace(FAMILIES["Ministral3ForCausalLM"], multimodal=True)
-    return FAMILIES[architecture]
-
-
-def _text_model_type(config: Mapping[str, Any]) -> object:
-    """Return the model_type of a multimodal model's language model; None if there is none."""
-    text_config = config.get("text_config")
-    return text_config.get("model_type") if isinstance(text_config, dict) else None
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of a multimodal model's language model."""
-    text_config = config.get("text_config")
+    text_config = values.get("text_config")
     if not isinstance(text_config, dict):
-        return config
-    tied = config.get("tie_word_embeddings")
-    return {**config, **text_config, **({} if tied is None else {"tie_word_embeddings": tied})}
+        return values
+    tied = values.get("tie_word_embeddings")
+    return {**values, **text_config, **({} if tied is None else {"tie_word_embeddings": tied})}
 
 
-def _mlp_width_field(architecture: str) -> str:
-    return "shared_intermediate_size" if architecture == GRANITE_HYBRID else "intermediate_size"
+def _head_fields(config: ConfigFields, local_fields: Mapping[str, int]) -> dict[str, Any]:
+    """Return the counts and widths of heads. local_fields: those that differ in local layers."""
+    heads = config.positive_int("num_attention_heads")
+    kv_heads = config.positive_int("num_key_value_heads", default=heads)
+    default_width = config.positive_int("hidden_size") // heads
+    head_dim = config.positive_int("head_dim", default=default_width)
+    for count in (kv_heads, local_fields.get("local_kv_heads", kv_heads)):
+        if heads % count:
+            raise BadModelFile(
+                f"{config.path}: num_attention_heads ({heads}) must be a multiple of "
+                f"num_key_value_heads ({count}); fetch the model again"
+            )
+    for width in (head_dim, local_fields.get("local_head_dim", head_dim)):
+        if width > _WIDEST_HEAD or width % 2:
+            raise BadModelFile(f"{config.path}: heads of {width} dimensions; fetch the model again")
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **local_fields}
 
 
-def _biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _biases(config: ConfigFields, family: Family) -> dict[str, Any]:
     stated, rule = bool(config.get("attention_bias")), family.attention_bias
+    qkv_bias = rule == "qkv" or (stated and rule in ("attention_bias", "attention_bias of qkv"))
     if rule == "qkv_bias":
-        qkv_bias = config.get("qkv_bias")
-        return {
-            "qkv_bias": qkv_bias is None or bool(qkv_bias),
-            "output_bias": False,
-            "mlp_bias": False,
-        }
+        qkv_bias = config.get("qkv_bias") is None or bool(config.get("qkv_bias"))
     return {
-        "qkv_bias": rule == "qkv" or (stated and rule != "none"),
+        "qkv_bias": qkv_bias,
         "output_bias": stated and rule == "attention_bias",
-        "mlp_bias": family.mlp_bias and bool(config.get("mlp_bias", False)),
+        "mlp_bias": family.mlp_bias and bool(config.get("mlp_bias")),
     }
 
 
-def _multipliers(config: Mapping[str, Any], family: Family, path: Path) -> dict[str, Any]:
+def _multipliers(config: ConfigFields, family: Family) -> dict[str, Any]:
     if family.cohere_logit_scale:
-        return {"logits_multiplier": positive_float(config, "logit_scale", path, default=0.0625)}
-    if family.gemma_scales:
-        return _gemma_scales(config, family, path)
-    if not family.granite_multipliers:
+        return {"logits_multiplier": config.positive_float("logit_scale", default=0.0625)}
+    if family.granite_multipliers:
+        names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+        return {
+            **{name: config.positive_float(name, default=1.0) for name in names},
+            "logits_multiplier": 1 / config.positive_float("logits_scaling", default=1.0),
+        }
+    if not family.gemma_scales:
         return {}
-    return {
-        "embedding_multiplier": positive_float(config, "embedding_multiplier", path, default=1.0),
-        "residual_multiplier": positive_float(config, "residual_multiplier", path, default=1.0),
-        "logits_multiplier": 1 / positive_float(config, "logits_scaling", path, default=1.0),
-        "attention_multiplier": positive_float(config, "attention_multiplier", path, default=1.0),
-    }
-
-
-def _gemma_scales(config: Mapping[str, Any], family: Family, path: Path) -> dict[str, Any]:
-    caps = {"attention_softcap": "attn_logit_softcapping"}
-    if not family.no_logits_softcap:
-        caps["logits_softcap"] = "final_logit_softcapping"
-    hidden_size = positive_int(config, "hidden_size", path)
-    scalar = positive_float(config, "query_pre_attn_scalar", path, default=256)
-    return {
-        "embedding_multiplier": math.sqrt(hidden_size),
+    fields = {
+        "embedding_multiplier": math.sqrt(config.positive_int("hidden_size")),
         "embedding_multiplier_rounded": True,
-        "attention_multiplier": scalar**-0.5,
-        **{name: positive_float(config, key, path, default=0.0) for name, key in caps.items()},
+        "attention_multiplier": config.positive_float("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_softcap": config.positive_float("attn_logit_softcapping", default=0.0),
     }
+    if not family.no_logits_softcap:
+        cap = config.positive_float("final_logit_softcapping", default=0.0)
+        fields["logits_softcap"] = cap
+    return fields
 
 
-def _token_ids(
-    config: Mapping[str, Any], generation: Mapping[str, Any], key: str, path: Path
-) -> tuple[int, ...]:
+def _token_ids(config: ConfigFields, generation: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """Return the ids in a field of generation_config.json, or else of config.json."""
     value = generation.get(key)
     if value is None:
@@ -223,6 +193,8 @@ def _token_ids(
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(type(index) is int and 0 <= index <= LARGEST for index in ids):
-        raise BadModelFile(f"{path}: {key} must be a number or a list of them, found {value!r}")
+    if not all(is_whole(index, minimum=0) for index in ids):
+        raise BadModelFile(
+            f"{config.path}: {key} must be a number or a list of them, found {value!r}"
+        )
     return tuple(ids)

@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from kvkeep.errors import BadModelFile
+from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.storage.files.text import ENCODING
 
 LARGEST = 1 << 40  # the largest size, length or token id that a config may state
@@ -34,41 +35,73 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def positive_int(
-    config: Mapping[str, Any], key: str, path: Path, default: int | None = None
-) -> int:
-    """Return a field as a whole number from 1 to `LARGEST`.
+@dataclass(frozen=True)
+class ConfigFields:
+    """The fields of a config.json, with the defaults of the model's family.
 
-    Raises BadModelFile for any other value, and for a missing field without a default.
+    path: of the file, for messages. The accessors treat null like a missing field, and raise
+    BadModelFile for a missing field without a default and for values of another kind.
     """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise BadModelFile(f"{path} lacks the field {key}; fetch the model again")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-        raise BadModelFile(
-            f"{path}: {key} must be a whole number of at least 1 and at most {LARGEST}, found "
-            f"{value!r}; fetch the model again"
+
+    values: Mapping[str, Any]
+    path: Path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a field unchecked."""
+        return self.values.get(key, default)
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy in which these fields are replaced."""
+        return replace(self, values={**self.values, **values})
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.positive_int("num_hidden_layers")
+
+    def positive_int(self, key: str, default: int | None = None) -> int:
+        """Return a field as a whole number from 1 to `LARGEST`."""
+        value = self._value(key, default)
+        if value is None:
+            raise BadModelFile(f"{self.path} lacks the field {key}; fetch the model again")
+        if not is_whole(value, minimum=1):
+            raise self.invalid(key, f"a whole number of at least 1 and at most {LARGEST}")
+        return int(value)
+
+    def non_negative_int(self, key: str, default: int) -> int:
+        """Return a field as a whole number from 0 to `LARGEST`."""
+        return 0 if self._value(key, default) == 0 else self.positive_int(key, default)
+
+    def positive_float(self, key: str, default: float) -> float:
+        """Return a field as a finite number above 0; the default is not checked."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
+            raise self.invalid(key, "a positive number")
+        return float(value)
+
+    def invalid(self, key: str, expected: str) -> BadModelFile:
+        """Return the error for the value of a field."""
+        return BadModelFile(
+            f"{self.path}: {key} must be {expected}, found {self.get(key)!r}; fetch the model again"
         )
-    return value
 
-
-def non_negative_int(config: Mapping[str, Any], key: str, path: Path, default: int) -> int:
-    """Return a field as a whole number from 0 to `LARGEST`. Raises BadModelFile."""
-    value = config.get(key)
-    if (default if value is None else value) == 0:
-        return 0
-    return positive_int(config, key, path, default)
-
-
-def positive_float(config: Mapping[str, Any], key: str, path: Path, default: float) -> float:
-    """Return a field as a finite number above 0. Raises BadModelFile."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise BadModelFile(
-            f"{path}: {key} must be a positive number, found {value!r}; fetch the model again"
+    def unsupported(self, reason: str) -> UnsupportedModel:
+        """Return the error for a variant that no published model has."""
+        return UnsupportedModel(
+            f"{self.path}: {reason}, which is not supported; use a published model of the family"
         )
-    return float(value)
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        return default if value is None else value
+
+
+def is_whole(value: object, minimum: int) -> bool:
+    """Whether a value of a config is a whole number from `minimum` to `LARGEST`."""
+    return type(value) is int and minimum <= value <= LARGEST

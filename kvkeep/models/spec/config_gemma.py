@@ -5,11 +5,10 @@ can read it; `gemma3n_fields` and `gemma4_fields` return `ModelSpec` fields as k
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.spec.config_fields import LARGEST, non_negative_int, positive_int
+from kvkeep.errors import BadModelFile
+from kvkeep.models.spec.config_fields import ConfigFields, is_whole
 from kvkeep.models.spec.config_layers import expert_counts
 
 _MOST_STREAMS = 64
@@ -22,80 +21,57 @@ _GLOBAL_FIELDS = {
 }
 
 
-def merge_widths(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def merge_widths(config: ConfigFields) -> ConfigFields:
     """Return a Gemma 3n config with one MLP width, and with the attention scale that is in effect.
 
     `intermediate_size` becomes the widest of the layers; where layers differ, "mlp_widths" holds
     each layer's. Published files state an attention scale (query_pre_attn_scalar) that the forward
     ignores: it becomes 1.
 
-    Raises BadModelFile, and UnsupportedModel for capped attention.
+    Raises BadModelFile.
     """
-    if config.get("attn_logit_softcapping") is not None:
-        raise UnsupportedModel(
-            f"{path} is a Gemma 3n that caps attention (attn_logit_softcapping), which is not "
-            "supported and no published one does: use one of these"
-        )
-    widths, layer_widths = config.get("intermediate_size"), ()
+    widths, layers = config.get("intermediate_size"), config.layers
+    changes: dict[str, Any] = {"mlp_widths": (), "query_pre_attn_scalar": 1}
     if isinstance(widths, list):
-        _check_widths(widths, positive_int(config, "num_hidden_layers", path), path)
-        layer_widths = tuple(widths) if len(set(widths)) > 1 else ()
-        widths = max(widths)
-    return {
-        **config,
-        "intermediate_size": widths,
-        "mlp_widths": layer_widths,
-        "query_pre_attn_scalar": 1,
-    }
+        if len(widths) != layers or not all(is_whole(width, minimum=1) for width in widths):
+            expected = f"a whole number of at least 1 for each of {layers} layers, or one for all"
+            raise config.invalid("intermediate_size", expected)
+        changes["intermediate_size"] = max(widths)
+        if len(set(widths)) > 1:
+            changes["mlp_widths"] = tuple(widths)
+    return config.updated(changes)
 
 
-def gemma3n_fields(
-    config: Mapping[str, Any], layers: int, local_layers: tuple[int, ...], path: Path
-) -> dict[str, Any]:
+def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[str, Any]:
     """Return the fields that only Gemma 3n has.
 
     config: as `merge_widths` returns it.
 
     Raises BadModelFile, and UnsupportedModel for variants that are not supported.
     """
-    if not config.get("altup_correct_scale", True):
-        raise UnsupportedModel(
-            f"{path} is a Gemma 3n without altup_correct_scale, which is not supported and no "
-            "published one is: use one of these"
-        )
-    inputs = positive_int(config, "altup_num_inputs", path)
-    active = non_negative_int(config, "altup_active_idx", path, default=0)
-    if inputs > _MOST_STREAMS or active >= inputs:
-        raise BadModelFile(
-            f"{path}: altup_num_inputs ({inputs}) must be at most {_MOST_STREAMS} and more than "
-            f"altup_active_idx ({active}); fetch the model again"
-        )
-    per_layer_vocab = positive_int(config, "vocab_size_per_layer_input", path)
+    inputs = config.positive_int("altup_num_inputs")
+    active = config.non_negative_int("altup_active_idx", default=0)
+    if not active < inputs <= _MOST_STREAMS:
+        expected = f"at most {_MOST_STREAMS} and more than altup_active_idx ({active})"
+        raise config.invalid("altup_num_inputs", expected)
+    per_layer_vocab = config.positive_int("vocab_size_per_layer_input")
     return {
         "altup_inputs": inputs,
         "altup_active": active,
-        "laurel_rank": positive_int(config, "laurel_rank", path),
-        "activation_sparsity": _sparsity(config.get("activation_sparsity_pattern"), layers, path),
-        "mlp_widths": config["mlp_widths"],
-        "shared_kv_layers": _shared_kv_layers(config, layers, local_layers, path),
+        "laurel_rank": config.positive_int("laurel_rank"),
+        "activation_sparsity": _sparsity(config),
+        "mlp_widths": config.get("mlp_widths"),
+        "shared_kv_layers": _shared_kv_layers(config, local_layers),
         "values_normed": True,
-        "per_layer_size": positive_int(config, "hidden_size_per_layer_input", path),
+        "per_layer_size": config.positive_int("hidden_size_per_layer_input"),
         "per_layer_vocab": 0 if per_layer_vocab == config.get("vocab_size") else per_layer_vocab,
     }
 
 
-def _check_widths(widths: list[Any], layers: int, path: Path) -> None:
-    if len(widths) != layers or any(
-        type(width) is not int or not 1 <= width <= LARGEST for width in widths
-    ):
-        raise BadModelFile(
-            f"{path}: intermediate_size must be a whole number of at least 1 for each of {layers} "
-            "layers, or one for all; fetch the model again"
-        )
-
-
-def _sparsity(pattern: object, layers: int, path: Path) -> tuple[float, ...]:
+def _sparsity(config: ConfigFields) -> tuple[float, ...]:
     """Return the share of gate values that each layer zeroes; empty if no layer zeroes any."""
+    key, layers = "activation_sparsity_pattern", config.layers
+    pattern = config.get(key)
     if pattern is None:
         sparse = _DEFAULT_SPARSE_LAYERS if layers > _DEFAULT_SPARSE_LAYERS else 0
         pattern = [_DEFAULT_SPARSITY] * sparse + [0.0] * (layers - sparse)
@@ -104,16 +80,11 @@ def _sparsity(pattern: object, layers: int, path: Path) -> tuple[float, ...]:
         or len(pattern) != layers
         or any(type(share) not in (int, float) or not 0 <= share < 1 for share in pattern)
     ):
-        raise BadModelFile(
-            f"{path}: activation_sparsity_pattern must be a share from 0 to below 1 for each of "
-            f"{layers} layers; fetch the model again"
-        )
+        raise config.invalid(key, f"a share from 0 to below 1 for each of {layers} layers")
     return tuple(map(float, pattern)) if any(pattern) else ()
 
 
-def split_head_sizes(
-    config: Mapping[str, Any], path: Path
-) -> tuple[Mapping[str, Any], dict[str, int]]:
+def split_head_sizes(config: ConfigFields) -> tuple[ConfigFields, dict[str, int]]:
     """Return a Gemma 4 config as it holds for global layers, and local_head_dim, local_kv_heads.
 
     In the file, `head_dim` and `num_key_value_heads` are those of local layers. transformers states
@@ -123,23 +94,21 @@ def split_head_sizes(
     Raises BadModelFile, and UnsupportedModel if the global layers differ among themselves.
     """
     local_fields = {
-        "local_head_dim": positive_int(config, "head_dim", path),
-        "local_kv_heads": positive_int(config, "num_key_value_heads", path),
+        "local_head_dim": config.positive_int("head_dim"),
+        "local_kv_heads": config.positive_int("num_key_value_heads"),
     }
     overrides: Any = {key: config.get(global_key) for key, global_key in _GLOBAL_FIELDS.items()}
     if not config.get("attention_k_eq_v"):
         del overrides["num_key_value_heads"]
-    if "per_layer_config" in config:  # replaces the two fields; empty where no layer differs
-        overrides = _global_layer_config(config["per_layer_config"] or {}, path)
+    if "per_layer_config" in config.values:  # replaces the two fields; empty where no layer differs
+        overrides = _global_layer_config(config)
     stated = {key: value for key, value in overrides.items() if value is not None}
-    return {**config, **stated}, local_fields
+    return config.updated(stated), local_fields
 
 
-def _global_layer_config(per_layer: Any, path: Path) -> Mapping[str, Any]:
-    """Return the fields that `per_layer_config` states alike for every layer that it names.
-
-    Raises UnsupportedModel where they differ.
-    """
+def _global_layer_config(config: ConfigFields) -> Mapping[str, Any]:
+    """Return the fields that `per_layer_config` states alike for every layer that it names."""
+    per_layer = config.get("per_layer_config") or {}
     first, *others = per_layer.values() if isinstance(per_layer, dict) and per_layer else [{}]
     if (
         not isinstance(per_layer, dict)
@@ -147,86 +116,72 @@ def _global_layer_config(per_layer: Any, path: Path) -> Mapping[str, Any]:
         or not first.keys() <= _GLOBAL_FIELDS.keys()
         or others.count(first) != len(others)
     ):
-        raise UnsupportedModel(
-            f"{path}: layers that see everything differ among themselves (per_layer_config), "
-            "which no published Gemma 4 does: use one of these"
+        raise config.unsupported(
+            "layers that see everything differ among themselves (per_layer_config)"
         )
     return first
 
 
-def gemma4_fields(
-    config: Mapping[str, Any], layers: int, local_layers: tuple[int, ...], path: Path
-) -> dict[str, Any]:
+def gemma4_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[str, Any]:
     """Return the fields that only Gemma 4 has.
 
     Raises BadModelFile, and UnsupportedModel for variants that are not supported.
     """
-    _check_per_layer_config(config, layers, local_layers, path)
-    size = non_negative_int(config, "hidden_size_per_layer_input", path, default=256)
+    _check_per_layer_config(config, local_layers)
+    size = config.non_negative_int("hidden_size_per_layer_input", default=256)
     if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
-        raise UnsupportedModel(
-            f"{path}: tokens without embeddings of each layer (vocab_size_per_layer_input) are not "
-            "supported; use a published Gemma 4, in which all have some"
+        raise config.unsupported(
+            "some tokens have no embeddings of each layer (vocab_size_per_layer_input)"
         )
-    return {
-        "shared_kv_layers": _shared_kv_layers(config, layers, local_layers, path),
+    fields = {
+        "shared_kv_layers": _shared_kv_layers(config, local_layers),
         "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
         "keys_as_values": bool(config.get("attention_k_eq_v")),
         "values_normed": True,
         "per_layer_size": size,
         "layer_scales": True,
-        **_parallel_experts(config, path),
+    }
+    if not config.get("enable_moe_block"):
+        return fields
+    return {  # Gemma 4 26B-A4B has experts beside each MLP
+        **fields,
+        **expert_counts(config, "num_experts", "top_k_experts"),
+        "expert_size": config.positive_int("moe_intermediate_size"),
+        "norm_topk": True,
+        "experts_beside": True,
     }
 
 
-def _check_per_layer_config(
-    config: Mapping[str, Any], layers: int, local_layers: tuple[int, ...], path: Path
-) -> None:
+def _check_per_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) -> None:
     """Check that `per_layer_config` names exactly the global layers."""
     per_layer = config.get("per_layer_config")
-    global_layers = [layer for layer in range(layers) if layer not in local_layers]
+    global_layers = [layer for layer in range(config.layers) if layer not in local_layers]
     # transformers pads the layer numbers of models with ten layers or more: "05".
     if per_layer and global_layers != sorted(
         int(key) if key.isdecimal() else -1 for key in per_layer
     ):
-        raise UnsupportedModel(
-            f"{path}: per_layer_config must name the layers that see everything "
-            f"({', '.join(map(str, global_layers))}), found {', '.join(map(str, per_layer))}; use "
-            "a published Gemma 4"
+        raise config.unsupported(
+            "per_layer_config must name the layers that see everything "
+            f"({', '.join(map(str, global_layers))}), found {', '.join(map(str, per_layer))}"
         )
 
 
-def _shared_kv_layers(
-    config: Mapping[str, Any], layers: int, local_layers: tuple[int, ...], path: Path
-) -> int:
+def _shared_kv_layers(config: ConfigFields, local_layers: tuple[int, ...]) -> int:
     """Return how many of the last layers attend to the cells of earlier ones, as in ModelSpec.
 
     Raises BadModelFile where no earlier layer of the same kind has cells, and UnsupportedModel
     where no layer is local.
     """
-    shared = non_negative_int(config, "num_kv_shared_layers", path, default=0)
+    key, layers = "num_kv_shared_layers", config.layers
+    shared = config.non_negative_int(key, default=0)
     if shared and not local_layers:
-        raise UnsupportedModel(
-            f"{path}: {shared} layers look at the cells of others (num_kv_shared_layers) and none "
-            "slides (layer_types), which is not supported and no published model does: use one of "
-            "these"
+        raise config.unsupported(
+            f"{shared} layers attend to the cells of others ({key}) and none slides (layer_types)"
         )
     is_local = [layer in local_layers for layer in range(layers)]
     if shared and set(is_local[layers - shared :]) - set(is_local[: max(0, layers - shared)]):
         raise BadModelFile(
-            f"{path}: num_kv_shared_layers ({shared}) leaves layers without cells that they could "
-            "look at; fetch the model again"
+            f"{config.path}: {key} ({shared}) leaves layers without cells that they could attend "
+            "to; fetch the model again"
         )
     return shared
-
-
-def _parallel_experts(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the fields of the experts beside each MLP (Gemma 4 26B-A4B); empty without them."""
-    if not config.get("enable_moe_block"):
-        return {}
-    return {
-        **expert_counts(config, "num_experts", "top_k_experts", path),
-        "expert_size": positive_int(config, "moe_intermediate_size", path),
-        "norm_topk": True,
-        "experts_beside": True,
-    }

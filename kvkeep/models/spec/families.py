@@ -88,6 +88,7 @@ _GEMMA3N = replace(
         "final_logit_softcapping": 30.0,
         "num_kv_shared_layers": 15,
         "altup_num_inputs": 4,
+        "altup_correct_scale": True,
         "laurel_rank": 64,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
@@ -244,6 +245,8 @@ FAMILIES: dict[str, Family] = {
             **_NORM_EPS_5,
             "sliding_window": 128,
             "rope_theta": 1.5e5,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
         },
         default_rope={
             "rope_type": "yarn",

@@ -1,9 +1,10 @@
 """Models that kvkeep refuses: the reasons, what to use instead, and the checks of a config."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvkeep.errors import UnsupportedModel
+from kvkeep.models.spec.config_fields import ConfigFields
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import Activation
 
@@ -13,8 +14,30 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _GPT_OSS = "GptOssForCausalLM"
+_GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+_GEMMA3N = ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
+# Architectures, a field, its supported values, and what any other value makes of the model.
+_UNSUPPORTED_FIELDS: tuple[tuple[Collection[str], str, tuple[object, ...], str], ...] = (
+    (
+        ("CohereForCausalLM", "Cohere2ForCausalLM"),
+        "use_qk_norm",
+        (None, False),
+        "with norms of queries and keys, as in Command R+",
+    ),
+    (("OlmoeForCausalLM",), "clip_qkv", (None,), "that clips queries, keys and values"),
+    (_GEMMA3, "attn_logit_softcapping", (None,), "that caps attention as Gemma 2 does"),
+    (_GEMMA3N, "attn_logit_softcapping", (None,), "that caps attention"),
+    (_GEMMA3N, "altup_correct_scale", (True,), "without a scale of corrections"),
+    ((_GPT_OSS,), "swiglu_alpha", (1.702,), "whose experts have another gate"),
+    ((_GPT_OSS,), "swiglu_limit", (7.0,), "whose experts are clamped otherwise than at 7"),
+    (
+        FAMILIES,
+        "use_bidirectional_attention",
+        (None, False, "vision"),
+        "that looks ahead in a text, to make embeddings,",
+    ),
+)
 
 _MAMBA = "keeps a running state (Mamba) in the place of cells in some layers"
 _DELTA = "keeps a running state (Gated DeltaNet) in the place of cells in three of four layers"
@@ -105,44 +128,19 @@ def require_dense_granite(config: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unsupported_fields(config: Mapping[str, Any], architecture: str) -> None:
-    """Raise UnsupportedModel for fields of a supported architecture with values that are not.
-
-    config: with the defaults of the family.
-    """
+def refuse_unsupported_fields(config: ConfigFields, architecture: str) -> None:
+    """Raise UnsupportedModel for fields of a supported architecture with values that are not."""
     activation = config.get(FAMILIES[architecture].activation_field, "silu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise UnsupportedModel(
             f"{architecture} with activation {activation!r} is not supported, only "
             f"{', '.join(ACTIVATIONS)}"
         )
-    if architecture in ("CohereForCausalLM", "Cohere2ForCausalLM") and config.get("use_qk_norm"):
-        raise UnsupportedModel(
-            f"{architecture} with norms of queries and keys (Command R+) is not supported; the "
-            "others of its family (Command R, R7B, A, Aya) are"
-        )
-    if architecture == "OlmoeForCausalLM" and config.get("clip_qkv") is not None:
-        raise UnsupportedModel(
-            f"{architecture} that clips queries, keys and values (clip_qkv) is not supported; the "
-            "others of its family are"
-        )
-    if architecture in _GEMMA3 and config.get("attn_logit_softcapping") is not None:
-        raise UnsupportedModel(
-            f"{architecture} that caps attention (attn_logit_softcapping) is not supported; the "
-            "others of its family are, and Gemma 2"
-        )
-    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise UnsupportedModel(
-            f"{architecture} that looks ahead in a text (use_bidirectional_attention) is not "
-            "supported: it makes embeddings, not text. The others of its family are"
-        )
-    if architecture == _GPT_OSS and (
-        config.get("swiglu_alpha", 1.702) != 1.702 or config.get("swiglu_limit", 7.0) != 7
-    ):
-        raise UnsupportedModel(
-            f"{architecture} whose experts are clamped otherwise than at 7 (swiglu_limit, "
-            "swiglu_alpha) is not supported; gpt-oss-20b and -120b are"
-        )
+    for architectures, field, supported, variant in _UNSUPPORTED_FIELDS:
+        if architecture in architectures and config.get(field) not in supported:
+            raise UnsupportedModel(
+                f"{architecture} {variant} ({field}) is not supported; the others of its family are"
+            )
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else "?"

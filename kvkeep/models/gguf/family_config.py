@@ -1,0 +1,298 @@
+"""Config fields that only some families have: experts, local layers, and Gemma's own."""
+
+from statistics import NormalDist
+from typing import Any
+
+from kvkeep.errors import BadModelFile
+from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.rope import (
+    attention_factor,
+    linear_factor,
+    shortest_decimal,
+    unscaled_longrope,
+)
+
+# Families with experts, by the config field for their number.
+_NUM_EXPERTS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4")
+_NUM_LOCAL_EXPERTS = ("llama", "granitemoe", "gpt-oss")
+_EXPERTS_OPTIONAL = ("llama", "gemma4")
+_NORM_TOPK = ("qwen3moe", "qwen3vlmoe")  # renormalise the weights of the chosen experts by default
+_SOME_LAYERS_DENSE = ("qwen2moe", "qwen3moe", "qwen3vlmoe")
+# Supported values of a router's settings, the default first.
+_ROUTER_VALUES: dict[str, tuple[float, ...]] = {
+    "expert_gating_func": (1,),  # LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0, 1),
+    "expert_shared_feed_forward_length": (0,),
+}
+
+_WITH_LOCAL = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma3n", "gemma4")
+_DEFAULT_WINDOW = {"gemma2": 4096, "gemma3n": 512}
+_ALWAYS_LOCAL = ("cohere2", "gpt-oss", "gemma4")  # every model of these has local layers
+
+# Layers of the largest Gemma 2 and 3, which have another attention scale than the others.
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+# Gemma 3n's defaults, as in llama.cpp.
+_LAYERS_WITH_CELLS, _SPARSE_LAYERS, _SPARSITY = 20, 10, 0.95
+_EMBEDDING_TABLE = "per_layer_token_embd.weight"
+_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def experts_config(file: GgufFile) -> dict[str, Any]:
+    """Return the config fields of experts; empty without experts.
+
+    Raises UnsupportedModel for unsupported routers, and BadModelFile for missing fields.
+    """
+    family, count = file.architecture, file.non_negative("{arch}.expert_count", 0)
+    if family not in _NUM_EXPERTS + _NUM_LOCAL_EXPERTS:
+        if count:
+            raise file.unsupported(f"is a mixture of experts under the name of {family}")
+        return {}
+    if not count and family in _EXPERTS_OPTIONAL:
+        return {}
+    for key, values in _ROUTER_VALUES.items():
+        value = file.number("{arch}." + key, values[0])
+        has_shared_expert = family == "qwen2moe" and key == "expert_shared_feed_forward_length"
+        if value not in values and not has_shared_expert:
+            raise file.unsupported(f"is a mixture of experts with {key} {value!r}")
+    count_field = "num_experts" if family in _NUM_EXPERTS else "num_local_experts"
+    per_token_field = "top_k_experts" if family == "gemma4" else "num_experts_per_tok"
+    config: dict[str, Any] = {
+        count_field: file.count("{arch}.expert_count"),
+        per_token_field: file.uniform_count("{arch}.expert_used_count"),
+    }
+    if family == "gemma4" or family in _SOME_LAYERS_DENSE:
+        width = file.uniform_count("{arch}.expert_feed_forward_length")
+        config["moe_intermediate_size"] = width
+    if family == "gemma4":
+        config["enable_moe_block"] = True
+    elif family in _NUM_EXPERTS:
+        norm_topk = file.flag("{arch}.expert_weights_norm", family in _NORM_TOPK)
+        config["norm_topk_prob"] = norm_topk
+    if family in _SOME_LAYERS_DENSE:
+        layers = range(file.layer_count())
+        dense = [layer for layer in layers if f"blk.{layer}.ffn_gate.weight" in file.tensors]
+        config["mlp_only_layers"] = dense
+    if family == "qwen2moe":
+        shared_width = file.count("{arch}.expert_shared_feed_forward_length")
+        config["shared_expert_intermediate_size"] = shared_width
+        config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
+    return config
+
+
+def layers_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config's window and kinds of layers; empty for families without local layers.
+
+    Without `layer_types` in the result, the defaults of the model's class apply.
+
+    config: the fields of all families.
+
+    Raises UnsupportedModel, BadModelFile.
+    """
+    family, layers = file.architecture, config["num_hidden_layers"]
+    if family not in _WITH_LOCAL or (family == "olmo2" and not is_olmo3(file)):
+        return {}
+    default = None if family in _ALWAYS_LOCAL else _DEFAULT_WINDOW.get(family, 0)
+    window = file.non_negative("{arch}.attention.sliding_window", default)
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    kinds = ("full_attention", "sliding_attention")
+    is_local = _local_layer_flags(file, layers)
+    return {
+        "sliding_window": window,
+        **({} if is_local is None else {"layer_types": [kinds[local] for local in is_local]}),
+        **_local_rope(file, config),
+    }
+
+
+def is_olmo3(file: GgufFile) -> bool:
+    """Whether a file with the architecture olmo2 is an OLMo 3, which has local layers."""
+    return file.non_negative("olmo2.attention.sliding_window", 0) > 0
+
+
+def _local_layer_flags(file: GgufFile, layers: int) -> list[bool] | None:
+    """Return for each layer whether it is local; None if the file does not state it.
+
+    The file states a list of flags, or a period: every period-th layer is global.
+    """
+    key = "{arch}.attention.sliding_window_pattern"
+    if not file.has(key):
+        return None
+    pattern = file.required(key)
+    if type(pattern) is int and pattern > 0:
+        return [(layer + 1) % pattern > 0 for layer in range(layers)]
+    if (
+        not isinstance(pattern, list)
+        or len(pattern) != layers
+        or any(flag not in (0, 1) for flag in pattern)
+    ):
+        raise file.invalid(key, f"for each of {layers} layers whether it is local")
+    return [bool(flag) for flag in pattern]
+
+
+def _local_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of local layers' rotation, where it is not that of global layers."""
+    key, family = "{arch}.rope.freq_base_swa", file.architecture
+    if family == "gemma4":
+        return {}  # part of `gemma_config`
+    if family in ("gemma3", "gemma3n"):
+        base = shortest_decimal(file.number(key, 10_000.0))
+        factor = attention_factor(file)
+        if factor == 1:
+            return {"rope_local_base_freq": base}
+        longest = config["max_position_embeddings"]
+        unscaled = unscaled_longrope(config["head_dim"], factor, longest)
+        return {
+            "rope_parameters": {
+                "full_attention": config["rope_scaling"] | {"rope_theta": config["rope_theta"]},
+                "sliding_attention": unscaled | {"rope_theta": base},
+            }
+        }
+    global_base = file.number("{arch}.rope.freq_base", 10_000.0)
+    if file.number(key, global_base) != global_base:
+        raise file.unsupported("rotates local layers by another base (rope.freq_base_swa)")
+    return {}
+
+
+def gemma_config(file: GgufFile) -> dict[str, Any]:
+    """Return the config fields of a Gemma; empty for other families.
+
+    Raises UnsupportedModel, and BadModelFile for missing or wrong fields.
+    """
+    configs = {
+        "gemma2": _gemma2_config,
+        "gemma3": _gemma2_config,
+        "gemma3n": _gemma3n_config,
+        "gemma4": _gemma4_config,
+    }
+    return configs[file.architecture](file) if file.architecture in configs else {}
+
+
+def _gemma2_config(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of a Gemma 2 or 3.
+
+    GGUF states no attention scale: it follows from the size of the model.
+    """
+    family = file.architecture
+    width = file.count("{arch}.embedding_length")
+    scalar = width // file.uniform_count("{arch}.attention.head_count")
+    if file.layer_count() != _LARGEST_GEMMA[family]:
+        scalar = file.count("{arch}.attention.key_length", max(1, scalar))
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    if family == "gemma3":
+        caps = dict.fromkeys(caps, 0.0)
+    stated = {key: file.number("{arch}." + key, default) for key, default in caps.items()}
+    return {
+        **_GELU,
+        "query_pre_attn_scalar": scalar,
+        **{key: shortest_decimal(cap) or None for key, cap in stated.items()},
+    }
+
+
+def _gemma3n_config(file: GgufFile) -> dict[str, Any]:
+    laurel = file.tensors.get("blk.0.laurel_l.weight")
+    if laurel is None or _EMBEDDING_TABLE not in file.tensors:
+        raise BadModelFile(
+            f"{file.path} lacks blk.0.laurel_l.weight or {_EMBEDDING_TABLE}, which every Gemma 3n "
+            "has; fetch it again"
+        )
+    layers, widths_key = file.layer_count(), "{arch}.feed_forward_length"
+    is_list = isinstance(file.required(widths_key), list)
+    widths = file.integers(widths_key) if is_list else [file.count(widths_key)]
+    cap = file.number("{arch}.final_logit_softcapping", 30.0)  # llama.cpp's default
+    return {
+        **_GELU,
+        "intermediate_size": widths[0] if len(set(widths)) == 1 else widths,
+        "final_logit_softcapping": shortest_decimal(cap),
+        "num_kv_shared_layers": file.non_negative(
+            "{arch}.attention.shared_kv_layers", max(0, layers - _LAYERS_WITH_CELLS)
+        ),
+        "altup_num_inputs": file.count("{arch}.altup.num_inputs", 4),
+        "altup_active_idx": file.non_negative("{arch}.altup.active_idx", 0),
+        "laurel_rank": laurel.shape[0],
+        "activation_sparsity_pattern": _sparsity(file, layers),
+        "hidden_size_per_layer_input": file.count("{arch}.embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": file.tensors[_EMBEDDING_TABLE].shape[0],
+    }
+
+
+def _sparsity(file: GgufFile, layers: int) -> list[float]:
+    """Return each layer's share of zeroed gate values.
+
+    The file states a threshold in standard deviations instead of a share, minus infinity for layers
+    that are not sparse. Without it the first ten layers are sparse, as in llama.cpp.
+    """
+    key = "{arch}.activation_sparsity_scale"
+    if file.has(key):
+        return [_share_below(deviations) for deviations in file.numbers(key)]
+    return [_SPARSITY if layer < _SPARSE_LAYERS else 0.0 for layer in range(layers)]
+
+
+def _share_below(deviations: float) -> float:
+    """Return the share of a normal distribution below a threshold, as a short decimal."""
+    share = NormalDist().cdf(deviations)
+    for digits in range(1, 9):
+        rounded = round(share, digits)
+        if 0 < rounded < 1 and abs(NormalDist().inv_cdf(rounded) - deviations) < 1e-6:
+            return rounded
+    return share
+
+
+def _gemma4_config(file: GgufFile) -> dict[str, Any]:
+    layers = file.layer_count()
+    is_local = _local_layer_flags(file, layers)
+    if is_local is None or all(is_local):
+        raise BadModelFile(
+            f"{file.path} does not say which of its layers are local; fetch it again"
+        )
+    global_layer = is_local.index(False)
+    local_layer = is_local.index(True) if any(is_local) else global_layer
+    kv_heads = file.counts_per_layer("{arch}.attention.head_count_kv", layers)
+    widths = file.counts_per_layer("{arch}.feed_forward_length", layers)
+    shared = file.non_negative("{arch}.attention.shared_kv_layers", 0)
+    head_dim = file.count("{arch}.attention.key_length")
+    cap = file.number("{arch}.final_logit_softcapping", 30.0)  # llama.cpp's default
+    return {
+        **_GELU,
+        "head_dim": file.count("{arch}.attention.key_length_swa", head_dim),
+        "global_head_dim": head_dim,
+        "num_key_value_heads": kv_heads[local_layer],
+        "num_global_key_value_heads": kv_heads[global_layer],
+        "attention_k_eq_v": f"blk.{global_layer}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": shared,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": bool(shared) and widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": file.non_negative(
+            "{arch}.embedding_length_per_layer_input", 0
+        ),
+        "vocab_size_per_layer_input": file.tensors["token_embd.weight"].shape[0],
+        "final_logit_softcapping": shortest_decimal(cap) or None,
+        "rope_parameters": _gemma4_rope(file, head_dim),
+    }
+
+
+def _gemma4_rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """Return RoPE settings by kind of layer. Pairs with a divisor of 1e20 or more do not rotate."""
+    pairs, factor = head_dim // 2, linear_factor(file)
+    if "rope_freqs.weight" in file.tensors:
+        divisors = file.tensors["rope_freqs.weight"].unpack().reshape(-1).tolist()
+        pairs = divisors.count(1.0)
+        if (
+            divisors != sorted(divisors)
+            or any(1.0 < divisor < 1e20 for divisor in divisors)
+            or not pairs
+        ):
+            raise file.unsupported("is a Gemma 4 that scales RoPE (rope_freqs.weight)")
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 2 * pairs / head_dim,
+            "rope_theta": shortest_decimal(file.number("{arch}.rope.freq_base", 1e4)),
+            **({} if factor == 1 else {"factor": factor}),
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": shortest_decimal(file.number("{arch}.rope.freq_base_swa", 1e4)),
+        },
+    }

@@ -1,0 +1,205 @@
+"""The tensors of a GGUF file under their Hugging Face names, stacks cut apart.
+
+A layer of experts has its gates stacked in one tensor `[experts, rows, columns]`, and likewise its
+ups and its downs; files from before April 2024 have a tensor for each expert. Gemma 3n has the
+matrices of all residual streams but the first in one tensor. Quantised blocks never cross a row, so
+a matrix can be cut out of a stack without copying or unpacking it.
+"""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.gguf.file import GgufFile, PackedTensor
+from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
+# A tensor that is not called "weight" on one of the sides has its full name in these tables.
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROUTER_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_INPUT_AND_OUTPUT_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PER_LAYER_EMBEDDING = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_GPT_OSS = "GptOssForCausalLM"
+# Names of single architectures: in some, `attn_qkv` and `ffn_up` are several matrices in one.
+_ARCHITECTURE_LAYER_NAMES = {
+    "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    _GPT_OSS: {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks.weight": "self_attn.sinks",
+    },
+    "Gemma3nForCausalLM": {
+        **_INPUT_AND_OUTPUT_NORMS,
+        **_PER_LAYER_EMBEDDING,
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale.weight": "altup.correct_output_scale",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    "Gemma4ForCausalLM": {
+        **_INPUT_AND_OUTPUT_NORMS,
+        **_PER_LAYER_EMBEDDING,
+        "layer_output_scale.weight": "layer_scalar",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp.scale": ROUTER_SCALE,
+        "ffn_down_exps.scale": EXPERT_SCALES,
+    },
+    "Glm4ForCausalLM": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "Olmo2ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
+    "Olmo3ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
+    "Exaone4ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
+    "Gemma2ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
+    "Gemma3ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
+}
+_STREAM_STACKS = {
+    "altup_proj.weight": "altup_projections",
+    "altup_unembd_proj.weight": "altup_unembed_projections",
+}
+# RoPE tables, which the config states in another form.
+_NOT_WEIGHTS = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([\w.]+)\.(\w+)")
+_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
+_EXPERT_STACK = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
+
+
+def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
+    """Return the tensors of the model by Hugging Face name, one per expert, in file order.
+
+    Tensors whose names GGUF does not define are left out, with a warning. Raises UnsupportedModel
+    for a tensor that GGUF defines but the architecture does not have.
+    """
+    layer_names = _LAYER_NAMES | _ARCHITECTURE_LAYER_NAMES.get(architecture, {})
+    named: dict[str, PackedTensor] = {}
+    undefined = []
+    for name, tensor in file.tensors.items():
+        if _NOT_WEIGHTS.fullmatch(name):
+            continue
+        if parts := _renamed(name, tensor, layer_names, architecture):
+            named |= parts
+        elif _is_defined(name):
+            raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
+        else:
+            undefined.append(name)
+    if undefined:
+        warnings.warn(
+            f"{file.path} has tensors whose names GGUF does not define, which are left out: "
+            f"{', '.join(undefined[:3])}{', ...' if len(undefined) > 3 else ''}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return named
+
+
+def _is_defined(name: str) -> bool:
+    """Whether GGUF defines a tensor for any architecture, so that a forward could depend on it.
+
+    A bias or a scale counts as the tensor that it belongs to.
+    """
+    from gguf import TENSOR_NAMES
+
+    parts = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).split(".")
+    defined = set(TENSOR_NAMES.values())
+    return any(".".join(parts[:count]) in defined for count in range(1, len(parts) + 1))
+
+
+def _renamed(
+    name: str, tensor: PackedTensor, layer_names: Mapping[str, str], architecture: str
+) -> dict[str, PackedTensor]:
+    """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none."""
+    if name in _TOP_NAMES:
+        return {_TOP_NAMES[name]: tensor}
+    if name in _STREAM_STACKS and len(tensor.shape) == 3:
+        return {
+            f"model.{_STREAM_STACKS[name]}.{stream}.weight": replace(
+                tensor, shape=tensor.shape[1:], data=data
+            )
+            for stream, data in enumerate(tensor.data)
+        }
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is None:
+        return {}
+    prefix, base, suffix = f"model.layers.{match[1]}", match[2], match[3]
+    if f"{base}.{suffix}" in layer_names:
+        return {f"{prefix}.{layer_names[f'{base}.{suffix}']}": tensor}
+    if suffix not in ("weight", "bias"):
+        return {}
+    if base in layer_names:
+        return {f"{prefix}.{layer_names[base]}.{suffix}": tensor}
+    if suffix == "bias" and architecture != _GPT_OSS:  # only its experts and routers have biases
+        return {}
+    if base in _ROUTER_NAMES:
+        if suffix == "weight" and len(tensor.shape) == 1:  # the shared expert's gate, one row
+            tensor = replace(tensor, shape=(1, *tensor.shape), data=tensor.data.reshape(1, -1))
+        return {f"{prefix}.{_ROUTER_NAMES[base]}.{suffix}": tensor}
+    if (expert := _EXPERT.fullmatch(base)) and suffix == "weight":
+        return {f"{prefix}.mlp.experts.{expert[2]}.{expert[1]}_proj.weight": tensor}
+    stack = _EXPERT_STACK.fullmatch(base)
+    if stack and len(tensor.shape) == (2 if suffix == "bias" else 3):
+        return _experts(f"{prefix}.mlp.experts", stack[1], suffix, tensor)
+    return {}
+
+
+def _experts(
+    prefix: str, projection: str, suffix: str, stack: PackedTensor
+) -> dict[str, PackedTensor]:
+    """Return each expert's projections in a stack.
+
+    Example: a stack `ffn_gate_up_exps` of `[8, 512, 128]` gives for each of 8 experts a gate_proj
+    and an up_proj of `[256, 128]`.
+    """
+    experts, rows, *columns = stack.shape
+    names = projection.split("_")  # one, or gate and up
+    part_rows = rows // len(names)
+    parts = {}
+    for expert in range(experts):
+        for index, name in enumerate(names):
+            data = stack.data[expert, index * part_rows : (index + 1) * part_rows]
+            part = replace(stack, shape=(len(data), *columns), data=data)
+            parts[f"{prefix}.{expert}.{name}_proj.{suffix}"] = part
+    return parts
