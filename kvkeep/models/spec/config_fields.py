@@ -77,11 +77,7 @@ class ConfigFields:
         value = self.get(key)
         if value is None:
             return default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
+        if not is_positive(value):
             raise self.invalid(key, "a positive number")
         return float(value)
 
@@ -100,6 +96,11 @@ class ConfigFields:
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)
         return default if value is None else value
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value of a config is a finite number above 0."""
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def is_whole(value: object, minimum: int) -> bool:

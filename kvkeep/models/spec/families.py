@@ -8,17 +8,40 @@ from dataclasses import replace
 
 from kvkeep.models.spec.family import Family, LayerPattern, Mixture
 
-_NORM_EPS_5 = {"rms_norm_eps": 1e-5}
-_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
-_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+# Config fields that many families have defaults for.
+_EPS, _HEAD_DIM, _KV_HEADS = "rms_norm_eps", "head_dim", "num_key_value_heads"
+_THETA, _TIED, _WINDOW = "rope_theta", "tie_word_embeddings", "sliding_window"
+_MAX_POSITIONS, _VOCAB = "max_position_embeddings", "vocab_size"
+
+# Norms of sub-layer outputs: the names in checkpoints to the names in kvkeep.
+_OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+_INPUT_AND_OUTPUT_NORMS = {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"}
+
+_MISTRAL = Family(
+    attention_bias="none", window="sliding_window", defaults={_KV_HEADS: 8, _WINDOW: 4096}
+)
+_MINISTRAL3 = Family(
+    attention_bias="none",
+    window="sliding_window",
+    defaults={_HEAD_DIM: 128, _KV_HEADS: 8, _EPS: 1e-5},
+    default_rope={
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+)
 _GLM = Family(
     attention_bias="attention_bias of qkv",
-    defaults={
-        "attention_bias": True,
-        "head_dim": 128,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1.5625e-7,
-    },
+    defaults={"attention_bias": True, _HEAD_DIM: 128, _KV_HEADS: 2, _EPS: 1.5625e-7},
     partial_rotary_factor=0.5,
     interleaved_rope=True,
     fused_gate_up="mlp.gate_up_proj",
@@ -28,49 +51,48 @@ _COHERE = Family(
     parallel=True,
     norm_eps_field="layer_norm_eps",
     cohere_logit_scale=True,
-    defaults={"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "rope_theta": 5e5},
+    defaults={_TIED: True, "layer_norm_eps": 1e-5, _THETA: 5e5},
     interleaved_rope=True,
 )
-# Norms of sub-layer outputs: the names in checkpoints to the names in kvkeep.
-_OUTPUT_NORMS = {
-    "post_attention_layernorm": "post_self_attn_layernorm",
-    "post_feedforward_layernorm": "post_mlp_layernorm",
-}
 _OLMO2 = Family(
     qk_norm=True,
     qk_norm_whole=True,
     norms_before=False,
     norms_after=True,
     renamed_tensors=_OUTPUT_NORMS,
-    defaults=_NORM_EPS_5,
+    defaults={_EPS: 1e-5},
 )
-_INPUT_AND_OUTPUT_NORMS = {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"}
-_GEMMA = Family(
+_GEMMA2 = Family(
     norms_after=True,
     unit_norms=True,
     activation_field="hidden_activation",
     gemma_scales=True,
     renamed_tensors=_INPUT_AND_OUTPUT_NORMS,
+    layer_pattern=LayerPattern(period=2),
     defaults={
-        "head_dim": 256,
-        "num_key_value_heads": 4,
+        _HEAD_DIM: 256,
+        _KV_HEADS: 4,
+        _WINDOW: 4096,
+        _TIED: True,
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     },
 )
 _GEMMA3 = replace(
-    _GEMMA,
+    _GEMMA2,
     qk_norm=True,
     layer_pattern=LayerPattern(period=6, period_in_config=True, separate_local_rope=True),
     defaults={  # the configs of the larger models leave these out
-        **_GEMMA.defaults,
-        "vocab_size": 262208,
+        **_GEMMA2.defaults,
+        _VOCAB: 262208,
         "num_attention_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
+        _MAX_POSITIONS: 131072,
+        _THETA: 1e6,
         "rope_local_base_freq": 1e4,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     },
 )
 _GEMMA3N = replace(
@@ -80,11 +102,11 @@ _GEMMA3N = replace(
     layer_pattern=LayerPattern(period=5, separate_local_rope=True),
     defaults={
         **_GEMMA3.defaults,
-        "vocab_size": 262400,
-        "num_key_value_heads": 2,
+        _VOCAB: 262400,
+        _KV_HEADS: 2,
+        _MAX_POSITIONS: 32768,
+        _WINDOW: 512,
         "intermediate_size": 16384,
-        "max_position_embeddings": 32768,
-        "sliding_window": 512,
         "final_logit_softcapping": 30.0,
         "num_kv_shared_layers": 15,
         "altup_num_inputs": 4,
@@ -101,9 +123,9 @@ _GEMMA4 = replace(
     layer_pattern=LayerPattern(period=6, last_layer_global=True, separate_local_rope=True),
     defaults={
         **_GEMMA3.defaults,
-        "vocab_size": 262144,
+        _VOCAB: 262144,
+        _WINDOW: 512,
         "query_pre_attn_scalar": 1,
-        "sliding_window": 512,
         "global_head_dim": 512,
         "num_kv_shared_layers": 0,
     },
@@ -116,37 +138,19 @@ _GEMMA4 = replace(
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 )
-_MINISTRAL3 = Family(
-    attention_bias="none",
-    window="sliding_window",
-    defaults={"head_dim": 128, "num_key_value_heads": 8, **_NORM_EPS_5},
-    default_rope={
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "original_max_position_embeddings": 16384,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale_all_dim": 1.0,
-        "mscale": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    },
-)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True),
-    "MistralForCausalLM": Family(
-        attention_bias="none", window="sliding_window", defaults=_MISTRAL_DEFAULTS
-    ),
-    "Mistral3ForConditionalGeneration": Family(
-        attention_bias="none", window="sliding_window", defaults=_MISTRAL_DEFAULTS, multimodal=True
-    ),
+    "MistralForCausalLM": _MISTRAL,
+    "Mistral3ForConditionalGeneration": replace(_MISTRAL, multimodal=True),
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Qwen2ForCausalLM": Family(
-        attention_bias="qkv", window="max_window_layers", defaults=_QWEN_DEFAULTS
+        attention_bias="qkv", window="max_window_layers", defaults={_KV_HEADS: 32, _WINDOW: 4096}
     ),
     "Qwen3ForCausalLM": Family(
-        window="max_window_layers", defaults={**_QWEN_DEFAULTS, "head_dim": 128}, qk_norm=True
+        window="max_window_layers",
+        defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _WINDOW: 4096},
+        qk_norm=True,
     ),
     "Phi3ForCausalLM": Family(
         attention_bias="none",
@@ -154,7 +158,7 @@ FAMILIES: dict[str, Family] = {
         partial_rotary_factor=1.0,
         fused_qkv="self_attn.qkv_proj",
         fused_gate_up="mlp.gate_up_proj",
-        defaults={**_NORM_EPS_5, "original_max_position_embeddings": 4096},
+        defaults={_EPS: 1e-5, "original_max_position_embeddings": 4096},
     ),
     "GraniteForCausalLM": Family(mlp_bias=True, granite_multipliers=True),
     # Granite 4 without state layers and experts (-micro, -1b, -350m); the others are refused.
@@ -167,7 +171,7 @@ FAMILIES: dict[str, Family] = {
     "Olmo3ForCausalLM": replace(
         _OLMO2,
         layer_pattern=LayerPattern(period=4, separate_local_rope=True),
-        defaults={**_NORM_EPS_5, "sliding_window": 4096, "rope_theta": 5e5},
+        defaults={_EPS: 1e-5, _WINDOW: 4096, _THETA: 5e5},
     ),
     "Exaone4ForCausalLM": Family(
         attention_bias="none",
@@ -176,17 +180,12 @@ FAMILIES: dict[str, Family] = {
         norms_after=True,
         renamed_tensors=_OUTPUT_NORMS,
         layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global if windowed"),
-        defaults={**_QWEN_DEFAULTS, **_NORM_EPS_5},
+        defaults={_KV_HEADS: 32, _WINDOW: 4096, _EPS: 1e-5},
     ),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=True,
         layer_pattern=LayerPattern(unrotated="no_rope_layers"),
-        defaults={
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-            "no_rope_layer_interval": 4,
-            "rope_theta": 2e6,
-        },
+        defaults={_KV_HEADS: 4, _TIED: True, "no_rope_layer_interval": 4, _THETA: 2e6},
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms_after=True),
@@ -194,17 +193,9 @@ FAMILIES: dict[str, Family] = {
     "Cohere2ForCausalLM": replace(
         _COHERE,
         layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global"),
-        defaults={**_COHERE.defaults, "sliding_window": 4096, "rope_theta": 1e4},
+        defaults={**_COHERE.defaults, _WINDOW: 4096, _THETA: 1e4},
     ),
-    "Gemma2ForCausalLM": replace(
-        _GEMMA,
-        layer_pattern=LayerPattern(period=2),
-        defaults={
-            **_GEMMA.defaults,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, multimodal=True, no_logits_softcap=True),
     "Gemma3nForCausalLM": _GEMMA3N,
@@ -214,37 +205,37 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         attention_bias="none",
         window="sliding_window",
-        defaults={"num_key_value_heads": 8, **_NORM_EPS_5, "rope_theta": 1e6},
+        defaults={_KV_HEADS: 8, _EPS: 1e-5, _THETA: 1e6},
         mixture=Mixture(norm_topk=True),
     ),
     "Qwen2MoeForCausalLM": Family(
         attention_bias="qkv_bias",
         window="use_sliding_window",
-        defaults={"num_key_value_heads": 16, "sliding_window": 4096},
+        defaults={_KV_HEADS: 16, _WINDOW: 4096},
         mixture=Mixture(
             "moe_intermediate_size", "shared_expert_intermediate_size", some_layers_dense=True
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
         window="use_sliding_window",
-        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+        defaults={_KV_HEADS: 4, _WINDOW: 4096},
         qk_norm=True,
         mixture=Mixture("moe_intermediate_size", some_layers_dense=True),
     ),
     "OlmoeForCausalLM": Family(
-        qk_norm=True, qk_norm_whole=True, defaults=_NORM_EPS_5, mixture=Mixture()
+        qk_norm=True, qk_norm_whole=True, defaults={_EPS: 1e-5}, mixture=Mixture()
     ),
     "GptOssForCausalLM": Family(
         sinks=True,
         mixture=Mixture(norm_topk=True, clamped=True),
         layer_pattern=LayerPattern(period=2),
         defaults={
+            _HEAD_DIM: 64,
+            _KV_HEADS: 8,
+            _EPS: 1e-5,
+            _WINDOW: 128,
+            _THETA: 1.5e5,
             "attention_bias": True,
-            "head_dim": 64,
-            "num_key_value_heads": 8,
-            **_NORM_EPS_5,
-            "sliding_window": 128,
-            "rope_theta": 1.5e5,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
         },
@@ -262,18 +253,10 @@ FAMILIES: dict[str, Family] = {
     "Qwen2_5_VLForConditionalGeneration": Family(
         attention_bias="qkv",
         window="max_window_layers",
-        defaults={
-            "num_key_value_heads": 8,
-            **_NORM_EPS_5,
-            "rope_theta": 1e6,
-            "sliding_window": 4096,
-            "max_window_layers": 80,
-        },
+        defaults={_KV_HEADS: 8, _EPS: 1e-5, _THETA: 1e6, _WINDOW: 4096, "max_window_layers": 80},
         multimodal=True,
     ),
     "Qwen3VLForConditionalGeneration": Family(
-        defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5},
-        qk_norm=True,
-        multimodal=True,
+        defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _THETA: 5e5}, qk_norm=True, multimodal=True
     ),
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.spec.config_fields import LARGEST, ConfigFields
+from kvkeep.models.spec.config_fields import LARGEST, ConfigFields, is_positive
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.model_spec import RopeSpec
@@ -280,12 +280,8 @@ class _Scaling:
             return default
         return self._checked(key, value)
 
-    def _checked(self, key: str, value: object) -> float:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
+    def _checked(self, key: str, value: Any) -> float:
+        if not is_positive(value):
             raise BadModelFile(
                 f"RoPE kind {self.kind!r} needs a positive number as {key!r}, found {value!r}; "
                 "repair the model's config.json or fetch it again"

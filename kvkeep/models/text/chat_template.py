@@ -30,9 +30,10 @@ def render_chat(
     Raises UnsupportedModel without a template or with one that is not valid jinja, BadModelFile if
     the template cannot be read, and InvalidArgument if it refuses the messages or fails on them.
     """
-    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
-    template = _compile(_find_template(folder, config, tools is not None), folder)
     from jinja2 import TemplateError
+
+    config = _tokenizer_config(folder)
+    template = _compile(_find_template(folder, config, tools is not None), folder)
 
     try:
         return template.render(
@@ -55,8 +56,11 @@ def render_chat(
 
 def template_source(folder: Path) -> str:
     """Return the chat template of the model in `folder`. Raises UnsupportedModel without one."""
-    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
-    return _find_template(folder, config, with_tools=False)
+    return _find_template(folder, _tokenizer_config(folder), with_tools=False)
+
+
+def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
+    return read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -69,9 +73,10 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
     checked = list(messages)
     for index, message in enumerate(checked):
+        fields = message if isinstance(message, Mapping) else {}
         for key in ("role", "content"):
-            value = message.get(key) if isinstance(message, Mapping) else None
-            if key == "content" and value is None and _has_tool_calls(message):
+            value = fields.get(key)
+            if key == "content" and value is None and fields.get("tool_calls"):
                 continue
             if not isinstance(value, str):
                 raise InvalidArgument(
@@ -87,20 +92,15 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
         return None
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise InvalidArgument(f"tools must be a list of JSON schemas, found {tools!r}")
-    checked = []
-    for index, tool in enumerate(tools):
+    checked: list[Any] = list(tools)
+    for index, tool in enumerate(checked):
         if not isinstance(tool, dict):
             raise InvalidArgument(f"tool {index} must be a JSON schema as a dict, found {tool!r}")
-        checked.append(tool)
         try:
             json.dumps(tool)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"tool {index} is not a JSON schema: {error}") from error
     return checked
-
-
-def _has_tool_calls(message: Any) -> bool:
-    return isinstance(message, Mapping) and bool(message.get("tool_calls"))
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens
-from kvkeep.models.text.token_bytes import ByteTokens, TokenBytes
+from kvkeep.models.text.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"  # decoded from bytes that are not (or not yet) a character
 # Marks in a rendering where the open message ends. Letters only, so that no template trims it.
@@ -94,9 +94,8 @@ class TextCodec:
         """
         if any(index < 0 for index in ids):
             raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
-        return self.tokenizer.decode(
-            self._bytes.replace_invalid(ids), skip_special_tokens=skip_special
-        )
+        valid_ids = self._token_bytes.replace_invalid(ids)
+        return self.tokenizer.decode(valid_ids, skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token inside a text, with its leading space.
@@ -163,10 +162,6 @@ class TextCodec:
         if not mark:
             raise InvalidArgument("the model's chat template does not let a message go on")
         return self.encode_sealed(before)
-
-    @cached_property
-    def _bytes(self) -> ByteTokens:
-        return ByteTokens(self.tokenizer)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:

@@ -133,14 +133,16 @@ class ControlTokens:
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
         if "merges" in model:
+            # Without those that use or produce the text of a special token.
+            pairs = (
+                (merge, *(merge.split(" ", 1) if isinstance(merge, str) else merge))
+                for merge in model["merges"]
+            )
             model["merges"] = [
-                merge for merge in model["merges"] if not self._is_toward_special(merge)
+                merge
+                for merge, left, right in pairs
+                if names.keys().isdisjoint((left, right, left + right))
             ]
-
-    def _is_toward_special(self, merge: str | list[str]) -> bool:
-        """Whether a merge produces the text of a special token, or uses it."""
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        return not self._names.keys().isdisjoint((left, right, left + right))
 
 
 def _inverted(mapping: Mapping[str, str]) -> dict[str, str]:

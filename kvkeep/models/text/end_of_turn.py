@@ -3,7 +3,7 @@
 Model files often disagree on them, so all sources are combined.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,15 @@ def end_token_ids(spec: ModelSpec, text: TextCodec) -> tuple[int, ...]:
         *_config_ids(text.folder),
         *_tokenizer_config_ids(text),
         *_template_end_ids(text),
-        *_well_known_ids(text),
+        *_ids_of(text, _WELL_KNOWN_ENDS),
+        *_ids_of(text, _CHANNEL_ENDS if _uses_channels(text) else (_END,)),
     ]
     return tuple(dict.fromkeys(ids))
 
 
 def _config_ids(folder: Path) -> Iterator[int]:
     for name in _CONFIGS:
-        config = _read(folder / name)
+        config = _read_json_or_empty(folder / name)
         text_config = config.get("text_config")
         for holder in (config, text_config if isinstance(text_config, dict) else {}):
             value = holder.get("eos_token_id")
@@ -62,11 +63,10 @@ def _config_ids(folder: Path) -> Iterator[int]:
 
 def _tokenizer_config_ids(text: TextCodec) -> Iterator[int]:
     for name in _TOKENIZER_CONFIGS:
-        config = _read(text.folder / name)
-        for role in _ROLES:
-            value = config.get(role)
-            token = value.get("content") if isinstance(value, dict) else value
-            yield from _ids(text, token)
+        config = _read_json_or_empty(text.folder / name)
+        values = [config.get(role) for role in _ROLES]
+        tokens = [value.get("content") if isinstance(value, dict) else value for value in values]
+        yield from _ids_of(text, tokens)
 
 
 def _template_end_ids(text: TextCodec) -> list[int]:
@@ -97,23 +97,19 @@ def _leading_added_token(text: TextCodec, sealed: str) -> int | None:
     return first if first in added else None
 
 
-def _well_known_ids(text: TextCodec) -> Iterator[int]:
-    for token in _WELL_KNOWN_ENDS:
-        yield from _ids(text, token)
-    for token in _CHANNEL_ENDS if _uses_channels(text) else (_END,):
-        yield from _ids(text, token)
-
-
 def _uses_channels(text: TextCodec) -> bool:
-    return bool(_ids(text, _CHANNEL))
+    return text.tokenizer.token_to_id(_CHANNEL) is not None
 
 
-def _ids(text: TextCodec, token: Any) -> list[int]:
-    index = text.tokenizer.token_to_id(token) if isinstance(token, str) else None
-    return [] if index is None else [index]
+def _ids_of(text: TextCodec, tokens: Iterable[object]) -> Iterator[int]:
+    """Yield the ids of those token texts that the vocabulary has."""
+    for token in tokens:
+        index = text.tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if index is not None:
+            yield index
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_json_or_empty(path: Path) -> Mapping[str, Any]:
     try:
         return read_json(path) if path.exists() else {}
     except KvkeepError:
