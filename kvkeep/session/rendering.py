@@ -25,9 +25,7 @@ def placeholder_for(*texts: str | None) -> str:
     return placeholder
 
 
-def split_at_text(
-    rendered: str, with_placeholder: str, placeholder: str
-) -> tuple[str, str, str]:
+def split_at_text(rendered: str, with_placeholder: str, placeholder: str) -> tuple[str, str, str]:
     """Split a rendering into the parts before, of and after a message's text.
 
     The text is as the template writes it, which may strip it. If the template does not write it as
