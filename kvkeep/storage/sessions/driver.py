@@ -2,6 +2,8 @@
 
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from kvkeep.errors import NoObject, StoreError
@@ -53,20 +55,16 @@ class SessionObjects:
 
         chunks: the content of its upload. Raises the function's errors.
         """
-        result: Any = None
-        error: StoreError | None = None
+        resume: Callable[[], StoreOperation] = partial(next, operations)
         while True:
             try:
-                operation = (
-                    operations.throw(error) if error is not None else operations.send(result)
-                )
+                operation = resume()
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            result, error = None, None
             try:
-                result = self._execute(operation, chunks)
-            except StoreError as failure:
-                error = failure
+                resume = partial(operations.send, self._execute(operation, chunks))
+            except StoreError as error:
+                resume = partial(operations.throw, error)
 
     def _execute(self, operation: StoreOperation, chunks: ChunkSource | None) -> Any:
         match operation:
@@ -79,16 +77,15 @@ class SessionObjects:
                 assert chunks is not None
                 self.objects.put_chunks(self.key(snapshot), chunks)
             case ListSnapshots():
-                infos = self.objects.list_objects(self._snapshots)
-                return [self._snapshot_name(info.key) for info in infos]
+                keys = [info.key for info in self.objects.list_objects(self._snapshots)]
+                return [
+                    key.removeprefix(self._snapshots).removesuffix(SNAPSHOT_SUFFIX) for key in keys
+                ]
             case Delete(snapshot):
                 self.objects.delete(self.key(snapshot))
             case Wait(attempt):
                 _back_off(attempt)
         return None
-
-    def _snapshot_name(self, key: str) -> str:
-        return key.removeprefix(self._snapshots).removesuffix(SNAPSHOT_SUFFIX)
 
 
 def _back_off(attempt: int) -> None:

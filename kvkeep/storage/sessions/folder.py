@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,28 +31,20 @@ class SessionFolder(SessionStore[Path]):
     there, and are moved here when they are locked.
     """
 
-    def __init__(self, path: str | Path, older: str | Path | None = None):
-        self._folder = Path(path)
+    def __init__(self, place: str | Path, older: str | Path | None = None):
+        self.place = Path(place)
         self._older = SessionFolder(older) if older is not None else None
-
-    @property
-    def place(self) -> Path:
-        """The folder."""
-        return self._folder
 
     # Reading
 
     def path(self, name: str) -> Path:
-        """Return a session's file, which need not exist. Raises InvalidArgument for its name."""
-        return self._folder / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
+        return self.place / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
 
     def existing(self, name: str) -> Path:
-        path = self.path(name)
-        if not path.is_file() and self._older is not None:
-            path = self._older.path(name)
-        if not path.is_file():
-            raise self.unknown(name)
-        return path
+        for folder in (self, self._older):
+            if folder is not None and (path := folder.path(name)).is_file():
+                return path
+        raise self.unknown(name)
 
     def names(self) -> list[str]:
         return sorted(path.stem for path in self._all_files())
@@ -60,22 +52,17 @@ class SessionFolder(SessionStore[Path]):
     def newest(self) -> Iterator[Path]:
         dated = []
         for path in self._all_files():
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # removed meanwhile
                 dated.append((path.stat().st_mtime_ns, path))
         return (path for _, path in sorted(dated, reverse=True))
 
-    def _all_files(self) -> Iterator[Path]:
-        """Yield the files here, and those in the older folder without a namesake here."""
-        here = list(self._files())
-        yield from here
-        if self._older is not None:
-            names = {path.stem for path in here}
-            yield from (path for path in self._older._files() if path.stem not in names)
-
-    def _files(self) -> Iterator[Path]:
-        for path in self._folder.glob(f"*{SNAPSHOT_SUFFIX}"):
+    def _all_files(self) -> Iterable[Path]:
+        """Return the files here, and those in the older folder without a namesake here."""
+        files = {} if self._older is None else {f.stem: f for f in self._older._all_files()}
+        for path in self.place.glob(f"*{SNAPSHOT_SUFFIX}"):
             if is_name(path.stem) and path.is_file():
-                yield path
+                files[path.stem] = path
+        return files.values()
 
     # Writing
 
@@ -87,7 +74,7 @@ class SessionFolder(SessionStore[Path]):
         """
         path = self.path(name)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.place.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self._lock_file(name))
             lock.acquire(timeout=0)
         except Timeout:
@@ -96,7 +83,7 @@ class SessionFolder(SessionStore[Path]):
             ) from None
         except OSError as error:
             raise StoreError(
-                f"session {name!r} cannot be kept in {self._folder}: {error.strerror or error}"
+                f"session {name!r} cannot be kept in {self.place}: {error.strerror or error}"
             ) from error
         try:
             self._move_from_older(name, path)
@@ -112,22 +99,22 @@ class SessionFolder(SessionStore[Path]):
             path.unlink()
             # While locked: a process that waits for the lock file notices, and creates a new one.
             self._lock_file(name).unlink(missing_ok=True)
-        fsync_folder(self._folder)
+        fsync_folder(self.place)
         return size
 
     def discard(self, name: str) -> None:
         """Remove a session that the caller has locked, saved or not, and its lock file."""
         self.path(name).unlink(missing_ok=True)
         self._lock_file(name).unlink(missing_ok=True)
-        fsync_folder(self._folder)
+        fsync_folder(self.place)
 
     def sweep(self) -> list[Path]:
         """Remove temporary files of killed processes, and lock files without a session."""
         removed = self._older.sweep() if self._older is not None else []
-        if not self._folder.is_dir():
+        if not self.place.is_dir():
             return removed
-        removed += sweep_temporaries(self._folder)
-        for file in self._folder.glob(f".*{_LOCK}"):
+        removed += sweep_temporaries(self.place)
+        for file in self.place.glob(f".*{_LOCK}"):
             name = file.name[1 : -len(_LOCK)]
             try:
                 with self.lock(name) as path:
@@ -151,7 +138,7 @@ class SessionFolder(SessionStore[Path]):
             try:
                 _move(source, path)
                 self._older._lock_file(name).unlink(missing_ok=True)
-                fsync_folder(self._folder)
+                fsync_folder(self.place)
                 fsync_folder(source.parent)
             except OSError as error:
                 raise StoreError(
@@ -160,7 +147,7 @@ class SessionFolder(SessionStore[Path]):
                 ) from error
 
     def _lock_file(self, name: str) -> Path:
-        return self._folder / f".{name}{_LOCK}"
+        return self.place / f".{name}{_LOCK}"
 
 
 def _move(source: Path, target: Path) -> None:

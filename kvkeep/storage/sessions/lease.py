@@ -19,23 +19,24 @@ T = TypeVar("T")
 class Lease:
     """The exclusive right of a writer to commit to a session. All methods are thread-safe.
 
-    held: the head by which the session was acquired. seconds: the duration of the lease; a thread
-    renews it three times as often.
+    version: the newest head that this writer has put; at first, that by which it acquired the
+    session. seconds: the duration of the lease; a thread renews it three times as often. lost: the
+    error by which the lease was lost; None while a commit may still succeed.
     """
 
     def __init__(
         self,
         objects: SessionObjects,
-        held: VersionedHead,
+        version: VersionedHead,
         writer: str,
         seconds: float,
         clock: Callable[[], float] = time.time,
     ):
-        self.objects, self._version = objects, held
+        self.objects, self.version = objects, version
         self._writer, self._seconds, self._clock = writer, seconds, clock
         self._store_lock = threading.Lock()  # held while a protocol function that writes runs
         self._ended = threading.Event()
-        self._lost: StoreError | None = None
+        self.lost: StoreError | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._renewals = threading.Thread(
             target=self._renew, name=f"kvkeep-lease-{objects.name}", daemon=True
@@ -44,28 +45,18 @@ class Lease:
 
     @property
     def head(self) -> SessionHead:
-        return self._version.head
-
-    @property
-    def version(self) -> VersionedHead:
-        """The newest head that this writer has put."""
-        return self._version
-
-    @property
-    def lost(self) -> StoreError | None:
-        """The error by which the lease was lost; None while a commit may still succeed."""
-        return self._lost
+        return self.version.head
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Register a function to call, in any thread, when the lease is lost."""
         self._callbacks.append(callback)
-        if self._lost is not None:
+        if self.lost is not None:
             callback()
 
     def check(self) -> None:
         """Raise Moved, or the StoreError by which the lease was lost."""
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
 
     def commit(self, chunks: ChunkSource, release: bool = False) -> SessionHead:
         """Upload a snapshot and make it the session's content.
@@ -75,12 +66,12 @@ class Lease:
         """
         self.check()
         # Renewals continue during the upload: they change neither epoch nor generation.
-        snapshot = self.objects.run(protocol.upload(self._version), chunks)
+        snapshot = self.objects.run(protocol.upload(self.version), chunks)
         with self._store_lock:
             self.check()
             expires = RELEASED if release else self._clock() + self._seconds
             writer = "" if release else self._writer
-            self._version = self._run(protocol.commit(self._version, snapshot, expires, writer))
+            self.version = self._run(protocol.commit(self.version, snapshot, expires, writer))
             if release:
                 self._ended.set()
             return self.head
@@ -89,21 +80,21 @@ class Lease:
         """Remove the session. Ends the lease."""
         with self._store_lock:
             self.check()
-            self._run(protocol.remove(self._version))
+            self._run(protocol.remove(self.version))
             self._ended.set()
 
     def collect(self) -> list[str]:
         """Garbage-collect snapshots that killed writers left; return their names."""
         with self._store_lock:
             self.check()
-            return self._run(protocol.collect(self._version))
+            return self._run(protocol.collect(self.version))
 
     def release(self) -> None:
         """End the lease. If the store cannot be reached, it ends by expiring."""
         with self._store_lock:
-            if not self._ended.is_set() and self._lost is None:
+            if not self._ended.is_set() and self.lost is None:
                 with suppress(StoreError):
-                    self._version = self.objects.run(protocol.release(self._version))
+                    self.version = self.objects.run(protocol.release(self.version))
             self._ended.set()
 
     def _run(self, operations: Operations[T]) -> T:
@@ -112,16 +103,16 @@ class Lease:
             return self.objects.run(operations)
         except StoreError as error:
             self._lose(error)
-            raise self._lost or error from error
+            raise self.lost or error from error
 
     def _renew(self) -> None:
         while not self._ended.wait(self._seconds / 3):
             with self._store_lock:
-                if self._ended.is_set() or self._lost is not None:
+                if self._ended.is_set() or self.lost is not None:
                     return
                 request = LeaseRequest(self._writer, self._clock(), self._seconds)
                 try:
-                    self._version = self.objects.run(protocol.renew(self._version, request))
+                    self.version = self.objects.run(protocol.renew(self.version, request))
                 except Moved as error:
                     self._lose(error)
                 except StoreError:  # a later renewal may succeed; if not, a commit will fail
@@ -130,12 +121,12 @@ class Lease:
     def _lose(self, error: StoreError) -> None:
         name = self.objects.name
         if isinstance(error, Moved):
-            self._lost = Moved(
+            self.lost = Moved(
                 f"session {name!r} is another's now: {error}. What was done here since generation "
                 f"{self.head.gen} is not kept; send the request again"
             )
         else:
-            self._lost = StoreError(
+            self.lost = StoreError(
                 f"session {name!r} could not be committed, and whether it was is not known: "
                 f"{error}. Look at it before you send the request again, or send it with an "
                 "Idempotency-Key"

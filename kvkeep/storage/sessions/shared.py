@@ -24,7 +24,7 @@ from kvkeep.storage.sessions.interface import (
     is_name,
 )
 from kvkeep.storage.sessions.lease import Lease
-from kvkeep.storage.sessions.protocol import LeaseRequest, VersionedHead
+from kvkeep.storage.sessions.protocol import LeaseRequest, Operations, VersionedHead
 
 LEASE = 30.0  # seconds that a session stays leased after a command was killed
 _SESSIONS_PREFIX = "sessions/"
@@ -121,11 +121,6 @@ class SharedSessions(SessionStore[SessionPath]):
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
         self._prefix = f"{_SESSIONS_PREFIX}{owner}/"
 
-    @property
-    def place(self) -> str:
-        """The URL of the store."""
-        return self.objects.url
-
     # Reading
 
     def objects_of(self, name: str) -> SessionObjects:
@@ -144,14 +139,11 @@ class SharedSessions(SessionStore[SessionPath]):
 
     def _committed(self) -> list[tuple[float, SessionPath]]:
         """Return the sessions with a commit, and when their heads were written."""
-        heads = [
-            (info.modified, info.key.removeprefix(self._prefix).removesuffix(f"/{HEAD}"))
-            for info in self.objects.list_objects(self._prefix)
-            if info.key.endswith(f"/{HEAD}")
-        ]
-        dated = [
-            (date, SessionPath(self.objects_of(name))) for date, name in heads if is_name(name)
-        ]
+        dated = []
+        for info in self.objects.list_objects(self._prefix):
+            name, _, file = info.key.removeprefix(self._prefix).rpartition("/")
+            if file == HEAD and is_name(name):
+                dated.append((info.modified, self.path(name)))
         with ThreadPoolExecutor(_READERS) as readers:
             committed = readers.map(_may_exist, [path for _, path in dated])
             return [row for row, exists in zip(dated, committed, strict=True) if exists]
@@ -179,24 +171,27 @@ class SharedSessions(SessionStore[SessionPath]):
         create: whether to create the session if there is none. known: the head that is probably
         current. Raises NoObject if there is none and `create` is False, Locked.
         """
-        objects, request = self.objects_of(name), self._request()
         try:
-            version = objects.run(protocol.acquire(request, known))
+            return self._lease(name, protocol.acquire(self._request(), known))
         except NoObject:
             if not create:
                 raise
-            try:
-                version = objects.run(protocol.create(request))
-            except InvalidArgument:
-                raise Locked(f"another process has just begun session {name!r}") from None
         except HeldElsewhere as error:
-            raise _with_waiting_time(name, error, self._clock()) from None
-        return self._lease(objects, version)
+            seconds = max(0.0, error.until - self._clock())
+            raise HeldElsewhere(
+                f"{error.writer} is using session {name!r}; end it, or wait {seconds:.0f} s after "
+                "it has ended or was killed",
+                error.writer,
+                error.until,
+            ) from None
+        try:
+            return self.create(name)
+        except InvalidArgument:
+            raise Locked(f"another process has just begun session {name!r}") from None
 
     def create(self, name: str) -> Lease:
         """Create a session, and lease it. Raises InvalidArgument if it exists."""
-        objects = self.objects_of(name)
-        return self._lease(objects, objects.run(protocol.create(self._request())))
+        return self._lease(name, protocol.create(self._request()))
 
     def remove(self, name: str) -> int:
         size = self.existing(name).stat().st_size
@@ -232,8 +227,9 @@ class SharedSessions(SessionStore[SessionPath]):
     def _request(self) -> LeaseRequest:
         return LeaseRequest(self.writer, self._clock(), self.lease)
 
-    def _lease(self, objects: SessionObjects, version: VersionedHead) -> Lease:
-        return Lease(objects, version, self.writer, self.lease, self._clock)
+    def _lease(self, name: str, operations: Operations[VersionedHead]) -> Lease:
+        objects = self.objects_of(name)
+        return Lease(objects, objects.run(operations), self.writer, self.lease, self._clock)
 
 
 def _may_exist(path: SessionPath) -> bool:
@@ -241,16 +237,6 @@ def _may_exist(path: SessionPath) -> bool:
         return path.exists()
     except StoreError:  # listed all the same: reading it raises the error
         return True
-
-
-def _with_waiting_time(name: str, error: HeldElsewhere, now: float) -> HeldElsewhere:
-    left = max(0.0, error.until - now)
-    return HeldElsewhere(
-        f"{error.writer} is using session {name!r}; end it, or wait {left:.0f} s after it has "
-        "ended or was killed",
-        error.writer,
-        error.until,
-    )
 
 
 class SharedLabels(SnapshotStore[ObjectPath]):
@@ -266,10 +252,12 @@ class SharedLabels(SnapshotStore[ObjectPath]):
         return ObjectPath(self._objects, f"{self._prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
 
     def names(self) -> list[str]:
-        infos = self._objects.list_objects(self._prefix)
-        keys = [info.key.removeprefix(self._prefix) for info in infos]
-        names = [key.removesuffix(SNAPSHOT_SUFFIX) for key in keys if key.endswith(SNAPSHOT_SUFFIX)]
-        return sorted(name for name in names if is_name(name))
+        names = []
+        for info in self._objects.list_objects(self._prefix):
+            name = info.key.removeprefix(self._prefix)
+            if name.endswith(SNAPSHOT_SUFFIX) and is_name(name.removesuffix(SNAPSHOT_SUFFIX)):
+                names.append(name.removesuffix(SNAPSHOT_SUFFIX))
+        return sorted(names)
 
     def remove(self, name: str) -> int:
         path = self.existing(name)
