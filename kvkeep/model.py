@@ -34,7 +34,7 @@ from kvkeep.policies import Policy, PolicySettings, longest, make_policy
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.memory import trim
 from kvkeep.session.session import WHOLE_PROMPT, Session
-from kvkeep.storage.prefixes.interface import PrefixCache
+from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import DtypeName, KvBits, PolicyName, WeightsName
 

@@ -26,7 +26,7 @@ from kvkeep.types import BitsName, DtypeName, PolicyName, WeightsName
 
 if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
-    from kvkeep.storage.prefixes.interface import PrefixCache
+    from kvkeep.storage.prefixes.block import PrefixCache
 
 # Listed here because the modules that define them import torch, which would slow down --help.
 KEEPING = ("sliding", "shift", "archive")  # policies that evict, except the first tokens

@@ -25,7 +25,7 @@ from kvkeep.engine.thread import EngineThread, flatten
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.objects.paths import Source
-from kvkeep.storage.prefixes.interface import PrefixCache
+from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 

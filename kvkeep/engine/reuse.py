@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvkeep.engine.record import SessionRecord
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.interface import PrefixCache, PrefixMatch
+from kvkeep.storage.prefixes.block import PrefixCache, PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 

@@ -17,7 +17,7 @@ from kvkeep.runtime.worker import computing
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.spans import TokenRange
-from kvkeep.storage.prefixes.interface import PrefixCache
+from kvkeep.storage.prefixes.block import PrefixCache
 
 
 @dataclass

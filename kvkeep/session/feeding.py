@@ -16,7 +16,7 @@ from kvkeep.runtime.worker import computes
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_step
 from kvkeep.session.memory import Memory
-from kvkeep.storage.prefixes.interface import PrefixCache
+from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 

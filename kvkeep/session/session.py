@@ -37,7 +37,7 @@ from kvkeep.session.history import History
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import Span, TokenRange, TokenStatus, token_statuses
-from kvkeep.storage.prefixes.interface import PrefixCache
+from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
 

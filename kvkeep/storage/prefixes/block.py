@@ -1,8 +1,9 @@
-"""Blocks of prefix caches: the cells of 256 tokens of a prompt, in a file or an object."""
+"""The interface of prefix caches, and their blocks: the cells of 256 tokens of a prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from blake3 import blake3
@@ -14,6 +15,47 @@ from kvkeep.storage.snapshots.container import Container, read_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 KIND, FORMAT = "prefix-block", 1
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The result of a lookup.
+
+    keys, values: `[layers, kv_heads, 256, head_dim]` for each matching block, verified.
+    differs_at: the first token at which the nearest stored prompt differs or ends; None if all
+    whole blocks of the prompt were found.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    differs_at: int | None
+
+    @property
+    def tokens(self) -> int:
+        return BLOCK_TOKENS * len(self.keys)
+
+
+@runtime_checkable
+class PrefixCache(Protocol):
+    """A cache of the cells of prompts, in blocks of 256 tokens.
+
+    It only saves prefill work: a session is correct without it, and whatever it loses.
+    """
+
+    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
+        """Return the longest stored prefix of a prompt, in whole blocks. Raises StoreError."""
+
+    def add(
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: Iterable[tuple[Tensor, Tensor]],
+    ) -> int:
+        """Store the blocks of a prompt from token `start` on; return how many tokens are stored.
+
+        blocks: keys and values `[layers, kv_heads, 256, head_dim]`. Raises StoreError.
+        """
 
 
 @dataclass(frozen=True)
@@ -36,11 +78,11 @@ class PrefixBlock:
         The file's checksums have been verified; the caller verifies that it was written under this
         key.
         """
-        tensors = container.tensors
-        if not {"tokens", "keys", "values"} <= tensors.keys():
+        stored = container.tensors
+        tokens, keys, values = (stored.get(name) for name in ("tokens", "keys", "values"))
+        if tokens is None or tokens.dtype != torch.int32 or not torch.equal(tokens, self.tokens):
             return None
-        tokens, keys, values = (tensors[name] for name in ("tokens", "keys", "values"))
-        if tokens.dtype != torch.int32 or not torch.equal(tokens, self.tokens):
+        if keys is None or values is None:
             return None
         if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
             return None

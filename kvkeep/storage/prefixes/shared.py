@@ -33,11 +33,11 @@ from kvkeep.storage.prefixes.block import (
     FORMAT,
     KIND,
     PrefixBlock,
+    PrefixMatch,
     blocks_of,
     common_length,
     stored_tokens,
 )
-from kvkeep.storage.prefixes.interface import PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_prefix
 from kvkeep.storage.snapshots.container import read_container, read_open_container, write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
@@ -87,33 +87,38 @@ class SharedPrefixCache:
         self._queue.flush()
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest prefix that verifies, in whole blocks. Reads several blocks at once.
+        """Return the longest prefix that verifies. Reads several blocks at once.
 
         Raises StoreError, without a request if the store has failed recently: prefill would wait
         for a timeout.
         """
         self._queue.require_up()
+        blocks, differs_at = self._blocks(fingerprint, tokens), None
         try:
-            return self._find(fingerprint, tokens)
+            hits = self._read_until_miss(blocks, fingerprint)
+            if len(hits) < len(blocks):
+                missing = blocks[len(hits)]
+                differs_at = missing.start + self._common(missing.parent, tokens[missing.start :])
         except StoreError:
             self._queue.mark_down()
             raise
+        return PrefixMatch([keys for keys, _ in hits], [values for _, values in hits], differs_at)
 
-    def _find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        blocks = self._blocks(fingerprint, tokens)
-        hits: list[tuple[Tensor, Tensor]] = []
+    def _read_until_miss(
+        self, blocks: Sequence[PrefixBlock], fingerprint: Fingerprint
+    ) -> list[tuple[Tensor, Tensor]]:
+        hits = list[tuple[Tensor, Tensor]]()
         with ThreadPoolExecutor(_READERS, "kvkeep-prefix") as readers:
             # The first block is read alone, since most prompts are new and miss at once.
             for part in (blocks[:1], blocks[1:]):
                 reads = [readers.submit(self._read, block, fingerprint) for block in part]
-                for index, read in enumerate(reads):
+                for read in reads:
                     cells = read.result()
                     if cells is None:
-                        for later in reads[index:]:
-                            later.cancel()
-                        return self._match(hits, blocks, tokens)
+                        readers.shutdown(cancel_futures=True)
+                        return hits
                     hits.append(cells)
-        return self._match(hits, blocks, tokens)
+        return hits
 
     def add(
         self,
@@ -129,26 +134,15 @@ class SharedPrefixCache:
         object in its place does not verify.
         """
         self._queue.require_up()
-        first = queued = start // BLOCK_TOKENS
-        for block, (keys, values) in zip(
-            self._blocks(fingerprint, tokens)[first:], blocks, strict=False
-        ):
-            overwrite = queued == first
-            if not self._queue.submit(
-                partial(self._write, block, keys.clone(), values.clone(), overwrite)
-            ):
+        stored = start
+        prompt_blocks = self._blocks(fingerprint, tokens)[start // BLOCK_TOKENS :]
+        for block, (keys, values) in zip(prompt_blocks, blocks, strict=False):
+            overwrite = block.start == start
+            write = partial(self._write, block, keys.clone(), values.clone(), overwrite)
+            if not self._queue.submit(write):
                 break
-            queued += 1
-        return BLOCK_TOKENS * queued
-
-    def _match(
-        self, hits: list[tuple[Tensor, Tensor]], blocks: list[PrefixBlock], tokens: Sequence[int]
-    ) -> PrefixMatch:
-        differs_at = None
-        if len(hits) < len(blocks):
-            missing = blocks[len(hits)]
-            differs_at = missing.start + self._common(missing.parent, tokens[missing.start :])
-        return PrefixMatch([keys for keys, _ in hits], [values for _, values in hits], differs_at)
+            stored = block.start + BLOCK_TOKENS
+        return stored
 
     def _common(self, parent: str, tokens: Sequence[int]) -> int:
         """Return the longest common prefix of `tokens` and some stored children of a block."""

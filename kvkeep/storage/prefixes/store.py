@@ -7,7 +7,6 @@ that could be lost or wrong: file names hold the keys, and modification times th
 
 import os
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,13 +21,13 @@ from kvkeep.storage.prefixes.block import (
     FORMAT,
     KIND,
     PrefixBlock,
+    PrefixMatch,
     block_key,
     blocks_of,
     common_length,
     read_block,
     tokens_in,
 )
-from kvkeep.storage.prefixes.interface import PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
@@ -56,10 +55,7 @@ class PrefixStore:
         self._lock = FileLock(self.path / "lock")
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest stored prefix of a prompt, in whole blocks.
-
-        Raises StoreError if the folder cannot be read.
-        """
+        """Return the longest stored prefix of a prompt. Raises StoreError if it cannot be read."""
         keys, values, differs_at = list[Tensor](), list[Tensor](), None
         blocks = _blocks(fingerprint, tokens)
         for block in blocks:
@@ -94,11 +90,9 @@ class PrefixStore:
     ) -> int:
         """Store the blocks of a prompt from token `start` on, under one lock.
 
-        blocks: keys and values `[layers, kv_heads, 256, head_dim]` in the order of the prompt, with
-        keys rotated to the positions of their tokens. Consumed lazily, one block at a time.
-
-        Returns how many tokens of the prompt are stored now. Stores nothing if an ancestor is
-        missing, and stops at the first block that does not fit in the quota beside its ancestors.
+        blocks: see `PrefixCache.add`; consumed lazily, one block at a time. Stores nothing if an
+        ancestor is missing, and stops at the first block that does not fit in the quota beside its
+        ancestors.
 
         Raises InvalidArgument for a start within a block, StoreError if the folder cannot be
         written, Locked if another process holds the lock for more than some seconds.
@@ -168,7 +162,6 @@ class PrefixStore:
         return self.path / f"{block.parent}-{block.key}{BLOCK_SUFFIX}"
 
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
-        """Return a block's keys and values; None if it is missing or does not verify."""
         container = read_block(self._file(block), block.key)
         return None if container is None else block.cells(container, fingerprint)
 
@@ -192,7 +185,7 @@ class PrefixStore:
             return False
         document = {"start": block.start, "key": block.key}
         tensors = {"keys": keys, "values": values, "tokens": block.tokens}
-        quota.add_pinned(write_container(path, KIND, FORMAT, document, tensors))
+        quota.free -= write_container(path, KIND, FORMAT, document, tensors)
         return True
 
     def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
@@ -223,11 +216,8 @@ class PrefixStore:
             return 0  # another process removed the folder; the next block creates it again
         except OSError as error:
             raise self._error("read", error) from error
-        best = 0
-        for name in names:
-            if name.startswith(f"{parent}-") and name.endswith(BLOCK_SUFFIX):
-                best = max(best, common_length(tokens_in(self.path / name), tokens))
-        return best
+        children = [n for n in names if n.startswith(f"{parent}-") and n.endswith(BLOCK_SUFFIX)]
+        return max((common_length(tokens_in(self.path / n), tokens) for n in children), default=0)
 
 
 def _root(fingerprint: Fingerprint) -> str:
@@ -243,38 +233,29 @@ class _Quota:
     """The bytes left under a quota, and LRU eviction. For use under the lock.
 
     files: (time of last use, bytes, path) of all blocks. pinned: those that must not be evicted.
+    free: bytes left; negative if the quota is exceeded.
     """
 
     def __init__(
         self, files: Iterable[tuple[int, int, Path]], quota: int, pinned: Collection[Path] = ()
     ):
         oldest_first = sorted(files)
-        self._free = quota - sum(size for _, size, _ in oldest_first)
+        self.free = quota - sum(size for _, size, _ in oldest_first)
         self._evictable = {path: size for _, size, path in oldest_first if path not in pinned}
-        self._oldest = deque(self._evictable)
-        self._max_free = self._free + sum(self._evictable.values())
 
     def make_room(self, size: int) -> bool:
         """Evict blocks until `size` more bytes fit. False, evicting none, if they cannot fit."""
-        if size > self._max_free:
+        if size > self.free + sum(self._evictable.values()):
             return False
-        while self._free < size:
-            path = self._oldest.popleft()
-            if path in self._evictable:
-                path.unlink(missing_ok=True)
-                self._free += self._evictable.pop(path)
+        while self.free < size:
+            self.remove(next(iter(self._evictable)))
         return True
 
     def pin(self, path: Path) -> None:
         """Protect a file from eviction. Does nothing if there is none."""
-        self._max_free -= self._evictable.pop(path, 0)
+        self._evictable.pop(path, None)
 
     def remove(self, path: Path) -> None:
         """Delete a block file and count its bytes as freed. Does nothing if there is none."""
         path.unlink(missing_ok=True)
-        self._free += self._evictable.pop(path, 0)
-
-    def add_pinned(self, size: int) -> None:
-        """Count the size of a file that was written and must not be evicted."""
-        self._free -= size
-        self._max_free -= size
+        self.free += self._evictable.pop(path, 0)
