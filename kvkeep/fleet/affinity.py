@@ -9,6 +9,7 @@ matter of speed alone: any server can answer any request.
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from blake3 import blake3
@@ -43,18 +44,14 @@ class Affinity:
             messages = await _read_messages(receive)
             receive = _replay(messages, receive)
             body = b"".join(message.get("body", b"") for message in messages)
-            key = await _body_key(scope, body)
+            compute_key = partial(affinity_key, scope["path"], body, _credentials(scope))
+            if len(body) <= _MAX_INLINE:
+                key = compute_key()
+            elif len(body) <= _MAX_BODY:
+                key = await asyncio.to_thread(compute_key)
         if key:
             scope = {**scope, "headers": [*scope["headers"], (HEADER, key.encode())]}
         await self._app(scope, receive, send)
-
-
-async def _body_key(scope: Scope, body: bytes) -> str:
-    if len(body) > _MAX_BODY:
-        return ""
-    if len(body) <= _MAX_INLINE:
-        return affinity_key(scope["path"], body, _credentials(scope))
-    return await asyncio.to_thread(affinity_key, scope["path"], body, _credentials(scope))
 
 
 def middlewares() -> list[Any]:
@@ -88,19 +85,19 @@ def affinity_key(path: str, body: bytes, credentials: bytes = b"") -> str:
 def _stable_prefix(request: dict[str, Any]) -> list[Any]:
     """Return what stays in place as a conversation grows: up to the first user message."""
     turns = request.get("messages", request.get("input", request.get("prompt")))
-    before = [request[name] for name in ("system", "instructions", "tools") if name in request]
+    system = [request[name] for name in ("system", "instructions", "tools") if name in request]
     if isinstance(turns, str):
         if "prompt" in request:
-            return [*before, turns[:_CHARACTERS]]
-        return [*before, {"role": "user", "content": turns}]
+            return [*system, turns[:_CHARACTERS]]
+        return [*system, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
     if "prompt" in request:  # token ids, or several prompts
-        return [*before, *turns[:_TOKENS]]
-    for number, turn in enumerate(turns):
+        return [*system, *turns[:_TOKENS]]
+    for index, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") == "user":
-            return [*before, *turns[: number + 1]]
-    return [*before, *turns]
+            return [*system, *turns[: index + 1]]
+    return [*system, *turns]
 
 
 def _without_cache_control(value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.fleet.session_target import SessionTarget
@@ -18,7 +19,6 @@ _SEND_TIMEOUT = 60.0  # seconds in which a client must take a message
 _MAX_RECORDS = 256  # responses of a session, the newest
 _MAX_BODIES = 8  # of these, the newest keep their bodies
 _DONE, _FAILED = b"event: done", b"event: error"
-_SEEDS = 2**53
 
 
 class WithheldResponse:
@@ -31,18 +31,11 @@ class WithheldResponse:
     def __init__(self, send: Send, max_body: int = 0):
         """max_body: bytes of the body that `body` keeps; a longer one is not kept."""
         self._send, self._max_body, self._size = send, max_body, 0
-        self._withheld = list[Message]()
-        self._parts = list[bytes]()
-        self.status = 0
-        self.headers = list[tuple[bytes, bytes]]()
+        self._withheld, self._parts = list[Message](), list[bytes]()
+        self.status, self.headers = 0, Headers()
         self.started = False  # whether the client has received anything
         self._ended = False
         self._failed = False  # whether the stream has reported an error
-
-    @property
-    def _is_stream(self) -> bool:
-        types = [value for name, value in self.headers if name.lower() == b"content-type"]
-        return any(value.startswith(b"text/event-stream") for value in types)
 
     @property
     def succeeded(self) -> bool:
@@ -58,15 +51,16 @@ class WithheldResponse:
         """Take a message from the application; send or withhold it."""
         body = message.get("body", b"")
         if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], list(message.get("headers", ()))
-        else:
+            self.status, self.headers = message["status"], Headers(raw=message.get("headers", ()))
+        is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
+        if message["type"] == "http.response.body":
             self._size += len(body)
             if self._size <= self._max_body:
                 self._parts.append(body)
-            self._failed = self._failed or (self._is_stream and body.startswith(_FAILED))
+            self._failed = self._failed or (is_stream and body.startswith(_FAILED))
             self._ended = self._ended or not message.get("more_body", False)
         is_last = body.startswith((_DONE, _FAILED)) or self._ended
-        if self._withheld or is_last or not self._is_stream:
+        if self._withheld or is_last or not is_stream:
             self._withheld.append(message)
         else:
             await self.send_now(message)
@@ -94,7 +88,7 @@ class WithheldResponse:
 class ReplayedBody:
     """A request body that was read, replayed to the application; then the client's messages.
 
-    client_gone: set once the client has disconnected, or is to be treated as disconnected.
+    client_gone: set once the client has disconnected, or must count as disconnected.
     """
 
     def __init__(self, body: bytes, receive: Receive):
@@ -190,11 +184,7 @@ class RecordedResponse:
 
     @classmethod
     def of(cls, key: str, request: str, response: WithheldResponse) -> "RecordedResponse":
-        headers = [
-            [name.decode("latin-1"), value.decode("latin-1")]
-            for name, value in response.headers
-            if name.lower() != b"content-length"
-        ]
+        headers = [[n, value] for n, value in response.headers.items() if n != "content-length"]
         body = None if response.body is None else response.body.decode()
         return cls(key, request, response.status, headers, body)
 
@@ -232,8 +222,3 @@ def notes_of(responses: Sequence[RecordedResponse]) -> dict[str, Any]:
 
 def digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
-
-
-def seed_from_key(key: str) -> int:
-    """Derive a sampling seed from a key's digest: a repeated request samples the same tokens."""
-    return int(key[:16], 16) % _SEEDS

@@ -29,7 +29,6 @@ from kvkeep.fleet.exchange import (
     bounded_send,
     digest,
     disconnected,
-    seed_from_key,
 )
 from kvkeep.fleet.leases import LeasedSession, SessionLeases
 from kvkeep.fleet.session_target import (
@@ -47,6 +46,7 @@ from kvkeep.storage.sessions.shared import SessionPath
 from kvkeep.storage.snapshots.snapshot import describe
 
 _log = logging.getLogger("kvkeep.server")
+_SEEDS = 2**53  # below which JavaScript represents every integer
 _RETRY_PATIENCE = 10.0  # seconds that a repeated request waits for its first try
 _ASGI = {"version": "3.0", "spec_version": "2.3"}  # starlette then watches for disconnects
 
@@ -179,7 +179,8 @@ class SessionMiddleware:
             async with self._leases.creating(owner, name) as leased:
                 await self._app(named.scope, named.body.receive, named.response.send)
                 if named.response.succeeded:
-                    await self._commit(leased, key, request, named.response)
+                    recorded = RecordedResponse.of(key, request, named.response) if key else None
+                    await self._leases.commit(leased, recorded)
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
             if not key or not await self._repeat_creation(exchange, name, key, request):
                 raise
@@ -210,7 +211,8 @@ class SessionMiddleware:
             leased.lease.check()
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
             if response.succeeded if key else await self._leases.changed(leased):
-                await self._commit(leased, key, request, response)
+                recorded = RecordedResponse.of(key, request, response) if key else None
+                await self._leases.commit(leased, recorded)
 
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, also one that is too damaged to be loaded."""
@@ -227,14 +229,6 @@ class SessionMiddleware:
         await self._leases.remove(exchange.owner, name, require_revision)
         deleted = JSONResponse({"name": name, "object": "session", "deleted": True})
         await deleted(exchange.scope, disconnected, exchange.response.send)
-
-    async def _commit(
-        self, leased: LeasedSession, key: str | None, request: str, response: WithheldResponse
-    ) -> None:
-        recorded = None
-        if key and response.succeeded:
-            recorded = RecordedResponse.of(key, request, response)
-        await self._leases.commit(leased, recorded)
 
     async def _list(self, exchange: Exchange) -> None:
         in_thread, sessions = self._leases.in_store_thread, self._leases.sessions_of(exchange.owner)
@@ -298,5 +292,5 @@ def _with_seed(exchange: Exchange, key: str) -> Exchange:
         return exchange
     seed = fields.get("seed")
     if seed is None or (isinstance(seed, int) and seed < 0):
-        fields["seed"] = seed_from_key(key)
+        fields["seed"] = int(key[:16], 16) % _SEEDS
     return exchange.with_fields(fields)

@@ -55,7 +55,9 @@ def open_replica(
     store: URL. prefixes: whether prefilled prefixes of prompts are shared. lease: seconds. Raises
     InvalidArgument and StoreError for a store that cannot be used.
     """
-    objects, writer = open_object_store(store), _writer_name()
+    objects = open_object_store(store)
+    # Unique to this process, even if containers share host names.
+    writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     require_conditional_writes(objects)
     shared = SharedPrefixCache(objects, secret, model.arithmetic) if prefixes else None
     engine = Engine(
@@ -70,11 +72,6 @@ def open_replica(
         return SharedSessions(objects, owner, writer, lease)
 
     return Replica(engine, SessionLeases(engine, sessions_of), writer)
-
-
-def _writer_name() -> str:
-    """Return a name unique to this process, even if containers share host names."""
-    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
 def require_conditional_writes(objects: ObjectStore) -> None:

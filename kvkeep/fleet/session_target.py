@@ -44,26 +44,26 @@ def session_target(method: str, path: str) -> SessionTarget:
     """Classify a request by its method and path."""
     if not path.isprintable():  # routes would accept a trailing newline
         return SessionTarget("unknown")
-    if path == SESSIONS_PATH:
-        kinds: dict[str, TargetKind] = {"POST": "create", "GET": "list"}
-        return SessionTarget(kinds.get(method, "none"))
-    if _RESTORE.fullmatch(path) and method == "POST":
+    if method == "POST" and (path == SESSIONS_PATH or _RESTORE.fullmatch(path)):
         return SessionTarget("create")
+    if path == SESSIONS_PATH:
+        return SessionTarget("list" if method == "GET" else "none")
     if method == "OPTIONS" or not path.startswith(f"{SESSIONS_PATH}/"):
         return SessionTarget("none")
     match = _SESSION.fullmatch(path)
     if match is None or not is_name(match[1]):
         return SessionTarget("unknown")
     name, action = match[1], match[2] or ""
+    kind: TargetKind = "write"
     if method in ("GET", "HEAD"):
-        return SessionTarget("events" if action == "events" else "read", name, action)
-    if action == "snapshot":
-        return SessionTarget("snapshot", name, action)
-    if method == "DELETE":
-        return SessionTarget("delete", name)
-    if action in ("fork", "save") and method == "POST":
-        return SessionTarget("fork" if action == "fork" else "save", name, action)
-    return SessionTarget("write", name, action)
+        kind = "events" if action == "events" else "read"
+    elif action == "snapshot":
+        kind = "snapshot"
+    elif method == "DELETE":
+        kind = "delete"
+    elif action in ("fork", "save") and method == "POST":
+        kind = "fork" if action == "fork" else "save"
+    return SessionTarget(kind, name, action)
 
 
 def checked_new_name(name: object) -> str:
