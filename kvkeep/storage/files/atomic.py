@@ -34,15 +34,17 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         StoreError: `path` was replaced, but may not survive a power cut.
     """
     path = path.resolve()
-    replaced = _status(path)
-    if replaced is not None and not stat.S_ISREG(replaced.st_mode):
+    mode = None
+    with suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+    if mode is not None and not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     sweep_temporaries(path.parent)
     file, temporary = _temporary(path)
     try:
         with file:
-            if replaced is not None:
-                os.fchmod(file.fileno(), stat.S_IMODE(replaced.st_mode))
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -142,13 +144,6 @@ def _temporary(path: Path) -> tuple[BinaryIO, Path]:
 def _is_special(path: Path) -> bool:
     """Whether a path is a pipe or a device such as /dev/stderr, which must not be replaced."""
     return path.exists() and not path.is_file()
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except FileNotFoundError:
-        return None
 
 
 # Folders

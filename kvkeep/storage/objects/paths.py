@@ -126,9 +126,6 @@ class ObjectFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = (0, self._position, self._stored.size)[whence]
         self._position = max(0, base + offset)

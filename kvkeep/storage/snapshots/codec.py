@@ -38,8 +38,8 @@ def encode(
         if codec == "none" or not name.endswith((".keys", ".values")):
             stored[name] = tensor
             continue
-        kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        coding[name] = {"codec": codec, **kind}
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        coding[name] = {"codec": codec, "dtype": dtype, "shape": list(tensor.shape)}
         if codec == "zstd":
             stored[f"{name}.zstd"] = _compress(tensor)
         else:

@@ -171,16 +171,14 @@ def read_summary(path: str | Source) -> SnapshotSummary:
             sum(entry["length"] for entry in segments),
             document.get("notes", {}),
         )
+        types = [type(value) for value in vars(summary).values()]
+        if types != [str, str, int, int, int, dict]:
+            raise TypeError(summary)
     except (LookupError, TypeError, AttributeError) as error:
-        raise _corrupt(path, error) from error
-    kinds = (str, str, int, int, int, dict)
-    if [type(value) for value in vars(summary).values()] != list(kinds):
-        raise _corrupt(path, summary)
+        raise CorruptFile(
+            f"{path} is corrupt: no session says this of itself ({error!r:.200})"
+        ) from error
     return summary
-
-
-def _corrupt(path: str | Source, reason: object) -> CorruptFile:
-    return CorruptFile(f"{path} is corrupt: no session says this of itself ({reason!r:.200})")
 
 
 def check_output_path(path: Path, kind: str) -> None:

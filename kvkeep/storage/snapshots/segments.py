@@ -9,9 +9,11 @@ from kvkeep.cache import Block, Cells, Layout, PositionMap, Ragged, Segment
 from kvkeep.cache.quantised import KVTensor, Quantised
 from kvkeep.cache.state import check_cells
 
-_PLAIN = ("positions", "serials")
-_COMPRESSED = (*_PLAIN, "bias")
-_RAGGED = (*_COMPRESSED, "counts")
+
+def _tensor_names(compressed: bool, ragged: bool, worth: bool) -> list[str]:
+    """Return the names of a segment's tensors besides keys and values."""
+    kinds = {"positions": True, "serials": True, "bias": compressed, "counts": ragged}
+    return [name for name, is_stored in {**kinds, "worth": worth}.items() if is_stored]
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
@@ -28,7 +30,7 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
     # In files, `Ragged.scores` is called "worth", its name when the format was made.
     return tensors | {
         f"segment.{index}.{name}": getattr(cells, "scores" if name == "worth" else name)
-        for name in _names(segment)
+        for name in _tensor_names(segment.compressed, is_ragged(segment), knows_worth(segment))
     }
 
 
@@ -41,12 +43,6 @@ def knows_worth(segment: Segment) -> bool:
     """Whether the segment records the worth of each cell."""
     slots = segment.block.slots
     return isinstance(slots, Ragged) and slots.scores is not None
-
-
-def _names(segment: Segment) -> tuple[str, ...]:
-    if is_ragged(segment):
-        return (*_RAGGED, "worth") if knows_worth(segment) else _RAGGED
-    return _COMPRESSED if segment.compressed else _PLAIN
 
 
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
@@ -84,9 +80,7 @@ def read_segment(
     TypeError or ValueError if entry and tensors do not match.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
-    names = _RAGGED if ragged else _COMPRESSED if compressed else _PLAIN
-    if entry.get("worth", False):
-        names = (*names, "worth")
+    names = _tensor_names(compressed, ragged, entry.get("worth", False))
     cells = (Ragged if ragged else Cells)(
         _stored(f"segment.{index}.keys", layout.key_bits, tensors),
         _stored(f"segment.{index}.values", layout.value_bits, tensors),
