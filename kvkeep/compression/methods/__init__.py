@@ -21,14 +21,7 @@ from kvkeep.compression.methods.base import (
     Method,
     as_compressed,
 )
-from kvkeep.compression.methods.baselines import (
-    Average,
-    KeyDiff,
-    KNorm,
-    PickHeads,
-    Random,
-    Sum,
-)
+from kvkeep.compression.methods.baselines import Average, KeyDiff, KNorm, PickHeads, Random, Sum
 from kvkeep.compression.methods.fitted import Fitted
 from kvkeep.compression.methods.kvzip import KVzap, KVzip, KVzipPlus
 from kvkeep.compression.methods.statistics import Statistics

@@ -36,10 +36,7 @@ def hook_forward(body: nn.Module) -> list[RemovableHandle]:
 
 
 def _begin_forward(
-    signature: inspect.Signature,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before the layers: evaluate all but the last step, and give the layers that one."""
     arguments: dict[str, Any] = dict(kwargs)

@@ -126,12 +126,7 @@ class Network:
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def _block(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        step: LayerAttention,
-        norms: Tensor | None,
-        x: Tensor,
+        self, index: int, layer: DecoderLayer, step: LayerAttention, norms: Tensor | None, x: Tensor
     ) -> Tensor:
         """Apply attention and MLP to the residual stream x, `[n, hidden_size]`."""
         if norms is not None:

@@ -76,10 +76,7 @@ def make_per_layer_input(weights: NamedWeights) -> PerLayerInput | None:
         return None
     gate, projection, norm = (f"{name}.weight" for name in LAYER_PARTS)
     return PerLayerInput(
-        weights.product(gate),
-        weights.product(projection),
-        weights.norm(norm),
-        weights.spec.gating,
+        weights.product(gate), weights.product(projection), weights.norm(norm), weights.spec.gating
     )
 
 

@@ -89,11 +89,7 @@ def load_converted(path: Path, spec: ModelSpec) -> dict[str, Matrix]:
 
 
 def load_rounded(
-    folder: Path,
-    spec: ModelSpec,
-    weights: str,
-    tensors: Mapping[str, Tensor],
-    progress: bool,
+    folder: Path, spec: ModelSpec, weights: str, tensors: Mapping[str, Tensor], progress: bool
 ) -> dict[str, Matrix]:
     """Return a model's matrices rounded and packed, memory-mapped and verified.
 

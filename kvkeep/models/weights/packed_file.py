@@ -100,11 +100,7 @@ def _checksum_path(path: Path) -> Path:
 def byte_bar(total: int, description: str, progress: bool) -> "tqdm[NoReturn]":
     """Return a progress bar over bytes; with progress, it is shown on terminals only."""
     return tqdm(
-        total=total,
-        desc=description,
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
+        total=total, desc=description, unit="B", unit_scale=True, disable=None if progress else True
     )
 
 

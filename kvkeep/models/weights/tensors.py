@@ -13,11 +13,7 @@ from tqdm import tqdm
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.layers import gemma3n
 from kvkeep.models.layers.experts import parallel_experts_shapes
-from kvkeep.models.layers.per_layer import (
-    TABLE,
-    per_layer_embedding_shapes,
-    per_layer_input_shapes,
-)
+from kvkeep.models.layers.per_layer import TABLE, per_layer_embedding_shapes, per_layer_input_shapes
 from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.runtime.signals import interrupts_deferred
