@@ -19,9 +19,8 @@ from kvkeep.compression.methods import (
     compress_and_join,
     compress_by_heads,
     make_method,
-    score,
-    top_over_heads,
 )
+from kvkeep.compression.methods.apply import score, top_over_heads
 from kvkeep.compression.methods.base import CellwiseEviction
 from kvkeep.errors import InvalidArgument
 

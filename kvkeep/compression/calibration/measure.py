@@ -137,7 +137,6 @@ class ReconstructionPart:
 
 
 def _parts(model: LoadedModel, count: int) -> list[QueryPart | ReconstructionPart]:
-    """The parts of a text of so many tokens."""
     step = _step(model)
     if count < 3 * step:
         raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {count}")

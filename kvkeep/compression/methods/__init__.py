@@ -2,21 +2,16 @@
 
 from kvkeep.compression.methods.apply import (
     Compression,
-    check_budget,
     check_shares,
     compress,
     compress_and_join,
     compress_by_heads,
-    score,
-    top_over_heads,
 )
 from kvkeep.compression.methods.attention import H2O, TOVA, ExpectedAttention, SnapKV
 from kvkeep.compression.methods.base import (
     BUDGETS,
     Budget,
     Candidates,
-    CellwiseEviction,
-    Compressed,
     Eviction,
     Method,
     as_compressed,
@@ -33,22 +28,17 @@ __all__ = [
     "METHODS",
     "Budget",
     "Candidates",
-    "CellwiseEviction",
-    "Compressed",
     "Compression",
     "Eviction",
     "Method",
     "Statistics",
     "as_compressed",
     "best_method",
-    "check_budget",
     "check_shares",
     "compress",
     "compress_and_join",
     "compress_by_heads",
     "make_method",
-    "score",
-    "top_over_heads",
 ]
 
 _ALL: tuple[type[Method], ...] = (

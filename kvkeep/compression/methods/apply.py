@@ -48,19 +48,17 @@ def compress(
     per chunk does not depend on the number of chunks. Ragged cells are one chunk.
     """
     total = len(candidates)
-    if isinstance(candidates.cells, Ragged):
-        begun = time.perf_counter()
-        result = _compress_ragged(method, candidates, candidates.cells, count)
-        seconds = time.perf_counter() - begun
-        yield result.cells, Compression(total, len(result.cells), result.merged, seconds)
-        return
-    for first in range(0, total, CHUNK):
-        end = min(first + CHUNK, total)
+    chunk_size = total if isinstance(candidates.cells, Ragged) else CHUNK
+    for first in range(0, total, chunk_size):
+        end = min(first + chunk_size, total)
         quota = count * end // total - count * first // total
         begun = time.perf_counter()
-        result = _compress_chunk(method, candidates.part(slice(first, end)), quota)
+        if isinstance(candidates.cells, Ragged):
+            result = _compress_ragged(method, candidates, candidates.cells, count)
+        else:
+            result = _compress_chunk(method, candidates.part(slice(first, end)), quota)
         seconds = time.perf_counter() - begun
-        yield result.cells, Compression(end - first, quota, result.merged, seconds)
+        yield result.cells, Compression(end - first, len(result.cells), result.merged, seconds)
 
 
 def compress_by_heads(
@@ -114,15 +112,10 @@ def top_over_heads(scores: Sequence[Tensor], count: int) -> list[Tensor]:
     return [part.view(score.shape) for part, score in zip(parts, scores, strict=True)]
 
 
-def check_budget(budget: str) -> None:
-    """Raise InvalidArgument for an unknown budget."""
+def check_shares(method: Method, budget: str) -> None:
+    """Raise InvalidArgument for a budget that is unknown, or that the method does not support."""
     if budget not in BUDGETS:
         raise InvalidArgument(f"budget must be one of {', '.join(BUDGETS)}; found {budget!r}")
-
-
-def check_shares(method: Method, budget: str) -> None:
-    """Raise InvalidArgument if the method cannot share cells by this budget."""
-    check_budget(budget)
     if budget == "heads" and not isinstance(method, Eviction):
         raise InvalidArgument(
             f'method "{method.name}" has no scores by which heads could compete: take '

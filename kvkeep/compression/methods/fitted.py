@@ -86,7 +86,6 @@ def _fit(
 
 
 def _stack_layers(parts: list[Compressed]) -> Compressed:
-    """Join the results of successive layers."""
     cells = [part.cells for part in parts]
     return Compressed(
         Cells(

@@ -111,7 +111,6 @@ def _require(condition: bool, reason: str) -> None:
 def _require_only_rotary_positions(
     body: nn.Module, configs: Sequence[PreTrainedConfig], calls: Sequence[ProbedCall]
 ) -> None:
-    """Raise UnsupportedModel if positions have an effect apart from rotary embeddings."""
     reason = (
         "positions enter it in another way than by rotary embeddings (a table that is added to "
         "embeddings, or queries that are scaled by their position); its cells are valid at one "
@@ -137,7 +136,6 @@ def _rotation(calls: Sequence[ProbedCall], tables: Sequence[Tensor]) -> KeyRotat
 
 
 def _frequency_tables(body: nn.Module) -> Iterator[Tensor]:
-    """Yield all tables of rotary frequencies that the model holds."""
     for module in body.modules():
         for name, value in {**vars(module), **module._buffers}.items():
             is_table = name.endswith("inv_freq") and not name.startswith("original")

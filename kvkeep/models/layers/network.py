@@ -145,7 +145,6 @@ class Network:
     def _attention(
         self, index: int, layer: DecoderLayer, x: Tensor, step: LayerAttention
     ) -> Tensor:
-        """Apply attention, `[n, hidden_size]` to the same shape."""
         n, head_dim, query_scale = x.shape[0], self._head_dims[index], self._query_scales[index]
         q = _normed_heads(layer.query_norm, layer.query(x)).view(n, -1, head_dim)
         if query_scale is not None:

@@ -128,9 +128,10 @@ def is_unused(spec: ModelSpec, name: str) -> bool:
 
 def fused_part(spec: ModelSpec, name: str) -> tuple[str, slice] | None:
     """Return the fused tensor that holds a decoder's tensor, and its rows; None if none does."""
-    family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
+    match = _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return None
+    family = FAMILIES[spec.architecture]
     for matrix in filter(None, (family.fused_qkv, family.fused_gate_up)):
         stored, first = f"{match.group(1)}{matrix}.{match.group(3)}", 0
         for part, count in _fused_rows(spec, stored).items():

@@ -83,7 +83,6 @@ def _entry(
 def _stored_rows(
     spec: ModelSpec, stored: str, parts: Mapping[str, Matrix], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The rows of a checkpoint's tensor, some at a time."""
     if spec.clamped_experts and expert_stack(spec, stored) is not None:
         matrices, count = list(parts.values()), len(parts) // spec.experts  # gate and up, or down
         for first in range(0, len(matrices), count):

@@ -1,8 +1,8 @@
 """The GGUF formats that kvkeep multiplies by without unpacking them first.
 
 A weight is `table[code] * scale + minimum`. 16 or 32 columns of a row share a scale and, in some
-formats, a minimum; `_scales` computes both from what is stored. Blocks of a file are split without
-loss; their layouts are those of GGML (`ggml-quants.c`, and `gguf/quants.py`).
+formats, a minimum; `Format.scales` computes both from what is stored. Blocks of a file are split
+without loss; their layouts are those of GGML (`ggml-quants.c`, and `gguf/quants.py`).
 """
 
 from collections.abc import Callable
@@ -57,7 +57,17 @@ class Format:
 
     def scales(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Return scales and minima, `[rows, columns / shared]` float32, from their stored parts."""
-        scale, minimum = _scales(self, parts)
+        first, *others = parts
+        scale, minimum = first.float(), None
+        if self.name == "MXFP4":  # a float32 exponent; 2 to the -127 becomes 0
+            scale = (first.int() << 23).view(torch.float32)
+        elif self.span == GROUP and others:  # one scale for each group, and one minimum
+            minimum = others[0].float()
+        elif self.name in ("Q4_K", "Q5_K"):
+            factor, scale_codes, minimum_codes = (part.float() for part in others)
+            scale, minimum = scale * scale_codes, -(factor * minimum_codes)
+        elif self.span != GROUP:
+            scale = scale * others[0].float()
         return scale.flatten(1), None if minimum is None else minimum.flatten(1)
 
     def values(self, codes: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
@@ -76,19 +86,6 @@ class Format:
         first, second = table[:2].tolist()
         linear = second == first + 1  # consecutive integers: adding is faster than a lookup
         return codes.float() + first if linear else table[codes.int()]
-
-
-def _scales(kind: Format, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    first, *others = parts
-    if kind.name == "MXFP4":  # a float32 exponent; 2 to the -127 becomes 0
-        return (first.int() << 23).view(torch.float32), None
-    scale = first.float()
-    if kind.span == GROUP:  # one scale for each group, and one minimum
-        return scale, others[0].float() if others else None
-    if kind.name in ("Q4_K", "Q5_K"):
-        minimum, scale_codes, minimum_codes = (part.float() for part in others)
-        return scale * scale_codes, -(minimum * minimum_codes)
-    return scale * others[0].float(), None
 
 
 def split_last(x: Tensor, *sizes: int) -> Tensor:
@@ -186,18 +183,15 @@ def _table(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def _k_parts() -> tuple[tuple[torch.dtype, int], ...]:
-    return (_F16, 1), (_F16, 1), (_U8, 8), (_U8, 8)
-
-
+_K_PARTS = ((_F16, 1), (_F16, 1), (_U8, 8), (_U8, 8))
 _ALL = (
     Format("Q8_0", 3, 8, None, 32, 32, ((_F16, 1),), 34, _bytes),
     Format("Q4_0", 4, 4, _integers(-8, 4), 32, 32, ((_F16, 1),), 18, _simple(False, False)),
     Format("Q4_1", 5, 4, _integers(0, 4), 32, 32, ((_F16, 1), (_F16, 1)), 20, _simple(True, False)),
     Format("Q5_0", 6, 5, _integers(-16, 5), 32, 32, ((_F16, 1),), 22, _simple(False, True)),
     Format("Q5_1", 7, 5, _integers(0, 5), 32, 32, ((_F16, 1), (_F16, 1)), 24, _simple(True, True)),
-    Format("Q4_K", 8, 4, _integers(0, 4), 256, 32, _k_parts(), 144, _k(False)),
-    Format("Q5_K", 9, 5, _integers(0, 5), 256, 32, _k_parts(), 176, _k(True)),
+    Format("Q4_K", 8, 4, _integers(0, 4), 256, 32, _K_PARTS, 144, _k(False)),
+    Format("Q5_K", 9, 5, _integers(0, 5), 256, 32, _K_PARTS, 176, _k(True)),
     Format("Q6_K", 10, 6, _integers(-32, 6), 256, 16, ((_F16, 1), (_I8, 16)), 210, _q6_k),
     Format("IQ4_NL", 11, 4, _table(*_IQ4_TABLE), 32, 32, ((_F16, 1),), 18,
            _simple(False, False)),

@@ -161,7 +161,6 @@ def _write_rounded(
     tensors: Mapping[str, Tensor],
     progress: bool,
 ) -> str:
-    """Round, pack and write; return the checksum. Raises ModelError."""
     shapes = matrices(spec)
     stored = {name: StoredMatrix(kind, shapes[name]) for name, kind in formats.items()}
     bar = tqdm(
@@ -213,7 +212,6 @@ def _rounded_path(folder: Path, weights: str) -> Path:
 
 
 def _remove_outdated(folder: Path, name: str) -> None:
-    """Remove the unpacked files of earlier states of the same model."""
     for other in folder.parent.glob(f"{name}-*"):
         if other != folder and re.fullmatch(rf"{re.escape(name)}-\d+-\d+", other.name):
             shutil.rmtree(other, ignore_errors=True)

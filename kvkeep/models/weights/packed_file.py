@@ -49,31 +49,16 @@ class StoredMatrix:
         }
 
 
-class Checksum:
-    """A BLAKE3 digest over matrices, packed or not, in file order."""
-
-    def __init__(self) -> None:
-        self._hash = blake3(max_threads=blake3.AUTO)
-        self._name = ""
-
-    def update(self, name: str, data: bytes) -> None:
-        """Add the next bytes of a tensor of the file."""
-        if name != self._name:
-            self._hash.update(f"{name}\n".encode())
-            self._name = name
-        self._hash.update(data)
-
-    def hexdigest(self) -> str:
-        """Return 64 hex digits."""
-        return self._hash.hexdigest()
-
-
 def checksum_of(matrices: Mapping[str, Matrix]) -> str:
-    """Return the checksum of matrices in memory, equal to that of `write_packed`."""
-    checksum = Checksum()
+    """Return the BLAKE3 checksum of matrices in memory, equal to that of `write_packed`.
+
+    It is over the name of each tensor of the file and its bytes.
+    """
+    checksum = blake3(max_threads=blake3.AUTO)
     for name, matrix in matrices.items():
         for tensor_name, tensor in _stored_tensors(name, matrix):
-            checksum.update(tensor_name, tensor_bytes(tensor))
+            checksum.update(f"{tensor_name}\n".encode())
+            checksum.update(tensor_bytes(tensor))
     return checksum.hexdigest()
 
 
@@ -115,7 +100,15 @@ def write_packed(
     entries: dict[str, TensorEntry] = {}
     for name, matrix in stored.items():
         entries |= matrix.entries(name)
-    checksum = Checksum()
+    checksum, hashed_names = blake3(max_threads=blake3.AUTO), set[str]()
+
+    def hashed(name: str, tensor: Tensor) -> bytes:
+        if name not in hashed_names:
+            hashed_names.add(name)
+            checksum.update(f"{name}\n".encode())
+        data = tensor_bytes(tensor)
+        checksum.update(data)
+        return data
 
     def pieces() -> Iterator[bytes]:
         for name in stored:
@@ -124,13 +117,7 @@ def write_packed(
                 first, *scales = _stored_tensors(name, matrix)
                 all_scales += scales
                 yield hashed(*first)
-            for scales_name, tensor in all_scales:
-                yield hashed(scales_name, tensor)
-
-    def hashed(name: str, tensor: Tensor) -> bytes:
-        data = tensor_bytes(tensor)
-        checksum.update(name, data)
-        return data
+            yield from (hashed(*scales) for scales in all_scales)
 
     formats = {n: m.kind.name for n, m in stored.items() if isinstance(m.kind, Format)}
     metadata = {"kvkeep": _KIND, "version": _VERSION, "formats": json.dumps(formats)}

@@ -211,7 +211,6 @@ def _upper_bit_shifts(pairs: int) -> Tensor:
 
 
 def _padded(x: Tensor, blocks: int) -> Tensor:
-    """Append rows of zeros up to whole blocks."""
     missing = blocks * BLOCK - x.shape[0]
     if not missing:
         return x
