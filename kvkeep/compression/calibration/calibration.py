@@ -87,12 +87,12 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
 def calibration_path(model: LoadedModel) -> Path:
     """Return the default path of a model's calibration, named by the model's fingerprint."""
     saved = json.dumps(model.fingerprint.saved(), sort_keys=True)
-    return _folder() / f"{blake3(saved.encode()).hexdigest()[:24]}.kvcal"
+    return _calibrations_folder() / f"{blake3(saved.encode()).hexdigest()[:24]}.kvcal"
 
 
 def any_default_calibration() -> bool:
     """Whether any model has a calibration at its default path; needs no loaded model."""
-    return any(_folder().glob("*.kvcal"))
+    return any(_calibrations_folder().glob("*.kvcal"))
 
 
 def default_calibration(model: LoadedModel) -> Calibration | None:
@@ -104,7 +104,7 @@ def default_calibration(model: LoadedModel) -> Calibration | None:
     return load_calibration(path, model) if path.exists() else None
 
 
-def _folder() -> Path:
+def _calibrations_folder() -> Path:
     return home() / "calibrations"
 
 
@@ -116,10 +116,10 @@ def _from_saved(
     layout = model.decoder.new_cache().layout
     shape = (layout.layers, layout.kv_heads, layout.head_dim)
     statistics = Statistics(
-        _checked(tensors, "mean", *shape),
-        _moment(tensors, shape),
-        _checked(tensors, "tolerance", *shape[:2]),
-        _surrogate(tensors, shape),
+        _checked_tensor(tensors, "mean", *shape),
+        _read_moment(tensors, shape),
+        _checked_tensor(tensors, "tolerance", *shape[:2]),
+        _read_surrogate(tensors, shape),
     )
     require_whole("tokens", document["tokens"], 1, MAX_NUMBER)
     require(isinstance(document["model"], str), "the model must be a name")
@@ -130,19 +130,19 @@ def _from_saved(
     )
 
 
-def _checked(tensors: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
+def _checked_tensor(tensors: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
     """Return the tensor of that name. Raises ValueError unless it has that shape and is finite."""
     require_tensor(name, tensors[name], torch.float32, *shape)
     require_finite(name, tensors[name])
     return tensors[name]
 
 
-def _moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Tensor:
+def _read_moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Tensor:
     """The second moment: stored whole in format 1, and as its upper half since."""
     width = shape[-1]
     if "moment" in tensors:
-        return _checked(tensors, "moment", *shape, width)
-    half = _checked(tensors, "moment_half", *shape[:2], width * (width + 1) // 2)
+        return _checked_tensor(tensors, "moment", *shape, width)
+    half = _checked_tensor(tensors, "moment_half", *shape[:2], width * (width + 1) // 2)
     rows, columns = _upper_half(width)
     moment = torch.empty(*shape, width, dtype=torch.float32, device="cpu")
     moment[..., rows, columns] = half
@@ -155,13 +155,13 @@ def _upper_half(width: int) -> Tensor:
     return torch.triu_indices(width, width, dtype=torch.int64, device="cpu")
 
 
-def _surrogate(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Surrogate | None:
+def _read_surrogate(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Surrogate | None:
     if "surrogate.key" not in tensors:
         return None
     return Surrogate(
-        _checked(tensors, "surrogate.key", *shape),
-        _checked(tensors, "surrogate.value", *shape),
-        _checked(tensors, "surrogate.constant", *shape[:2]),
+        _checked_tensor(tensors, "surrogate.key", *shape),
+        _checked_tensor(tensors, "surrogate.value", *shape),
+        _checked_tensor(tensors, "surrogate.constant", *shape[:2]),
     )
 
 

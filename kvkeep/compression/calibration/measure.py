@@ -54,8 +54,8 @@ def calibrate(
     """
     ids = validation.token_ids("ids", ids, model.spec.vocab_size)
     progress = validation.progress(progress) or (lambda tokens: None)
-    parts = _parts(model, len(ids))
-    layout, digest = model.decoder.new_cache().layout, _digest(model, ids)
+    parts = _text_parts(model, len(ids))
+    layout, digest = model.decoder.new_cache().layout, _input_digest(model, ids)
     sums = CalibrationSums(layout)
     if unfinished is not None:
         sums = CalibrationSums.resume(unfinished, digest, layout, len(parts))
@@ -78,7 +78,7 @@ def calibration_tokens(model: LoadedModel, count: int) -> int:
 
     Raises InvalidArgument for too few.
     """
-    return sum(part.tokens for part in _parts(model, count))
+    return sum(part.tokens for part in _text_parts(model, count))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class QueryPart:
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
         """Evaluate the tokens and add to the sums."""
-        step = _step(model)
+        step = _tokens_per_step(model)
         session = Session(model, Sliding(4 * step), step)
         session.cache.observe()
         for first in range(self.first, self.end, step):
@@ -136,8 +136,8 @@ class ReconstructionPart:
             regression.add(layer, x, scores[layer, :, SINKS:])
 
 
-def _parts(model: LoadedModel, count: int) -> list[QueryPart | ReconstructionPart]:
-    step = _step(model)
+def _text_parts(model: LoadedModel, count: int) -> list[QueryPart | ReconstructionPart]:
+    step = _tokens_per_step(model)
     if count < 3 * step:
         raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {count}")
     # The remainder goes to the last part: alone it would have no tokens before it.
@@ -153,11 +153,11 @@ def _parts(model: LoadedModel, count: int) -> list[QueryPart | ReconstructionPar
     return parts
 
 
-def _step(model: LoadedModel) -> int:
+def _tokens_per_step(model: LoadedModel) -> int:
     return min(STEP, model.spec.max_positions // 4)
 
 
-def _digest(model: LoadedModel, ids: list[int]) -> str:
+def _input_digest(model: LoadedModel, ids: list[int]) -> str:
     """A digest of everything that the sums depend on: model and text."""
     digest = blake3(str(sorted(model.fingerprint.saved().items())).encode())
     digest.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())

@@ -186,10 +186,10 @@ class Method(ABC):
     def require_statistics(self, statistics: Statistics | None) -> None:
         """Raise InvalidArgument if the method needs a surrogate that the statistics lack."""
         if self.uses_surrogate and (statistics is None or statistics.surrogate is None):
-            found = "none" if statistics is None else "one of an earlier kvkeep"
+            calibration = "none" if statistics is None else "one of an earlier kvkeep"
             raise InvalidArgument(
-                f'method "{self.name}" decides by a calibration with a surrogate; found {found}: '
-                "make one for this model, once, with `kvkeep pull --calibrate`"
+                f'method "{self.name}" decides by a calibration with a surrogate; found '
+                f"{calibration}: make one for this model, once, with `kvkeep pull --calibrate`"
             )
 
     @abstractmethod

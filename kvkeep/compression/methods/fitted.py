@@ -52,7 +52,9 @@ class Fitted(Method):
             layers = slice(first, first + LAYERS)
             part = candidates.layers(first, first + LAYERS)
             part_metric = None if metric is None else metric[layers]
-            parts.append(_fit(part, count, threshold[layers], penalty[layers], part_metric))
+            parts.append(
+                _compress_layers(part, count, threshold[layers], penalty[layers], part_metric)
+            )
         return _stack_layers(parts)
 
     def _threshold(self, candidates: Candidates) -> Tensor:
@@ -62,7 +64,7 @@ class Fitted(Method):
         return candidates.bias.new_full((*candidates.shape[:2], 1), self._similar or SIMILAR)
 
 
-def _fit(
+def _compress_layers(
     candidates: Candidates, count: int, threshold: Tensor, penalty: Tensor, metric: Tensor | None
 ) -> Compressed:
     """Compress some layers. penalty: subtracted from the scores. metric: of queries, if known."""
@@ -82,7 +84,7 @@ def _fit(
             gather_rows(directions, others), gather_rows(directions, dominant)
         )
         joins = (cosine > threshold).float()
-    return _merge(candidates, dominant, others, target, joins)
+    return _merge_into_dominant(candidates, dominant, others, target, joins)
 
 
 def _stack_layers(parts: list[Compressed]) -> Compressed:
@@ -109,7 +111,7 @@ def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return dominant, (~selected).nonzero()[:, -1].view(layers, kv_heads, total - count)
 
 
-def _merge(
+def _merge_into_dominant(
     candidates: Candidates, dominant: Tensor, others: Tensor, target: Tensor, joins: Tensor
 ) -> Compressed:
     """The dominant cells, with the mass and the mean value of all cells that join them.

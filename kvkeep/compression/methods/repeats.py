@@ -44,9 +44,9 @@ def compress_repeats(
     candidates: n cells of one token each. repeats: `[n]` bool.
     """
     unique, repeated = (~repeats).nonzero()[:, 0], repeats.nonzero()[:, 0]
-    parts = [as_compressed(_select(candidates.cells, unique))]
+    parts = [as_compressed(_select_cells(candidates.cells, unique))]
     reports = [Compression(len(unique), len(unique), 0.0, 0.0)]
-    others = replace(candidates, cells=_select(candidates.cells, repeated))
+    others = replace(candidates, cells=_select_cells(candidates.cells, repeated))
     for cells, report in compress(Fitted(), others, count):
         without_mass = Cells(cells.keys, cells.values, cells.positions, cells.serials)
         parts.append(as_compressed(without_mass))
@@ -58,7 +58,7 @@ def compress_repeats(
     return joined.select(order.to(candidates.cells.keys.device)), reports
 
 
-def _select(cells: Cells, indices: Tensor) -> Cells:
+def _select_cells(cells: Cells, indices: Tensor) -> Cells:
     """Copy the same cells of all layers and KV heads."""
     on_device = indices.to(cells.keys.device)
     return Cells(

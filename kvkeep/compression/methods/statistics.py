@@ -56,8 +56,8 @@ def features(keys: Tensor, values: Tensor) -> Tensor:
 
     keys: before rotation, and values: `[..., n, head_dim]`.
     """
-    one = torch.ones(*keys.shape[:-1], 1, dtype=torch.float64, device=keys.device)
-    return torch.cat((keys.double(), values.double(), one), -1)
+    ones = torch.ones(*keys.shape[:-1], 1, dtype=torch.float64, device=keys.device)
+    return torch.cat((keys.double(), values.double(), ones), -1)
 
 
 @dataclass(frozen=True)

@@ -172,22 +172,22 @@ class _AdaptedModelBuilder:
         self.global_layers = tuple(i for i in range(len(probed)) if i not in local)
 
     def build(self) -> AdaptedModel:
-        spec = self._spec()
-        calls = tuple(self._call(spec, index) for index in range(len(self.probed)))
+        spec = self._model_spec()
+        calls = tuple(self._adapted_call(spec, index) for index in range(len(self.probed)))
         sinks = [call.sinks.detach().float() for call in self.probed if call.sinks is not None]
         _require(len(sinks) in (0, len(calls)), "some of its layers have sinks, and others none")
-        dtype = self._common("dtypes of keys", [call.k.dtype for call in self.probed])
-        device = self._common("devices", [call.k.device for call in self.probed])
+        dtype = self._common_value("dtypes of keys", [call.k.dtype for call in self.probed])
+        device = self._common_value("devices", [call.k.device for call in self.probed])
         return AdaptedModel(spec, calls, sinks, dtype, device, new_cache_layers(self.config))
 
-    def _spec(self) -> ModelSpec:
+    def _model_spec(self) -> ModelSpec:
         probed, local = self.probed, self.local_layers
         rope, (kv_heads, head_dim) = self._rope_and_shape(self.global_layers)
         local_rope, (local_heads, local_dim) = self._rope_and_shape(local or self.global_layers)
         spec = ModelSpec(
             architecture=type(self.model).__name__,
             layers=len(probed),
-            heads=self._common("heads", [call.q.shape[0] for call in probed]),
+            heads=self._common_value("heads", [call.q.shape[0] for call in probed]),
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=rope,
@@ -198,7 +198,9 @@ class _AdaptedModelBuilder:
             qk_norm=False,
             norm_eps=0.0,
             attention_multiplier=probed[0].options.scale,
-            attention_softcap=self._common("softcaps", [call.options.softcap for call in probed]),
+            attention_softcap=self._common_value(
+                "softcaps", [call.options.softcap for call in probed]
+            ),
             local_layers=local,
             window=self.window if local else 0,
             local_rope=None if local_rope == rope else local_rope,
@@ -208,7 +210,7 @@ class _AdaptedModelBuilder:
             shared_kv_layers=sum(not call.owns_keys for call in probed),
             sinks=probed[0].sinks is not None,
             recurrent=has_recurrent_states(self.config),
-            **self._sizes(),
+            **self._config_fields(),
         )
         for index, call in enumerate(probed):
             source = spec.kv_source(index)
@@ -223,7 +225,7 @@ class _AdaptedModelBuilder:
         mixed = {i for group in groups if any(rotates[j] for j in group) for i in group}
         return tuple(i for i in sorted(mixed) if not rotates[i])
 
-    def _sizes(self) -> dict[str, Any]:
+    def _config_fields(self) -> dict[str, Any]:
         """Return the fields of the spec that come from the config alone."""
         config, model = self.config, self.model
         trained = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
@@ -254,16 +256,16 @@ class _AdaptedModelBuilder:
         _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")
         unrotated = (0.0,) * (self.probed[layers[0]].q.shape[-1] // 2)
         shapes = [(self.probed[i].k.shape[0], self.probed[i].k.shape[1]) for i in layers]
-        shape = self._common("KV heads and widths", shapes)
+        shape = self._common_value("KV heads and widths", shapes)
         return RopeSpec(self._rope_type(), next(iter(tables), unrotated)), shape
 
-    def _common(self, name: str, values: Sequence[_T]) -> _T:
+    def _common_value(self, name: str, values: Sequence[_T]) -> _T:
         """Return the value that all layers have. Raises UnsupportedModel if they differ."""
         different = list(dict.fromkeys(values))
         _require(len(different) == 1, f"its layers have different {name}: {different}")
         return values[0]
 
-    def _call(self, spec: ModelSpec, index: int) -> AttentionCall:
+    def _adapted_call(self, spec: ModelSpec, index: int) -> AttentionCall:
         call, group = self.probed[index], spec.group_of(index)
         orders = {self.rotations[i].order for i in group.layers if self.rotations[i].rotates}
         _require(len(orders) <= 1, "its layers pair the numbers of a head in several ways")

@@ -166,8 +166,8 @@ class CacheForward:
         try:
             self._backend.close()
             self._runner.finish(self.step_cache)
-            own = self._step.finish(hidden[0] if len(self._rows) == 1 else hidden[:, 0])
-            all_hidden: Tensor = self._with_padding(own)
+            row_hidden = self._step.finish(hidden[0] if len(self._rows) == 1 else hidden[:, 0])
+            all_hidden: Tensor = self._with_padding(row_hidden)
         except BaseException:
             self.rollback()
             raise
@@ -194,7 +194,7 @@ def _token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> li
     Raises InvalidArgument if the mask contradicts the columns that were evaluated before.
     """
     rows, n = ids.shape
-    before = batch.columns
+    past = batch.columns
     if mask is None and any(batch.padding):
         raise InvalidArgument(
             "this cache has evaluated padding: give an attention_mask that says which tokens are "
@@ -202,18 +202,18 @@ def _token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> li
         )
     if mask is None:
         return [list(range(n))] * rows
-    if mask.shape != (rows, before + n):
+    if mask.shape != (rows, past + n):
         raise InvalidArgument(
-            f"attention_mask must be of the {before} tokens in the cache and these {n}, "
-            f"[{rows}, {before + n}]; found {list(mask.shape)}"
+            f"attention_mask must be of the {past} tokens in the cache and these {n}, "
+            f"[{rows}, {past + n}]; found {list(mask.shape)}"
         )
     mask = mask.bool()
-    masked_in = mask[:, :before].sum(1).tolist()
-    evaluated = [before - padding for padding in batch.padding]
+    masked_in = mask[:, :past].sum(1).tolist()
+    evaluated = [past - padding for padding in batch.padding]
     if masked_in != evaluated:
         raise InvalidArgument(
             "attention_mask must be 1 for the tokens in the cache, and 0 for padding: "
-            f"expected {evaluated} of the first {before} in each row, found {masked_in}"
+            f"expected {evaluated} of the first {past} in each row, found {masked_in}"
         )
-    new = mask[:, before:].tolist()
+    new = mask[:, past:].tolist()
     return [[column for column, is_token in enumerate(row) if is_token] for row in new]

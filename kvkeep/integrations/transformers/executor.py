@@ -87,12 +87,12 @@ class TransformersExecutor:
 
     def require_not_moved(self) -> None:
         """Raise InvalidArgument if the model has another dtype or device than it had."""
-        now, before = _dtype_and_device(self.model), self._probed_state[:2]
-        if now != before:
+        current, probed = _dtype_and_device(self.model), self._probed_state[:2]
+        if current != probed:
             raise InvalidArgument(
-                f"the model was in {_in_words(before)} when it was given to kvkeep, and is in "
-                f"{_in_words(now)} now, which the cells of its caches and sessions are not for: "
-                "move it back, or make them again"
+                f"the model was in {_in_words(probed)} when it was given to kvkeep, and is in "
+                f"{_in_words(current)} now, which the cells of its caches and sessions are not "
+                "for: move it back, or make them again"
             )
 
     def unhook(self) -> None:
@@ -176,8 +176,8 @@ def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     for count in _CHECKED_STEPS:
         (step,) = evaluate(memory, ids[done : done + count], count)
         difference = _difference(step.hidden, expected[done : done + count])
-        what = f"its layers, given {count} tokens after {done}, make"
-        _require_small(difference, expected.dtype, what)
+        subject = f"its layers, given {count} tokens after {done}, make"
+        _require_small(difference, expected.dtype, subject)
         done += count
     logits_difference = _difference(decoder.logits(expected), output.logits[0].float())
     _require_small(logits_difference, expected.dtype, "its head makes")
@@ -193,11 +193,11 @@ def _difference(rows: Tensor, expected: Tensor) -> float:
     return float(relative.median())
 
 
-def _require_small(difference: float, dtype: torch.dtype, what: str) -> None:
+def _require_small(difference: float, dtype: torch.dtype, subject: str) -> None:
     tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
     if not difference <= tolerance:  # true for NaN as well
         raise UnsupportedModel(
-            f"{what} something else with kvkeep's memory than with the model's own cache: they "
+            f"{subject} something else with kvkeep's memory than with the model's own cache: they "
             f"differ by {difference:.1%}; use a cache of transformers with it"
         )
 

@@ -112,7 +112,7 @@ def use_backend(backend: AttentionBackend, configs: Sequence[PreTrainedConfig]) 
             setattr(config, _IMPLEMENTATION, name)
 
 
-def _attend(
+def _attend_by_backend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -149,7 +149,7 @@ def _attend(
     return backend.attend(module, query, key, value, attention_mask, options, s_aux), None
 
 
-def _mask(
+def _mask_by_backend(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -168,8 +168,8 @@ def _mask(
     return backend.mask(mask_function, device)
 
 
-AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionInterface.register(NAME, _attend_by_backend)
+AttentionMaskInterface.register(NAME, _mask_by_backend)
 
 
 def hook_rotary_embeddings(body: nn.Module) -> list[RemovableHandle]:

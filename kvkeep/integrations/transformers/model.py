@@ -59,7 +59,7 @@ class TransformersModel(Model):
 
     def __init__(self, name: str, folder: Path, executor: TransformersExecutor, text: TextCodec):
         self.executor = executor
-        decoder = Decoder(executor.adapted.spec, _tensors(executor), executor=executor)
+        decoder = Decoder(executor.adapted.spec, _weights_by_name(executor), executor=executor)
         super().__init__(name, folder, decoder, text)
 
     def __repr__(self) -> str:
@@ -219,7 +219,7 @@ def _new_executor(model: PreTrainedModel) -> TransformersExecutor:
     executor = None
     try:
         executor = TransformersExecutor(model)
-        decoder = Decoder(executor.adapted.spec, _tensors(executor), executor=executor)
+        decoder = Decoder(executor.adapted.spec, _weights_by_name(executor), executor=executor)
         require_agreement(model, decoder)
         executor.handles += hook_forward(executor.body)
         return executor
@@ -244,7 +244,7 @@ def unhook(model: PreTrainedModel) -> None:
         executor.unhook()
 
 
-def _tensors(executor: TransformersExecutor) -> dict[str, Tensor]:
+def _weights_by_name(executor: TransformersExecutor) -> dict[str, Tensor]:
     """Return the weights by transformers' names, and the few that kvkeep reads by its own names."""
     adapted = executor.adapted
     tensors = {

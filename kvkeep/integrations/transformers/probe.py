@@ -88,12 +88,12 @@ class AttentionProbe:
                 "are alike"
             )
         owns_keys = all(call.layer != layer for call in self.calls)
-        window = self._window(module, mask)
+        window = self._window_of_mask(module, mask)
         query, key = (x[0, :, 0].clone() for x in (q, k))
         self.calls.append(ProbedCall(module, layer, owns_keys, query, key, options, window, sinks))
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
-    def _window(self, module: nn.Module, mask: Tensor | None) -> int | None:
+    def _window_of_mask(self, module: nn.Module, mask: Tensor | None) -> int | None:
         if mask is None:
             return None
         index = int(mask.flatten()[0]) if mask.numel() == 1 else -1
@@ -136,7 +136,9 @@ def mask_window(function: MaskFunction, device: torch.device) -> int | None:
     Raises UnsupportedModel for a mask that is neither.
     """
     try:
-        widths = {_width(function, query, device) for query in (_FAR_QUERY, _FAR_QUERY + 12_345)}
+        widths = {
+            _window_at(function, query, device) for query in (_FAR_QUERY, _FAR_QUERY + 12_345)
+        }
     except IndexError as error:
         raise UnsupportedModel(
             "which cells its layers see depends on what the tokens are (blocks that see each other "
@@ -150,7 +152,7 @@ def mask_window(function: MaskFunction, device: torch.device) -> int | None:
     return widths.pop()
 
 
-def _width(function: MaskFunction, query: int, device: torch.device) -> int | None:
+def _window_at(function: MaskFunction, query: int, device: torch.device) -> int | None:
     """Return the width of the window at position `query`; None for all tokens before it.
 
     A mask that is no window gives `-query`, which differs from one query to the next.
@@ -196,13 +198,16 @@ def find_rotation(
     if width % 2:
         return None
     error, rotation = min(
-        ((_error(rows_at, candidate), candidate) for candidate in _candidates(width, tables)),
+        (
+            (_rotation_error(rows_at, candidate), candidate)
+            for candidate in _candidate_rotations(width, tables)
+        ),
         key=lambda pair: pair[0],
     )
     return rotation if error <= _TOLERANCE.get(probed[0][0].dtype, _ROUNDED_TOLERANCE) else None
 
 
-def _error(rows_at: Sequence[Tensor], rotation: KeyRotation) -> float:
+def _rotation_error(rows_at: Sequence[Tensor], rotation: KeyRotation) -> float:
     """Return the largest distance of rows from their expected rotation, relative to their norm."""
     order = list(rotation.order)
     first, width = rows_at[0][:, order], rows_at[0].shape[-1]
@@ -218,7 +223,7 @@ def _error(rows_at: Sequence[Tensor], rotation: KeyRotation) -> float:
     return worst
 
 
-def _candidates(width: int, tables: Sequence[Tensor]) -> Iterator[KeyRotation]:
+def _candidate_rotations(width: int, tables: Sequence[Tensor]) -> Iterator[KeyRotation]:
     """Yield no rotation, then every way to apply each table to a head of `width` components.
 
     A table may rotate the first or the last components of a head (partial RoPE), pair halves or

@@ -93,17 +93,17 @@ def load_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
             raise InvalidSnapshot("there are no states of the layers that have no cells")
         return
     for name in names:
-        layer_index, kind, state_index = name.split(".")
+        layer_index, state_kind, state_index = name.split(".")
         layer, index = cache.layers[int(layer_index)], int(state_index)
         assert isinstance(layer, LinearAttentionCacheLayerMixin), "the model's own states"
         example = next(row[name] for row in rows if name in row)
         # A copy, since the layer writes to it. The state of a row without tokens is 0.
         state = torch.cat([row.get(name, torch.zeros_like(example)) for row in rows])
         layer.dtype, layer.device = state.dtype, state.device  # type: ignore[assignment]
-        getattr(layer, f"{kind}_states")[index] = state
-        getattr(layer, f"is_{kind}_states_initialized")[index] = True
+        getattr(layer, f"{state_kind}_states")[index] = state
+        getattr(layer, f"is_{state_kind}_states_initialized")[index] = True
         layer.has_previous_state[index] = True
-        if kind == "conv":
+        if state_kind == "conv":
             layer.conv_kernel_size[index] = state.shape[-1]
 
 
@@ -119,7 +119,7 @@ def read_states(cache: StepCache, rows: int) -> list[dict[str, Tensor]]:
 def _named_states(cache: StepCache) -> Iterator[tuple[str, Tensor]]:
     """Yield each state, `[batch, ...]`, under its name "layer.kind.index", as snapshots name it."""
     for layer_index, layer in enumerate(cache.layers):
-        for kind in _STATE_KINDS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
-            for index, state in getattr(layer, f"{kind}_states").items():
+        for state_kind in _STATE_KINDS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
+            for index, state in getattr(layer, f"{state_kind}_states").items():
                 if state is not None:
-                    yield f"{layer_index}.{kind}.{index}", state
+                    yield f"{layer_index}.{state_kind}.{index}", state

@@ -89,7 +89,7 @@ class StepRunner:
         queries, keys = _to_cell_order(call, q), _to_cell_order(call, k)
         if call.query_factor != 1:
             queries = queries * call.query_factor
-        rows = (self._rows(queries), self._rows(keys), self._rows(v))
+        rows = (self._as_rows(queries), self._as_rows(keys), self._as_rows(v))
         layer = call_index if self._by_layer else call.index
         if call.owns_keys:
             output = self._attention.attend(layer, *rows)
@@ -110,7 +110,7 @@ class StepRunner:
         self._calls_done += 1
         return call
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _as_rows(self, x: Tensor) -> Tensor:
         """Convert `[batch, heads, n, head_dim]` to `[n, heads, head_dim]`, in the cells' dtype.
 
         Under torch.autocast layers compute in another dtype.

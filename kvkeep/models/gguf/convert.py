@@ -107,7 +107,7 @@ def _write_weights(
     unpacked = {
         sources[name][0].quantisation
         for name, matrix in stored.items()
-        if matrix.kind is torch.bfloat16 and sources[name][0].quantisation != "BF16"
+        if matrix.format is torch.bfloat16 and sources[name][0].quantisation != "BF16"
     }
     if unpacked:
         warnings.warn(
@@ -123,7 +123,7 @@ def _write_weights(
     def converted_chunks(name: str) -> Iterator[Matrix]:
         tensor, rows = sources[name]
         for chunk in _row_chunks(rows, tensor):
-            yield _converted(tensor, stored[name].kind, chunk, _norm_offset(spec, name))
+            yield _converted(tensor, stored[name].format, chunk, _norm_offset(spec, name))
             bar.update(tensor.data.nbytes * len(chunk) // tensor.shape[0])
 
     with bar:

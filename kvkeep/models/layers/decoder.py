@@ -74,9 +74,13 @@ class Decoder:
             norms.append(norm.clamp_min(torch.finfo(torch.float32).tiny))
         return torch.stack(norms)
 
-    def new_cache(self, bits: Bits = Bits(), most: int | None = None) -> KVCache:  # noqa: B008
+    def new_cache(
+        self,
+        bits: Bits = Bits(),  # noqa: B008
+        max_cells: int | None = None,
+    ) -> KVCache:
         """Return an empty cache for this model's cells; see `cells.new_cache`."""
-        return new_cache(self.spec, self.tensors, bits, most)
+        return new_cache(self.spec, self.tensors, bits, max_cells)
 
 
 class _Weights(Mapping[str, Tensor]):

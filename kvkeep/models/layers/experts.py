@@ -16,7 +16,7 @@ from kvkeep.models.layers.primitives import Linear, NamedWeights, Norm, Product
 from kvkeep.models.spec.model_spec import Gating, ModelSpec
 
 
-def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
     """Gating of gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), with gate <= 7 and |up| <= 7."""
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
@@ -25,7 +25,7 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
 GATED: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    "clamped": _clamped,
+    "clamped": _clamped_gating,
 }
 
 
@@ -151,8 +151,8 @@ def make_mlp(weights: NamedWeights, layer: int) -> Mlp | Experts:
     """Return a layer's MLP, or the experts in its place."""
     spec = weights.spec
     if spec.experts_beside or not spec.is_sparse(layer):
-        return _mlp(weights, "mlp")
-    return _experts(weights)
+        return _make_gated_mlp(weights, "mlp")
+    return _make_experts(weights)
 
 
 def make_parallel_experts(weights: NamedWeights) -> ParallelExperts | None:
@@ -161,7 +161,7 @@ def make_parallel_experts(weights: NamedWeights) -> ParallelExperts | None:
         return None
     norms = {field: weights.norm(f"{name}.weight") for field, name in PARALLEL_NORMS.items()}
     return ParallelExperts(
-        experts=_experts(weights),
+        experts=_make_experts(weights),
         **norms,
         router_scale=weights.tensor(ROUTER_SCALE).float(),
         expert_scales=weights.tensor(EXPERT_SCALES).float(),
@@ -177,21 +177,21 @@ def parallel_experts_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {**norms, ROUTER_SCALE: (spec.hidden_size,), EXPERT_SCALES: (spec.experts,)}
 
 
-def _experts(weights: NamedWeights) -> Experts:
+def _make_experts(weights: NamedWeights) -> Experts:
     spec, shared = weights.spec, None
     if spec.shared_expert_size:
-        gate = _router(weights, "mlp.shared_expert_gate", 1)
-        shared = SharedExpert(_mlp(weights, "mlp.shared_expert"), gate)
+        gate = _make_router(weights, "mlp.shared_expert_gate", 1)
+        shared = SharedExpert(_make_gated_mlp(weights, "mlp.shared_expert"), gate)
     return Experts(
-        router=_router(weights, "mlp.gate", spec.experts),
-        experts=tuple(_mlp(weights, f"mlp.experts.{i}") for i in range(spec.experts)),
+        router=_make_router(weights, "mlp.gate", spec.experts),
+        experts=tuple(_make_gated_mlp(weights, f"mlp.experts.{i}") for i in range(spec.experts)),
         per_token=spec.experts_per_token,
         norm_topk=spec.norm_topk,
         shared=shared,
     )
 
 
-def _router(weights: NamedWeights, name: str, rows: int) -> Linear:
+def _make_router(weights: NamedWeights, name: str, rows: int) -> Linear:
     weight, bias = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
     if weight is None:
         all_rows = torch.arange(rows, dtype=torch.int64, device="cpu")
@@ -199,7 +199,7 @@ def _router(weights: NamedWeights, name: str, rows: int) -> Linear:
     return Linear(weight.float(), None if bias is None else bias.float())
 
 
-def _mlp(weights: NamedWeights, name: str) -> Mlp:
+def _make_gated_mlp(weights: NamedWeights, name: str) -> Mlp:
     gate, up, down = (
         weights.product(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")
     )

@@ -89,7 +89,7 @@ class Network:
         self.spec = spec
         weights, dtype = NamedWeights(spec, tensors, products or {}), tensors[NORM].dtype
         self.embedding = weights.product(EMBEDDING)
-        self.layers = [_layer(weights, i) for i in range(spec.layers)]
+        self.layers = [_make_layer(weights, i) for i in range(spec.layers)]
         self.norm = weights.norm(NORM)
         self._embedding_multiplier = embedding_multiplier(spec, dtype)
         self._per_layer = make_per_layer_embedding(weights, per_layer_multiplier(spec, dtype))
@@ -111,7 +111,7 @@ class Network:
         vectors = self._per_layer(tokens, x) if self._per_layer else ()
         x = self._streams.open(x) if self._streams else x
         for index, layer in enumerate(self.layers):
-            block = partial(self._block, index, layer, step, norms)
+            block = partial(self._attention_and_mlp, index, layer, step, norms)
             x = layer.altup(x, block, vectors[index]) if layer.altup else block(x)
             if layer.per_layer_input is not None:
                 x = self._residual(x, layer.per_layer_input(x, vectors[index]))
@@ -125,7 +125,7 @@ class Network:
         cap = self.spec.logits_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def _block(
+    def _attention_and_mlp(
         self, index: int, layer: DecoderLayer, step: LayerAttention, norms: Tensor | None, x: Tensor
     ) -> Tensor:
         """Apply attention and MLP to the residual stream x, `[n, hidden_size]`."""
@@ -190,7 +190,7 @@ def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
 
 
-def _layer(model_weights: NamedWeights, index: int) -> DecoderLayer:
+def _make_layer(model_weights: NamedWeights, index: int) -> DecoderLayer:
     spec, weights = model_weights.spec, model_weights.layer(index)
     own_cells, altup = spec.kv_source(index) == index, make_altup(weights)
     own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)

@@ -63,7 +63,7 @@ class PerLayerInput:
 
 def make_per_layer_embedding(weights: NamedWeights, factor: float) -> PerLayerEmbedding | None:
     """Return the model's per-layer embedding; None if it has none."""
-    size, rows = weights.spec.per_layer_size, _rows(weights.spec)
+    size, rows = weights.spec.per_layer_size, _table_rows(weights.spec)
     if not size:
         return None
     table, projection = weights.product(TABLE), weights.product(PROJECTION)
@@ -86,7 +86,7 @@ def per_layer_embedding_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not size:
         return {}
     return {
-        TABLE: (_rows(spec), all_layers),
+        TABLE: (_table_rows(spec), all_layers),
         PROJECTION: (all_layers, spec.hidden_size),
         NORM: (size,),
     }
@@ -101,5 +101,5 @@ def per_layer_input_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape for name, shape in zip(LAYER_PARTS, shapes, strict=True)}
 
 
-def _rows(spec: ModelSpec) -> int:
+def _table_rows(spec: ModelSpec) -> int:
     return spec.per_layer_vocab or spec.vocab_size

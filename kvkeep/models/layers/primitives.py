@@ -59,7 +59,9 @@ def padded_rows(n: int) -> int:
     """Return the row count that a product of `n` rows is padded to: one of 35 values up to 512."""
     if n == 1:
         return 1
-    multiple = next((multiple for most, multiple in _ROW_MULTIPLES if n <= most), _MULTIPLE_BEYOND)
+    multiple = next(
+        (multiple for limit, multiple in _ROW_MULTIPLES if n <= limit), _MULTIPLE_BEYOND
+    )
     return -(-n // multiple) * multiple
 
 

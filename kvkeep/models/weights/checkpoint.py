@@ -52,7 +52,7 @@ def decoder_shapes(
     has.
     """
     split: dict[str, tuple[int, ...]] = {}
-    for name, shape in split_stack_shapes(spec, _renamed(spec, shapes)).items():
+    for name, shape in split_stack_shapes(spec, _with_decoder_names(spec, shapes)).items():
         rows = _fused_rows(spec, name)
         if rows and shape[:1] == (sum(rows.values()),):
             split |= {part: (count, *shape[1:]) for part, count in rows.items()}
@@ -67,7 +67,7 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
     Only tensors whose rows change order are copied.
     """
     split: dict[str, Tensor] = {}
-    for name, tensor in split_stacks(spec, _renamed(spec, tensors)).items():
+    for name, tensor in split_stacks(spec, _with_decoder_names(spec, tensors)).items():
         rows = _fused_rows(spec, name)
         parts = torch.split(tensor, list(rows.values())) if rows else (tensor,)
         split |= zip(rows or [name], parts, strict=True)
@@ -183,7 +183,7 @@ def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
     return {f"{layer}{part}.{kind}": count for part, count in rows.items()}
 
 
-def _renamed(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
+def _with_decoder_names(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
     """The language model's tensors by the decoder's names, without unused ones."""
     renamed = {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
     return {name: x for name, x in renamed.items() if not is_unused(spec, name)}

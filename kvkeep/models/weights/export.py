@@ -47,7 +47,7 @@ def export(
         stored: {name: matrices[name] for name in names}
         for stored, names in stored_parts(spec).items()
     }
-    entries = {stored: _entry(spec, stored, parts[stored], dtype) for stored in parts}
+    entries = {stored: _header_entry(spec, stored, parts[stored], dtype) for stored in parts}
     bar = byte_bar(sum(entry.nbytes for entry in entries.values()), "unpacking", progress)
 
     def pieces() -> Iterator[bytes]:
@@ -71,7 +71,7 @@ def export(
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
 
 
-def _entry(
+def _header_entry(
     spec: ModelSpec, stored: str, parts: Mapping[str, Matrix], dtype: torch.dtype
 ) -> TensorEntry:
     """The header entry of a checkpoint's tensor. parts: the decoder's tensors that it holds."""

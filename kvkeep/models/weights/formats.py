@@ -97,7 +97,7 @@ def _arange(first: int, end: int, step: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(first, end, step, dtype=dtype, device="cpu")
 
 
-def _half(two_bytes: Tensor) -> Tensor:
+def _as_float16(two_bytes: Tensor) -> Tensor:
     return two_bytes.contiguous().view(torch.float16)
 
 
@@ -112,13 +112,13 @@ def _fifth_bits(x: Tensor) -> Tensor:
     return ((x.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
 
-def _simple(minimum: bool, fifth: bool) -> Callable[[Tensor], Parts]:
+def _split_simple(minimum: bool, fifth: bool) -> Callable[[Tensor], Parts]:
     """Blocks of 32 columns: scale, minimum and fifth bits (if the format has them), nibbles."""
 
     def split(blocks: Tensor) -> Parts:
-        codes, parts = _nibbles(blocks[..., -16:]), [_half(blocks[..., :2])]
+        codes, parts = _nibbles(blocks[..., -16:]), [_as_float16(blocks[..., :2])]
         if minimum:
-            parts.append(_half(blocks[..., 2:4]))
+            parts.append(_as_float16(blocks[..., 2:4]))
         if fifth:
             codes = codes | _fifth_bits(blocks[..., -20:-16])
         return codes, tuple(parts)
@@ -126,15 +126,15 @@ def _simple(minimum: bool, fifth: bool) -> Callable[[Tensor], Parts]:
     return split
 
 
-def _bytes(blocks: Tensor) -> Parts:
-    return blocks[..., 2:], (_half(blocks[..., :2]),)
+def _split_q8_0(blocks: Tensor) -> Parts:
+    return blocks[..., 2:], (_as_float16(blocks[..., :2]),)
 
 
-def _mxfp4(blocks: Tensor) -> Parts:
+def _split_mxfp4(blocks: Tensor) -> Parts:
     return _nibbles(blocks[..., 1:]), (blocks[..., :1].contiguous(),)
 
 
-def _k(fifth: bool) -> Callable[[Tensor], Parts]:
+def _split_k(fifth: bool) -> Callable[[Tensor], Parts]:
     """Q4_K and Q5_K: scale and minimum, 6-bit codes of both per group, fifth bits, nibbles."""
 
     def split(blocks: Tensor) -> Parts:
@@ -146,58 +146,62 @@ def _k(fifth: bool) -> Callable[[Tensor], Parts]:
         if fifth:
             shifts = _arange(0, 8, 1, _U8).unsqueeze(-1)
             codes = codes | ((blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1) << 4
-        parts = (_half(blocks[..., :2]), _half(blocks[..., 2:4]), scale_codes, minimum_codes)
+        parts = (
+            _as_float16(blocks[..., :2]),
+            _as_float16(blocks[..., 2:4]),
+            scale_codes,
+            minimum_codes,
+        )
         return codes.flatten(-2), parts
 
     return split
 
 
-def _q6_k(blocks: Tensor) -> Parts:
+def _split_q6_k(blocks: Tensor) -> Parts:
     low = split_last(blocks[..., :128], 2, 64)
     low = torch.stack((low & 15, low >> 4), -2).flatten(-2)  # [..., 2 halves, 128]
     shifts = _arange(0, 8, 2, _U8).unsqueeze(-1)
     high = (split_last(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3
     codes = low | high.flatten(-2) << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return codes.flatten(-2), (_half(blocks[..., 208:]), scales)
+    return codes.flatten(-2), (_as_float16(blocks[..., 208:]), scales)
 
 
-def _iq4_xs(blocks: Tensor) -> Parts:
+def _split_iq4_xs(blocks: Tensor) -> Parts:
     low, shifts = blocks[..., 4:8], _arange(0, 8, 2, _U8)
     low = torch.stack((low & 15, low >> 4), -1).flatten(-2)
     high = ((blocks[..., 2:4].unsqueeze(-1) >> shifts) & 3).flatten(-2)
     scales = (low | high << 4).to(torch.int8) - 32
     codes = _nibbles(split_last(blocks[..., 8:], 8, 16))
-    return codes.flatten(-2), (_half(blocks[..., :2]), scales)
-
-
-_IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # OCP Microscaling Formats 1.0
+    return codes.flatten(-2), (_as_float16(blocks[..., :2]), scales)
 
 
 def _integers(first: int, bits: int) -> Tensor:
     return _arange(first, first + (1 << bits), 1, torch.float32)
 
 
-def _table(*values: float) -> Tensor:
+def _float_table(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-_K_PARTS = ((_F16, 1), (_F16, 1), (_U8, 8), (_U8, 8))
+_IQ4 = _float_table(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # OCP Microscaling Formats 1.0
+_MXFP4 = _float_table(*_E2M1, *(-x for x in _E2M1))
+_SCALE = ((_F16, 1),)
+_SCALE_MINIMUM = ((_F16, 1), (_F16, 1))
+_K_PARTS = (*_SCALE_MINIMUM, (_U8, 8), (_U8, 8))
+
 _ALL = (
-    Format("Q8_0", 3, 8, None, 32, 32, ((_F16, 1),), 34, _bytes),
-    Format("Q4_0", 4, 4, _integers(-8, 4), 32, 32, ((_F16, 1),), 18, _simple(False, False)),
-    Format("Q4_1", 5, 4, _integers(0, 4), 32, 32, ((_F16, 1), (_F16, 1)), 20, _simple(True, False)),
-    Format("Q5_0", 6, 5, _integers(-16, 5), 32, 32, ((_F16, 1),), 22, _simple(False, True)),
-    Format("Q5_1", 7, 5, _integers(0, 5), 32, 32, ((_F16, 1), (_F16, 1)), 24, _simple(True, True)),
-    Format("Q4_K", 8, 4, _integers(0, 4), 256, 32, _K_PARTS, 144, _k(False)),
-    Format("Q5_K", 9, 5, _integers(0, 5), 256, 32, _K_PARTS, 176, _k(True)),
-    Format("Q6_K", 10, 6, _integers(-32, 6), 256, 16, ((_F16, 1), (_I8, 16)), 210, _q6_k),
-    Format("IQ4_NL", 11, 4, _table(*_IQ4_TABLE), 32, 32, ((_F16, 1),), 18,
-           _simple(False, False)),
-    Format("IQ4_XS", 12, 4, _table(*_IQ4_TABLE), 256, 32, ((_F16, 1), (_I8, 8)), 136,
-           _iq4_xs),
-    Format("MXFP4", 13, 4, _table(*_E2M1, *(-x for x in _E2M1)), 32, 32, ((_U8, 1),), 17,
-           _mxfp4),
-)  # fmt: skip
-FORMATS = {kind.name: kind for kind in _ALL}
+    Format("Q8_0", 3, 8, None, 32, 32, _SCALE, 34, _split_q8_0),
+    Format("Q4_0", 4, 4, _integers(-8, 4), 32, 32, _SCALE, 18, _split_simple(False, False)),
+    Format("Q4_1", 5, 4, _integers(0, 4), 32, 32, _SCALE_MINIMUM, 20, _split_simple(True, False)),
+    Format("Q5_0", 6, 5, _integers(-16, 5), 32, 32, _SCALE, 22, _split_simple(False, True)),
+    Format("Q5_1", 7, 5, _integers(0, 5), 32, 32, _SCALE_MINIMUM, 24, _split_simple(True, True)),
+    Format("Q4_K", 8, 4, _integers(0, 4), 256, 32, _K_PARTS, 144, _split_k(False)),
+    Format("Q5_K", 9, 5, _integers(0, 5), 256, 32, _K_PARTS, 176, _split_k(True)),
+    Format("Q6_K", 10, 6, _integers(-32, 6), 256, 16, (*_SCALE, (_I8, 16)), 210, _split_q6_k),
+    Format("IQ4_NL", 11, 4, _IQ4, 32, 32, _SCALE, 18, _split_simple(False, False)),
+    Format("IQ4_XS", 12, 4, _IQ4, 256, 32, (*_SCALE, (_I8, 8)), 136, _split_iq4_xs),
+    Format("MXFP4", 13, 4, _MXFP4, 32, 32, ((_U8, 1),), 17, _split_mxfp4),
+)
+FORMATS = {entry.name: entry for entry in _ALL}

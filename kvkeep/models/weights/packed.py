@@ -56,13 +56,13 @@ def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
     for name, (rows, columns) in matrices(spec).items():
         if is_router(name):
             continue
-        kind = FORMATS[ROUNDED[8 if name == HEAD else bits]]
-        if not packable(kind, rows, columns):
+        weight_format = FORMATS[ROUNDED[8 if name == HEAD else bits]]
+        if not packable(weight_format, rows, columns):
             raise InvalidArgument(
-                f'weights="{weights}" packs groups of {kind.span} columns, and {name} has '
+                f'weights="{weights}" packs groups of {weight_format.span} columns, and {name} has '
                 f'{columns}: use weights="bf16"'
             )
-        formats[name] = kind
+        formats[name] = weight_format
     return formats
 
 
@@ -146,7 +146,7 @@ def load_unpacked(
             bar.update(tensor.nbytes)
 
     stored = {name: StoredMatrix(dtype, shape) for name, shape in shapes.items()}
-    _write(path, stored, {name: unpacked(name) for name in shapes}, bar, "unpacked", "")
+    _write_file(path, stored, {name: unpacked(name) for name in shapes}, bar, "unpacked", "")
     return _only_tensors(read_packed(path, shapes))
 
 
@@ -162,7 +162,9 @@ def _write_rounded(
     progress: bool,
 ) -> str:
     shapes = matrices(spec)
-    stored = {name: StoredMatrix(kind, shapes[name]) for name, kind in formats.items()}
+    stored = {
+        name: StoredMatrix(weight_format, shapes[name]) for name, weight_format in formats.items()
+    }
     bar = tqdm(
         total=len(stored),
         desc=f"packing to {next(iter(formats.values())).name}",
@@ -175,10 +177,12 @@ def _write_rounded(
         bar.update()
 
     advice = ', or use weights="bf16"'
-    return _write(path, stored, {name: rounded(name) for name in stored}, bar, "packed", advice)
+    return _write_file(
+        path, stored, {name: rounded(name) for name in stored}, bar, "packed", advice
+    )
 
 
-def _write(
+def _write_file(
     path: Path,
     stored: Mapping[str, StoredMatrix],
     chunks: Mapping[str, Iterator[Matrix]],

@@ -32,17 +32,17 @@ _KIND = "packed weights"
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """The form of a matrix in a file. kind: a packed format, or the dtype of a plain tensor."""
+    """The form of a matrix in a file. format: a packed format, or the dtype of a plain tensor."""
 
-    kind: Format | torch.dtype
+    format: Format | torch.dtype
     shape: tuple[int, ...]
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
         """Return the entries of the file's header."""
-        if isinstance(self.kind, torch.dtype):
-            nbytes = self.kind.itemsize * math.prod(self.shape)
-            return {name: TensorEntry(DTYPE_NAMES[self.kind], self.shape, nbytes)}
-        codes, scales = packed_shapes(self.kind, *self.shape)
+        if isinstance(self.format, torch.dtype):
+            nbytes = self.format.itemsize * math.prod(self.shape)
+            return {name: TensorEntry(DTYPE_NAMES[self.format], self.shape, nbytes)}
+        codes, scales = packed_shapes(self.format, *self.shape)
         return {
             f"{name}.codes": TensorEntry("U8", codes, math.prod(codes)),
             f"{name}.scales": TensorEntry("U8", scales, math.prod(scales)),
@@ -119,7 +119,7 @@ def write_packed(
                 yield hashed(*first)
             yield from (hashed(*scales) for scales in all_scales)
 
-    formats = {n: m.kind.name for n, m in stored.items() if isinstance(m.kind, Format)}
+    formats = {n: m.format.name for n, m in stored.items() if isinstance(m.format, Format)}
     metadata = {"kvkeep": _KIND, "version": _VERSION, "formats": json.dumps(formats)}
     _checksum_path(path).unlink(missing_ok=True)  # before the file that it belongs to is replaced
     write_tensors(path, entries, pieces(), metadata)
@@ -161,10 +161,12 @@ def _read_matrix(file: safe_open, name: str, packed: str | None, shape: tuple[in
         if tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} has another shape than the model's")
         return tensor
-    kind = FORMATS[packed]
+    weight_format = FORMATS[packed]
     codes: Tensor = file.get_tensor(f"{name}.codes")  # type: ignore[no-untyped-call]
     scales: Tensor = file.get_tensor(f"{name}.scales")  # type: ignore[no-untyped-call]
     stored = [(tuple(tensor.shape), tensor.dtype) for tensor in (codes, scales)]
-    if len(shape) != 2 or stored != [(x, torch.uint8) for x in packed_shapes(kind, *shape)]:
+    if len(shape) != 2 or stored != [
+        (x, torch.uint8) for x in packed_shapes(weight_format, *shape)
+    ]:
         raise ValueError(f"{name} has another shape than the model's")
-    return PackedMatrix(kind, shape[0], codes, scales)
+    return PackedMatrix(weight_format, shape[0], codes, scales)

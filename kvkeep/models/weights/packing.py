@@ -109,61 +109,65 @@ def row_chunks(matrix: Matrix) -> Iterator[Matrix]:
         yield PackedMatrix(matrix.format, rows, matrix.data[blocks], matrix.scales[blocks])
 
 
-def packable(kind: Format, rows: int, columns: int) -> bool:
+def packable(weight_format: Format, rows: int, columns: int) -> bool:
     """Whether a matrix of this shape can be packed."""
-    return rows > 0 and columns > 0 and columns % kind.span == 0
+    return rows > 0 and columns > 0 and columns % weight_format.span == 0
 
 
-def packed_shapes(kind: Format, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def packed_shapes(
+    weight_format: Format, rows: int, columns: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of `data` and `scales` for a matrix of this shape."""
     blocks = -(-rows // BLOCK)
-    data = (blocks, columns // GROUP, kind.group_bytes)
-    return data, (blocks, columns // kind.span, kind.tile_bytes)
+    data = (blocks, columns // GROUP, weight_format.group_bytes)
+    return data, (blocks, columns // weight_format.span, weight_format.tile_bytes)
 
 
 def quantise(weights: Tensor, bits: MatrixBits) -> QuantisedMatrix:
     """Quantise `weights: [rows, columns]` to the nearest values, group by group: Q4_1 or Q8_0."""
     grouped = split_last(weights.float(), -1, GROUP)
-    kind = FORMATS[ROUNDED[bits]]
+    weight_format = FORMATS[ROUNDED[bits]]
     if bits == 8:
         scales = (grouped.abs().amax(-1, keepdim=True) / 127).half()
         codes = _rounded_quotient(grouped, scales).clamp(-127, 127).to(torch.int8).view(torch.uint8)
-        return QuantisedMatrix(kind, codes.flatten(1), (scales,))
+        return QuantisedMatrix(weight_format, codes.flatten(1), (scales,))
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     minima = low.half()
     scales = ((high - minima.float()) / 15).half()
     codes = _rounded_quotient(grouped - minima.float(), scales).clamp(0, 15).to(torch.uint8)
-    return QuantisedMatrix(kind, codes.flatten(1), (scales, minima))
+    return QuantisedMatrix(weight_format, codes.flatten(1), (scales, minima))
 
 
 def _rounded_quotient(grouped: Tensor, scales: Tensor) -> Tensor:
     return (grouped / torch.where(scales == 0, 1, scales).float()).round()
 
 
-def from_gguf(kind: Format, data: Tensor) -> QuantisedMatrix:
+def from_gguf(weight_format: Format, data: Tensor) -> QuantisedMatrix:
     """Return a matrix that GGUF stores in this format, without loss.
 
     data: `[rows, bytes]` uint8, each row its blocks in sequence.
     """
-    codes, parts = kind.split_block(split_last(data, -1, kind.block))
-    return QuantisedMatrix(kind, codes.flatten(1), parts)
+    codes, parts = weight_format.split_block(split_last(data, -1, weight_format.block))
+    return QuantisedMatrix(weight_format, codes.flatten(1), parts)
 
 
 def pack(matrix: QuantisedMatrix) -> PackedMatrix:
     """Return a matrix in kernel order."""
     rows, columns = matrix.codes.shape
-    blocks, kind = -(-rows // BLOCK), matrix.format
+    blocks, weight_format = -(-rows // BLOCK), matrix.format
     codes = _padded(matrix.codes, blocks).view(blocks, BLOCK, columns // GROUP, GROUP)
     scales = [
         _padded(part, blocks)
-        .view(blocks, BLOCK, columns // kind.span, count)
+        .view(blocks, BLOCK, columns // weight_format.span, count)
         .permute(0, 2, 3, 1)
         .contiguous()
         .view(torch.uint8)
         .flatten(2)
-        for part, (_, count) in zip(matrix.parts, kind.parts, strict=True)
+        for part, (_, count) in zip(matrix.parts, weight_format.parts, strict=True)
     ]
-    return PackedMatrix(kind, rows, _pack_codes(codes, kind.bits), torch.cat(scales, -1))
+    return PackedMatrix(
+        weight_format, rows, _pack_codes(codes, weight_format.bits), torch.cat(scales, -1)
+    )
 
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -39,7 +39,9 @@ def read_tensors(
 
     Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
     """
-    located = {path: list(filter(wanted, names)) for path, names in _locate(folder).items()}
+    located = {
+        path: list(filter(wanted, names)) for path, names in _tensors_by_file(folder).items()
+    }
     tensors: dict[str, Tensor] = {}
     with tqdm(
         total=sum(len(names) for names in located.values()),
@@ -49,7 +51,7 @@ def read_tensors(
         leave=False,
     ) as bar:
         for path, names in located.items():
-            with _open(path) as file:
+            with _open_safetensors(path) as file:
                 for name in names:
                     tensor = _read_tensor(file, path, name)
                     target = dtype if tensor.is_floating_point() else tensor.dtype  # MXFP4 blocks
@@ -61,8 +63,8 @@ def read_tensors(
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Read the shape of each tensor from the files' headers. Raises BadModelFile."""
     shapes = {}
-    for path, names in _locate(folder).items():
-        with _open(path) as file:
+    for path, names in _tensors_by_file(folder).items():
+        with _open_safetensors(path) as file:
             for name in names:
                 shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
@@ -82,31 +84,31 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
     source: for messages. Raises BadModelFile if one is missing or has another shape, and
     UnsupportedModel for one that the forward pass would not use: it is another kind of model.
     """
-    wanted_parts, least = f"{spec.layers} layers", spec.layers
-    if least <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
-        wanted_parts, least = f"{wanted_parts} and {spec.experts} experts", spec.experts
-    if least > len(shapes):  # checked before that many names are generated
+    parts, required = f"{spec.layers} layers", spec.layers
+    if required <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
+        parts, required = f"{parts} and {spec.experts} experts", spec.experts
+    if required > len(shapes):  # checked before that many names are generated
         raise BadModelFile(
             f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
-            f"{wanted_parts}; fetch the model again"
+            f"{parts}; fetch the model again"
         )
-    wanted = tensor_shapes(spec)
+    expected = tensor_shapes(spec)
     if spec.tied_head and HEAD in shapes:  # a copy of the embedding: see `check_tied`
-        wanted[HEAD] = wanted[EMBEDDING]
-    missing = [name for name in wanted if name not in shapes]
+        expected[HEAD] = expected[EMBEDDING]
+    missing = [name for name in expected if name not in shapes]
     if missing:
         raise BadModelFile(
-            f"{source} lacks {len(missing)} of the {len(wanted)} tensors of a "
+            f"{source} lacks {len(missing)} of the {len(expected)} tensors of a "
             f"{spec.architecture}, among them {', '.join(missing[:3])}; fetch the model again"
         )
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if tuple(shapes[name]) != shape:
             raise BadModelFile(
                 f"{source}: {name} has shape {list(shapes[name])} where config.json asks for "
                 f"{list(shape)}; weights and config are of different models: fetch it again"
             )
     # Tables of RoPE frequencies repeat the config.
-    unused = [name for name in shapes if name not in wanted and "rotary_emb" not in name]
+    unused = [name for name in shapes if name not in expected and "rotary_emb" not in name]
     if unused:
         raise UnsupportedModel(
             f"{source} has {len(unused)} tensors that kvkeep would not use as a "
@@ -130,13 +132,15 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor that the forward pass needs."""
     shapes: dict[str, tuple[int, ...]] = {}
     shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
-    by_kind: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}  # layers of a kind are alike
+    shapes_by_kind: dict[
+        tuple[int, ...], dict[str, tuple[int, ...]]
+    ] = {}  # layers of a kind are alike
     for layer in range(spec.layers):
-        local, own = layer in spec.local_layers, spec.kv_source(layer) == layer
-        kind = (spec.is_sparse(layer), local, own, spec.mlp_width(layer))
-        if kind not in by_kind:
-            by_kind[kind] = _layer_shapes(spec, layer)
-        for name, shape in by_kind[kind].items():
+        local, has_cells = layer in spec.local_layers, spec.kv_source(layer) == layer
+        kind = (spec.is_sparse(layer), local, has_cells, spec.mlp_width(layer))
+        if kind not in shapes_by_kind:
+            shapes_by_kind[kind] = _layer_shapes(spec, layer)
+        for name, shape in shapes_by_kind[kind].items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes[NORM] = (spec.hidden_size,)
     shapes |= per_layer_embedding_shapes(spec) | gemma3n.streams_shapes(spec)
@@ -168,7 +172,7 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The shapes of one layer's tensors. Checksums depend on their order."""
-    hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.kv_source(layer) == layer
+    hidden, group = spec.hidden_size, spec.group_of(layer)
     queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
     sparse = spec.is_sparse(layer)
     dense = not sparse or spec.experts_beside
@@ -185,28 +189,34 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.o_proj", hidden, queries, spec.output_bias),
-        *(_mlp("mlp", hidden, spec.mlp_width(layer), spec.mlp_bias) if dense else []),
-        *(_experts(spec) if sparse else []),
+        *(_mlp_shapes("mlp", hidden, spec.mlp_width(layer), spec.mlp_bias) if dense else []),
+        *(_expert_shapes(spec) if sparse else []),
     ):
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if spec.qk_norm:
-        whole = spec.qk_norm_whole
-        shapes["self_attn.q_norm.weight"] = (queries if whole else group.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (keys if whole else group.head_dim,)
+        all_heads = spec.qk_norm_whole
+        shapes["self_attn.q_norm.weight"] = (queries if all_heads else group.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (keys if all_heads else group.head_dim,)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.heads,)
     shapes |= parallel_experts_shapes(spec) | per_layer_input_shapes(spec)
     shapes |= gemma3n.layer_shapes(spec)
     if spec.layer_scales:
         shapes["layer_scalar"] = (1,)
-    missing = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""
+    missing = (
+        "kv"
+        if spec.kv_source(layer) != layer
+        else "v"
+        if spec.keys_as_values and group.window is None
+        else ""
+    )
     absent = tuple(f"self_attn.{letter}_" for letter in missing)
     return {name: shape for name, shape in shapes.items() if not name.startswith(absent)}
 
 
-def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_LinearShape]:
+def _mlp_shapes(name: str, hidden: int, inner: int, bias: bool) -> list[_LinearShape]:
     return [
         (f"{name}.gate_proj", inner, hidden, bias),
         (f"{name}.up_proj", inner, hidden, bias),
@@ -214,33 +224,33 @@ def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_LinearShape]:
     ]
 
 
-def _experts(spec: ModelSpec) -> list[_LinearShape]:
+def _expert_shapes(spec: ModelSpec) -> list[_LinearShape]:
     hidden, shared, bias = spec.hidden_size, spec.shared_expert_size, spec.clamped_experts
     shapes: list[_LinearShape] = [("mlp.gate", spec.experts, hidden, bias)]
     for expert in range(spec.experts):
-        shapes += _mlp(f"mlp.experts.{expert}", hidden, spec.expert_size, bias)
+        shapes += _mlp_shapes(f"mlp.experts.{expert}", hidden, spec.expert_size, bias)
     if shared:
-        shapes += _mlp("mlp.shared_expert", hidden, shared, bias=False)
+        shapes += _mlp_shapes("mlp.shared_expert", hidden, shared, bias=False)
         shapes.append(("mlp.shared_expert_gate", 1, hidden, False))
     return shapes
 
 
-def _locate(folder: Path) -> dict[Path, list[str]]:
+def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:
     """Return the names of the tensors in each file of the model."""
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists():
-        with _open(single) as file:
+        with _open_safetensors(single) as file:
             return {single: list(file.keys())}
     if not index.exists():
         raise BadModelFile(
             f"{folder} has neither {_SINGLE} nor {_INDEX}; kvkeep reads weights from safetensors "
             "or a .gguf file: fetch the model in one of these formats"
         )
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise BadModelFile(f"{index} has no weight_map; fetch the model again")
     located: dict[Path, list[str]] = {}
-    for name, file_name in placed.items():
+    for name, file_name in weight_map.items():
         located.setdefault(folder / str(file_name), []).append(name)
     return located
 
@@ -255,7 +265,7 @@ def _read_tensor(file: safe_open, path: Path, name: str) -> Tensor:
         raise BadModelFile(message) from error
 
 
-def _open(path: Path) -> safe_open:
+def _open_safetensors(path: Path) -> safe_open:
     """Open a safetensors file, with its header checked against its length."""
     try:
         if path.stat().st_size == 0:
