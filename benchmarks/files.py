@@ -25,7 +25,7 @@ from benchmarks.command import Measurement, check_outputs, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.peers.base import About, Setup, Variant
-from benchmarks.peers.gguf_files import own_file
+from benchmarks.peers.gguf_files import gguf_file
 from benchmarks.peers.remote import Remote
 from benchmarks.peers.worker_pool import WorkerPool
 from benchmarks.progress import bar
@@ -113,7 +113,7 @@ def main(
 
 def _gguf_path(file: str) -> Path:
     """Return the path of a file. Raises ModelError if it is neither a path nor a known model."""
-    return Path(file) if Path(file).exists() else own_file(file, progress=True)
+    return Path(file) if Path(file).exists() else gguf_file(file, progress=True)
 
 
 def measure(file: Path, plan: Plan, alone: bool, versions: dict[str, About]) -> list[Speed]:

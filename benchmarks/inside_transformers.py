@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from benchmarks.machine import describe_machine
-from benchmarks.peers.unpacked import unpacked
+from benchmarks.peers.unpacked import unpacked_folder
 from kvkeep.integrations.transformers import KvkeepCache
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 
@@ -61,7 +61,7 @@ def generate(
 
 
 def measure(tokens: int) -> dict[str, Any]:
-    folder = unpacked(resolve(DEFAULT_MODEL, progress=True), progress=True)
+    folder = unpacked_folder(resolve(DEFAULT_MODEL, progress=True), progress=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.train(False)
     process, cache = psutil.Process(), KvkeepCache(model, CELLS, 4)

@@ -28,7 +28,7 @@ import httpx
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
-from benchmarks.peers.gguf_files import own_file
+from benchmarks.peers.gguf_files import gguf_file
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import resolve
@@ -161,7 +161,7 @@ async def answer_during_long_prompt(
 
 
 def measure(name: str, command: str, model: str, ids: Sequence[int], clients: int) -> Load:
-    gguf = own_file(model, progress=True)
+    gguf = gguf_file(model, progress=True)
     with running_server(
         command, model=model, gguf=gguf, clients=clients, context=clients * 1024
     ) as url:

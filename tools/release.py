@@ -1,8 +1,8 @@
-"""Builds a release and tries it; uploads it where that is asked for: `make release`.
+"""Build and test a release; upload it with `--publish`: `make release`.
 
-The wheel and the sdist are built and checked (tools/wheels.py, twine), and so is the documentation,
-as site/<version>. Then they are all that there is: in an environment of the wheel, beside what the
-sdist holds, every line of README.md runs, and `make run` in the sdist does.
+Builds and checks the wheel and the sdist (tools/wheels.py, twine) and the documentation, in
+site/<version>. Then, outside of the clone, runs `make run` in the unpacked sdist, and every snippet
+of README.md with the installed wheel.
 """
 
 import argparse
@@ -23,17 +23,19 @@ from wheels import ROOT, build_and_try, run, torch_release
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--publish", action="store_true", help="upload with twine, once all of it has passed"
+        "--publish", action="store_true", help="upload with twine after all checks have passed"
     )
     parser.add_argument(
-        "--unfinished", action="store_true", help="also of a tree with changes, or of no release"
+        "--unfinished",
+        action="store_true",
+        help="accept uncommitted changes, or an untagged commit",
     )
-    asked = parser.parse_args()
+    options = parser.parse_args()
     version = project_version()
-    if asked.publish and asked.unfinished:
-        sys.exit("what is not finished is not published")
-    if not asked.unfinished:
-        require_finished(version)
+    if options.publish and options.unfinished:
+        sys.exit("--publish cannot be combined with --unfinished")
+    if not options.unfinished:
+        require_tagged_commit(version)
     wheel, source = build_and_try()
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, source)
     site = ROOT / "site" / version
@@ -50,12 +52,12 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="kvkeep-release-") as folder:
         require_readme(wheel, source, Path(folder))
-    for each in (wheel, source, site):
-        print(each.relative_to(ROOT))
-    if asked.publish:
+    for artifact in (wheel, source, site):
+        print(artifact.relative_to(ROOT))
+    if options.publish:
         run(sys.executable, "-m", "twine", "upload", wheel, source)
     else:
-        print("built and tried; nothing was uploaded (--publish does)")
+        print("built and tested; not uploaded (use --publish)")
 
 
 def project_version() -> str:
@@ -63,37 +65,37 @@ def project_version() -> str:
     return str(tomllib.loads(text)["project"]["version"])
 
 
-def require_finished(version: str) -> None:
-    """Ends with an error where this is not the commit of that release."""
+def require_tagged_commit(version: str) -> None:
+    """Exit with an error unless this is the tagged commit of the release."""
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heading = re.search(r"^## (.*)$", changes, re.MULTILINE)
     if heading is None or not re.fullmatch(rf"{re.escape(version)}, \d{{4}}-\d\d-\d\d", heading[1]):
         sys.exit(f"CHANGELOG.md must begin with `## {version}, YYYY-MM-DD` (or add --unfinished)")
     if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True).stdout:
-        sys.exit("there are changes that are not committed (or add --unfinished)")
+        sys.exit("there are uncommitted changes (or add --unfinished)")
     tags = subprocess.run(["git", "tag", "--points-at"], cwd=ROOT, capture_output=True, text=True)
     if f"v{version}" not in tags.stdout.split():
         sys.exit(f"this commit is not tagged v{version} (or add --unfinished)")
 
 
 def require_readme(wheel: Path, source: Path, folder: Path) -> None:
-    """Every line of README.md, where there is no clone."""
-    with tarfile.open(source) as packed:
-        packed.extractall(folder, filter="data")
+    """Without a clone, run `make run` in the sdist, and the README's snippets with the wheel."""
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
     (tree,) = folder.glob("kvkeep-*")
-    outside = dict(os.environ)
+    environment = dict(os.environ)
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "KVKEEP_HOME"):
-        outside.pop(name, None)
-    run("make", "run", environment=outside, at=tree)
-    shutil.rmtree(tree / "kvkeep")  # from here on it is the wheel's
+        environment.pop(name, None)
+    run("make", "run", environment=environment, at=tree)
+    shutil.rmtree(tree / "kvkeep")  # the wheel's package is used from here on
     shutil.rmtree(tree / ".venv")
     venv.create(folder / "empty", with_pip=True)
     python = folder / "empty" / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
-    run(*pip, f"torch=={torch_release()}", environment=outside, at=tree)
-    run(*pip, f"{wheel}[plot,test]", environment=outside, at=tree)
+    run(*pip, f"torch=={torch_release()}", environment=environment, at=tree)
+    run(*pip, f"{wheel}[plot,test]", environment=environment, at=tree)
     tests = ["tests/test_docs.py", "-k", "README and not sources", "-q", "-p", "no:cacheprovider"]
-    print(run(python, "-m", "pytest", *tests, environment=outside, at=tree))
+    print(run(python, "-m", "pytest", *tests, environment=environment, at=tree))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A terminal to run a command in, and to look at: pexpect's pseudo-terminal, drawn by pyte."""
+"""A terminal for tests and pictures: pexpect's pseudo-terminal, with pyte's screen."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ import pexpect
 import pyte
 
 COLUMNS, ROWS = 80, 24
-_PASTE = "\x1b[200~", "\x1b[201~"  # what a terminal writes around what is pasted
-_COLOURS = {"brown": "yellow"}  # as rich calls them
+_PASTE = "\x1b[200~", "\x1b[201~"  # bracketed paste
+_COLOURS = {"brown": "yellow"}  # pyte's name: rich's name
 
 
 class Terminal:
-    """`python -m kvkeep` with these arguments, in a terminal that answers as xterm does."""
+    """Runs `python -m kvkeep` with these arguments in an xterm-like terminal."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What is on the screen and above it, without the spaces at the ends."""
+        """Lines of the scrollback and the screen, without trailing spaces."""
         above = [self._line(row) for row in self.screen.history.top]
         return above + [line.rstrip() for line in self.screen.display]
 
@@ -55,15 +55,15 @@ class Terminal:
         return "\n".join(self.lines).rstrip()
 
     def type(self, *keys: str) -> None:
-        for each in keys:
-            self.process.send(each)
+        for key in keys:
+            self.process.send(key)
             self.settle(0.15)
 
     def paste(self, text: str) -> None:
         self.type(f"{_PASTE[0]}{text}{_PASTE[1]}")
 
     def wait(self, text: str, seconds: float, times: int = 1) -> str:
-        """Until a text is there, so many times; all that is there. Raises TimeoutError."""
+        """Wait until a text appears `times` times; return all text. Raises TimeoutError."""
         until = time.monotonic() + seconds
         while self._count(text) < times:
             if time.monotonic() > until or not self._read(0.05):
@@ -74,7 +74,7 @@ class Terminal:
         return self.text
 
     def ended(self, seconds: float) -> int:
-        """The status with which the command ends. Raises TimeoutError."""
+        """Wait for the command to end; return its exit status. Raises TimeoutError."""
         until = time.monotonic() + seconds
         while self._read(0.05):
             if time.monotonic() > until:
@@ -84,24 +84,24 @@ class Terminal:
         return -int(self.process.signalstatus) if status is None else int(status)
 
     def settle(self, seconds: float = 0.3) -> None:
-        """Until nothing has come for a while, but no longer than six times that."""
-        begun = quiet = time.monotonic()
-        while time.monotonic() - quiet < seconds and time.monotonic() - begun < 6 * seconds:
+        """Wait until the screen has not changed for `seconds`, at most six times as long."""
+        start = last_change = time.monotonic()
+        while time.monotonic() - last_change < seconds and time.monotonic() - start < 6 * seconds:
             before = self.screen.display
             if not self._read(0.05):
                 return
             if self.screen.display != before:
-                quiet = time.monotonic()
+                last_change = time.monotonic()
 
     def svg(self, title: str) -> str:
-        """The screen as a picture."""
+        """Return the screen as an SVG image."""
         from rich.console import Console
         from rich.style import Style
         from rich.text import Text
 
-        with open(os.devnull, "w") as nowhere:
+        with open(os.devnull, "w") as devnull:
             console = Console(
-                record=True, width=self.screen.columns, file=nowhere, force_terminal=True
+                record=True, width=self.screen.columns, file=devnull, force_terminal=True
             )
             rows = [self.screen.buffer[row] for row in range(self.screen.lines)]
             last = max((n for n, row in enumerate(rows) if self._line(row)), default=0)
@@ -122,14 +122,14 @@ class Terminal:
             return console.export_svg(title=title, code_format=_SVG)
 
     def _count(self, text: str) -> int:
-        """How often a text is there, also where a line's end breaks it."""
+        """Count a text, also across line ends."""
         return max(self.text.count(text), "".join(self.lines).count(text))
 
     def _line(self, row: Any) -> str:
         return "".join(row[column].data for column in range(self.screen.columns)).rstrip()
 
     def _read(self, seconds: float) -> bool:
-        """Whether the command still runs."""
+        """Read output for up to `seconds`. Returns whether the command still runs."""
         try:
             self._stream.feed(self.process.read_nonblocking(65536, seconds))
         except pexpect.TIMEOUT:
@@ -149,7 +149,7 @@ def _colour(name: str) -> str | None:
     return f"bright_{plain}" if bright else plain
 
 
-# A picture that needs no font from elsewhere.
+# A template without web fonts.
 _SVG = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>

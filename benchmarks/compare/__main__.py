@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compare`: kvkeep beside llama.cpp, transformers and mlx-lm, in one run."""
+"""`python -m benchmarks.compare`: kvkeep against llama.cpp, transformers and mlx-lm, in one run."""
 
 import dataclasses
 import json
@@ -16,11 +16,11 @@ from kvkeep.storage.files.atomic import check_writable, write_atomic, write_json
 if TYPE_CHECKING:
     from benchmarks.compare.results import Result
 
-ENDLESS = 200  # fewest tokens that say anything of an endless run
+MIN_ENDLESS_TOKENS = 200  # fewer are not meaningful
 
 
 def peer_names(value: str) -> tuple[str, ...]:
-    """A type for options: names of peers, with commas between them."""
+    """Parse the comma-separated peer names of an option."""
     names = tuple(dict.fromkeys(name.strip().lower() for name in value.split(",")))
     for name in names:
         if name not in PEERS:
@@ -31,7 +31,11 @@ def peer_names(value: str) -> tuple[str, ...]:
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
 @click.option(
-    "--peers", metavar="NAME,...", type=peer_names, default=",".join(PEERS), help="Who is measured."
+    "--peers",
+    metavar="NAME,...",
+    type=peer_names,
+    default=",".join(PEERS),
+    help="Programs to measure.",
 )
 @model_option
 @click.option(
@@ -41,50 +45,48 @@ def peer_names(value: str) -> tuple[str, ...]:
     show_default="that of a known model",
     help="The same model for llama.cpp.",
 )
-@click.option("--device", metavar="NAME", default="cpu", help="Of kvkeep and transformers.")
+@click.option("--device", metavar="NAME", default="cpu", help="Device of kvkeep and transformers.")
 @click.option(
     "--rounds",
     metavar="N",
     type=click.IntRange(1),
     show_default=f"{Plan.rounds}",
-    help="Measurements of each figure.",
+    help="Repeats of each figure.",
 )
 @click.option(
     "--endless-tokens",
     metavar="N",
-    type=click.IntRange(ENDLESS),
+    type=click.IntRange(MIN_ENDLESS_TOKENS),
     show_default=f"{Plan.endless:,}",
-    help="Written in the endless run.",
+    help="Tokens of the endless run.",
 )
-@click.option(
-    "--profile", is_flag=True, help="Compare nothing: show where a step's time goes in kvkeep."
-)
-@click.option("--quick", is_flag=True, help="Small sizes: a first look, no figures to quote.")
+@click.option("--profile", is_flag=True, help="Only show a profile of kvkeep's decode step.")
+@click.option("--quick", is_flag=True, help="Small sizes: a first look, not for publication.")
 @click.option(
     "--out",
     metavar="FILE.json",
     type=click.Path(path_type=Path),
-    help="Write every reading there, as JSON.",
+    help="Write all readings to this file.",
 )
 @click.option(
     "--plots",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Draw PNG pictures there.",
+    help="Write PNG plots to this folder.",
 )
 @click.option(
     "--table",
     "earlier",
     metavar="FILE.json",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Measure nothing: show what --out wrote, as Markdown.",
+    help="Measure nothing: print an earlier --out as Markdown.",
 )
 @click.option(
     "--into",
     "page",
     metavar="FILE.md",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Write the Markdown between this page's markers.",
+    help="Write the Markdown between the markers of this page.",
 )
 def compare(
     parts: tuple[str, ...],
@@ -101,21 +103,21 @@ def compare(
     earlier: Path | None,
     page: Path | None,
 ) -> None:
-    """Measure kvkeep and its peers in turn, at the same weights on the same threads.
+    """Measure kvkeep and its peers alternately, with the same weights and number of threads.
 
-    PART: prefill, steps, decode, endless, memory, startup; all of them if none is named. A peer
-    that is not installed is named and left out (`pip install -e '.[bench]'`). Threads are those
-    of torch: set OMP_NUM_THREADS for another number. Ctrl-C ends it with what was measured.
+    PART: prefill, steps, decode, endless, memory, startup; default: all. Peers that are not
+    installed are skipped with a message (`pip install -e '.[bench]'`). OMP_NUM_THREADS sets the
+    number of threads. Ctrl-C ends the run and reports what was measured.
     """
     if profile:
         if parts or out or plots or earlier or page:
-            raise InvalidArgument("--profile writes nothing: leave parts and files out")
+            raise InvalidArgument("--profile takes no parts and writes no files")
         click.echo(_profile(name, device, QUICK if quick else Plan()))
         return
     _check_outputs(out, plots, page)
     if earlier is not None:
         if parts or out:
-            raise InvalidArgument("--table measures nothing: leave parts and --out out")
+            raise InvalidArgument("--table takes no parts and no --out")
         result = _read_result(earlier)
     else:
         plan = _plan(quick, rounds, endless_tokens)
@@ -137,8 +139,10 @@ def _profile(name: str, device: str, plan: Plan) -> str:
 
     model = load_model(name, device=device, progress=True)
     prompt = model.text.encode(manual_text())
-    with bar(len(plan.contexts) * plan.profiled, "decoding") as done:
-        return table([profile_step(model, prompt, n, plan.profiled, done) for n in plan.contexts])
+    with bar(len(plan.contexts) * plan.profiled, "decoding") as progress:
+        return table(
+            [profile_step(model, prompt, n, plan.profiled, progress) for n in plan.contexts]
+        )
 
 
 def _plan(quick: bool, rounds: int | None, endless_tokens: int | None) -> Plan:
@@ -151,14 +155,14 @@ def _plan(quick: bool, rounds: int | None, endless_tokens: int | None) -> Plan:
 
 
 def _check_outputs(out: Path | None, plots: Path | None, page: Path | None) -> None:
-    """Refuses before an hour of work what could not be written after it."""
+    """Raise before an hour of measurement if a result could not be written after it."""
     if out is not None:
         check_writable(out)
     if page is not None:
-        from benchmarks.compare.tables import filled
+        from benchmarks.compare.tables import fill_page
 
         check_writable(page)
-        filled(page, None)
+        fill_page(page, None)
     if plots is not None:
         from kvkeep.evaluate.plots import check_plottable
 
@@ -176,12 +180,12 @@ def _measure(
     plan: Plan,
     quick: bool,
 ) -> "Result":
-    from benchmarks.compare.run import Asked, run_benchmark
+    from benchmarks.compare.run import BenchmarkOptions, run_benchmark
 
     def starting(part: str) -> None:
         click.echo(f"measuring: {part}", err=True)
 
-    return run_benchmark(Asked(parts, peers, model, device, gguf, plan, quick), starting)
+    return run_benchmark(BenchmarkOptions(parts, peers, model, device, gguf, plan, quick), starting)
 
 
 def _read_result(path: Path) -> "Result":
@@ -201,15 +205,15 @@ def _show(result: "Result", as_markdown: bool) -> None:
 
 def _write(result: "Result", out: Path | None, plots: Path | None, page: Path | None) -> None:
     from benchmarks.compare.plots import draw_plots
-    from benchmarks.compare.summary import summarised
-    from benchmarks.compare.tables import filled
+    from benchmarks.compare.summary import summary_json
+    from benchmarks.compare.tables import fill_page
 
-    write_json(out, {**result.as_json(), **summarised(result)})
+    write_json(out, {**result.as_json(), **summary_json(result)})
     if plots is not None:
         for name, content in draw_plots(result).items():
             write_atomic(plots / name, content)
     if page is not None:
-        write_atomic(page, filled(page, result))
+        write_atomic(page, fill_page(page, result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every part of a benchmark works with."""
+"""Shared state of the parts of a benchmark."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,13 +9,13 @@ from benchmarks.compare.results import Reading, Trace
 from benchmarks.peers.base import About, Setup, Variant
 from benchmarks.peers.worker_pool import WorkerPool
 
-Found = Iterator[Reading | Trace]
+Results = Iterator[Reading | Trace]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """ids: a real text, long enough for the plan. folder: for files that last as long as the run.
-    skipped: gets a line for whatever is left out, and about what each variant says of itself.
+    """ids: a real text, long enough for the plan. folder: for temporary files. skipped: collects a
+    line for everything left out. about: collects version and settings of each variant.
     """
 
     setup: Setup

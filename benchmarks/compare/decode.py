@@ -1,8 +1,8 @@
-"""Tokens written after contexts of several lengths."""
+"""Decode speed after contexts of several lengths."""
 
 from statistics import median
 
-from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.bench import Bench, Results
 from benchmarks.compare.results import Measure, Reading
 from benchmarks.progress import bar
 
@@ -14,21 +14,21 @@ def decode_measures(bench: Bench) -> list[Measure]:
     ]
 
 
-def decode(bench: Bench) -> Found:
-    """A round is one context of each variant, which grows from one length to the next."""
+def decode(bench: Bench) -> Results:
+    """Measure decoding. In each round, every variant grows one context through all lengths."""
     plan = bench.plan
     with bench.pool() as pool:
         pool.warm_up(bench.ids, plan.longest)
         total = plan.rounds * len(pool.remotes) * (plan.contexts[-1] + plan.written)
-        with bar(total, "decode") as shown:
+        with bar(total, "decode") as progress:
             for index in range(plan.rounds):
-                held = 0
+                tokens_held = 0
                 for context in plan.contexts:
                     for remote in pool.turns(index, context):
-                        if held == 0:
+                        if tokens_held == 0:
                             remote.open(plan.longest)
-                        remote.read(bench.ids[held:context])
+                        remote.read(bench.ids[tokens_held:context])
                         seconds = median(remote.write(plan.written))
-                        shown(context + plan.written - held)
+                        progress(context + plan.written - tokens_held)
                         yield Reading(f"decode/{context}", remote.label, index, 1 / seconds)
-                    held = context + plan.written
+                    tokens_held = context + plan.written

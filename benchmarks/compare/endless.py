@@ -1,13 +1,13 @@
-"""Tokens without end on a fixed budget: the same cost for ever?
+"""Endless generation in a fixed budget: time per token, growth and memory.
 
-Each variant reads a text that fills its budget, and writes on. They take turns in blocks, so that
-a machine that drifts meets all of them alike.
+Each variant prefills a text that fills its budget, and generates. Variants take turns in blocks, so
+that a machine that drifts affects all alike.
 """
 
 from collections.abc import Iterator
 from statistics import median
 
-from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.bench import Bench, Results
 from benchmarks.compare.plan import KEEP
 from benchmarks.compare.results import Measure, Reading, Trace
 from benchmarks.figures import rounded
@@ -16,10 +16,10 @@ from benchmarks.peers.remote import Remote
 from benchmarks.peers.worker_pool import WorkerPool
 from benchmarks.progress import bar
 
-WARMING = 100  # first tokens, among which no slowest one is looked for
-FEW = 8
-TRIAL = 32  # tokens
-REREADING = ("transformers",)  # evaluate their window anew where others forget
+WARM_UP_TOKENS = 100  # first tokens, ignored when looking for the slowest
+PROBE_TOKENS = 8
+TRIAL_TOKENS = 32  # tokens
+RE_EVALUATING_PEERS = ("transformers",)  # evaluate their window again where others evict
 
 
 def endless_measures(bench: Bench) -> list[Measure]:
@@ -35,77 +35,77 @@ def endless_measures(bench: Bench) -> list[Measure]:
     ]
 
 
-def endless(bench: Bench) -> Found:
-    """One round. Of a peer's variants, the one that is fastest on a full budget goes on."""
+def endless(bench: Bench) -> Results:
+    """Measure one round, with the variant of each peer that is fastest with a full budget."""
     plan = bench.plan
     with bench.only(_fastest(bench)).pool() as pool:
-        empty = {remote: _held_empty(remote, bench.ids) for remote in pool.turns(0)}
+        empty = {remote: _empty_bytes(remote, bench.ids) for remote in pool.turns(0)}
         pool.warm_up(bench.ids, plan.budget)
         runs = {
-            remote: _begin(pool, remote, bench, empty[remote])
+            remote: _start_run(pool, remote, bench, empty[remote])
             for remote in pool.turns(0, plan.budget)
         }
-        with bar(sum(run.wanted for run in runs.values()), "endless") as shown:
+        with bar(sum(run.wanted for run in runs.values()), "endless") as progress:
             for index in range(-(-plan.endless // plan.block)):
                 for remote in pool.turns(index, among=[r for r in runs if runs[r].left]):
-                    shown(runs[remote].go_on(plan.block))
+                    progress(runs[remote].go_on(plan.block))
     for run in runs.values():
         yield run.trace()
         yield from run.readings(plan.group, plan.endless)
 
 
-def _held_empty(remote: Remote, ids: list[int]) -> int:
-    """Bytes held with the weights in memory and kernels made, by a few tokens that take no room.
+def _empty_bytes(remote: Remote, ids: list[int]) -> int:
+    """Return resident bytes of a warm process without a context.
 
-    Twice, since settling also takes what every token needs again.
+    Settles twice, since settling also frees memory that every token needs again.
     """
     for _ in range(2):
         remote.settle()
-        remote.open(2 * FEW)
-        remote.read(ids[:FEW])
+        remote.open(2 * PROBE_TOKENS)
+        remote.read(ids[:PROBE_TOKENS])
         remote.close()
     return remote.held()
 
 
-def _begin(pool: WorkerPool, remote: Remote, bench: Bench, empty: int) -> "_Run":
-    """A full budget, from which the run goes on."""
+def _start_run(pool: WorkerPool, remote: Remote, bench: Bench, empty: int) -> "_EndlessRun":
+    """Prefill a full budget, and return the run that continues from it."""
     plan, wanted = bench.plan, bench.plan.endless
     expected = pool.writing(remote) * plan.endless
-    if remote.variant.peer in REREADING or expected > plan.endless_patience:
+    if remote.variant.peer in RE_EVALUATING_PEERS or expected > plan.endless_patience:
         wanted //= plan.shorter
-        line = f"{remote.label}: wrote {wanted:,} endless tokens, not {plan.endless:,}"
+        line = f"{remote.label}: generated {wanted:,} endless tokens instead of {plan.endless:,}"
         bench.skipped.append(line)
     remote.open_endless(plan.budget, KEEP)
     remote.read(bench.ids[: plan.budget])
-    return _Run(remote, wanted, empty)
+    return _EndlessRun(remote, wanted, empty)
 
 
 def _fastest(bench: Bench) -> list[Variant]:
-    """One variant of each peer, by a short trial where there are several."""
-    peers = list(dict.fromkeys(each.peer for each in bench.variants))
-    several = [p for p in peers if sum(v.peer == p for v in bench.variants) > 1]
-    tried: dict[str, float] = {}
-    contested = [each for each in bench.variants if each.peer in several]
-    if contested:
-        with bench.only(contested).pool() as pool:
+    """Return the fastest variant of each peer, by a short trial if it has several."""
+    peers = list(dict.fromkeys(variant.peer for variant in bench.variants))
+    peers_with_variants = [p for p in peers if sum(v.peer == p for v in bench.variants) > 1]
+    trial_seconds: dict[str, float] = {}
+    candidates = [variant for variant in bench.variants if variant.peer in peers_with_variants]
+    if candidates:
+        with bench.only(candidates).pool() as pool:
             pool.warm_up(bench.ids, bench.plan.budget)
             for remote in pool.turns(0):
                 remote.open_endless(bench.plan.budget, KEEP)
                 remote.read(bench.ids[: bench.plan.budget])
-                tried[remote.label] = median(remote.write(TRIAL))
-    alone = [each for each in bench.variants if each.peer not in several]
+                trial_seconds[remote.label] = median(remote.write(TRIAL_TOKENS))
+    single = [variant for variant in bench.variants if variant.peer not in peers_with_variants]
     best = [
-        min(mine, key=lambda each: tried[each.label])
-        for peer in several
-        if (mine := [v for v in contested if v.peer == peer and v.label in tried])
+        min(of_peer, key=lambda variant: trial_seconds[variant.label])
+        for peer in peers_with_variants
+        if (of_peer := [v for v in candidates if v.peer == peer and v.label in trial_seconds])
     ]
-    return sorted(alone + best, key=lambda each: peers.index(each.peer))
+    return sorted(single + best, key=lambda variant: peers.index(variant.peer))
 
 
-class _Run:
-    """One variant's run, as far as it has come.
+class _EndlessRun:
+    """The run of one variant.
 
-    wanted: tokens that it is to write. empty: bytes held before there was a context.
+    wanted: tokens to generate. empty: resident bytes without a context.
     """
 
     def __init__(self, remote: Remote, wanted: int, empty: int):
@@ -115,11 +115,11 @@ class _Run:
 
     @property
     def left(self) -> int:
-        """Tokens that are still to be written."""
+        """Number of tokens still to generate."""
         return self.wanted - len(self.seconds)
 
     def go_on(self, block: int) -> int:
-        """Writes the next block; how many tokens that were."""
+        """Generate the next block; return the number of its tokens."""
         new = self.remote.write(min(block, self.left))
         self.seconds += new
         held = self.remote.held() - self._empty
@@ -131,15 +131,15 @@ class _Run:
         tokens, medians, slowest, held = zip(*self._blocks, strict=True)
         return Trace(self.remote.label, list(tokens), list(medians), list(slowest), list(held))
 
-    def readings(self, group: int, whole: int) -> Iterator[Reading]:
-        """Medians of groups only of a run of the `whole` length."""
-        found = {"speed": len(self.seconds) / sum(self.seconds)}
-        if len(self.seconds) == whole:
-            found["early"] = median(self.seconds[group : 2 * group]) * 1e3
-            found["late"] = median(self.seconds[-group:]) * 1e3
-            found["growth"] = found["late"] / found["early"]
-        warm = self.seconds[min(WARMING, len(self.seconds) // 2) :]
-        found["slowest"] = max(warm) / median(self.seconds)
-        found["held"] = self._blocks[-1][3] / 1e6
-        for key, value in found.items():
+    def readings(self, group: int, full_length: int) -> Iterator[Reading]:
+        """Yield the readings; medians of groups only if the run has its full length."""
+        values = {"speed": len(self.seconds) / sum(self.seconds)}
+        if len(self.seconds) == full_length:
+            values["early"] = median(self.seconds[group : 2 * group]) * 1e3
+            values["late"] = median(self.seconds[-group:]) * 1e3
+            values["growth"] = values["late"] / values["early"]
+        warm = self.seconds[min(WARM_UP_TOKENS, len(self.seconds) // 2) :]
+        values["slowest"] = max(warm) / median(self.seconds)
+        values["held"] = self._blocks[-1][3] / 1e6
+        for key, value in values.items():
             yield Reading(f"endless/{key}", self.remote.label, 0, value)

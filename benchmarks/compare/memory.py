@@ -1,12 +1,12 @@
-"""A long context evaluated, saved, forked, edited and restored."""
+"""Prefill, save, fork, edit and restore of a long context."""
 
 from pathlib import Path
 
-from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.bench import Bench, Results
 from benchmarks.compare.results import Measure, Reading
 from benchmarks.peers.base import Peer
 from benchmarks.peers.remote import Remote
-from benchmarks.peers.worker_pool import WARMING
+from benchmarks.peers.worker_pool import WARM_UP_TOKENS
 from benchmarks.progress import bar
 
 FORKS = 1  # at once
@@ -26,38 +26,42 @@ def memory_measures(bench: Bench) -> list[Measure]:
     return [*times, Measure("memory/file", f"file of {context}", "MB", more=False)]
 
 
-def memory(bench: Bench) -> Found:
+def memory(bench: Bench) -> Results:
     plan = bench.plan
     with bench.pool() as pool:
         pool.warm_up(bench.ids, plan.longest, FORKS)
         for remote in pool.remotes:
-            _once(remote, bench.ids[:WARMING], 1, _place(bench, remote), plan.longest)
-        with bar(plan.rounds * len(pool.remotes) * plan.remembered, "memory") as shown:
+            _measure_once(
+                remote, bench.ids[:WARM_UP_TOKENS], 1, _context_file(bench, remote), plan.longest
+            )
+        with bar(plan.rounds * len(pool.remotes) * plan.remembered, "memory") as progress:
             for index in range(plan.rounds):
                 for remote in pool.turns(index, plan.remembered):
-                    ids, path = bench.ids[: plan.remembered], _place(bench, remote)
-                    found = _once(remote, ids, plan.deleted, path, plan.longest)
-                    shown(plan.remembered)
-                    for key, value in found.items():
+                    ids, path = bench.ids[: plan.remembered], _context_file(bench, remote)
+                    values = _measure_once(remote, ids, plan.deleted, path, plan.longest)
+                    progress(plan.remembered)
+                    for key, value in values.items():
                         yield Reading(f"memory/{key}", remote.label, index, value)
 
 
-def _place(bench: Bench, remote: Remote) -> Path:
-    """A file in a folder of the variant's own: some peers choose how the name ends."""
+def _context_file(bench: Bench, remote: Remote) -> Path:
+    """Return the path of a variant's file, in its own folder: some peers append a suffix."""
     folder = bench.folder / remote.label
     folder.mkdir(exist_ok=True)
     return folder / "context"
 
 
-def _once(peer: Peer, ids: list[int], deleted: int, path: Path, most: int) -> dict[str, float]:
-    """Milliseconds, and megabytes of the file, by the last part of the measure's key."""
-    peer.open(most, FORKS)
+def _measure_once(
+    peer: Peer, ids: list[int], deleted: int, path: Path, max_tokens: int
+) -> dict[str, float]:
+    """Return milliseconds, and megabytes of the file, by the last part of the measure's key."""
+    peer.open(max_tokens, FORKS)
     seconds = {"read": peer.read(ids), "save": peer.save(path)}
-    size = sum(each.stat().st_size for each in path.parent.iterdir())
+    size = sum(file.stat().st_size for file in path.parent.iterdir())
     seconds["fork"], seconds["fork-token"] = peer.fork()
     middle = (len(ids) - deleted) // 2
-    deleting = peer.delete(middle, middle + deleted)
-    if deleting is not None:
-        seconds["delete"] = deleting
+    delete_seconds = peer.delete(middle, middle + deleted)
+    if delete_seconds is not None:
+        seconds["delete"] = delete_seconds
     seconds["restore"] = peer.restore(path)
-    return {key: each * 1e3 for key, each in seconds.items()} | {"file": size / 1e6}
+    return {key: value * 1e3 for key, value in seconds.items()} | {"file": size / 1e6}

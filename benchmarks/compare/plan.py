@@ -1,4 +1,4 @@
-"""What is measured, and at which sizes. Imports nothing heavy: the command's help reads it."""
+"""Parts and sizes of the comparison. Imports nothing heavy, since `--help` needs it."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,14 @@ KEEP = 4  # first tokens that an endless context keeps
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes are in tokens.
+    """Sizes of the measurements, in tokens.
 
-    prefill: prompts. stepped, step: the prompt that kvkeep reads in steps and whole. contexts,
-    written: at which tokens are written, and how many; profiled: how many, for `--profile`.
-    budget, endless, block: of the endless run, and how many tokens are written before it is
-    another's turn; those that cannot forget write one in `shorter`. remembered, deleted: of the
-    context that is saved, forked and edited.
-    patience: the most seconds that one reading may take, and endless_patience all tokens of the
-    endless run: slower ones write one in `shorter`, too.
+    prefill: prompt lengths. stepped, step: prompt that kvkeep prefills in steps and at once.
+    contexts: context lengths before decoding; written: tokens decoded; profiled: tokens decoded
+    for `--profile`. budget, endless: budget and length of the endless run; block: tokens per turn;
+    variants that cannot evict, or are too slow, generate 1 / `shorter` of it. remembered, deleted:
+    length of the context that is saved, forked and edited, and of the deletion. patience: maximum
+    seconds of one reading; endless_patience: maximum seconds of the endless run.
     """
 
     rounds: int = 5
@@ -38,12 +37,12 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """Tokens that the medians of the endless run are taken of: its second and its last."""
+        """Tokens per median of the endless run (of its second and its last group)."""
         return min(1000, self.endless // 4)
 
     @property
     def longest(self) -> int:
-        """The longest context that any part makes."""
+        """The longest context of any part."""
         written = self.contexts[-1] + self.written + 1
         return max(*self.prefill, self.stepped, written, self.budget, self.remembered + 2)
 

@@ -1,4 +1,4 @@
-"""The pictures of a result."""
+"""Plots of a result."""
 
 import io
 from collections.abc import Callable
@@ -18,17 +18,17 @@ MARKERS = ("o", "s", "^", "D")
 
 
 def draw_plots(result: Result) -> dict[str, bytes]:
-    """PNG files by name, of what the result holds."""
-    drawn = {}
-    if any(each.measure.startswith("decode/") for each in result.readings):
-        drawn["decode.png"] = _drawn(result, _draw_decode)
+    """Return PNG files by name, for the parts that the result holds."""
+    files = {}
+    if any(reading.measure.startswith("decode/") for reading in result.readings):
+        files["decode.png"] = _render(result, _draw_decode)
     if result.traces:
-        drawn["endless-time.png"] = _drawn(result, _draw_time)
-        drawn["endless-memory.png"] = _drawn(result, _draw_held)
-    return drawn
+        files["endless-time.png"] = _render(result, _draw_time)
+        files["endless-memory.png"] = _render(result, _draw_held)
+    return files
 
 
-def _drawn(result: Result, draw: "Callable[[Axes, Result], None]") -> bytes:
+def _render(result: Result, draw: "Callable[[Axes, Result], None]") -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -49,19 +49,21 @@ def _drawn(result: Result, draw: "Callable[[Axes, Result], None]") -> bytes:
 
 
 def _draw_decode(axes: "Axes", result: Result) -> None:
-    """A line for each variant, with bars from the least to the most."""
+    """Draw a line per variant, with error bars from minimum to maximum."""
     contexts: dict[str, dict[int, Spread]] = {}
     for measure in result.measures:
         if measure.part == "decode":
             for variant, spread in spreads(result, measure).items():
                 contexts.setdefault(variant, {})[int(measure.key.partition("/")[2])] = spread
-    for variant, found in contexts.items():
-        middle = [each.median for each in found.values()]
-        below = [each.median - each.least for each in found.values()]
-        above = [each.most - each.median for each in found.values()]
-        look = _look(variant, list(contexts))
-        axes.errorbar(list(found), middle, yerr=[below, above], capsize=3, **look)
-    ticks = sorted({context for found in contexts.values() for context in found})
+    for variant, spreads_by_context in contexts.items():
+        middle = [spread.median for spread in spreads_by_context.values()]
+        below = [spread.median - spread.least for spread in spreads_by_context.values()]
+        above = [spread.most - spread.median for spread in spreads_by_context.values()]
+        style = _variant_style(variant, list(contexts))
+        axes.errorbar(list(spreads_by_context), middle, yerr=[below, above], capsize=3, **style)
+    ticks = sorted(
+        {context for spreads_by_context in contexts.values() for context in spreads_by_context}
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xticks([], minor=True)
@@ -72,13 +74,13 @@ def _draw_decode(axes: "Axes", result: Result) -> None:
 
 
 def _draw_time(axes: "Axes", result: Result) -> None:
-    """Lines: the median of each block. Dots: its slowest token."""
+    """Draw the median of each block as a line, and its slowest token as a dot."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     for trace in result.traces:
-        look = _line(trace, result)
-        axes.plot(trace.tokens, trace.median_ms, **look)
-        axes.plot(trace.tokens, trace.slowest_ms, ".", color=look["color"], ms=3, alpha=0.45)
+        style = _trace_style(trace, result)
+        axes.plot(trace.tokens, trace.median_ms, **style)
+        axes.plot(trace.tokens, trace.slowest_ms, ".", color=style["color"], ms=3, alpha=0.45)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -91,7 +93,9 @@ def _draw_time(axes: "Axes", result: Result) -> None:
 
 def _draw_held(axes: "Axes", result: Result) -> None:
     for trace in result.traces:
-        axes.plot(trace.tokens, [each / 1e6 for each in trace.held], **_line(trace, result))
+        axes.plot(
+            trace.tokens, [nbytes / 1e6 for nbytes in trace.held], **_trace_style(trace, result)
+        )
     axes.set_title("Endless decode: memory above the weights", loc="left")
     axes.set_ylabel("MB")
     _finish_endless(axes, result)
@@ -104,20 +108,20 @@ def _finish_endless(axes: "Axes", result: Result) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _line(trace: Trace, result: Result) -> dict[str, Any]:
-    """A cross ends the line of a run that is shorter than others."""
-    whole = max(each.tokens[-1] for each in result.traces)
+def _trace_style(trace: Trace, result: Result) -> dict[str, Any]:
+    """Return the line style of a trace; a cross marks the end of a shortened run."""
+    longest = max(other.tokens[-1] for other in result.traces)
     label, end = trace.variant, trace.tokens[-1]
-    look = {"color": COLOURS.get(peer_of(trace.variant), GREY), "lw": 1.8}
-    if end < whole:
-        return look | {"label": f"{label}, {end:,}", "marker": "X", "ms": 8, "markevery": [-1]}
-    return look | {"label": label}
+    style = {"color": COLOURS.get(peer_of(trace.variant), GREY), "lw": 1.8}
+    if end < longest:
+        return style | {"label": f"{label}, {end:,}", "marker": "X", "ms": 8, "markevery": [-1]}
+    return style | {"label": label}
 
 
-def _look(variant: str, variants: list[str]) -> dict[str, Any]:
-    """A colour for each peer; line and marker tell its variants apart."""
+def _variant_style(variant: str, variants: list[str]) -> dict[str, Any]:
+    """Return the style of a variant: colour by peer, line and marker by variant."""
     peer = peer_of(variant)
-    index = [each for each in variants if peer_of(each) == peer].index(variant) % len(STYLES)
+    index = [name for name in variants if peer_of(name) == peer].index(variant) % len(STYLES)
     return {
         "color": COLOURS.get(peer, GREY),
         "linestyle": STYLES[index],

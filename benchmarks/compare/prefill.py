@@ -1,6 +1,6 @@
-"""Prompts of several lengths, from nothing to the logits of their last token."""
+"""Prefill of prompts of several lengths, until the logits of the last token."""
 
-from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.bench import Bench, Results
 from benchmarks.compare.results import Measure, Reading
 from benchmarks.progress import bar
 
@@ -12,16 +12,16 @@ def prefill_measures(bench: Bench) -> list[Measure]:
     ]
 
 
-def prefill(bench: Bench) -> Found:
+def prefill(bench: Bench) -> Results:
     plan = bench.plan
     with bench.pool() as pool:
         pool.warm_up(bench.ids, plan.longest)
         total = plan.rounds * len(pool.remotes) * sum(plan.prefill)
-        with bar(total, "prefill") as shown:
+        with bar(total, "prefill") as progress:
             for index in range(plan.rounds):
                 for length in plan.prefill:
                     for remote in pool.turns(index, length):
                         remote.open(plan.longest)
                         seconds = remote.read(bench.ids[:length])
-                        shown(length)
+                        progress(length)
                         yield Reading(f"prefill/{length}", remote.label, index, length / seconds)

@@ -1,4 +1,4 @@
-"""A whole run: part after part, with whatever was found kept when it ends early."""
+"""A run of the comparison, part by part; a run that ends early keeps its results."""
 
 import dataclasses
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.bench import Bench, Results
 from benchmarks.compare.decode import decode, decode_measures
 from benchmarks.compare.endless import endless, endless_measures
 from benchmarks.compare.memory import memory, memory_measures
@@ -19,14 +19,14 @@ from benchmarks.compare.steps import steps, steps_measures
 from benchmarks.machine import describe_machine
 from benchmarks.peers.available import find_variants
 from benchmarks.peers.base import DTYPE, Setup
-from benchmarks.peers.unpacked import unpacked
+from benchmarks.peers.unpacked import unpacked_folder
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.text.codec import TextCodec
 
-MEASURING: dict[str, tuple[Callable[[Bench], list[Measure]], Callable[[Bench], Found]]] = {
+PARTS_BY_NAME: dict[str, tuple[Callable[[Bench], list[Measure]], Callable[[Bench], Results]]] = {
     "prefill": (prefill_measures, prefill),
     "steps": (steps_measures, steps),
     "decode": (decode_measures, decode),
@@ -37,8 +37,8 @@ MEASURING: dict[str, tuple[Callable[[Bench], list[Measure]], Callable[[Bench], F
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What the user asked for. gguf: llama.cpp's file; None for the model's own."""
+class BenchmarkOptions:
+    """Options of the command. gguf: file for llama.cpp; None: the model's own."""
 
     parts: Sequence[str]
     peers: Sequence[str]
@@ -49,50 +49,55 @@ class Asked:
     quick: bool
 
 
-def prepare(asked: Asked, folder: Path) -> Bench:
-    """Fetches what is to be fetched. Raises KvkeepError for what cannot be measured at all."""
-    where = resolve(asked.model, progress=True)
-    ids = TextCodec.open(where).encode(manual_text())
-    trained = read_spec(where).max_positions
-    if min(trained, len(ids)) < asked.plan.longest:
+def prepare(options: BenchmarkOptions, folder: Path) -> Bench:
+    """Fetch all files and find the variants. Raises KvkeepError if nothing can be measured."""
+    source = resolve(options.model, progress=True)
+    ids = TextCodec.open(source).encode(manual_text())
+    trained = read_spec(source).max_positions
+    if min(trained, len(ids)) < options.plan.longest:
         raise InvalidArgument(
-            f"the benchmark makes contexts of {asked.plan.longest:,} tokens; {asked.model} is "
+            f"the benchmark makes contexts of {options.plan.longest:,} tokens; {options.model} is "
             f"trained for {trained:,} and the text has {len(ids):,}: try --quick, or another model"
         )
-    plain = unpacked(where, progress=True) if {"transformers", "mlx-lm"} & {*asked.peers} else where
-    setup = Setup(asked.model, plain, asked.device, torch.get_num_threads())
-    variants, skipped = find_variants(list(asked.peers), setup, asked.gguf, progress=True)
+    needs_unpacked = {"transformers", "mlx-lm"} & {*options.peers}
+    model_folder = unpacked_folder(source, progress=True) if needs_unpacked else source
+    setup = Setup(options.model, model_folder, options.device, torch.get_num_threads())
+    variants, skipped = find_variants(list(options.peers), setup, options.gguf, progress=True)
     if not variants:
         raise InvalidArgument(f"there is nothing to measure: {'; '.join(skipped)}")
-    return Bench(setup, asked.plan, ids, variants, folder, skipped)
+    return Bench(setup, options.plan, ids, variants, folder, skipped)
 
 
-def run_benchmark(asked: Asked, starting: Callable[[str], None] = lambda part: None) -> Result:
-    """Every part in its turn. Ctrl-C or a peer that fails ends it with what there is.
+def run_benchmark(
+    options: BenchmarkOptions, starting: Callable[[str], None] = lambda part: None
+) -> Result:
+    """Measure all parts. Ctrl-C, or a peer that fails, ends the run with the results so far.
 
-    starting: is told of each part.
+    starting: called with the name of each part.
     """
     with tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as folder:
-        bench = prepare(asked, Path(folder))
-        parts = [part for part in PARTS if part in asked.parts]
-        measures = [each for part in parts for each in MEASURING[part][0](bench)]
+        bench = prepare(options, Path(folder))
+        parts = [part for part in PARTS if part in options.parts]
+        measures = [measure for part in parts for measure in PARTS_BY_NAME[part][0](bench)]
         machine = dataclasses.asdict(describe_machine())
-        result = Result(machine, _settings(asked), measures, asked.quick, skipped=bench.skipped)
+        result = Result(machine, _settings(options), measures, options.quick, skipped=bench.skipped)
         try:
             for part in parts:
                 starting(part)
-                for found in MEASURING[part][1](bench):
-                    kind = result.traces if isinstance(found, Trace) else result.readings
-                    kind.append(found)  # type: ignore[arg-type]
+                for value in PARTS_BY_NAME[part][1](bench):
+                    target = result.traces if isinstance(value, Trace) else result.readings
+                    target.append(value)  # type: ignore[arg-type]
             result.ended = "whole"
         except KeyboardInterrupt:
             result.ended = "interrupted"
         except KvkeepError as error:
             result.ended = str(error)
-        result.about = {label: dataclasses.asdict(each) for label, each in bench.about.items()}
+        result.about = {
+            label: dataclasses.asdict(measure) for label, measure in bench.about.items()
+        }
     return result
 
 
-def _settings(asked: Asked) -> dict[str, object]:
-    settings = {"model": asked.model, "device": asked.device, "dtype": DTYPE}
-    return {**settings, **dataclasses.asdict(asked.plan)}
+def _settings(options: BenchmarkOptions) -> dict[str, object]:
+    settings = {"model": options.model, "device": options.device, "dtype": DTYPE}
+    return {**settings, **dataclasses.asdict(options.plan)}

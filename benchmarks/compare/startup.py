@@ -1,4 +1,4 @@
-"""A fresh process, from nothing to its first token: what a command that is run once costs."""
+"""Time of a new process until its first token."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 from benchmarks import startup as programs
-from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.bench import Bench, Results
 from benchmarks.compare.results import Measure, Reading
 from benchmarks.peers.base import Setup, Variant
 from benchmarks.progress import bar
@@ -19,47 +19,47 @@ def startup_measures(bench: Bench) -> list[Measure]:
     return [Measure("startup/token", "first token of a fresh process", "s", more=False)]
 
 
-def startup(bench: Bench) -> Found:
-    """The first start of each is not counted: it finds files that are not in memory yet."""
-    left, rounds = list(bench.variants), bench.plan.rounds
-    with bar((rounds + 1) * len(left), "startup") as shown:
+def startup(bench: Bench) -> Results:
+    """Measure start-up. The first start of each variant warms the page cache and is not counted."""
+    remaining, rounds = list(bench.variants), bench.plan.rounds
+    with bar((rounds + 1) * len(remaining), "startup") as progress:
         for index in range(-1, rounds):
-            first = index % len(left) if left else 0
-            for variant in left[first:] + left[:first]:
-                begun = perf_counter()
-                done = subprocess.run(
+            first = index % len(remaining) if remaining else 0
+            for variant in remaining[first:] + remaining[:first]:
+                start = perf_counter()
+                process = subprocess.run(
                     program(bench.setup, variant),
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     text=True,
                     check=False,
                 )
-                seconds = perf_counter() - begun
-                shown(1)
-                if done.returncode:
-                    _give_up(variant, done.stderr, bench.skipped)
-                    left.remove(variant)
+                seconds = perf_counter() - start
+                progress(1)
+                if process.returncode:
+                    _skip(variant, process.stderr, bench.skipped)
+                    remaining.remove(variant)
                 elif index >= 0:
                     yield Reading("startup/token", variant.label, index, seconds)
 
 
 def program(setup: Setup, variant: Variant) -> list[str]:
-    """The command line of a variant."""
+    """Return the command line of a variant."""
     if variant.peer == "llama.cpp":
-        own = ["with_llama_cpp.py", str(variant.file), str(setup.threads)]
+        script = ["with_llama_cpp.py", str(variant.file), str(setup.threads)]
     elif variant.peer == "transformers":
-        own = ["with_transformers.py", str(setup.folder), setup.device]
+        script = ["with_transformers.py", str(setup.folder), setup.device]
     elif variant.peer == "mlx-lm":
-        own = ["with_mlx_lm.py", str(setup.folder)]
+        script = ["with_mlx_lm.py", str(setup.folder)]
     else:
         generate = ["generate", "-p", "hello", "-n", "1", "--quiet", "--temperature", "0"]
         model = ["--model", setup.model, "--device", setup.device]
         return [sys.executable, "-m", "kvkeep", *generate, *model]
-    return [sys.executable, str(PROGRAMS / own[0]), *own[1:]]
+    return [sys.executable, str(PROGRAMS / script[0]), *script[1:]]
 
 
-def _give_up(variant: Variant, said: str, skipped: list[str]) -> None:
-    last = (said.strip().splitlines() or ["it said nothing"])[-1]
+def _skip(variant: Variant, stderr: str, skipped: list[str]) -> None:
+    last = (stderr.strip().splitlines() or ["no output"])[-1]
     if variant.peer == "kvkeep":
         raise KvkeepError(f"{variant.label} does not start: {last}")
     skipped.append(f"{variant.label} does not start: {last}")

@@ -1,13 +1,13 @@
-"""kvkeep alone: a prompt evaluated in steps against the same prompt evaluated whole."""
+"""kvkeep only: prefill in steps against prefill of the whole prompt at once."""
 
-from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.bench import Bench, Results
 from benchmarks.compare.results import Measure, Reading
 from benchmarks.one_prefill import Way
 from benchmarks.peers.base import DTYPE
 from benchmarks.prefill import measurements, ways_to_compare
 from benchmarks.progress import bar
 
-_KEYS = ("stepped", "bounded", "whole")  # in the order of `ways`
+_KEYS = ("stepped", "bounded", "whole")  # in the order of `ways_to_compare`
 
 
 def steps_measures(bench: Bench) -> list[Measure]:
@@ -24,20 +24,20 @@ def steps_measures(bench: Bench) -> list[Measure]:
     ]
 
 
-def steps(bench: Bench) -> Found:
-    """Each reading has a process of its own; see `benchmarks.one_prefill`."""
+def steps(bench: Bench) -> Results:
+    """Measure each way in new processes; see `benchmarks.one_prefill`."""
     plan = bench.plan
-    if not any(each.peer == "kvkeep" for each in bench.variants):
+    if not any(reading.peer == "kvkeep" for reading in bench.variants):
         return
     if bench.setup.device != "cpu":
         bench.skipped.append("steps: measured on the CPU only")
         return
     compared = ways_to_compare(plan.stepped, plan.step, plan.budget)
-    with bar(len(compared) * plan.rounds * plan.stepped, "steps") as shown:
-        found = measurements(bench.setup.model, DTYPE, plan.stepped, compared, plan.rounds)
-        for order, each in enumerate(found):
+    with bar(len(compared) * plan.rounds * plan.stepped, "steps") as progress:
+        readings = measurements(bench.setup.model, DTYPE, plan.stepped, compared, plan.rounds)
+        for order, reading in enumerate(readings):
             index = order // len(compared)
-            key = _KEYS[compared.index(Way(each.prefill_step, each.budget))]
-            shown(plan.stepped)
-            yield Reading(f"steps/{key}-speed", "kvkeep", index, each.tokens_per_s)
-            yield Reading(f"steps/{key}-peak", "kvkeep", index, each.peak_bytes / 1e6)
+            key = _KEYS[compared.index(Way(reading.prefill_step, reading.budget))]
+            progress(plan.stepped)
+            yield Reading(f"steps/{key}-speed", "kvkeep", index, reading.tokens_per_s)
+            yield Reading(f"steps/{key}-peak", "kvkeep", index, reading.peak_bytes / 1e6)

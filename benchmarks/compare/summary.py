@@ -1,4 +1,4 @@
-"""From readings to figures: medians, the best variant of each peer, and ratios within a round."""
+"""Summary of readings: medians, the best variant of each peer, and ratios within a round."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ OURS = "kvkeep"
 
 @dataclass(frozen=True)
 class Figure:
-    """A variant's readings of a measure."""
+    """The spread of a variant's readings of one measure."""
 
     measure: str
     variant: str
@@ -22,10 +22,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as good kvkeep is as a variant: above 1, kvkeep is faster or smaller.
-
-    Readings of the same round are compared, and the median is taken of these ratios.
-    """
+    """kvkeep relative to a variant, by ratios within a round; above 1, kvkeep is better."""
 
     measure: str
     variant: str
@@ -34,9 +31,9 @@ class Ratio:
 
 
 def peers_of(result: Result) -> list[str]:
-    """Those that there are readings of, kvkeep first."""
-    found = dict.fromkeys(peer_of(each.variant) for each in result.readings)
-    return sorted(found, key=lambda peer: peer != OURS)
+    """Return the peers with readings, kvkeep first."""
+    names = dict.fromkeys(peer_of(reading.variant) for reading in result.readings)
+    return sorted(names, key=lambda peer: peer != OURS)
 
 
 def peer_of(variant: str) -> str:
@@ -44,9 +41,11 @@ def peer_of(variant: str) -> str:
 
 
 def best(result: Result, measure: Measure, peer: str) -> Figure | None:
-    """The figure of the peer's variant with the best median; None where nothing was read."""
-    of_measure = [each for each in result.readings if each.measure == measure.key]
-    variants = dict.fromkeys(e.variant for e in of_measure if peer_of(e.variant) == peer)
+    """Return the figure of the peer's variant with the best median, or None without readings."""
+    of_measure = [reading for reading in result.readings if reading.measure == measure.key]
+    variants = dict.fromkeys(
+        reading.variant for reading in of_measure if peer_of(reading.variant) == peer
+    )
     figures = [_figure(of_measure, measure, variant) for variant in variants]
     if not figures:
         return None
@@ -55,39 +54,43 @@ def best(result: Result, measure: Measure, peer: str) -> Figure | None:
 
 
 def ratio(result: Result, measure: Measure, peer: str) -> Ratio | None:
-    """kvkeep's best against the peer's best; None where they share no round."""
+    """Return kvkeep's best against the peer's best, or None if they share no round."""
     ours, theirs = best(result, measure, OURS), best(result, measure, peer)
     if ours is None or theirs is None:
         return None
-    mine = _by_round(result.readings, measure, ours.variant)
-    other = _by_round(result.readings, measure, theirs.variant)
-    found = [
-        mine[index] / other[index] if measure.more else other[index] / mine[index]
-        for index in mine.keys() & other.keys()
+    our_values = _by_round(result.readings, measure, ours.variant)
+    their_values = _by_round(result.readings, measure, theirs.variant)
+    ratios = [
+        our_values[index] / their_values[index]
+        if measure.more
+        else their_values[index] / our_values[index]
+        for index in our_values.keys() & their_values.keys()
     ]
-    if not found:
+    if not ratios:
         return None
-    return Ratio(measure.key, theirs.variant, len(found), Spread.of(found))
+    return Ratio(measure.key, theirs.variant, len(ratios), Spread.of(ratios))
 
 
 def spreads(result: Result, measure: Measure) -> dict[str, Spread]:
-    """Of every variant that was measured."""
-    read = [each for each in result.readings if each.measure == measure.key]
-    variants = dict.fromkeys(each.variant for each in read)
-    return {variant: _figure(read, measure, variant).spread for variant in variants}
+    """Return the spread of each variant's readings of a measure."""
+    readings = [reading for reading in result.readings if reading.measure == measure.key]
+    variants = dict.fromkeys(reading.variant for reading in readings)
+    return {variant: _figure(readings, measure, variant).spread for variant in variants}
 
 
-def summarised(result: Result) -> dict[str, Any]:
-    """Every variant's figures, and the ratios to each peer's best, for a file."""
+def summary_json(result: Result) -> dict[str, Any]:
+    """Return all figures, and the ratios to each peer's best, for the JSON file."""
     figures, ratios = [], []
     for measure in result.measures:
-        read = [each for each in result.readings if each.measure == measure.key]
-        figures += [_figure(read, measure, v) for v in dict.fromkeys(e.variant for e in read)]
+        readings = [entry for entry in result.readings if entry.measure == measure.key]
+        figures += [
+            _figure(readings, measure, v) for v in dict.fromkeys(e.variant for e in readings)
+        ]
         others = [peer for peer in peers_of(result) if peer != OURS]
-        ratios += [found for peer in others if (found := ratio(result, measure, peer))]
+        ratios += [value for peer in others if (value := ratio(result, measure, peer))]
     return {
-        "figures": [asdict(each) for each in figures],
-        "ratios": [asdict(each) for each in ratios],
+        "figures": [asdict(entry) for entry in figures],
+        "ratios": [asdict(entry) for entry in ratios],
     }
 
 
@@ -98,7 +101,7 @@ def _figure(readings: Iterable[Reading], measure: Measure, variant: str) -> Figu
 
 def _by_round(readings: Iterable[Reading], measure: Measure, variant: str) -> dict[int, float]:
     return {
-        each.round: each.value
-        for each in readings
-        if each.measure == measure.key and each.variant == variant
+        reading.round: reading.value
+        for reading in readings
+        if reading.measure == measure.key and reading.variant == variant
     }

@@ -1,4 +1,4 @@
-"""A result for reading: on a terminal, and as Markdown between the markers of a page."""
+"""A result as text, and as Markdown between the markers of a page."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ SHORT = (
     "endless/speed",
     "endless/slowest",
     "startup/",
-)  # keys that begin so
+)  # prefixes of keys
 NAMES = {
     "prefill": "Prefill",
     "steps": "Prefill in steps",
@@ -29,19 +29,19 @@ NAMES = {
     "memory": "Restore, fork, edit",
     "startup": "Start-up",
 }
-NOTHING = "–"
+NO_VALUE = "–"
 
 
 def text_table(result: Result) -> str:
-    """Medians, with the least and the most in brackets; a peer's best variant is named."""
+    """Return medians (minimum to maximum) of each peer's best variant."""
     return _page(result, _aligned, heading=lambda words: words)
 
 
 def markdown(result: Result) -> str:
-    """As `text_table`, with the machine and the versions, for a page."""
+    """Return `text_table` as Markdown, with the machine and the versions."""
     machine = result.machine
     flags = ", ".join(machine["cpu_flags"])
-    described = (
+    description = (
         f"{machine['cpu']} ({flags}), {machine['threads']} threads of {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 1e9:.0f} GB; {machine['system']}; Python "
         f"{machine['python']}; {machine['date'][:10]}."
@@ -50,23 +50,23 @@ def markdown(result: Result) -> str:
         f"- {label}: {about['version']}; {about['how']}" for label, about in result.about.items()
     )
     page = _page(result, markdown_table, heading=lambda words: f"### {words}\n")
-    return "\n\n".join(each for each in (described, versions, page) if each)
+    return "\n\n".join(part for part in (description, versions, page) if part)
 
 
 def short_markdown(result: Result) -> str:
-    """One table of the measures that most readers ask for."""
+    """Return one table of the most important measures."""
     measures = [m for m in result.measures if m.key.startswith(SHORT)]
     return markdown_table(_rows(result, measures))
 
 
-def filled(path: Path, result: Result | None) -> bytes:
-    """The page with tables in the place of what lies between its markers, of either kind.
+def fill_page(path: Path, result: Result | None) -> bytes:
+    """Return the page with the tables between its markers.
 
-    result: None to see only whether it has markers. Raises InvalidArgument where it has none.
+    result: None only checks the markers. Raises InvalidArgument if there are none.
     """
     page = path.read_text(encoding="utf-8")
-    kinds = ((BEGIN, END, markdown), (BEGIN_SHORT, END_SHORT, short_markdown))
-    present = [kind for kind in kinds if has_section(page, kind[0], kind[1])]
+    marked = ((BEGIN, END, markdown), (BEGIN_SHORT, END_SHORT, short_markdown))
+    present = [entry for entry in marked if has_section(page, entry[0], entry[1])]
     if not present:
         raise InvalidArgument(f"{path} has no lines {BEGIN} and {END} to write between")
     if result is None:
@@ -81,9 +81,9 @@ def _page(
 ) -> str:
     sections = []
     if result.quick:
-        sections.append("A first look at small sizes (--quick): no figures to quote.")
+        sections.append("A first look at small sizes (--quick): not for publication.")
     if result.ended != "whole":
-        sections.append(f"Not all of it was measured: {result.ended}.")
+        sections.append(f"Incomplete: {result.ended}.")
     for part in PARTS:
         rows = _rows(result, [m for m in result.measures if m.part == part])
         if len(rows) > 1:
@@ -95,16 +95,16 @@ def _page(
 
 
 def _rows(result: Result, measures: list[Measure]) -> list[list[str]]:
-    """The head first. A column for each peer, then one for each ratio."""
+    """Return the header row and the rows: a column per peer, then one per ratio."""
     keys = {m.key for m in measures}
-    readings = [each for each in result.readings if each.measure in keys]
+    readings = [reading for reading in result.readings if reading.measure in keys]
     peers = [p for p in peers_of(result) if any(e.variant.partition(" ")[0] == p for e in readings)]
     others = [peer for peer in peers if peer != OURS] if OURS in peers else []
     head = ["", *peers, *(f"against {peer}" for peer in others)]
     rows = [head]
     for measure in measures:
         cells = [_figure(result, measure, peer) for peer in peers]
-        if any(cell != NOTHING for cell in cells):
+        if any(cell != NO_VALUE for cell in cells):
             ratios = [_ratio(result, measure, peer) for peer in others]
             rows.append([_title(measure), *cells, *ratios])
     return rows
@@ -115,23 +115,23 @@ def _title(measure: Measure) -> str:
 
 
 def _figure(result: Result, measure: Measure, peer: str) -> str:
-    found = best(result, measure, peer)
-    if found is None:
-        return NOTHING
-    weights = found.variant.partition(" ")[2]
-    return f"{_spread(found.spread, found.rounds)}{f' {weights}' if weights else ''}"
+    figure = best(result, measure, peer)
+    if figure is None:
+        return NO_VALUE
+    weights = figure.variant.partition(" ")[2]
+    return f"{_spread(figure.spread, figure.rounds)}{f' {weights}' if weights else ''}"
 
 
 def _ratio(result: Result, measure: Measure, peer: str) -> str:
-    found = ratio(result, measure, peer)
-    return NOTHING if found is None else f"{_spread(found.spread, found.rounds)}×"
+    value = ratio(result, measure, peer)
+    return NO_VALUE if value is None else f"{_spread(value.spread, value.rounds)}×"
 
 
 def _spread(spread: Spread, rounds: int) -> str:
-    middle = _number(spread.median)
+    value = _number(spread.median)
     if rounds == 1:
-        return middle
-    return f"{middle} ({_number(spread.least)}–{_number(spread.most)})"
+        return value
+    return f"{value} ({_number(spread.least)}–{_number(spread.most)})"
 
 
 def _number(value: float) -> str:

@@ -1,1 +1,1 @@
-"""What a fleet costs and gives: measured with a few servers here, and simulated for many."""
+"""Performance of a fleet: measured with a few servers here, simulated for many."""

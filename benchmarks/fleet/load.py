@@ -1,4 +1,4 @@
-"""Clients that ask a server for as long as it is measured, one request after another each."""
+"""Clients that send requests to a server one after another, for a fixed time."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ import httpx
 
 @dataclass
 class Load:
-    """seconds: that were measured. tokens: written within them. latencies: seconds of requests."""
+    """seconds: measured. tokens: generated in that time. latencies: seconds of requests."""
 
     seconds: float
     tokens: int = 0
@@ -19,15 +19,15 @@ class Load:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
-class Work:
-    """What each client does: requests of `prompt` tokens that no other has, `written` answered.
+class ClientWork:
+    """What clients do: requests with a unique prompt of `prompt` tokens, answered with `written`.
 
-    clients: at once. sessions: whether each goes on in a session of its own.
+    clients: concurrent. sessions: whether each client uses a session.
     """
 
     clients: int
@@ -36,58 +36,61 @@ class Work:
     sessions: bool
 
 
-async def load(url: str, work: Work, ids: Sequence[int], seconds: float, warm: float) -> Load:
-    """What a server makes of the work. ids: tokens of a text, from which prompts are taken. warm:
-    seconds before anything is counted."""
-    begun = time.perf_counter() + warm
-    found = Load(seconds)
+async def run_load(
+    url: str, work: ClientWork, ids: Sequence[int], seconds: float, warm: float
+) -> Load:
+    """Run the clients. ids: text for prompts. warm: seconds before anything is counted."""
+    start = time.perf_counter() + warm
+    result = Load(seconds)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        asked = [_client(client, number, work, ids, begun, found) for number in range(work.clients)]
-        await asyncio.gather(*asked)
-    return found
+        clients = [
+            _client(client, number, work, ids, start, result) for number in range(work.clients)
+        ]
+        await asyncio.gather(*clients)
+    return result
 
 
 async def _client(
     client: httpx.AsyncClient,
     number: int,
-    work: Work,
+    work: ClientWork,
     ids: Sequence[int],
-    begun: float,
-    found: Load,
+    start: float,
+    result: Load,
 ) -> None:
     name = f"load-{time.time_ns()}-{number}"
     headers = {"x-session-id": name}
     if work.sessions:
         (await client.post("/v1/sessions", json={"name": name}, headers=headers)).raise_for_status()
-    turn, end = 0, begun + found.seconds
-    while (asked := time.perf_counter()) < end:
+    turn, end = 0, start + result.seconds
+    while (sent := time.perf_counter()) < end:
         first = (number * 7919 + turn * 1009) % (len(ids) - work.prompt)
         prompt = list(ids[first : first + work.prompt])
         if work.sessions:
-            path, body = f"/v1/sessions/{name}/generate", _generate(prompt, work)
+            path, body = f"/v1/sessions/{name}/generate", _generate_body(prompt, work)
         else:
-            path, body = "/v1/completions", _completion(prompt, work)
+            path, body = "/v1/completions", _completion_body(prompt, work)
             headers = {"x-session-id": f"{name}-{turn}"}
         answer = await client.post(path, json=body, headers=headers)
         answer.raise_for_status()
         turn += 1
         now = time.perf_counter()
-        # Of an answer that lies across an end of what is measured its share within counts.
-        within = max(0.0, min(now, end) - max(asked, begun)) / (now - asked)
-        found.tokens += round(work.written * within)
-        if asked >= begun:
-            found.latencies.append(now - asked)
+        # Of an answer across the start or end of the measured time, its share within counts.
+        share = max(0.0, min(now, end) - max(sent, start)) / (now - sent)
+        result.tokens += round(work.written * share)
+        if sent >= start:
+            result.latencies.append(now - sent)
 
 
-def _generate(prompt: list[int], work: Work) -> dict[str, Any]:
+def _generate_body(prompt: list[int], work: ClientWork) -> dict[str, Any]:
     return {"tokens": prompt, "max_tokens": work.written, "ignore_eos": True}
 
 
-def _completion(prompt: list[int], work: Work) -> dict[str, Any]:
+def _completion_body(prompt: list[int], work: ClientWork) -> dict[str, Any]:
     return {
         "model": "any",
         "prompt": prompt,
         "max_tokens": work.written,
         "temperature": 0,
-        "logit_bias": {"0": -100, "2": -100},  # an answer has all of its tokens
+        "logit_bias": {"0": -100, "2": -100},  # no end of text: answers have their full length
     }

@@ -1,11 +1,10 @@
-"""A long prompt that one server has evaluated, taken from an object store by another.
+"""Reuse of a long prompt between servers through an object store.
 
     python -m benchmarks.fleet.reuse --out docs/results/fleet_reuse.json
 
-Two engines in turn, with nothing in common but a server of S3 in a process of its own (moto, on
-this machine): the first evaluates the prompt, and its blocks go to the store; the second takes them
-from there, reads a short question after them, and writes one token. Against that, an engine without
-a store.
+Two engines, one after the other, share only an S3 server (moto, in its own process on this
+machine): the first evaluates the prompt and stores its blocks; the second loads them, prefills a
+short question after them, and generates one token. Compared with an engine without a store.
 """
 
 import secrets
@@ -32,44 +31,44 @@ SETTINGS = {"max_kv_size": 8192}
 
 
 def first_token(model: Model, ids: Sequence[int], shared: SharedPrefixCache | None) -> float:
-    """Seconds to the first token, in a new engine; what it leaves in the store is there then."""
+    """Return the seconds to the first token in a new engine; its blocks are stored afterwards."""
     with Engine(model, settings=SETTINGS, stores=shared.for_owner if shared else None) as engine:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         engine.generate(GenerationRequest(tuple(ids), 1, ignore_eos=True)).text()
-        spent = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
     if shared is not None:
         shared.flush()
-    return spent
+    return seconds
 
 
 def latencies(objects: ObjectStore) -> tuple[float, float]:
-    """Seconds of a put and of a get of 1 kB."""
+    """Return the seconds of a put and of a get of 1 kB."""
     puts, gets = list[float](), list[float]()
-    for number in range(50):
-        begun = time.perf_counter()
-        objects.put(f"latency/{number}", bytes(1000))
-        puts.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        objects.get(f"latency/{number}")
-        gets.append(time.perf_counter() - begun)
+    for index in range(50):
+        start = time.perf_counter()
+        objects.put(f"latency/{index}", bytes(1000))
+        puts.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        objects.get(f"latency/{index}")
+        gets.append(time.perf_counter() - start)
     return median(puts), median(gets)
 
 
 @click.command()
-@click.option("--tokens", default=4096, help="Of the prompt that both have.")
-@click.option("--question", default=16, help="Tokens that come after it.")
+@click.option("--tokens", default=4096, help="Length of the shared prompt.")
+@click.option("--question", default=16, help="Length of the question, in tokens.")
 @click.option("--rounds", default=5)
 @out_option
 def main(tokens: int, question: int, rounds: int, out: Path | None) -> None:
-    """Measure what a prompt costs that another server has evaluated."""
+    """Measure the time to first token with a prompt that another server has evaluated."""
     model = load_model()
     text = model.text.encode(manual_text())
     alone, stored, reused = list[float](), list[float](), list[float]()
     with object_store() as url:
         objects = open_object_store(url)
         put, get = latencies(objects)
-        for number in range(rounds):
-            ids, secret = text[1000 * number :][: tokens + question], secrets.token_bytes(32)
+        for index in range(rounds):
+            ids, secret = text[1000 * index :][: tokens + question], secrets.token_bytes(32)
             alone.append(first_token(model, ids, None))
             stored.append(
                 first_token(model, ids, SharedPrefixCache(objects, secret, model.arithmetic))

@@ -1,4 +1,4 @@
-"""Servers to measure, each in processes of its own."""
+"""Servers to measure, in their own processes."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import httpx
 
 
 @contextmanager
-def started(*arguments: str, threads: int) -> Iterator[str]:
-    """Where `kvkeep` with these arguments answers."""
+def running_kvkeep(*arguments: str, threads: int) -> Iterator[str]:
+    """Run `kvkeep` with these arguments; yields its URL."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kvkeep", *arguments, "--port", str(_free_port())],
         stdout=subprocess.PIPE,
@@ -32,20 +32,20 @@ def started(*arguments: str, threads: int) -> Iterator[str]:
 
 @contextmanager
 def one_engine(threads: int, *more: str) -> Iterator[str]:
-    with started("serve", *more, threads=threads) as url:
+    with running_kvkeep("serve", *more, threads=threads) as url:
         yield url
 
 
 @contextmanager
 def fleet(replicas: int, store: str, *more: str, threads: int = 1) -> Iterator[str]:
     counts = ("--replicas", str(replicas), "--threads", str(threads))
-    with started("fleet", "--store", store, *counts, *more, threads=1) as url:
+    with running_kvkeep("fleet", "--store", store, *counts, *more, threads=1) as url:
         yield url
 
 
 @contextmanager
 def object_store() -> Iterator[str]:
-    """The URL of a bucket of a server of S3 on this machine (moto's), by the environment."""
+    """Run an S3 server (moto) and set its credentials in the environment; yields a bucket's URL."""
     port = _free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
@@ -66,8 +66,8 @@ def object_store() -> Iterator[str]:
         )
         transport = httpx.HTTPTransport(retries=20)
         with httpx.Client(transport=transport, timeout=10) as client:
-            made = client.put(f"{endpoint}/kvkeep", headers={"Authorization": signed})
-            made.raise_for_status()
+            response = client.put(f"{endpoint}/kvkeep", headers={"Authorization": signed})
+            response.raise_for_status()
         yield "s3://kvkeep/measured"
     finally:
         process.terminate()
@@ -77,6 +77,6 @@ def object_store() -> Iterator[str]:
 def _free_port() -> int:
     import socket
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

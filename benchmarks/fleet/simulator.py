@@ -1,8 +1,8 @@
-"""A fleet that is not there: servers, sessions, a store and what fails, by discrete events (simpy).
+"""Discrete-event simulation (simpy) of a fleet: servers, sessions, a store and failures.
 
-What a server's work takes is measured (`costs.py`); how a store answers, how people ask and what
-fails follow laws that are stated in `World`. Everything else is as the code has it: consistent
-hashing by session, a session held from its first byte to its commit, turns of an engine, leases.
+The time of a server's work is measured (`costs.py`); latencies of the store, behaviour of users and
+failures follow distributions given in `World`. Everything else is as in the code: consistent
+hashing by session, a session leased from its first byte to its commit, turns of an engine, leases.
 """
 
 import bisect
@@ -18,45 +18,47 @@ import simpy
 
 from benchmarks.fleet.costs import Costs
 
-STEP = 128  # tokens of a prompt that an engine reads at once
-_NODES = 100  # of a server on the ring
-Events = Generator[Any, Any, Any]
+STEP = 128  # prefill step of an engine, in tokens
+_RING_NODES = 100  # virtual nodes per server on the hash ring
+Process = Generator[Any, Any, Any]
 
 
 @dataclass(frozen=True)
-class Law:
-    """A lognormal distribution by its median and its 99th percentile; constant where they agree."""
+class Lognormal:
+    """A lognormal distribution by median and 99th percentile; constant if p99 <= median."""
 
     median: float
     p99: float
 
-    def draw(self, chance: random.Random) -> float:
+    def draw(self, random_source: random.Random) -> float:
         if self.p99 <= self.median:
             return self.median
-        return self.median * math.exp(chance.gauss(0, 1) * math.log(self.p99 / self.median) / 2.326)
+        return self.median * math.exp(
+            random_source.gauss(0, 1) * math.log(self.p99 / self.median) / 2.326
+        )
 
 
 @dataclass(frozen=True)
 class World:
-    """Everything but the costs. Times in seconds.
+    """Assumptions of a simulation except costs. Times in seconds.
 
-    machines: whether each server computes on a machine of its own. clients: each asks, waits for
-    the answer, thinks, and asks again, in a session of its own if sessions. prompt, written:
-    tokens. http: of a request, beside what the engine and the store take. put, get: of a small
-    object in the store; bandwidth: bytes a second of a server to it. cached: sessions that a server
-    holds in memory. between_failures: mean, of one server; 0 for never. restart: of a server.
-    detect: until requests go elsewhere. lease: as `kvkeep fleet` has it.
+    machines: whether each server has its own machine. clients: each sends a request, waits for the
+    answer, thinks, and repeats; in its own session if `sessions`. prompt, written: tokens. http: of
+    a request, besides engine and store. put, get: of a small object in the store; bandwidth: bytes
+    per second between a server and the store. cached: sessions that a server holds in memory.
+    between_failures: mean time of one server; 0: never. restart: of a server. detect: until
+    requests go to other servers. lease: duration, as for `kvkeep fleet`.
     """
 
     servers: int
     clients: int
     sessions: bool
-    prompt: Law
-    written: Law
-    think: Law
+    prompt: Lognormal
+    written: Lognormal
+    think: Lognormal
     http: float
-    put: Law
-    get: Law
+    put: Lognormal
+    get: Lognormal
     bandwidth: float
     machines: bool = True
     cached: int = 300
@@ -67,8 +69,8 @@ class World:
 
 
 @dataclass
-class Found:
-    """What was counted. Seconds, bytes, requests to the store."""
+class SimulationResult:
+    """Counts of a simulation: seconds, bytes, requests to the store."""
 
     seconds: float
     tokens: float = 0.0
@@ -84,13 +86,13 @@ class Found:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 @dataclass(eq=False)
-class _Answer:
-    """On its way at a server. done: succeeds with its end, fails with the server's."""
+class _Request:
+    """A request at a server. done: succeeds when it is answered, fails if the server is killed."""
 
     unread: int
     unwritten: int
@@ -102,29 +104,29 @@ class _Killed(Exception):
 
 
 class _Server:
-    """An engine: all answers a token each turn, and a step of one prompt.
+    """A server and its engine: each turn decodes one token of all answers and prefills one step.
 
-    What else its server has to do, heads and commits, takes the time of the same cores.
+    Other work of the server, heads and commits, takes time of the same cores.
     """
 
     def __init__(self, fleet: "Fleet", number: int):
         self.fleet, self.number = fleet, number
         self.alive, self.computing = True, False
         self.held: OrderedDict[int, None] = OrderedDict()
-        self.waiting: list[_Answer] = []
-        self.writing: list[_Answer] = []
+        self.waiting: list[_Request] = []
+        self.writing: list[_Request] = []
         self._came = fleet.env.event()
         self._owed = 0.0
         fleet.env.process(self._run())
 
     def works(self, seconds: float) -> simpy.Event:
-        """Happens when that much other work is done, beside the engine's or in place of it."""
+        """Return the event that ends other work, which delays the engine if it is computing."""
         if self.computing:
             self._owed += seconds
         return self.fleet.env.timeout(seconds)
 
-    def ask(self, prompt: int, written: int) -> _Answer:
-        answer = _Answer(prompt, written, self.fleet.env.event())
+    def ask(self, prompt: int, written: int) -> _Request:
+        answer = _Request(prompt, written, self.fleet.env.event())
         self.waiting.append(answer)
         if not self._came.triggered:
             self._came.succeed()
@@ -138,7 +140,7 @@ class _Server:
         self.waiting, self.writing = [], []
         self.held.clear()
 
-    def _run(self) -> Events:
+    def _run(self) -> Process:
         env, costs = self.fleet.env, self.fleet.costs
         while True:
             if not self.waiting and not self.writing:
@@ -162,7 +164,7 @@ class _Server:
                         self.waiting.remove(first)
                         self.writing.append(first)
             elif self.writing:
-                # As many tokens as come to the next end, unless somebody asks before.
+                # Decode until the next answer ends, or until a request arrives.
                 turn, begun = costs.turn(len(self.writing), engines), env.now
                 self._came = env.event()
                 most = min(answer.unwritten for answer in self.writing)
@@ -180,7 +182,7 @@ class _Server:
 
 
 class Fleet:
-    """Runs a world for some time. Counting begins after `warm` seconds."""
+    """A simulated fleet. Counting begins after `warm` seconds."""
 
     def __init__(self, world: World, costs: Costs, seed: int = 0):
         self.world, self.costs = world, costs
@@ -189,11 +191,11 @@ class Fleet:
         self._made = world.servers
         self._first = self.chance.randrange(2**40)
         self._make_ring()
-        self._found = Found(0.0)
+        self._found = SimulationResult(0.0)
         self._begun = 0.0
 
-    def run(self, seconds: float, warm: float) -> Found:
-        self._begun, self._found = warm, Found(seconds)
+    def run(self, seconds: float, warm: float) -> SimulationResult:
+        self._begun, self._found = warm, SimulationResult(seconds)
         for client in range(self.world.clients):
             self.env.process(self._client(client))
         if self.world.between_failures:
@@ -202,17 +204,17 @@ class Fleet:
         return self._found
 
     def computing(self) -> int:
-        """Engines that compute on one machine now."""
+        """Return the number of engines computing on one machine now."""
         if self.world.machines:
             return 1
         return sum(server.computing for server in self._servers)
 
-    def _client(self, number: int) -> Events:
+    def _client(self, number: int) -> Process:
         world, chance = self.world, self.chance
         yield self.env.timeout(chance.random() * world.think.median)
         turn = 0
         while True:
-            # Who has no session goes to any server, another one each time.
+            # Without a session, each request goes to a random server.
             key = self._first + (number if world.sessions else number + turn * 1_000_003)
             asked, written = self.env.now, max(1, round(world.written.draw(chance)))
             prompt = max(1, round(world.prompt.draw(chance)))
@@ -228,11 +230,11 @@ class Fleet:
             turn += 1
             yield self.env.timeout(world.think.draw(chance))
 
-    def _request(self, key: int, prompt: int, written: int, failed: float | None) -> Events:
+    def _request(self, key: int, prompt: int, written: int, failed: float | None) -> Process:
         world, server = self.world, self._server(key)
         yield self.env.timeout(world.http / 2)
         if world.sessions:
-            if failed is not None:  # another server's, until its lease has run out
+            if failed is not None:  # leased by the failed server until its lease expires
                 left = failed + self.chance.uniform(2 / 3, 1) * world.lease - self.env.now
                 yield self.env.timeout(max(0.0, left))
             yield from self._take(server, key)
@@ -245,8 +247,8 @@ class Fleet:
             yield from self._commit(server, key)
         yield self.env.timeout(world.http / 2)
 
-    def _take(self, server: _Server, key: int) -> Events:
-        """A head that says whose the session is, and the session itself where it is not here."""
+    def _take(self, server: _Server, key: int) -> Process:
+        """Write the head that acquires the lease; load the session unless it is in memory."""
         world, counted = self.world, self._counts
         yield server.works(self.costs.head)
         yield self.env.timeout(world.put.draw(self.chance))
@@ -267,8 +269,8 @@ class Fleet:
         while len(server.held) > world.cached:
             server.held.popitem(last=False)
 
-    def _commit(self, server: _Server, key: int) -> Events:
-        """A snapshot, a head, and the end of the snapshot before."""
+    def _commit(self, server: _Server, key: int) -> Process:
+        """Write a snapshot and a head."""
         world, size = self.world, self.costs.session_bytes
         puts = world.put.draw(self.chance) + world.put.draw(self.chance)
         yield server.works(self.costs.commit)
@@ -279,8 +281,8 @@ class Fleet:
             self._found.puts += 2
             self._found.sent += size
 
-    def _fails(self) -> Events:
-        """Servers are killed one after another, by chance, and others take their place."""
+    def _fails(self) -> Process:
+        """Kill random servers from time to time, and start replacements."""
         world = self.world
         while True:
             wait = self.chance.expovariate(world.servers / world.between_failures)
@@ -294,7 +296,7 @@ class Fleet:
                 self._make_ring()
                 self.env.process(self._restarts())
 
-    def _restarts(self) -> Events:
+    def _restarts(self) -> Process:
         yield self.env.timeout(self.world.restart)
         self._servers.append(_Server(self, self._made))
         self._made += 1
@@ -302,9 +304,9 @@ class Fleet:
 
     def _make_ring(self) -> None:
         nodes = [
-            (_hashed(f"{server.number}:{node}"), server)
+            (_hash(f"{server.number}:{node}"), server)
             for server in self._servers
-            for node in range(_NODES)
+            for node in range(_RING_NODES)
         ]
         nodes.sort(key=lambda pair: pair[0])
         self._places = [place for place, _ in nodes]
@@ -313,7 +315,7 @@ class Fleet:
     def _server(self, key: int) -> _Server:
         if not self._nodes:
             raise _Killed
-        place = bisect.bisect(self._places, _hashed(f"session {key}")) % len(self._nodes)
+        place = bisect.bisect(self._places, _hash(f"session {key}")) % len(self._nodes)
         return self._nodes[place]
 
     @property
@@ -331,5 +333,5 @@ class Fleet:
             self._found.takeovers.append(self.env.now - failed)
 
 
-def _hashed(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,10 +1,10 @@
-"""How long a client waits whose server is killed in the middle of its answer.
+"""Delay of an answer whose server is killed in the middle.
 
     python -m benchmarks.fleet.takeover --out docs/results/fleet_takeover.json
 
-Two servers of one thread each on Ray, over a server of S3 on this machine (moto). Again and again
-the one that has a session is killed while it writes; the client sends the same request with the
-same key until it is answered, by the other.
+Two servers of one thread each on Ray, with an S3 server on this machine (moto). Repeatedly, the
+server that holds a session is killed while it generates; the client repeats the request with the
+same idempotency key until the other server answers it.
 """
 
 import json
@@ -26,27 +26,29 @@ from benchmarks.fleet.servers import fleet, object_store
 from benchmarks.machine import describe_machine
 from kvkeep.storage.files.atomic import write_json
 
-WRITTEN, KILLED_AT = 100, 20  # tokens
+ANSWER_TOKENS, KILL_AFTER = 100, 20  # tokens
 TEXT = "Once upon a time there was a small town by the sea, in which"
 
 
-def killed(url: str, number: int) -> tuple[float, float, list[int]]:
-    """Seconds from a kill to the first token of another server, and to the answer's end; and all
-    of its tokens."""
+def kill_during_answer(url: str, number: int) -> tuple[float, float, list[int]]:
+    """Kill the server of an answer, and repeat the request until another server answers.
+
+    Returns the seconds from the kill to the first token, and to the end; and all tokens.
+    """
     name = f"killed-{number}"
     headers = {"x-session-id": name, "Idempotency-Key": f"made {name}"}
-    body = {"text": TEXT, "max_tokens": WRITTEN, "ignore_eos": True, "stream": True}
+    body = {"text": TEXT, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=url, headers=headers, timeout=120) as client:
         client.post("/v1/sessions", json={"name": name}).raise_for_status()
         client.headers["Idempotency-Key"] = f"asked {name}"
         path = f"/v1/sessions/{name}/generate"
-        begun = 0.0
+        killed_at = 0.0
         try:
             with client.stream("POST", path, json=body) as answer:
                 for count, event in enumerate(_events(answer)):
-                    if count == KILLED_AT and event:
+                    if count == KILL_AFTER and event:
                         server = int(answer.headers["x-kvkeep-server"].split(":")[1])
-                        begun = time.perf_counter()
+                        killed_at = time.perf_counter()
                         os.kill(server, signal.SIGKILL)
         except httpx.HTTPError:
             pass
@@ -57,9 +59,9 @@ def killed(url: str, number: int) -> tuple[float, float, list[int]]:
                     if answer.status_code < 500 and answer.status_code not in (200, 409):
                         raise RuntimeError(answer.read().decode())
                     for kind, data in _events(answer):
-                        first = first or time.perf_counter() - begun
+                        first = first or time.perf_counter() - killed_at
                         if kind == "done":
-                            return first, time.perf_counter() - begun, data["tokens"]
+                            return first, time.perf_counter() - killed_at, data["tokens"]
             except httpx.HTTPError:
                 pass
             time.sleep(0.05)
@@ -78,25 +80,27 @@ def _events(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
 @click.option("--rounds", default=6)
 @out_option
 def main(rounds: int, out: Path | None) -> None:
-    """Kill servers in the middle of answers, and wait for the answers."""
+    """Kill servers in the middle of answers, and measure the delay."""
     with object_store() as store, fleet(2, store, "--max-kv-size", "512") as url:
-        found = []
-        for number in range(rounds):
-            found.append(killed(url, number))
-            click.echo(f"first token after {found[-1][0]:.2f} s, all after {found[-1][1]:.2f} s")
-            time.sleep(15)  # the one that takes the dead one's place loads its model
-    equal = all(tokens == found[0][2] for _, _, tokens in found)
+        results = []
+        for index in range(rounds):
+            results.append(kill_during_answer(url, index))
+            click.echo(
+                f"first token after {results[-1][0]:.2f} s, all after {results[-1][1]:.2f} s"
+            )
+            time.sleep(15)  # the replacement loads its model
+    equal = all(tokens == results[0][2] for _, _, tokens in results)
     result = {
         "machine": asdict(describe_machine()),
         "rounds": rounds,
-        "written": WRITTEN,
+        "written": ANSWER_TOKENS,
         "first_token": {
-            "median": rounded(median(first for first, _, _ in found)),
-            "most": rounded(max(first for first, _, _ in found)),
+            "median": rounded(median(first for first, _, _ in results)),
+            "most": rounded(max(first for first, _, _ in results)),
         },
         "whole": {
-            "median": rounded(median(end for _, end, _ in found)),
-            "most": rounded(max(end for _, end, _ in found)),
+            "median": rounded(median(end for _, end, _ in results)),
+            "most": rounded(max(end for _, end, _ in results)),
         },
         "equal": equal,
     }

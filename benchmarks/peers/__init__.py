@@ -1,1 +1,1 @@
-"""What kvkeep is compared with, each behind the same few calls, in a process of its own."""
+"""Peers that kvkeep is compared with, behind one interface, each in its own process."""

@@ -1,10 +1,10 @@
-"""Which variants of which peers can be run here, found before anything is loaded."""
+"""Detection of the variants of peers that can run here, before anything is loaded."""
 
 import importlib.util
 from pathlib import Path
 
 from benchmarks.peers.base import Setup, Variant
-from benchmarks.peers.gguf_files import REQUANTISED, own_file, requantised, weights_of
+from benchmarks.peers.gguf_files import REQUANTISED, gguf_file, requantised, weights_of
 from kvkeep.errors import KvkeepError
 
 PACKAGES = {
@@ -13,48 +13,48 @@ PACKAGES = {
     "transformers": ("transformers", "transformers"),
     "mlx-lm": ("mlx_lm", "mlx-lm"),
 }
-EVERYWHERE = ("kvkeep", "transformers")  # also on other devices than the CPU
+ANY_DEVICE = ("kvkeep", "transformers")  # peers that run on other devices than the CPU too
 
 
 def find_variants(
     peers: list[str], setup: Setup, gguf: Path | None, progress: bool
 ) -> tuple[list[Variant], list[str]]:
-    """Those that can be run, and a line for each that cannot.
+    """Return the variants that can run, and a line for each that cannot.
 
-    gguf: llama.cpp's file; None for the model's own.
+    gguf: file for llama.cpp; None: the model's own.
     """
-    found, skipped = list[Variant](), list[str]()
+    variants, skipped = list[Variant](), list[str]()
     for peer in peers:
         module, package = PACKAGES[peer]
-        if setup.device != "cpu" and peer not in EVERYWHERE:
+        if setup.device != "cpu" and peer not in ANY_DEVICE:
             skipped.append(f"{peer}: runs on the CPU only here")
         elif importlib.util.find_spec(module) is None:
             skipped.append(f"{peer}: not installed (pip install {package})")
         elif peer == "llama.cpp":
-            found += _of_llama_cpp(setup, gguf, skipped, progress)
+            variants += _llama_cpp_variants(setup, gguf, skipped, progress)
         else:
-            found.append(Variant(peer))
-    return found, skipped
+            variants.append(Variant(peer))
+    return variants, skipped
 
 
-def _of_llama_cpp(
+def _llama_cpp_variants(
     setup: Setup, gguf: Path | None, skipped: list[str], progress: bool
 ) -> list[Variant]:
-    """Its file as it is, and requantised."""
+    """Return variants with the file as it is, and requantised."""
     try:
-        file = gguf.resolve() if gguf is not None else own_file(setup.model, progress)
-        own = weights_of(file)
+        file = gguf.resolve() if gguf is not None else gguf_file(setup.model, progress)
+        own_weights = weights_of(file)
     except KvkeepError as error:
         skipped.append(f"llama.cpp: {error}")
         return []
-    found = [Variant("llama.cpp", own, file)]
+    variants = [Variant("llama.cpp", own_weights, file)]
     for weights in REQUANTISED:
-        if weights == own:
+        if weights == own_weights:
             continue
         try:
-            made = requantised(file, weights, setup.threads)
+            path = requantised(file, weights, setup.threads)
         except (ImportError, KvkeepError, OSError) as error:
             skipped.append(f"llama.cpp {weights}: {error}")
         else:
-            found.append(Variant("llama.cpp", weights, made))
-    return found
+            variants.append(Variant("llama.cpp", weights, path))
+    return variants

@@ -1,4 +1,4 @@
-"""What every peer can be asked to do, and what all of them are given."""
+"""The interface of peers, and the settings that they share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,10 @@ DTYPE: DtypeName = "bfloat16"  # of weights and cells, for those peers that read
 
 @dataclass(frozen=True)
 class Setup:
-    """What all peers are given.
+    """Settings of all peers.
 
-    model: as `load_model` takes it. folder: in Hugging Face layout, for peers that
-    read no packed weights.
-    threads: that each peer computes with.
+    model: as for `load_model`. folder: in Hugging Face layout, for peers that read no packed
+    weights. threads: number of compute threads.
     """
 
     model: str
@@ -28,8 +27,8 @@ class Setup:
 class Variant:
     """One way to run a peer.
 
-    peer: its name, of `plan.PEERS`. weights: how this variant holds them, where a peer has
-    several. file: what it reads in the place of the model's folder.
+    peer: a name of `plan.PEERS`. weights: format of the weights, if a peer has several variants.
+    file: read instead of the model's folder.
     """
 
     peer: str
@@ -43,62 +42,59 @@ class Variant:
 
 @dataclass(frozen=True)
 class About:
-    """version: of the peer and of what it computes with. how: the settings it was run with."""
+    """version: of the peer and its backend. how: its settings."""
 
     version: str
     how: str
 
 
 class Forked(NamedTuple):
-    """Seconds that a fork took, alone and with its first token.
-
-    Both, since some peers put work off until a token is evaluated.
-    """
+    """Seconds of a fork, alone and with its first token, since some peers copy lazily."""
 
     alone: float
     with_token: float
 
 
 class Peer(Protocol):
-    """One context at a time, read and written greedily; end-of-text tokens are ignored.
+    """A program under test with one context at a time; decodes greedily, ignoring end of text.
 
-    A method that returns None is not offered by the peer.
+    A method returns None if the peer does not offer it.
     """
 
     def about(self) -> About: ...
 
-    def open(self, most: int, forks: int = 0) -> None:
-        """An empty context for up to `most` tokens, of which `forks` forks can be made at once."""
+    def open(self, max_tokens: int, forks: int = 0) -> None:
+        """Open an empty context for up to `max_tokens`, with up to `forks` forks at once."""
 
     def open_endless(self, budget: int, keep: int) -> None:
-        """An empty context of `budget` tokens that goes on when it is full.
+        """Open an empty context of `budget` tokens that evicts when full.
 
-        The first `keep` tokens stay, where the peer can do that.
+        The first `keep` tokens are kept, if the peer can do that.
         """
 
     def close(self) -> None:
-        """Lets the context go, and its memory."""
+        """Free the context."""
 
     def read(self, ids: list[int]) -> float:
-        """Evaluates tokens; seconds until the logits of the last one are there."""
+        """Prefill tokens; return the seconds until the logits of the last one."""
 
     def write(self, count: int) -> list[float]:
-        """Seconds of each of `count` tokens: the likeliest one, evaluated."""
+        """Decode `count` tokens greedily; return the seconds of each."""
 
     def tokens(self) -> list[int]:
-        """What is in the context, in its order."""
+        """Return the tokens in the context, in order."""
 
     def save(self, path: Path) -> float:
-        """Seconds to save the context to a file."""
+        """Save the context to a file; return the seconds."""
 
     def restore(self, path: Path) -> float:
-        """Goes on with a saved context; seconds until the logits of its last token are there."""
+        """Restore a saved context; return the seconds until the logits of its last token."""
 
     def fork(self) -> Forked:
-        """A second context that shares its past; the first one goes on."""
+        """Fork the context, decode one token in the fork, and return to the original."""
 
     def delete(self, start: int, end: int) -> float | None:
-        """Takes tokens out of the context; later ones stay as they were evaluated.
+        """Delete tokens without evaluating later ones again.
 
-        Seconds until the logits of the last token, as it now sees its past, are there.
+        Returns the seconds until the logits of the last token after the deletion.
         """

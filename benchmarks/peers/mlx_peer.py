@@ -1,4 +1,4 @@
-"""mlx-lm: the same folder on Apple's MLX, which has a CPU build for Linux, too."""
+"""mlx-lm on Apple's MLX, which also has a CPU build for Linux."""
 
 import copy
 import json
@@ -8,12 +8,12 @@ from typing import Any
 
 from benchmarks.peers.base import About, Forked, Setup
 
-READ_AT_ONCE = 2048  # mlx-lm's own default
-KEPT = 4  # first tokens that its rotating cache keeps
+PREFILL_STEP = 2048  # mlx-lm's own default
+KEPT_TOKENS = 4  # first tokens kept by its rotating cache
 
 
 class MlxPeer:
-    """Tokens are computed one ahead, as mlx-lm's `generate_step` does it."""
+    """Computes one token ahead, as mlx-lm's `generate_step` does."""
 
     def __init__(self, setup: Setup):
         import mlx.core
@@ -30,7 +30,7 @@ class MlxPeer:
         device = str(self._mlx.default_device())
         return About(f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}", f"{device}, own threads")
 
-    def open(self, most: int, forks: int = 0) -> None:
+    def open(self, max_tokens: int, forks: int = 0) -> None:
         self._begin(None)
 
     def open_endless(self, budget: int, keep: int) -> None:
@@ -47,47 +47,49 @@ class MlxPeer:
         self._budget = budget
 
     def read(self, ids: list[int]) -> float:
-        begun = perf_counter()
-        *before, last = [ids[at : at + READ_AT_ONCE] for at in range(0, len(ids), READ_AT_ONCE)]
+        start = perf_counter()
+        *before, last = [
+            ids[offset : offset + PREFILL_STEP] for offset in range(0, len(ids), PREFILL_STEP)
+        ]
         for step in before:
             self._model(self._mlx.array([step]), cache=self._cache)
-            self._mlx.eval([each.state for each in self._cache])
+            self._mlx.eval([cache.state for cache in self._cache])
         self._next = self._likeliest(self._mlx.array(last))
         self._mlx.eval(self._next)
         self._tokens += ids
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def write(self, count: int) -> list[float]:
         seconds = []
         following = self._likeliest(self._next)
-        for left in reversed(range(count)):
-            begun = perf_counter()
+        for remaining in reversed(range(count)):
+            start = perf_counter()
             self._tokens.append(self._next.item())
             self._next = following
-            if left:
+            if remaining:
                 following = self._likeliest(self._next)
                 self._mlx.async_eval(following)
             self._mlx.eval(self._next)
-            seconds.append(perf_counter() - begun)
+            seconds.append(perf_counter() - start)
         return seconds
 
     def _likeliest(self, ids: Any) -> Any:
-        """ids: `[n]`. The likeliest token after them, `[1]`, not computed yet."""
+        """Return the most likely next token `[1]` after ids `[n]`, not computed yet."""
         return self._mlx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
 
     def tokens(self) -> list[int]:
         if self._budget is None or len(self._tokens) <= self._budget:
             return [*self._tokens]
-        return self._tokens[:KEPT] + self._tokens[KEPT - self._budget :]
+        return self._tokens[:KEPT_TOKENS] + self._tokens[KEPT_TOKENS - self._budget :]
 
     def save(self, path: Path) -> float:
-        begun = perf_counter()
+        start = perf_counter()
         metadata = {"tokens": json.dumps(self._tokens)}
         self._caches.save_prompt_cache(str(path.with_suffix(".safetensors")), self._cache, metadata)
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def restore(self, path: Path) -> float:
-        begun = perf_counter()
+        start = perf_counter()
         self._cache, metadata = self._caches.load_prompt_cache(
             str(path.with_suffix(".safetensors")), return_metadata=True
         )
@@ -96,18 +98,18 @@ class MlxPeer:
         self._tokens = json.loads(metadata["tokens"])
         self._next = self._likeliest(self._mlx.array(self._tokens[-1:]))
         self._mlx.eval(self._next)
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def fork(self) -> Forked:
-        held = self._cache
-        begun = perf_counter()
-        self._cache = copy.deepcopy(held)
-        self._mlx.eval([each.state for each in self._cache])
-        forked = perf_counter()
+        saved = self._cache
+        start = perf_counter()
+        self._cache = copy.deepcopy(saved)
+        self._mlx.eval([cache.state for cache in self._cache])
+        fork_end = perf_counter()
         self._mlx.eval(self._likeliest(self._next))
-        written = perf_counter()
-        self._cache = held
-        return Forked(forked - begun, written - begun)
+        token_end = perf_counter()
+        self._cache = saved
+        return Forked(fork_end - start, token_end - start)
 
     def delete(self, start: int, end: int) -> float | None:
         return None

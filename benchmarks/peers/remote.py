@@ -1,4 +1,4 @@
-"""A peer in a process of its own, asked as if it were here."""
+"""A proxy for a peer in a worker process."""
 
 import multiprocessing
 from pathlib import Path
@@ -10,34 +10,36 @@ from benchmarks.peers.base import About, Forked, Setup, Variant
 from benchmarks.peers.worker import serve
 from kvkeep.errors import KvkeepError
 
-# Seconds that a worker gets to end by itself; one that is in the middle of an answer will not.
-PATIENCE = 5.0
-BUSY = 0.5
+# Seconds that a worker gets to exit by itself; a busy one does not.
+EXIT_TIMEOUT = 5.0
+KILL_TIMEOUT = 0.5
 
 
 class PeerMissing(KvkeepError):
-    """What a peer needs is not installed, or does not load."""
+    """A package that the peer needs is not installed, or does not load."""
 
 
 class PeerFailed(KvkeepError):
-    """A peer's process raised, or is gone."""
+    """The peer's process raised an error, or ended."""
 
 
 class Remote:
-    """The methods of `Peer`, each answered by the worker; it starts as this is made.
+    """Implements `Peer` by calls to a worker process, which the constructor starts.
 
-    Raises PeerMissing or PeerFailed if it does not come up; every call raises PeerFailed.
+    The constructor raises PeerMissing or PeerFailed; every method may raise PeerFailed.
     """
 
     def __init__(self, setup: Setup, variant: Variant):
         self.variant = variant
         self.label = variant.label
-        # Not forked: a fork would inherit thread pools that no longer run.
-        spawning = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawning.Pipe()
-        self._process = spawning.Process(target=serve, args=(theirs, setup, variant), daemon=True)
+        # Not forked: a forked process would inherit dead thread pools.
+        context = multiprocessing.get_context("spawn")
+        self._connection, worker_end = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(worker_end, setup, variant), daemon=True
+        )
         self._process.start()
-        theirs.close()
+        worker_end.close()
         try:
             self._about: About = self._answer("ready")
         except BaseException:
@@ -48,11 +50,11 @@ class Remote:
         return self._about
 
     def resident(self) -> int:
-        """Bytes of the process that are in memory."""
+        """Return the resident bytes of the process."""
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
-    def open(self, most: int, forks: int = 0) -> None:
-        self._ask("open", most, forks)
+    def open(self, max_tokens: int, forks: int = 0) -> None:
+        self._ask("open", max_tokens, forks)
 
     def open_endless(self, budget: int, keep: int) -> None:
         self._ask("open_endless", budget, keep)
@@ -89,18 +91,18 @@ class Remote:
         return seconds
 
     def held(self) -> int:
-        """Bytes of memory that the worker's process holds now."""
+        """Return the bytes of memory that the worker holds (`worker._held`)."""
         count: int = self._ask("held")
         return count
 
     def settle(self) -> None:
-        """Makes `held` what is in use, as far as the system can tell."""
+        """Free unused memory in the worker, so that `held` counts memory in use."""
         self._ask("settle")
 
     def stop(self, at_once: bool = False) -> None:
-        """Ends the worker; at_once: also in the middle of an answer."""
+        """Stop the worker. at_once: also while it is busy."""
         self._connection.close()
-        self._process.join(BUSY if at_once else PATIENCE)
+        self._process.join(KILL_TIMEOUT if at_once else EXIT_TIMEOUT)
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
@@ -109,14 +111,14 @@ class Remote:
         try:
             self._connection.send((method, arguments))
         except OSError as error:
-            raise PeerFailed(f"{self.label}: its process is gone ({error})") from error
+            raise PeerFailed(f"{self.label}: its process ended ({error})") from error
         return self._answer("done")
 
     def _answer(self, expected: str) -> Any:
         try:
             status, value = self._connection.recv()
         except (EOFError, OSError) as error:
-            self._process.join(PATIENCE)
+            self._process.join(EXIT_TIMEOUT)
             raise PeerFailed(
                 f"{self.label}: its process ended with status {self._process.exitcode}"
             ) from error

@@ -1,4 +1,4 @@
-"""transformers with its DynamicCache: PyTorch's own way of running the same folder."""
+"""transformers with its DynamicCache."""
 
 import copy
 from pathlib import Path
@@ -11,10 +11,9 @@ from benchmarks.peers.base import DTYPE, About, Forked, Setup
 
 
 class TransformersPeer:
-    """A prompt is evaluated whole, as `generate` does it.
+    """Evaluates prompts at once, as `generate` does.
 
-    Its cache ends where the model was trained to, so an endless context is one that, when it is
-    full, evaluates its newest half anew.
+    Its cache cannot evict, so a full endless context evaluates its newest half again.
     """
 
     def __init__(self, setup: Setup):
@@ -35,7 +34,7 @@ class TransformersPeer:
         version = f"transformers {self._library.__version__}, torch {torch.__version__}"
         return About(version, f"{DTYPE}, sdpa, DynamicCache")
 
-    def open(self, most: int, forks: int = 0) -> None:
+    def open(self, max_tokens: int, forks: int = 0) -> None:
         self._begin(None)
 
     def open_endless(self, budget: int, keep: int) -> None:
@@ -51,57 +50,57 @@ class TransformersPeer:
         self._budget = budget
 
     def read(self, ids: list[int]) -> float:
-        begun = perf_counter()
+        start = perf_counter()
         self._evaluate(ids)
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def write(self, count: int) -> list[float]:
         seconds = []
         for _ in range(count):
-            begun = perf_counter()
+            start = perf_counter()
             self._evaluate([self._next])
-            seconds.append(perf_counter() - begun)
+            seconds.append(perf_counter() - start)
         return seconds
 
     def _evaluate(self, ids: list[int]) -> None:
         if self._budget is not None and len(self._tokens) + len(ids) > self._budget:
-            kept = self._tokens[-(self._budget // 2) :]
+            newest = self._tokens[-(self._budget // 2) :]
             self._begin(self._budget)
-            ids = [*kept, *ids]
+            ids = [*newest, *ids]
         self._tokens += ids
         with torch.inference_mode():
-            given = torch.tensor([ids], device=self._device)
-            out = self._model(given, past_key_values=self._cache, logits_to_keep=1)
+            inputs = torch.tensor([ids], device=self._device)
+            out = self._model(inputs, past_key_values=self._cache, logits_to_keep=1)
             self._next = int(out.logits[0, -1].argmax())
 
     def tokens(self) -> list[int]:
         return [*self._tokens]
 
     def save(self, path: Path) -> float:
-        begun = perf_counter()
+        start = perf_counter()
         torch.save((self._tokens, self._cache), path)
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def restore(self, path: Path) -> float:
-        begun = perf_counter()
+        start = perf_counter()
         self._tokens, self._cache = torch.load(path, weights_only=False)
         # A file of keys and values has no logits: the last token is evaluated once more.
         last = self._tokens.pop()
         self._cache.crop(-1)
         self._evaluate([last])
-        return perf_counter() - begun
+        return perf_counter() - start
 
     def fork(self) -> Forked:
-        held = self._tokens, self._next
-        begun = perf_counter()
+        saved = self._tokens, self._next
+        start = perf_counter()
         cache = copy.deepcopy(self._cache)
-        forked = perf_counter()
+        fork_end = perf_counter()
         self._cache, cache = cache, self._cache
         self._tokens = [*self._tokens]
         self._evaluate([self._next])
-        written = perf_counter()
-        self._cache, (self._tokens, self._next) = cache, held
-        return Forked(forked - begun, written - begun)
+        token_end = perf_counter()
+        self._cache, (self._tokens, self._next) = cache, saved
+        return Forked(fork_end - start, token_end - start)
 
     def delete(self, start: int, end: int) -> float | None:
         return None

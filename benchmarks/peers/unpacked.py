@@ -1,4 +1,4 @@
-"""The folder that transformers and mlx-lm read: they know nothing of packed weights."""
+"""Unpacked model folders for transformers and mlx-lm, which cannot read packed weights."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ from kvkeep.models.weights.export import export
 from kvkeep.models.weights.packed import converted_file
 
 
-def unpacked(folder: Path, progress: bool) -> Path:
-    """The model's own folder where it is in Hugging Face layout, else what it is unpacked to.
+def unpacked_folder(folder: Path, progress: bool) -> Path:
+    """Return a folder in Hugging Face layout: the model's own, or one unpacked into kvkeep's home.
 
-    That is done once, into kvkeep's home. Raises as `export`.
+    Unpacks once. Raises as `export`.
     """
-    own = converted_file(folder)
-    if own is None:
+    packed_file = converted_file(folder)
+    if packed_file is None:
         return folder
-    state = own.stat()
-    kept = home() / "bench" / f"{folder.name}-{state.st_size}-{state.st_mtime_ns}"
-    if not kept.exists():
-        export(folder, kept, progress=progress)
-    return kept
+    status = packed_file.stat()
+    target = home() / "bench" / f"{folder.name}-{status.st_size}-{status.st_mtime_ns}"
+    if not target.exists():
+        export(folder, target, progress=progress)
+    return target

@@ -1,4 +1,4 @@
-"""A peer's own process: it answers one question after another until its connection is closed."""
+"""The worker process of a peer: serves calls until its connection is closed."""
 
 import gc
 import signal
@@ -14,14 +14,14 @@ from kvkeep.runtime.memory import trim_heap
 
 
 def serve(connection: Connection, setup: Setup, variant: Variant) -> None:
-    """What a worker's process runs. Each answer is `(status, value)`.
+    """Run in the worker process. Each answer is `(status, value)`.
 
-    The first one is "ready", "missing" (it cannot be imported) or "failed"; then "done" or
-    "failed" for each question `(method, arguments)`.
+    The first status is "ready", "missing" (an import failed) or "failed"; then "done" or "failed"
+    for each call `(method, arguments)`.
     """
-    # Ctrl-C reaches all processes of a terminal: the one that asks decides what becomes of it.
+    # Ctrl-C reaches all processes of a terminal: the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Its usual lock is a system-wide semaphore, which a worker that is ended at once would leave.
+    # tqdm's default lock is a system-wide semaphore, which a killed worker would leak.
     tqdm.set_lock(threading.RLock())
     try:
         peer = make_peer(setup, variant)
@@ -30,7 +30,7 @@ def serve(connection: Connection, setup: Setup, variant: Variant) -> None:
         connection.send(("missing", str(error)))
         return
     except Exception as error:
-        connection.send(("failed", _words(error)))
+        connection.send(("failed", _error_text(error)))
         return
     while True:
         try:
@@ -40,11 +40,11 @@ def serve(connection: Connection, setup: Setup, variant: Variant) -> None:
         try:
             connection.send(("done", _answer(peer, setup, method, arguments)))
         except Exception as error:
-            connection.send(("failed", _words(error)))
+            connection.send(("failed", _error_text(error)))
 
 
 def make_peer(setup: Setup, variant: Variant) -> Peer:
-    """Raises ImportError where what the peer needs is not installed."""
+    """Create the peer of a variant. Raises ImportError if its package is not installed."""
     if variant.peer == "llama.cpp":
         from benchmarks.peers.llama_cpp_peer import LlamaCppPeer
 
@@ -72,9 +72,9 @@ def _answer(peer: Peer, setup: Setup, method: str, arguments: tuple[Any, ...]) -
 
 
 def _held(device: str) -> int:
-    """Bytes in memory: of this process, and what it has set aside on another device.
+    """Return bytes held by this process, and by it on another device.
 
-    Without pages of files, where they are told apart: a mapped weight is read when it is needed.
+    Excludes file pages if the system reports them: mapped weights are read on demand.
     """
     info = psutil.Process().memory_info()
     held: int = info.rss - getattr(info, "shared", 0)
@@ -86,10 +86,10 @@ def _held(device: str) -> int:
 
 
 def _settle() -> None:
-    """Gives back what is kept for later: a context made in it would seem to take no memory."""
+    """Return freed memory to the system, so that new contexts show in resident memory."""
     gc.collect()
     trim_heap()
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"

@@ -1,4 +1,4 @@
-"""The workers of one part of a benchmark: who is there, and whose turn it is."""
+"""The worker processes of one part of a benchmark, and the order of their turns."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,17 +9,17 @@ from typing import Self
 from benchmarks.peers.base import About, Setup, Variant
 from benchmarks.peers.remote import PeerFailed, PeerMissing, Remote
 
-# Threads that wait for work spin for a while before they sleep, and would take time from the next.
+# Idle threads spin before they sleep, and would slow down the next worker.
 PAUSE = 0.25  # seconds
-WARMING = 64  # tokens
+WARM_UP_TOKENS = 64  # tokens
 
 
 class WorkerPool:
-    """Workers that are all there at once, of which one works at a time.
+    """Workers that all run, of which one is busy at a time.
 
-    skipped: gets a line for each variant that does not come up; kvkeep itself must.
-    about: gets what each one says of itself.
-    patience: seconds; readings that would take a variant longer are left out for it.
+    skipped: collects a line for each variant that does not start; kvkeep must start. about:
+    collects version and settings of each variant. patience: seconds; readings that would take a
+    variant longer are skipped for it.
     """
 
     def __init__(
@@ -55,33 +55,34 @@ class WorkerPool:
     ) -> None:
         self._stop(at_once=kind is not None)
 
-    def warm_up(self, ids: list[int], most: int, forks: int = 0) -> None:
-        """Kernels, thread pools and weights are made ready; contexts of `most` tokens opened."""
+    def warm_up(self, ids: list[int], max_tokens: int, forks: int = 0) -> None:
+        """Open contexts of `max_tokens`, warm up, and time a few tokens of each worker."""
         for remote in self.turns(0):
-            remote.open(most, forks)
-            remote.read(ids[:WARMING])
-            remote.open(most, forks)
-            self._per_read[remote.label] = remote.read(ids[:WARMING]) / WARMING
+            remote.open(max_tokens, forks)
+            remote.read(ids[:WARM_UP_TOKENS])
+            remote.open(max_tokens, forks)
+            self._per_read[remote.label] = remote.read(ids[:WARM_UP_TOKENS]) / WARM_UP_TOKENS
             self._per_written[remote.label] = median(remote.write(4))
 
     def turns(
         self, index: int, reading: int = 0, among: Sequence[Remote] | None = None
     ) -> Iterator[Remote]:
-        """Everyone once, or everyone of `among`. Who goes first changes with each `index`.
+        """Yield each worker once, or each of `among`; the first one rotates with `index`.
 
-        reading: tokens that each is about to read; who would lose patience over it is left out.
+        reading: tokens that each is about to prefill; workers that would exceed `patience` are
+        skipped.
         """
-        present = self.remotes if among is None else among
-        able = [each for each in present if self._is_able(each, reading)]
-        first = index % len(able) if able else 0
-        for remote in able[first:] + able[:first]:
+        candidates = self.remotes if among is None else among
+        ready = [remote for remote in candidates if self._is_able(remote, reading)]
+        first = index % len(ready) if ready else 0
+        for remote in ready[first:] + ready[:first]:
             if self._last not in (None, remote):
                 time.sleep(PAUSE)
             self._last = remote
             yield remote
 
     def writing(self, remote: Remote) -> float:
-        """Seconds of a written token, as it was when the worker warmed up."""
+        """Return the seconds of a decoded token, as measured by `warm_up`."""
         return self._per_written[remote.label]
 
     def _start(self, variant: Variant) -> None:
@@ -99,7 +100,7 @@ class WorkerPool:
         if reading * self._per_read.get(remote.label, 0.0) <= self._patience:
             return True
         self._note(
-            f"{remote.label}: to read {reading:,} tokens takes it more than {self._patience:.0f} s"
+            f"{remote.label}: prefill of {reading:,} tokens takes more than {self._patience:.0f} s"
         )
         return False
 

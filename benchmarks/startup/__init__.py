@@ -1,1 +1,1 @@
-"""Whole programs of one token each, timed from the outside; they import nothing of kvkeep."""
+"""Programs that generate one token each, timed from outside; they import nothing of kvkeep."""

@@ -1,4 +1,4 @@
-"""Loads a file with llama-cpp-python and writes a token: `with_llama_cpp.py FILE THREADS`."""
+"""Load a file with llama-cpp-python and generate a token: `with_llama_cpp.py FILE THREADS`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Loads a folder with mlx-lm and writes a token: `with_mlx_lm.py FOLDER`."""
+"""Load a folder with mlx-lm and generate a token: `with_mlx_lm.py FOLDER`."""
 
 import sys
 

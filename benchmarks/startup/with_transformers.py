@@ -1,4 +1,4 @@
-"""Loads a folder with transformers and writes a token: `with_transformers.py FOLDER DEVICE`."""
+"""Load a folder with transformers and generate a token: `with_transformers.py FOLDER DEVICE`."""
 
 import sys
 from typing import Any

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from benchmarks.compare.__main__ import compare
 from benchmarks.compare.plan import PARTS, PEERS, Plan
-from benchmarks.compare.run import MEASURING, Asked, run_benchmark
+from benchmarks.compare.run import PARTS_BY_NAME, BenchmarkOptions, run_benchmark
 from benchmarks.compare.tables import BEGIN, END
 from benchmarks.peers.available import PACKAGES, find_variants
 from benchmarks.peers.base import Setup
@@ -30,13 +30,13 @@ TINY = Plan(
     remembered=100,
     deleted=10,
 )
-Asking = Callable[..., Asked]
+Asking = Callable[..., BenchmarkOptions]
 
 
 @pytest.fixture
 def asking(small_folder: Path) -> Asking:
-    def make(*parts: str, peers: tuple[str, ...] = ("kvkeep", "transformers")) -> Asked:
-        return Asked(parts, peers, str(small_folder), "cpu", None, TINY, quick=True)
+    def make(*parts: str, peers: tuple[str, ...] = ("kvkeep", "transformers")) -> BenchmarkOptions:
+        return BenchmarkOptions(parts, peers, str(small_folder), "cpu", None, TINY, quick=True)
 
     return make
 
@@ -131,7 +131,7 @@ def test_the_command_writes_what_it_found(small_folder: Path, tmp_path: Path) ->
         (["--out", "nowhere/out.json"], "cannot be written"),
         (["--into", "page.md"], "has no lines"),
         (["--table", "page.md"], "is not a result"),
-        (["decode", "--table", "page.md"], "measures nothing"),
+        (["decode", "--table", "page.md"], "takes no parts"),
         (["--model", "nowhere"], "no model 'nowhere'"),
     ],
 )
@@ -184,5 +184,5 @@ def test_llama_cpp_gets_its_file_requantised_once(
 
 
 def test_names_written_out_for_help_are_those_that_exist() -> None:
-    assert tuple(MEASURING) == PARTS
+    assert tuple(PARTS_BY_NAME) == PARTS
     assert tuple(PACKAGES) == PEERS

@@ -7,13 +7,13 @@ import pytest
 
 from benchmarks.compare.plots import draw_plots
 from benchmarks.compare.results import Measure, Reading, Result, Trace
-from benchmarks.compare.summary import best, peers_of, ratio, summarised
+from benchmarks.compare.summary import best, peers_of, ratio, summary_json
 from benchmarks.compare.tables import (
     BEGIN,
     BEGIN_SHORT,
     END,
     END_SHORT,
-    filled,
+    fill_page,
     markdown,
     text_table,
 )
@@ -80,7 +80,7 @@ def test_ratios_are_of_the_same_round_and_above_1_where_kvkeep_is_better(result:
 
 def test_a_result_comes_back_from_its_file(result: Result) -> None:
     text = json.dumps(result.as_json())
-    written = json.loads(text) | json.loads(json.dumps(summarised(result)))
+    written = json.loads(text) | json.loads(json.dumps(summary_json(result)))
     assert json.dumps(Result.from_json(written).as_json()) == text
     assert len(written["figures"]) == 6
     assert [each["variant"] for each in written["ratios"]] == [
@@ -106,7 +106,7 @@ def test_a_quick_or_unfinished_result_is_marked(result: Result) -> None:
     result.quick, result.ended = True, "interrupted"
     for page in (text_table(result), markdown(result)):
         assert "first look" in page
-        assert "Not all of it was measured: interrupted." in page
+        assert "Incomplete: interrupted." in page
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,18 @@ def test_a_page_is_written_between_its_markers_only(
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    page.write_bytes(filled(page, result))
+    page.write_bytes(fill_page(page, result))
     content = page.read_text()
     assert content.startswith(f"before\n{begin}\n\n")
     assert content.endswith(f"\n\n{end}\nafter\n")
     assert there in content
     assert not_there not in content
     assert "old" not in content
-    assert filled(page, result) == content.encode()
+    assert fill_page(page, result) == content.encode()
     page.write_text("no markers")
     for which in (result, None):
         with pytest.raises(InvalidArgument, match="has no lines"):
-            filled(page, which)
+            fill_page(page, which)
 
 
 def test_pictures_are_drawn_of_what_there_is(result: Result) -> None:

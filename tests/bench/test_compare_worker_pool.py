@@ -33,7 +33,7 @@ def test_turns_rotate_and_the_impatient_leave_slow_ones_out(setup: Setup) -> Non
         assert skipped == []
         assert list(pool.turns(0, reading=10**12)) == []
         assert len(skipped) == 3
-        assert "1,000,000,000,000 tokens takes it more than 100 s" in skipped[0]
+        assert "1,000,000,000,000 tokens takes more than 100 s" in skipped[0]
         assert pool.remotes[0].held() > 2**26
         assert pool.writing(pool.remotes[0]) > 0
     assert set(about) == {a, b, c}

@@ -8,7 +8,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.peers.unpacked import unpacked
+from benchmarks.peers.unpacked import unpacked_folder as unpack
 from kvkeep.integrations.transformers import unhook
 from kvkeep.model import Model, load_model
 from kvkeep.models.hub.source import home
@@ -18,7 +18,7 @@ from kvkeep.models.hub.source import home
 def unpacked_folder(smollm2_folder: Path) -> Path:
     """The default model in the layout of Hugging Face; unpacked once."""
     with FileLock(home() / "unpacking.lock"):
-        return unpacked(smollm2_folder, progress=False)
+        return unpack(smollm2_folder, progress=False)
 
 
 @pytest.fixture(scope="session")
