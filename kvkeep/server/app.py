@@ -21,13 +21,13 @@ from kvkeep.server.llamacpp import auxiliary, completion
 from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
-from kvkeep.server.sessions import editing, events, generate, lifecycle, memory
+from kvkeep.server.sessions import editing, generate, lifecycle, views
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _ROUTES = (
     *(health, chat, completions, responses, anthropic, completion, auxiliary),
-    *(lifecycle, generate, editing, memory, events),
+    *(lifecycle, generate, editing, views),
 )
 _PAGE = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")

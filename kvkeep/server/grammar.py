@@ -29,7 +29,8 @@ class Grammar:
 
     def __init__(self, model: Model, grammar: str):
         """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one."""
-        ends = _end_tokens(model)
+        # Model files may name end tokens that the tokenizer's vocabulary lacks.
+        ends = tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
         tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), ends)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InvalidArgument(f"the schema or grammar cannot be used: {problem[:500]}")
@@ -95,11 +96,6 @@ class Grammar:
         """Advance the grammar by a sampled token."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
-
-
-def _end_tokens(model: Model) -> tuple[int, ...]:
-    """Return the end tokens in the tokenizer's vocabulary; files may name others."""
-    return tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
 
 
 @lru_cache(maxsize=4)

@@ -26,6 +26,8 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.keys import ApiKeys
 
 T = TypeVar("T")
+# A request, or a function that returns it for the session as it is when the request is admitted.
+RequestOrFactory = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
 
 
 @dataclass
@@ -82,10 +84,7 @@ class RequestContext:
         return await asyncio.wrap_future(self.engine.inspect(session, self.owner, function))
 
     async def generate(
-        self,
-        request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
-        session: str,
-        revision: int | None = None,
+        self, request: RequestOrFactory, session: str, revision: int | None = None
     ) -> "GenerationStream":
         """Submit a request to a session. Raises what `Engine.submit` does."""
         stream = GenerationStream(1)

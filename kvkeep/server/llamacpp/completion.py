@@ -23,13 +23,7 @@ from kvkeep.server.schemas import (
     SamplingParams,
     TokenId,
 )
-from kvkeep.server.service import (
-    ContextDep,
-    GenerationResult,
-    GenerationStream,
-    RequestContext,
-    Service,
-)
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
@@ -125,7 +119,7 @@ async def completion(
     body = body.with_encoded_bias(context.codec)
     if body.has_many_prompts and (body.stream or body.id_slot >= 0):
         raise InvalidArgument("stream and id_slot take a single prompt")
-    outputs = [_LlamaOutput(body, ids, context.service, index) for index, ids in enumerate(prompts)]
+    outputs = [_LlamaOutput(body, ids, context, index) for index, ids in enumerate(prompts)]
     started = list[GenerationStream]()
     try:
         for ids in prompts:
@@ -161,8 +155,10 @@ async def _start(
 class _LlamaOutput:
     """A completion in the form of llama.cpp's responses. index: of its prompt."""
 
-    def __init__(self, body: LlamaCompletionRequest, ids: list[int], service: Service, index: int):
-        self._body, self._ids, self._service, self._index = body, ids, service, index
+    def __init__(
+        self, body: LlamaCompletionRequest, ids: list[int], context: RequestContext, index: int
+    ):
+        self._body, self._ids, self._context, self._index = body, ids, context, index
 
     def whole(self, result: GenerationResult) -> dict[str, Any]:
         content = self._content(result.text, result.tokens)
@@ -186,7 +182,7 @@ class _LlamaOutput:
         tokens = [event.token for event in sampled] if with_tokens else []
         content: dict[str, Any] = {"content": text, "tokens": tokens}
         if self._body.n_probs:  # partial characters are dropped, as in llama.cpp
-            codec = self._service.model.text
+            codec = self._context.codec
             probabilities = [token_logprobs(codec, event, "ignore") for event in sampled]
             content["completion_probabilities"] = probabilities
         return content
@@ -199,12 +195,12 @@ class _LlamaOutput:
             "index": self._index,
             "id_slot": body.id_slot,
             "stop": True,
-            "model": self._service.name,
+            "model": self._context.service.name,
             "tokens_predicted": usage.generated,
             "tokens_evaluated": len(self._ids),
             "tokens_cached": cached,
             "generation_settings": settings,
-            "prompt": self._service.model.text.decode(self._ids),
+            "prompt": self._context.codec.decode(self._ids),
             "truncated": end.reason == "full",
             "stop_type": _STOP_TYPES[end.reason],
             "stopping_word": end.stop or "",

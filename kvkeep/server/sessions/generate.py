@@ -1,27 +1,21 @@
 """Feeding a session, generating in it, and chat turns in it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import (
-    GeneratedToken,
-    GenerationRequest,
-    PrefillProgress,
-    SessionRecord,
-    chat_turn,
-)
+from kvkeep.engine import GeneratedToken, GenerationRequest, PrefillProgress, chat_turn
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import template_messages
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
-from kvkeep.server.service import GenerationResult, GenerationStream
+from kvkeep.server.service import GenerationResult, GenerationStream, RequestOrFactory
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
@@ -51,18 +45,11 @@ class FeedRequest(SamplingParams):
             return tuple(codec.encode(codec.chat(messages, generation_prompt)))
         return tuple(self.tokens or codec.encode(self.text or "", self.special))
 
-    def name_span(self) -> Callable[[Session, int, int], None] | None:
-        """Return a callback that names the prefilled tokens, which precede the sampled ones."""
-        name = self.span
-        if name is None:
-            return None
-
-        def name_prefilled(session: Session, prefilled: int, sampled: int) -> None:
-            end = len(session.tokens) - sampled
-            if prefilled:
-                session.name(name, end - prefilled, end)
-
-        return name_prefilled
+    def name_span(self, session: Session, prefilled: int, sampled: int) -> None:
+        """Name the prefilled tokens, which precede the sampled ones, if a name is given."""
+        end = len(session.tokens) - sampled
+        if self.span is not None and prefilled:
+            session.name(self.span, end - prefilled, end)
 
 
 class GenerateRequest(FeedRequest):
@@ -85,7 +72,7 @@ async def feed(body: FeedRequest, session: SessionDep) -> Response | dict[str, A
     ids = await asyncio.to_thread(body.encode, session.codec, False)
     if not ids:
         raise InvalidArgument("nothing to prefill: give text, tokens or messages")
-    request = GenerationRequest(ids, 0, on_end=body.name_span())
+    request = GenerationRequest(ids, 0, on_end=body.name_span)
     return await _run(request, session, body.stream)
 
 
@@ -94,8 +81,9 @@ async def generate(body: GenerateRequest, session: SessionDep) -> Response | dic
     """Prefill what is given, if anything, and generate."""
     ids = await asyncio.to_thread(body.encode, session.codec, True)
     (sampling,) = body.samplings(temperature=0.0)
-    on_end = body.name_span()
-    request = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, on_end=on_end)
+    request = GenerationRequest(
+        ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span
+    )
     return await _run(request, session, body.stream)
 
 
@@ -112,9 +100,7 @@ async def say(body: TurnRequest, session: SessionDep) -> Response | dict[str, An
 
 
 async def _run(
-    request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
-    session: SessionContext,
-    streamed: bool,
+    request: RequestOrFactory, session: SessionContext, streamed: bool
 ) -> Response | dict[str, Any]:
     """Run a request in a session; respond with the whole result or with a stream of events."""
     generations = await session.generate(request, session.name, session.revision)

@@ -20,7 +20,6 @@ from kvkeep.server.sessions.entry import (
     session_entry,
     session_response,
 )
-from kvkeep.storage.objects.paths import Source
 
 router = APIRouter()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -151,15 +150,11 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):  # deleted meanwhile
             size, created = file.stat().st_size, int(file.stat().st_mtime)
             entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
-            entries.append({**entry, "session": _session_of(engine, file)})
+            session = None
+            with suppress(StoreError):  # restoring it reports that it is damaged
+                session = engine.snapshot_session_name(file)
+            entries.append({**entry, "session": session})
     return entries
-
-
-def _session_of(engine: Engine, file: Source) -> str | None:
-    try:
-        return engine.snapshot_session_name(file)
-    except StoreError:  # restoring it reports that it is damaged
-        return None
 
 
 @router.delete("/v1/snapshots/{name}")

@@ -1,0 +1,241 @@
+"""Views of sessions: tokens and cells, operations, and why prompts miss the prefix cache."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from itertools import groupby
+from typing import Annotated, Any
+
+import torch
+from fastapi import APIRouter, Query
+from starlette.responses import StreamingResponse
+
+from kvkeep.cache.ragged import Ragged
+from kvkeep.engine import Engine, Operation, SessionRecord, TextDifference, text_difference
+from kvkeep.errors import InvalidArgument
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.errors import ApiError
+from kvkeep.server.service import ContextDep, RequestContext
+from kvkeep.server.sessions.entry import SessionName, session_entry
+from kvkeep.server.sessions.generate import FeedRequest
+from kvkeep.server.sse import EVENTS, sse_event, sse_response
+from kvkeep.session.session import Session
+from kvkeep.session.streaming import SEAM, pieces_of
+
+router = APIRouter()
+_MAX_PIECES = 4096
+_SESSION_FIELDS = (
+    *("name", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
+    *("resident", "saved_revision", "policy"),
+)
+_Index = Annotated[int, Query(ge=0, lt=2**16)]
+_Position = Annotated[int, Query(ge=0, lt=2**40)]
+_POLL_SECONDS = 1.0  # between two checks for the server's shutdown
+_KEEPALIVE_POLLS = 15
+_QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are dropped
+
+
+@router.get("/v1/sessions/{name}/memory")
+async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
+    """Return runs of tokens: kept, pinned, window, grouped, compressed or forgotten."""
+    return await context.inspect(name, lambda record: _memory(record, context.engine))
+
+
+@router.get("/v1/sessions/{name}/text")
+async def text(
+    name: SessionName,
+    context: ContextDep,
+    start: _Position = 0,
+    end: Annotated[int | None, Query(ge=0, lt=2**40)] = None,
+) -> dict[str, Any]:
+    """Return tokens `start ... end - 1` with the text of each; at most 4,096.
+
+    The texts joined are the text of these tokens: a character of several tokens comes with the
+    last of them, and the others have "".
+    """
+
+    def pieces(record: SessionRecord) -> dict[str, Any]:
+        tokens = record.live.tokens
+        last = min(len(tokens) if end is None else end, start + _MAX_PIECES, len(tokens))
+        if start > len(tokens):
+            raise InvalidArgument(f"there are {len(tokens)} tokens; found start {start}")
+        ids = tokens[start:last]
+        texts = pieces_of(context.codec, tokens[max(0, start - SEAM) : start], ids)
+        return {
+            "start": start,
+            "total": len(tokens),
+            "revision": record.revision,
+            "pieces": [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)],
+        }
+
+    return await context.inspect(name, pieces)
+
+
+@router.get("/v1/sessions/{name}/heads")
+async def heads(
+    name: SessionName,
+    context: ContextDep,
+    layer: _Index | None = None,
+    head: _Index | None = None,
+) -> dict[str, Any]:
+    """Return how many cells each layer and KV head holds; they differ after compression.
+
+    With `layer` and `head`: the positions, of `0 ... end - 1`, of that head's cells.
+    """
+    if (layer is None) != (head is None):
+        raise InvalidArgument("give both layer and head, or neither")
+    if layer is None or head is None:
+        return await context.inspect(name, lambda record: _cell_counts(record.live))
+    return await context.inspect(name, lambda record: _head_positions(record.live, layer, head))
+
+
+def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
+    session, entry = record.live, session_entry(record)
+    runs, start = list[dict[str, Any]](), 0
+    for status, tokens in groupby(session.token_status):
+        count = sum(1 for _ in tokens)
+        runs.append({"standing": status, "start": start, "count": count})
+        start += count
+    spans = {
+        span.name: {"start": span.start, "end": span.end, "remembered": span.remembered}
+        for span in session.spans.values()
+    }
+    return {
+        **{field: entry[field] for field in _SESSION_FIELDS},
+        "bytes_shared": engine.shared_bytes(record),
+        "runs": runs,
+        "spans": spans,
+    }
+
+
+def _cell_counts(session: Session) -> dict[str, Any]:
+    layout = session.cache.layout
+    counts = torch.zeros(layout.layers, layout.kv_heads, dtype=torch.int64, device="cpu")
+    for segment in session.cache.segments:
+        cells = segment.block.slots
+        counts += cells.counts if isinstance(cells, Ragged) else segment.length
+    return {"layers": layout.layers, "kv_heads": layout.kv_heads, "cells": counts.tolist()}
+
+
+def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
+    layout = session.cache.layout
+    if layer >= layout.layers or head >= layout.kv_heads:
+        raise InvalidArgument(
+            f"there are {layout.layers} layers with {layout.kv_heads} KV heads; found layer "
+            f"{layer}, head {head}"
+        )
+    cell_positions = list[int]()
+    for segment in session.cache.segments:
+        cells = segment.view(0, segment.length)
+        if isinstance(cells, Ragged):
+            positions = cells.positions[cells.head_slice(layer, head)]
+        else:  # `[n]` for all heads alike, or `[layers, kv_heads, n]`
+            positions = cells.positions
+            positions = positions[layer, head] if positions.ndim == 3 else positions
+        cell_positions += positions.tolist()
+    end = max([len(session.tokens), *(position + 1 for position in cell_positions)])
+    return {"layer": layer, "head": head, "positions": sorted(cell_positions), "end": end}
+
+
+@router.get("/v1/events", response_model=None, responses=EVENTS)
+async def events(context: ContextDep) -> StreamingResponse:
+    """Stream each operation on the owner's sessions, from now on."""
+    return sse_response(_stream(context, None))
+
+
+@router.get("/v1/operations")
+async def operations(context: ContextDep) -> dict[str, Any]:
+    """List recent operations, the newest first."""
+    recent = await asyncio.wrap_future(context.engine.operations(context.owner))
+    return {"object": "list", "data": [_entry(operation) for operation in recent]}
+
+
+@router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
+async def session_events(name: SessionName, context: ContextDep) -> StreamingResponse:
+    """Stream each operation on one session, from now on."""
+    await asyncio.wrap_future(context.engine.find(name, context.owner))
+    return sse_response(_stream(context, name))
+
+
+@router.post("/v1/prefix/explain")
+async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
+    """Report how much of a prompt would be reused, and why not more. The model does not run."""
+    ids = await asyncio.to_thread(body.encode, context.codec, True)
+    if not ids:
+        raise ApiError(400, "give text, tokens or messages")
+    match = await asyncio.wrap_future(context.engine.explain(ids, context.owner))
+    return {
+        "prompt_tokens": len(ids),
+        "reused": match.tokens,
+        "session": match.record.name if match.record else None,
+        "reason": match.reason,
+        "differs_at": match.common if match.common < len(ids) else None,
+        **_difference_texts(text_difference(ids, match), context.codec),
+    }
+
+
+@router.get("/v1/prefix/misses")
+async def misses(context: ContextDep) -> dict[str, Any]:
+    """List recent prompts that were reused in part or not at all, in the form of `explain`."""
+    recent = await asyncio.wrap_future(context.engine.cache_misses(context.owner))
+    data = [
+        {
+            "number": miss.number,
+            "created": int(miss.when),
+            "prompt_tokens": miss.tokens,
+            "reused": miss.reused,
+            "session": miss.session,
+            "reason": miss.reason,
+            "differs_at": miss.difference.at if miss.difference else None,
+            **_difference_texts(miss.difference, context.codec),
+        }
+        for miss in recent
+    ]
+    return {"object": "list", "data": data}
+
+
+def _difference_texts(difference: TextDifference | None, codec: TextCodec) -> dict[str, str]:
+    """Return the text that both share before the first difference, and how each continues."""
+    if difference is None:
+        return {}
+    shared = difference.at - difference.start
+    decode = codec.decode if difference.start == 0 else codec.decode_inside
+    return {
+        "common_text": decode(difference.prompt[:shared]),
+        "prompt_text": codec.decode_inside(difference.prompt[shared:]),
+        "nearest_text": codec.decode_inside(difference.nearest[shared:]),
+    }
+
+
+def _entry(operation: Operation) -> dict[str, Any]:
+    fields = dataclasses.asdict(operation)
+    return {name: value for name, value in fields.items() if name != "owner"}
+
+
+async def _stream(context: RequestContext, name: str | None) -> AsyncIterator[bytes]:
+    """Yield an owner's operations, of one session or of all, until the server shuts down."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_QUEUE_SIZE)
+
+    def enqueue(operation: Operation) -> None:
+        if not queue.full():
+            queue.put_nowait(operation)
+
+    def listener(operation: Operation) -> None:
+        if operation.owner == context.owner and name in (None, operation.session):
+            loop.call_soon_threadsafe(enqueue, operation)
+
+    stop_listening = context.engine.watch(listener)
+    try:
+        yield b": kvkeep\n\n"
+        idle_polls = 0
+        while not context.service.closing:
+            try:
+                operation = await asyncio.wait_for(queue.get(), _POLL_SECONDS)
+            except TimeoutError:
+                idle_polls += 1
+                if idle_polls % _KEEPALIVE_POLLS == 0:
+                    yield b": still here\n\n"
+                continue
+            yield sse_event(_entry(operation), "operation")
+    finally:
+        stop_listening()
