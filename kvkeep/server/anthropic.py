@@ -85,16 +85,16 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
     samplings = constrain(context, params.samplings(), tools)
     request = GenerationRequest(tuple(ids), body.max_tokens)
     generations = await start_generations(context, request, samplings)
-    head = {
+    common = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
         "role": "assistant",
         "model": context.service.name,
     }
     if body.stream:
-        return sse_response(_stream(generations, head, tools), _error_event)
+        return sse_response(_stream(generations, common, tools), _error_event)
     (result,) = await context.collect(generations)
-    return _message(head, result, tools)
+    return _message(common, result, tools)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -103,16 +103,16 @@ async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[st
     return {"input_tokens": len(await body.encode_prompt(context, body.checked_tools()))}
 
 
-def _message(head: dict[str, Any], result: GenerationResult, tools: Tools) -> dict[str, Any]:
+def _message(common: dict[str, Any], result: GenerationResult, tools: Tools) -> dict[str, Any]:
     text, calls = tools.parse(result.text)
     content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
     content += [_tool_use(call) for call in calls]
     usage = _usage(result.end.usage, result.end.usage.generated)
-    return {**head, "content": content, **_stop_fields(result.end, calls), "usage": usage}
+    return {**common, "content": content, **_stop_fields(result.end, calls), "usage": usage}
 
 
 async def _stream(
-    generations: GenerationStream, head: dict[str, Any], tools: Tools
+    generations: GenerationStream, common: dict[str, Any], tools: Tools
 ) -> AsyncIterator[bytes]:
     """Yield text as it comes; with tools, yield all of it at the end, once calls are parsed."""
     started = False
@@ -122,7 +122,7 @@ async def _stream(
         if not started:
             started = True
             usage = _usage(generations.generations[0].usage, 0)
-            message = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
+            message = {**common, "content": [], "stop_reason": None, "stop_sequence": None}
             yield _event("message_start", message={**message, "usage": usage})
             yield _event("ping")
             if not tools:

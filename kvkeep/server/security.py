@@ -127,7 +127,7 @@ def _without_port(host: str) -> str:
 
 
 class _LimitedBody:
-    """A request body cut off at MAX_BODY bytes, whatever length its headers name."""
+    """A request body cut off at MAX_BODY bytes, even if Content-Length is wrong or missing."""
 
     def __init__(self, receive: Receive, send: Send):
         self._receive, self._send, self._received = receive, send, 0

@@ -24,8 +24,8 @@ JSON_OR_EVENTS: dict[int | str, dict[str, Any]] = {
 def sse_event(data: Any, name: str | None = None) -> bytes:
     """Encode one event. data: a JSON value; name: the event type, for APIs that have types."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {text}\n\n".encode()
+    event_line = f"event: {name}\n" if name else ""
+    return f"{event_line}data: {text}\n\n".encode()
 
 
 def openai_error_event(error: ApiError) -> bytes:
@@ -35,7 +35,7 @@ def openai_error_event(error: ApiError) -> bytes:
 def sse_response(
     events: AsyncIterator[bytes], error_event: Callable[[ApiError], bytes] = openai_error_event
 ) -> StreamingResponse:
-    """Return a streaming response that proxies are told neither to cache nor to buffer.
+    """Return a streaming response with headers that keep proxies from caching and buffering.
 
     error_event: encodes the last event of a stream that fails.
     """

@@ -1,8 +1,8 @@
-"""Tools: how the model learns of them, and the parsing of its calls.
+"""Tools: their description in the prompt, and the parsing of the model's calls.
 
-Templates that support tools are given them. For others, SmolLM2's among them, the tools are
-described in the system message in the form that Hermes models are trained on, `<tool_call>` around
-JSON, which most small models follow: https://github.com/NousResearch/Hermes-Function-Calling.
+Templates that support tools render them. For others, SmolLM2's among them, the tools are described
+in the system message in the form that Hermes models are trained on, `<tool_call>` around JSON,
+which most small models follow: https://github.com/NousResearch/Hermes-Function-Calling.
 """
 
 import json

@@ -51,7 +51,7 @@ def node_folder(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def test_openai_for_node(server: RunningServer, node_folder: Path) -> None:
+def test_openai_for_node_completes_all_its_calls(server: RunningServer, node_folder: Path) -> None:
     command = [find_program("node"), SCRIPT.name, f"{server.url}/v1"]
     ran = subprocess.run(command, cwd=node_folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -60,7 +60,9 @@ def test_openai_for_node(server: RunningServer, node_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_llm(server: RunningServer, tmp_path: Path, streamed: bool) -> None:
+def test_llm_answers_a_prompt_and_a_follow_up(
+    server: RunningServer, tmp_path: Path, streamed: bool
+) -> None:
     """A model of the program's list takes a prompt and then a follow-up."""
     entry = {
         "model_id": "kept",
@@ -82,7 +84,7 @@ def test_llm(server: RunningServer, tmp_path: Path, streamed: bool) -> None:
     assert "Rome" in fields
 
 
-def test_curl(server: RunningServer) -> None:
+def test_curl_gets_a_response_a_stream_and_an_error(server: RunningServer) -> None:
     """A whole response, a stream, and an error."""
     program = find_program("curl")
 

@@ -182,9 +182,9 @@ def test_a_snapshot_is_taken_and_restored(page: Page, client: httpx.Client) -> N
 
 
 def test_a_missed_prompt_has_a_card(page: Page, client: httpx.Client) -> None:
-    said = "You answer in one word. " * 20
+    prompt = "You answer in one word. " * 20
     for question in ("What is the capital of France?", "What is two and two?"):
-        messages = [{"role": "system", "content": said}, {"role": "user", "content": question}]
+        messages = [{"role": "system", "content": prompt}, {"role": "user", "content": question}]
         options = {"model": "smollm2", "messages": messages, "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=options).status_code == 200
     page.get_by_role("link", name="Missed prompts").click()

@@ -68,7 +68,7 @@ def test_a_chat_completion_equals_a_session_in_python(
 
 
 def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
-    whole = complete(client, logprobs=True, top_logprobs=2)
+    expected = complete(client, logprobs=True, top_logprobs=2)
     chunks = list(
         complete(
             client,
@@ -81,12 +81,14 @@ def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     parts = [chunk.choices[0] for chunk in chunks[:-1]]
-    assert "".join(part.delta.content or "" for part in parts) == whole.choices[0].message.content
+    assert (
+        "".join(part.delta.content or "" for part in parts) == expected.choices[0].message.content
+    )
     reasons = [part.finish_reason for part in parts if part.finish_reason]
-    assert reasons == [whole.choices[0].finish_reason]
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert reasons == [expected.choices[0].finish_reason]
+    assert chunks[-1].usage.completion_tokens == expected.usage.completion_tokens
     entries = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
-    assert entries == whole.choices[0].logprobs.content
+    assert entries == expected.choices[0].logprobs.content
     assert all(len(entry.top_logprobs) == 2 for entry in entries)
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
 
@@ -115,10 +117,10 @@ def test_the_next_turn_reuses_the_earlier_turns(client: openai.OpenAI) -> None:
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
-    whole = complete(client).choices[0].message.content
-    stop = whole[len(whole) // 2 :][:3]
+    full_text = complete(client).choices[0].message.content
+    stop = full_text[len(full_text) // 2 :][:3]
     output = complete(client, stop=[stop, "never"])
-    assert output.choices[0].message.content == whole[: whole.index(stop)]
+    assert output.choices[0].message.content == full_text[: full_text.index(stop)]
     assert output.choices[0].finish_reason == "stop"
 
 
@@ -209,7 +211,7 @@ def test_disconnecting_cancels_the_generation(server: RunningServer) -> None:
         time.sleep(0.01)
 
 
-def test_concurrent_requests_of_the_async_client(server: RunningServer) -> None:
+def test_the_async_client_sends_concurrent_requests(server: RunningServer) -> None:
     async def send_all() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             params = [
@@ -226,7 +228,9 @@ def test_concurrent_requests_of_the_async_client(server: RunningServer) -> None:
     assert asyncio.run(send_all()) == asyncio.run(send_all())
 
 
-def test_a_stream_of_the_async_client(client: openai.OpenAI, server: RunningServer) -> None:
+def test_the_async_client_streams_the_whole_response(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
     params: dict[str, Any] = {"model": "x", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
 
     async def streamed() -> str:
@@ -234,8 +238,8 @@ def test_a_stream_of_the_async_client(client: openai.OpenAI, server: RunningServ
             stream = await output.chat.completions.create(stream=True, **params)
             return "".join([item.choices[0].delta.content or "" async for item in stream])
 
-    whole = client.chat.completions.create(**params).choices[0].message.content
-    assert asyncio.run(streamed()) == whole
+    expected = client.chat.completions.create(**params).choices[0].message.content
+    assert asyncio.run(streamed()) == expected
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ def test_a_completion_equals_a_session_in_python(client: openai.OpenAI, smollm2:
 
 
 def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
-    whole = complete(client, logprobs=2)
+    expected = complete(client, logprobs=2)
     chunks = list(complete(client, stream=True, logprobs=2))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.choices[0].text
     tokens = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens]
-    assert tokens == whole.choices[0].logprobs.tokens
+    assert tokens == expected.choices[0].logprobs.tokens
     assert len(tokens) == 10
-    assert all(len(top) == 2 for top in whole.choices[0].logprobs.top_logprobs)
+    assert all(len(top) == 2 for top in expected.choices[0].logprobs.top_logprobs)
 
 
 def test_max_tokens_may_be_zero(client: openai.OpenAI) -> None:

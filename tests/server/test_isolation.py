@@ -39,12 +39,12 @@ async def post_with_retry(client: httpx.AsyncClient, body: dict[str, Any]) -> di
 
 async def converse(client: httpx.AsyncClient, number: int) -> dict[str, Any]:
     """Take turns, some of them after a streamed request that is cancelled."""
-    draw, own = random.Random(1000 + number), marker(number)
+    draw, word = random.Random(1000 + number), marker(number)
     messages = [{"role": "system", "content": SHARED}]
     texts: list[str] = []
     reused = 0
     for turn in range(TURNS):
-        messages.append({"role": "user", "content": f"Turn {turn}: repeat the word {own}."})
+        messages.append({"role": "user", "content": f"Turn {turn}: repeat the word {word}."})
         body = {"messages": messages, "max_tokens": 6, "temperature": 0.8, "seed": number}
         if draw.random() < 0.25:
             async with client.stream(

@@ -45,19 +45,19 @@ def test_a_completion_equals_a_session_in_python(client: httpx.Client, smollm2: 
 
 
 def test_a_stream_equals_the_whole_response(client: httpx.Client) -> None:
-    whole, parts = complete(client, LONG, n_probs=3), []
+    expected, parts = complete(client, LONG, n_probs=3), []
     body = {"prompt": LONG, "n_predict": 10, "temperature": 0, "stream": True, "n_probs": 3}
     body["return_progress"] = True
     with client.stream("POST", "/completion", json=body) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 parts.append(json.loads(line[6:]))
-    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert "".join(part["content"] for part in parts) == expected["content"]
     assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
     likely = [item for part in parts for item in part.get("completion_probabilities", ())]
-    assert likely == whole["completion_probabilities"]
+    assert likely == expected["completion_probabilities"]
     assert all(len(item["top_logprobs"]) == 3 for item in likely)
-    assert parts[0]["prompt_progress"]["total"] == whole["tokens_evaluated"]
+    assert parts[0]["prompt_progress"]["total"] == expected["tokens_evaluated"]
     assert parts[-1]["timings"]["predicted_n"] == 10
 
 
@@ -112,14 +112,14 @@ def test_a_slot_is_saved_restored_and_erased(client: httpx.Client) -> None:
     text = topic_text()[5000:7000]
     first = complete(client, text, id_slot=1)
     assert first["tokens_cached"] == 0
-    whole = client.post("/slots/1?action=save", json={"filename": "one.bin"}).json()
-    assert whole["n_saved"] == first["tokens_evaluated"] + first["tokens_predicted"]
+    saved = client.post("/slots/1?action=save", json={"filename": "one.bin"}).json()
+    assert saved["n_saved"] == first["tokens_evaluated"] + first["tokens_predicted"]
     again = complete(client, text, id_slot=1)
     assert again["content"] == first["content"]
     assert again["tokens_cached"] > 256
     assert client.post("/slots/1?action=erase").json()["n_erased"] > 0
     result = client.post("/slots/0?action=restore", json={"filename": "one.bin"}).json()
-    assert result["n_restored"] == whole["n_saved"]
+    assert result["n_restored"] == saved["n_saved"]
     restored = complete(client, text, id_slot=0)
     assert restored["content"] == first["content"]
     assert restored["tokens_cached"] > 256

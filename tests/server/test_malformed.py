@@ -70,15 +70,15 @@ def allows(schema: dict[str, Any], value: Any, schemas: dict[str, Any]) -> bool:
         return isinstance(value, dict)
     if "anyOf" in schema:
         return any(allows(item, value, schemas) for item in schema["anyOf"])
-    kinds = {"string": str, "boolean": bool, "array": list, "object": dict}
-    kind = schema.get("type")
-    if kind in ("integer", "number"):
+    python_types = {"string": str, "boolean": bool, "array": list, "object": dict}
+    json_type = schema.get("type")
+    if json_type in ("integer", "number"):
         bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
         huge = isinstance(value, (int, float)) and any(item in schema for item in bounds)
         return isinstance(value, (int, float)) and not huge
-    if kind == "string" and isinstance(value, str):
+    if json_type == "string" and isinstance(value, str):
         return False  # a lone surrogate is in no text
-    return kind not in kinds or isinstance(value, kinds[kind])
+    return json_type not in python_types or isinstance(value, python_types[json_type])
 
 
 def require_refused(response: httpx.Response) -> None:
@@ -93,8 +93,8 @@ def test_bodies_that_are_not_json_are_refused(client: httpx.Client) -> None:
     draw = random.Random(1)
     count = 0
     for path, valid in VALID.items():
-        whole = json.dumps(valid).encode()
-        bodies = [whole[: draw.randrange(len(whole))] for _ in range(60)]
+        valid_body = json.dumps(valid).encode()
+        bodies = [valid_body[: draw.randrange(len(valid_body))] for _ in range(60)]
         bodies += [bytes(draw.randrange(256) for _ in range(30)) for _ in range(20)]
         bodies += [b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe{}", b"nul", b"{]", b"NaN", b'"x"']
         for body in bodies:

@@ -49,15 +49,15 @@ def test_a_message_equals_a_session_in_python(client: anthropic.Anthropic, smoll
 
 
 def test_a_stream_equals_the_whole_response(client: anthropic.Anthropic) -> None:
-    whole = create_message(client)
+    expected = create_message(client)
     with client.messages.stream(
         model="smollm2", messages=QUESTION, max_tokens=12, extra_body={"temperature": 0}
     ) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == whole.content[0].text == final.content[0].text
-    assert final.usage.output_tokens == whole.usage.output_tokens
-    assert final.stop_reason == whole.stop_reason
+    assert text == expected.content[0].text == final.content[0].text
+    assert final.usage.output_tokens == expected.usage.output_tokens
+    assert final.stop_reason == expected.stop_reason
 
 
 def test_a_stop_sequence_is_reported(client: anthropic.Anthropic) -> None:
@@ -159,15 +159,15 @@ def test_the_assistants_last_message_is_continued(client: anthropic.Anthropic) -
     assert "Rome" in create_message(client, [*history, fields]).content[0].text
 
 
-def test_the_async_client(server: RunningServer) -> None:
+def test_the_async_client_gets_the_same_text_whole_and_streamed(server: RunningServer) -> None:
     async def talk() -> tuple[str, str]:
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
             params: dict[str, Any] = {"model": "x", "messages": QUESTION, "max_tokens": 12}
             params["extra_body"] = {"temperature": 0}
-            whole = await client.messages.create(**params)
+            message = await client.messages.create(**params)
             async with client.messages.stream(**params) as stream:
                 text = "".join([item async for item in stream.text_stream])
-            return whole.content[0].text, text
+            return message.content[0].text, text
 
     first, other = asyncio.run(talk())
     assert first == other

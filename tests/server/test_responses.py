@@ -67,14 +67,14 @@ def test_responses_that_continue_another_leave_it_unchanged(client: openai.OpenA
 
 
 def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
-    whole = create(client)
+    expected = create(client)
     events = list(create(client, stream=True))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == whole.output_text
+    assert "".join(deltas) == expected.output_text
     assert events[0].type == "response.created"
-    assert events[-1].response.output_text == whole.output_text
+    assert events[-1].response.output_text == expected.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert client.responses.retrieve(events[0].response.id).output_text == whole.output_text
+    assert client.responses.retrieve(events[0].response.id).output_text == expected.output_text
 
 
 def test_a_response_with_store_false_is_not_found(

@@ -14,7 +14,7 @@ from kvkeep.server.security import MAX_BODY
 ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"
 
 
-def test_health_and_models(server: RunningServer) -> None:
+def test_health_and_models_describe_the_served_model(server: RunningServer) -> None:
     with server.client() as client:
         assert client.get("/health").json() == {"status": "ok"}
         (model,) = client.get("/v1/models").json()["data"]

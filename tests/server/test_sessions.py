@@ -75,18 +75,19 @@ def test_a_stream_equals_the_whole_response(client: httpx.Client) -> None:
     name = create(client)
     post_action(client, name, "feed", text=TEXT[:900])
     first, other = (post_action(client, name, "fork")["name"] for _ in range(2))
-    whole = post_action(client, first, "generate", max_tokens=12, temperature=0.8, seed=3)
+    expected = post_action(client, first, "generate", max_tokens=12, temperature=0.8, seed=3)
     body = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "stream": True}
     events = []
     with client.stream("POST", f"/v1/sessions/{other}/generate", json=body) as response:
         for line in response.iter_lines():
             if line.startswith("event: "):
-                kind = line[7:]
+                event_name = line[7:]
             elif line.startswith("data: "):
-                events.append((kind, json.loads(line[6:])))
-    assert [data["token"] for kind, data in events if kind == "token"] == whole["tokens"]
+                events.append((event_name, json.loads(line[6:])))
+    tokens = [data["token"] for event_name, data in events if event_name == "token"]
+    assert tokens == expected["tokens"]
     assert events[-1][0] == "done"
-    assert events[-1][1]["text"] == whole["text"]
+    assert events[-1][1]["text"] == expected["text"]
 
 
 def test_forks_and_snapshots_continue_to_the_bit(client: httpx.Client) -> None:
@@ -340,9 +341,9 @@ def test_token_texts_join_to_the_whole_text(client: httpx.Client, smollm2: Model
     client.post("/v1/sessions", json={"name": name})
     client.post(f"/v1/sessions/{name}/feed", json={"text": text})
     ids = smollm2.text.encode(text)
-    whole = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
-    assert "".join(piece["text"] for piece in whole) == text
+    pieces = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
+    assert "".join(piece["text"] for piece in pieces) == text
     for start in range(len(ids)):
         result = client.get(f"/v1/sessions/{name}/text", params={"start": start}).json()["pieces"]
-        assert result == whole[start:]
+        assert result == pieces[start:]
     client.delete(f"/v1/sessions/{name}")

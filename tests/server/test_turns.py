@@ -100,9 +100,9 @@ def test_a_cancelled_reply_belongs_to_its_turn(client: httpx.Client) -> None:
     assert spans["turn 1 answer"]["end"] > spans["turn 1 answer"]["start"]
     take_turn(client, name, QUESTIONS[0], max_tokens=4)
     text = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
-    whole = "".join(item["text"] for item in text)
-    assert whole.count("<|im_start|>assistant") == 2
-    assert whole.index("<|im_end|>", whole.index("story")) < whole.index("capital")
+    chat_text = "".join(item["text"] for item in text)
+    assert chat_text.count("<|im_start|>assistant") == 2
+    assert chat_text.index("<|im_end|>", chat_text.index("story")) < chat_text.index("capital")
 
 
 def test_user_text_is_not_parsed_as_control_tokens(client: httpx.Client, smollm2: Model) -> None:

@@ -1,7 +1,5 @@
 """`/v1/chat/completions`: the assistant's next message."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -17,6 +15,7 @@ from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.openai.usage import (
     FINGERPRINT,
     FINISH_REASONS,
+    completion_fields,
     llamacpp_progress,
     llamacpp_timings,
     token_logprobs,
@@ -69,12 +68,6 @@ class ChatRequest(SamplingParams):
     return_progress: bool = False
 
     @property
-    def token_limit(self) -> int | None:
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        return self.max_tokens
-
-    @property
     def continue_final(self) -> bool | None:
         """Whether to continue the last message; None for "if it is the assistant's"."""
         if self.continue_final_message and self.add_generation_prompt:
@@ -109,24 +102,20 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     schema, tools = body.wanted_schema(), body.checked_tools()
     prompt = await prompt_ids(context, body.messages, tools, body.continue_final)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    limit = context.service.max_tokens(body.token_limit)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit = context.service.max_tokens(limit)
     request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
     samplings = constrain(context, body.samplings(body.n or 1), tools, schema, body.grammar)
     generations = await start_generations(context, request, samplings)
-    head = {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "created": int(time.time()),
-        "model": context.service.name,
-        "system_fingerprint": FINGERPRINT,
-    }
+    common = {**completion_fields("chatcmpl", context.service), "system_fingerprint": FINGERPRINT}
     if body.stream:
-        return sse_response(_ChatStream(generations, body, tools, head, context.codec).events())
+        return sse_response(_ChatStream(generations, body, tools, common, context.codec).events())
     results = await context.collect(generations)
     choices = [
         _choice(index, result, body, tools, context.codec) for index, result in enumerate(results)
     ]
     totals = usage_and_timings(results)
-    return {**head, "object": "chat.completion", "choices": choices, **totals}
+    return {**common, "object": "chat.completion", "choices": choices, **totals}
 
 
 @router.post("/v1/chat/completions/input_tokens", response_model=None)
@@ -166,11 +155,11 @@ class _ChatStream:
         generations: GenerationStream,
         body: ChatRequest,
         tools: Tools,
-        head: dict[str, Any],
+        common: dict[str, Any],
         codec: TextCodec,
     ):
         self._generations, self._body, self._tools, self._codec = generations, body, tools, codec
-        self._head = {**head, "object": "chat.completion.chunk"}
+        self._common = {**common, "object": "chat.completion.chunk"}
         self._sent = [0] * len(generations.results)  # characters of each text sent to the client
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -189,7 +178,7 @@ class _ChatStream:
         options = self._body.stream_options
         if options and options.include_usage:
             totals = usage_and_timings(self._generations.results)
-            yield sse_event({**self._head, "choices": [], **totals})
+            yield sse_event({**self._common, "choices": [], **totals})
         yield DONE
 
     def _next_text(self, index: int) -> dict[str, Any]:
@@ -229,7 +218,7 @@ class _ChatStream:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
         if sampled and sampled.logprob:
             choice["logprobs"] = {"content": [token_logprobs(self._codec, sampled)]}
-        return sse_event({**self._head, "choices": [choice], **extra})
+        return sse_event({**self._common, "choices": [choice], **extra})
 
 
 def _finish_reason(end: Finished, calls: Sequence[ToolCall]) -> str:

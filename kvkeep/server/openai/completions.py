@@ -2,8 +2,6 @@
 
 import asyncio
 import codecs
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -14,7 +12,12 @@ from starlette.responses import Response
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, TokenLogprob
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import start_generations
-from kvkeep.server.openai.usage import FINISH_REASONS, openai_usage, usage_and_timings
+from kvkeep.server.openai.usage import (
+    FINISH_REASONS,
+    completion_fields,
+    openai_usage,
+    usage_and_timings,
+)
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
     MAX_TOKENS,
@@ -57,40 +60,35 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
     )
     generations = await start_generations(context, request, body.samplings(body.n))
-    head = {
-        "id": f"cmpl-{secrets.token_hex(12)}",
-        "created": int(time.time()),
-        "model": context.service.name,
-        "object": "text_completion",
-    }
+    common = {**completion_fields("cmpl", context.service), "object": "text_completion"}
     echo = codec.decode(ids) if body.echo else ""
     if body.stream:
-        return sse_response(_stream(generations, head, body, echo, codec))
+        return sse_response(_stream(generations, common, body, echo, codec))
     choices, results = [], await context.collect(generations)
     for index, result in enumerate(results):
         logprobs = CompletionLogprobs(codec, len(echo)).entry(result.tokens)
         choices.append(_choice(index, echo + result.text, result.end, logprobs))
-    return {**head, "choices": choices, **usage_and_timings(results)}
+    return {**common, "choices": choices, **usage_and_timings(results)}
 
 
 async def _stream(
     generations: GenerationStream,
-    head: dict[str, Any],
+    common: dict[str, Any],
     body: CompletionRequest,
     echo: str,
     codec: TextCodec,
 ) -> AsyncIterator[bytes]:
     logprobs = [CompletionLogprobs(codec, len(echo)) for _ in range(body.n)]
     for index in range(body.n if echo else 0):
-        yield sse_event({**head, "choices": [_choice(index, echo)]})
+        yield sse_event({**common, "choices": [_choice(index, echo)]})
     async for index, progress in generations:
         if isinstance(progress, Finished):
-            yield sse_event({**head, "choices": [_choice(index, progress.text, progress)]})
+            yield sse_event({**common, "choices": [_choice(index, progress.text, progress)]})
         elif isinstance(progress, GeneratedToken) and (progress.text or progress.logprob):
             choice = _choice(index, progress.text, logprobs=logprobs[index].entry([progress]))
-            yield sse_event({**head, "choices": [choice]})
+            yield sse_event({**common, "choices": [choice]})
     if body.stream_options and body.stream_options.include_usage:
-        yield sse_event({**head, "choices": [], "usage": openai_usage(generations.results)})
+        yield sse_event({**common, "choices": [], "usage": openai_usage(generations.results)})
     yield DONE
 
 
@@ -117,7 +115,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def entry(self, sampled: Sequence[GeneratedToken]) -> dict[str, Any] | None:
-        """Return the entry of the next tokens, or None if log probabilities were not asked."""
+        """Return the entry of the next tokens, or None without log probabilities."""
         logprobs = [event.logprob for event in sampled if event.logprob is not None]
         if not logprobs:
             return None

@@ -105,8 +105,8 @@ def output_items(item_id: str, text: str, calls: Sequence[ToolCall]) -> list[dic
 
 def message_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
     content = [text_part(text)] if status == "completed" else []
-    head = {"id": item_id, "type": "message", "role": "assistant", "status": status}
-    return {**head, "content": content}
+    fields = {"id": item_id, "type": "message", "role": "assistant", "status": status}
+    return {**fields, "content": content}
 
 
 def text_part(text: str) -> dict[str, Any]:

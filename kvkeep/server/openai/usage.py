@@ -1,15 +1,23 @@
 """Parts of responses about a generation: finish reason, usage, timings, log probabilities."""
 
+import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.engine import GeneratedToken, PrefillProgress, TokenLogprob, Usage
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.service import GenerationResult
+from kvkeep.server.service import GenerationResult, Service
 from kvkeep.version import __version__
 
 FINGERPRINT = f"kvkeep-{__version__}"  # a seed gives the same text under the same fingerprint
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
+
+
+def completion_fields(prefix: str, service: Service) -> dict[str, Any]:
+    """Return the fields that all chunks of a completion have in common. prefix: of its new id."""
+    completion_id = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": completion_id, "created": int(time.time()), "model": service.name}
 
 
 def usage_and_timings(results: Sequence[GenerationResult]) -> dict[str, Any]:

@@ -92,8 +92,8 @@ async def heads(
 def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
     session, entry = record.live, session_entry(record)
     runs, start = list[dict[str, Any]](), 0
-    for status, tokens in groupby(session.token_status):
-        count = sum(1 for _ in tokens)
+    for status, run in groupby(session.token_status):
+        count = len(list(run))
         runs.append({"standing": status, "start": start, "count": count})
         start += count
     spans = {
