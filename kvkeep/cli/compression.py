@@ -19,20 +19,8 @@ if TYPE_CHECKING:
 
 # Listed here because the modules that define them import torch, which would slow down --help.
 METHOD_NAMES = (
-    "fitted",
-    "random",
-    "knorm",
-    "keydiff",
-    "expected_attention",
-    "snapkv",
-    "h2o",
-    "tova",
-    "average",
-    "sum",
-    "pick_heads",
-    "kvzip",
-    "kvzip+",
-    "kvzap",
+    *("fitted", "random", "knorm", "keydiff", "expected_attention", "snapkv", "h2o", "tova"),
+    *("average", "sum", "pick_heads", "kvzip", "kvzip+", "kvzap"),
 )
 BEST = METHOD_NAMES[0]
 UNCALIBRATED = tuple(name for name in METHOD_NAMES if name != "kvzap")  # need no calibration

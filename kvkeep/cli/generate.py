@@ -20,6 +20,7 @@ from kvkeep.cli.options import (
     SPECIAL,
     OutputChoice,
     SamplingChoice,
+    choice_option,
     file_option,
     integer_option,
     is_given,
@@ -60,11 +61,11 @@ if TYPE_CHECKING:
 )
 @file_option("--cache-prompt", help="Evaluate the text, write that memory to a file, and end.")
 @file_option("--restore-prompt", help="Go on after a text that --cache-prompt evaluated.")
-@click.option(
+@choice_option(
     "--codec",
-    type=click.Choice(CODEC_NAMES),
+    CODEC_NAMES,
+    "For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
     default=CODEC_NAMES[0],
-    help="For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
 )
 @memory_options(
     keep_option("First tokens never forgotten; -1: the first prompt.", minimum=WHOLE_PROMPT)

@@ -15,7 +15,13 @@ from kvkeep.cli.compression import (
     load_calibration_file,
     ratio,
 )
-from kvkeep.cli.options import Decorator, collect_options, integer_option, is_given
+from kvkeep.cli.options import (
+    Decorator,
+    choice_option,
+    collect_options,
+    integer_option,
+    is_given,
+)
 from kvkeep.cli.output import say
 from kvkeep.cli.store import named_secret, named_store, secret_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
@@ -219,42 +225,31 @@ def memory_options(keep: Decorator | None = None, step: Decorator = PREFILL_STEP
 
 
 _BUDGET = integer_option(
-    "--max-kv-size",
-    minimum=1,
-    show_default="trained length",
-    help="Most tokens held in memory.",
+    "--max-kv-size", show_default="trained length", help="Most tokens held in memory."
 )
 _POLICY_OPTIONS = (
-    click.option(
+    choice_option(
         "--policy",
-        type=click.Choice(POLICY_NAMES),
+        POLICY_NAMES,
+        "At --max-kv-size: forget (sliding, shift), compress (archive) or end (self_extend, full).",
         default=POLICY_NAMES[0],
-        help="At --max-kv-size: forget (sliding, shift), compress (archive) or end "
-        "(self_extend, full).",
     ),
     integer_option(
-        "--discard",
-        minimum=1,
-        show_default="half",
-        help="Of shift: oldest tokens forgotten at once.",
+        "--discard", show_default="half", help="Of shift: oldest tokens forgotten at once."
     ),
     integer_option(
-        "--group",
-        minimum=1,
-        show_default="4",
-        help="Of self_extend: far tokens that share a position.",
+        "--group", show_default="4", help="Of self_extend: far tokens that share a position."
     ),
     integer_option(
         "--window",
-        minimum=1,
         show_default="1024; of archive 11/16 of the budget",
         help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
     ),
-    click.option(
+    choice_option(
         "--method",
-        type=click.Choice(METHOD_NAMES),
+        METHOD_NAMES,
+        "Of archive: how older tokens are compressed.",
         show_default=f"{BEST}, or kvzap by a calibration",
-        help="Of archive: how older tokens are compressed.",
     ),
     click.option(
         "--ratio",
@@ -267,40 +262,29 @@ _POLICY_OPTIONS = (
         "Of archive: what `kvkeep calibrate` measured of the model.",
         default="what is kept of the model",
     ),
-    click.option(
+    choice_option(
         "--kv-bits",
-        type=click.Choice(BIT_NAMES),
+        BIT_NAMES,
+        "Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
         show_default="not quantised",
-        help="Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
     ),
-    click.option(
+    choice_option(
         "--far-bits",
-        type=click.Choice(BIT_NAMES),
+        BIT_NAMES,
+        "The same of all that is not in the window.",
         show_default="not quantised",
-        help="The same of all that is not in the window.",
     ),
+)
+_PREFIX_OPTIONS = (
+    click.option(
+        "--prefix-cache",
+        is_flag=True,
+        help="Take what is known of the prompt from disk, and keep the rest there.",
+    ),
+    integer_option("--prefix-cache-bytes", default=PREFIX_BYTES, help="Most disk space for that."),
 )
 
 
 def prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a `PrefixChoice`, passed on as `prefixes`, and `--secret-file`."""
-    return _collect_prefix_options(secret_option(command))
-
-
-_collect_prefix_options = collect_options(
-    PrefixChoice,
-    "prefixes",
-    [
-        click.option(
-            "--prefix-cache",
-            is_flag=True,
-            help="Take what is known of the prompt from disk, and keep the rest there.",
-        ),
-        integer_option(
-            "--prefix-cache-bytes",
-            minimum=1,
-            default=PREFIX_BYTES,
-            help="Most disk space for that.",
-        ),
-    ],
-)
+    return collect_options(PrefixChoice, "prefixes", _PREFIX_OPTIONS)(secret_option(command))

@@ -52,9 +52,14 @@ def nbytes(text: str) -> int:
     return size
 
 
-def integer_option(*names: str, minimum: int, help: str, **settings: Any) -> Decorator:
+def integer_option(*names: str, minimum: int = 1, help: str, **settings: Any) -> Decorator:
     """Return an option for an integer of at least `minimum`."""
     return click.option(*names, metavar="N", type=whole_number(minimum), help=help, **settings)
+
+
+def choice_option(name: str, values: Sequence[str], help: str, **settings: Any) -> Decorator:
+    """Return an option for one of some names."""
+    return click.option(name, type=click.Choice(values), help=help, **settings)
 
 
 def file_option(
@@ -63,6 +68,11 @@ def file_option(
     """Return an option for the path of a file. exists: whether the file must be there."""
     path = click.Path(exists=exists, dir_okay=not exists, path_type=Path)
     return click.option(*names, metavar=metavar, type=path, help=help, **settings)
+
+
+def size_option(*names: str, help: str, **settings: Any) -> Decorator:
+    """Return an option for a number of bytes."""
+    return click.option(*names, metavar="SIZE", type=nbytes, help=help, **settings)
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
@@ -127,36 +137,25 @@ class SamplingChoice:
         return sampling
 
 
-sampling_options = collect_options(
-    SamplingChoice,
-    "sampling",
-    [
-        click.option(
-            "--temperature", metavar="X", default=0.7, help="0 takes the likeliest token."
-        ),
-        click.option(
-            "--top-k", metavar="N", default=40, help="Only the k likeliest tokens; 0: all."
-        ),
-        click.option(
-            "--top-p", metavar="X", default=0.95, help="Smallest set this probable; 1: off."
-        ),
-        click.option(
-            "--min-p", metavar="X", default=0.05, help="Least share of the likeliest; 0: off."
-        ),
-        click.option(
-            "--repetition-penalty", metavar="X", default=1.1, help="Above 1 repeats less; 1: off."
-        ),
-        click.option(
-            "--repetition-window", metavar="N", default=64, help="Tokens that the penalty sees."
-        ),
-        click.option(
-            "--seed", metavar="N", type=int, show_default="random", help="Same seed, same text."
-        ),
-        click.option(
-            "--stop", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
-        ),
-    ],
+_SAMPLING_OPTIONS = (
+    click.option("--temperature", metavar="X", default=0.7, help="0 takes the likeliest token."),
+    click.option("--top-k", metavar="N", default=40, help="Only the k likeliest tokens; 0: all."),
+    click.option("--top-p", metavar="X", default=0.95, help="Smallest set this probable; 1: off."),
+    click.option(
+        "--min-p", metavar="X", default=0.05, help="Least share of the likeliest; 0: off."
+    ),
+    click.option(
+        "--repetition-penalty", metavar="X", default=1.1, help="Above 1 repeats less; 1: off."
+    ),
+    click.option(
+        "--repetition-window", metavar="N", default=64, help="Tokens that the penalty sees."
+    ),
+    click.option(
+        "--seed", metavar="N", type=int, show_default="random", help="Same seed, same text."
+    ),
+    click.option("--stop", metavar="TEXT", multiple=True, help="End before this text. Repeatable."),
 )
+sampling_options = collect_options(SamplingChoice, "sampling", _SAMPLING_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -178,17 +177,12 @@ class OutputChoice:
             check_writable(self.report)
 
 
-output_options = collect_options(
-    OutputChoice,
-    "output",
-    [
-        file_option(
-            "--report", metavar="FILE.json", help="Write the closing numbers there, as JSON."
-        ),
-        click.option("--no-progress", is_flag=True, help="No progress bars."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line."),
-    ],
+_OUTPUT_OPTIONS = (
+    file_option("--report", metavar="FILE.json", help="Write the closing numbers there, as JSON."),
+    click.option("--no-progress", is_flag=True, help="No progress bars."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line."),
 )
+output_options = collect_options(OutputChoice, "output", _OUTPUT_OPTIONS)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

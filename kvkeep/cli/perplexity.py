@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 @integer_option(
     "--from",
     "first",
-    minimum=1,
     default=1,
     help="First token to score; those before are context.",
 )

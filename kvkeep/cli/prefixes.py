@@ -9,7 +9,7 @@ import click
 
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
-from kvkeep.cli.options import JSON, SPECIAL, nbytes, read_prompt
+from kvkeep.cli.options import JSON, SPECIAL, read_prompt, size_option
 from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 from kvkeep.models.hub.library import home
@@ -141,10 +141,8 @@ def clear(store: str | None) -> None:
 
 
 @click.command()
-@click.option(
+@size_option(
     "--max-bytes",
-    metavar="SIZE",
-    type=nbytes,
     show_default=f"{megabytes(PREFIX_BYTES)} on this machine",
     help="What may stay.",
 )

@@ -9,7 +9,7 @@ import click
 
 from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice, keep_option, memory_options, uses_prefixes
-from kvkeep.cli.options import file_option, nbytes
+from kvkeep.cli.options import file_option, size_option
 from kvkeep.cli.output import say, shown_bytes
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
@@ -28,14 +28,7 @@ _OPTIONS = (
     click.option(
         "--port", metavar="N", type=click.IntRange(0, 65535), default=8080, help="0 for any."
     ),
-    click.option(
-        "--memory",
-        "max_bytes",
-        metavar="SIZE",
-        type=nbytes,
-        default="4GB",
-        help="For the cells of all sessions.",
-    ),
+    size_option("--memory", "max_bytes", default="4GB", help="For the cells of all sessions."),
     file_option(
         "--secret-file",
         exists=True,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from kvkeep.cli.options import Decorator, integer_option, require_utf8
+from kvkeep.cli.options import Decorator, choice_option, integer_option, require_utf8
 from kvkeep.cli.output import say
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.known_models import KNOWN_MODELS
@@ -45,14 +45,12 @@ MODEL = click.option(
 SAVED_MODEL = click.option(
     "-m", "--model", metavar="NAME", show_default="as it was saved", help="The model it belongs to."
 )
-DTYPE = click.option(
-    "--dtype", type=click.Choice(DTYPE_NAMES), default=DTYPE_NAMES[0], help="Of weights and memory."
-)
-WEIGHTS = click.option(
+DTYPE = choice_option("--dtype", DTYPE_NAMES, "Of weights and memory.", default=DTYPE_NAMES[0])
+WEIGHTS = choice_option(
     "--weights",
-    type=click.Choice(WEIGHT_NAMES),
+    WEIGHT_NAMES,
+    "What is read of the model for each token written.",
     show_default="as the file has them",
-    help="What is read of the model for each token written.",
 )
 DEVICE = click.option("--device", metavar="NAME", default="cpu", help="Torch device.")
 
@@ -61,7 +59,6 @@ def prefill_step(default: int) -> Decorator:
     """Return the `--prefill-step` option."""
     return integer_option(
         "--prefill-step",
-        minimum=1,
         default=default,
         help="Tokens evaluated at once; with --kv-bits, results depend on it.",
     )

@@ -13,7 +13,7 @@ from cli.conftest import Invoke, Start
 from topics import topic_text
 
 from kvkeep import Sampling
-from kvkeep.cli.batch.results import Results
+from kvkeep.cli.batch.run import BatchResults
 from kvkeep.model import Model
 
 SYSTEM = "You answer in one word, and you never explain. " * 50
@@ -75,14 +75,14 @@ def test_a_stopped_batch_resumes(
     source, out, whole = written(tmp_path / "in.jsonl", prompts(6)), tmp_path / "o", tmp_path / "w"
     options = (*tiny, "-n", 5, "--at-once", 2)
     invoke("batch", source, "-o", whole, *options)
-    add = Results.add
+    add = BatchResults.add
 
-    def stopped(self: Results, line: dict[str, Any]) -> None:
+    def stopped(self: BatchResults, line: dict[str, Any]) -> None:
         add(self, line)
         if len(results(out)) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Results, "add", stopped)
+    monkeypatch.setattr(BatchResults, "add", stopped)
     broken = invoke("batch", source, "-o", out, *options)
     assert broken.exit_code == 130
     assert "2 of 6 answers" in broken.stderr

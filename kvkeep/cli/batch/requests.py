@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +15,24 @@ if TYPE_CHECKING:
     from kvkeep.engine import GenerationRequest
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
-_SAMPLING = (
+_SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-_LENGTHS = ("max_completion_tokens", "max_tokens")
-_KNOWN = {*_SAMPLING, *_LENGTHS, "messages", "prompt", "stop", "model", "user", "id", "metadata"}
-# Fields that are accepted only with their default value.
-_DEFAULTS: Mapping[str, Any] = {
-    "n": 1,
-    "stream": False,
-    "logprobs": False,
-    "tools": [],
-    "echo": False,
+_MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
+_KNOWN = {
+    *_SAMPLING_FIELDS,
+    *_MAX_TOKENS_FIELDS,
+    "messages",
+    "prompt",
+    "stop",
+    "model",
+    "user",
+    "id",
+    "metadata",
 }
+# Fields that are accepted only with their default value.
+_DEFAULTS = {"n": 1, "stream": False, "logprobs": False, "tools": [], "echo": False}
 
 
 @dataclass(frozen=True)
@@ -48,39 +52,36 @@ class BatchRequest:
     chat: bool
     openai: bool = False
 
-    def ask(self, model: "Model", usual: "Sampling", most: int) -> "GenerationRequest":
+    def generation_request(
+        self, model: "Model", sampling: "Sampling", max_tokens: int
+    ) -> "GenerationRequest":
         """Return the engine's request.
 
-        usual: the sampling for fields that are missing. most: the token limit if the line has none.
-        Raises InvalidArgument.
+        sampling, max_tokens: for fields that the line leaves out. Raises InvalidArgument.
         """
         from kvkeep.engine import GenerationRequest
 
+        body, text = self.body, model.text
         try:
-            ids = self._ids(model)
+            prompt = text.chat(body["messages"]) if self.chat else body["prompt"]
+            ids = text.encode(prompt)
             if not ids:
                 raise InvalidArgument("the prompt is empty")
-            length = next((self.body[name] for name in _LENGTHS if self.body.get(name)), most)
-            return GenerationRequest(tuple(ids), length, self._sampling(usual))
+            limits = (body[name] for name in _MAX_TOKENS_FIELDS if body.get(name))
+            own_sampling = self._sampling(sampling)
+            return GenerationRequest(tuple(ids), next(limits, max_tokens), own_sampling)
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.where}: {error}") from error
 
-    def _ids(self, model: "Model") -> list[int]:
-        if self.chat:
-            return model.text.encode(model.text.chat(self.body["messages"]))
-        return model.text.encode(self.body["prompt"])
-
-    def _sampling(self, usual: "Sampling") -> "Sampling":
-        from dataclasses import replace
-
-        values = {n: self.body[n] for n in _SAMPLING if self.body.get(n) is not None}
+    def _sampling(self, default: "Sampling") -> "Sampling":
+        fields = {n: self.body[n] for n in _SAMPLING_FIELDS if self.body.get(n) is not None}
         stop = self.body.get("stop")
         if stop is not None:
-            values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+            fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         # Each request has its own seed, which is the same when the batch is resumed.
-        if "seed" not in values and usual.seed is not None:
-            values["seed"] = (usual.seed + int(self.digest[:8], 16)) % 2**32
-        return replace(usual, **values)
+        if "seed" not in fields and default.seed is not None:
+            fields["seed"] = (default.seed + int(self.digest[:8], 16)) % 2**32
+        return replace(default, **fields)
 
 
 def read_jsonl(path: Path) -> list[BatchRequest]:
@@ -91,8 +92,9 @@ def read_jsonl(path: Path) -> list[BatchRequest]:
     requests: list[BatchRequest] = []
     for number, line in enumerate(read_text_file(path).splitlines(), 1):
         if line.strip():
-            requests.append(_of_line(line, number, f"{path}, line {number}"))
-    return _checked(requests, path)
+            requests.append(_parse_line(line, number, f"{path}, line {number}"))
+    _check_names(requests, path)
+    return requests
 
 
 def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRequest]:
@@ -101,25 +103,26 @@ def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRe
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):
             user = [{"role": "user", "content": f"{read_text_file(path).strip()}\n\n{question}"}]
-            head = [] if system is None else [{"role": "system", "content": system}]
-            requests.append(_request(path.name, str(path), {"messages": [*head, *user]}, True))
-    return _checked(requests, folder)
-
-
-def _checked(requests: list[BatchRequest], source: Path) -> list[BatchRequest]:
-    """Return the requests. Raises InvalidArgument if there are none, or if two have one name."""
-    if not requests:
-        raise InvalidArgument(f"{source}: there is nothing to ask")
-    names: dict[str, str] = {}
-    for request in requests:
-        name = request.name
-        if name in names:
-            raise InvalidArgument(f"{request.where} has the name of {names[name]}: {name!r}")
-        names[name] = request.where
+            instructions = [] if system is None else [{"role": "system", "content": system}]
+            body = {"messages": [*instructions, *user]}
+            requests.append(_request(path.name, str(path), body, chat=True))
+    _check_names(requests, folder)
     return requests
 
 
-def _of_line(line: str, number: int, where: str) -> BatchRequest:
+def _check_names(requests: list[BatchRequest], source: Path) -> None:
+    """Raise InvalidArgument if there are no requests, or if two have one name."""
+    if not requests:
+        raise InvalidArgument(f"{source}: there is nothing to ask")
+    places: dict[str, str] = {}
+    for request in requests:
+        name = request.name
+        if name in places:
+            raise InvalidArgument(f"{request.where} has the name of {places[name]}: {name!r}")
+        places[name] = request.where
+
+
+def _parse_line(line: str, number: int, where: str) -> BatchRequest:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -150,17 +153,13 @@ def _check_body(body: Mapping[str, Any], where: str, chat: bool) -> None:
             name not in _DEFAULTS or (value or _DEFAULTS[name]) != _DEFAULTS[name]
         ):
             raise InvalidArgument(f"{where}: {name} is not supported in a batch; leave it out")
-    for name in _LENGTHS:
-        length = body.get(name)
-        if length is not None and (not isinstance(length, int) or length < 1):
-            raise InvalidArgument(f"{where}: {name} is a number of tokens; found {length!r}")
-    stop = body.get("stop")
-    if stop is not None and not isinstance(stop, str) and not _all_text(stop):
+    for name in _MAX_TOKENS_FIELDS:
+        limit = body.get(name)
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise InvalidArgument(f"{where}: {name} is a number of tokens; found {limit!r}")
+    stops = [] if body.get("stop") is None else body["stop"]  # text is an iterable of texts, too
+    if not isinstance(stops, Iterable) or not all(isinstance(stop, str) for stop in stops):
         raise InvalidArgument(f"{where}: stop is text, or a list of texts")
-
-
-def _all_text(value: Any) -> bool:
-    return isinstance(value, Iterable) and all(isinstance(item, str) for item in value)
 
 
 def _request(

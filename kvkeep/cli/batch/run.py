@@ -1,13 +1,23 @@
 """Running of a batch in one engine: prompts prefilled one by one, answers decoded together."""
 
+import fcntl
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
 
 from kvkeep.cli.batch.requests import BatchRequest
+from kvkeep.cli.options import OutputChoice
+from kvkeep.cli.output import counted, say
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -17,9 +27,74 @@ from kvkeep.engine import (
     GenerationRequest,
     PrefillProgress,
 )
-from kvkeep.errors import NoRoom
+from kvkeep.errors import InvalidArgument, Locked, NoRoom
+from kvkeep.storage.files.atomic import write_atomic
 
-OWNER = "0"
+_OWNER = "0"
+
+
+class BatchResults:
+    """The open results file.
+
+    done: digests of the requests that an earlier run answered. added: answers added since.
+    """
+
+    def __init__(self, file: BinaryIO, done: set[str]):
+        self._file, self.done = file, done
+        self.added = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Append a line, which is on disk when this returns."""
+        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.added += not line.get("error")
+
+
+@contextmanager
+def open_results(
+    path: Path, requests: Sequence[BatchRequest], again: bool
+) -> Iterator[BatchResults]:
+    """Open and lock the results file, with the answers of an earlier run.
+
+    Failed requests and an incomplete last line are removed, and so will be tried again.
+    again: whether to discard all earlier answers. Raises InvalidArgument if the file contains
+    anything other than answers to these requests, Locked if another process writes to it.
+    """
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Locked(f"another process writes to {path}") from None
+        known = {request.digest for request in requests}
+        lines = [] if again else _successful_lines(file.read(), path, known)
+        content = b"".join(line + b"\n" for _, line in lines)
+        file.seek(0)
+        if file.read() != content:
+            file.seek(0)
+            file.write(content)
+            file.truncate()
+        yield BatchResults(file, {digest for digest, _ in lines})
+
+
+def _successful_lines(content: bytes, path: Path, known: set[str]) -> list[tuple[str, bytes]]:
+    """Return the digest and the line of each successful answer."""
+    *lines, _ = content.split(b"\n")  # the last item is empty, or an incomplete line
+    successful = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            digest, failed = entry["request"], entry.get("error")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            digest, failed = None, None
+        if digest not in known:
+            raise InvalidArgument(
+                f"{path} contains lines that are not answers to these requests: name another "
+                "file, or start again with --again"
+            )
+        if not failed:
+            successful.append((digest, line))
+    return successful
 
 
 @dataclass
@@ -30,7 +105,7 @@ class BatchAnswer:
     """
 
     request: BatchRequest
-    ask: GenerationRequest
+    generation: GenerationRequest
     texts: list[str] = field(default_factory=list)
     end: Finished | None = None
     error: BaseException | None = None
@@ -46,41 +121,36 @@ class BatchAnswer:
             error = {"code": type(self.error).__name__, "message": str(self.error)}
             name = {"custom_id": request.name} if request.openai else {"id": request.name}
             return {**name, "response": None, "error": error, **digest}
-        usage = self._usage()
-        if not request.openai:
-            reason = {"finish_reason": self._reason}
-            return {"id": request.name, "text": self.text, **reason, "usage": usage, **digest}
-        body = {"id": f"chatcmpl-{request.digest}", "created": int(time.time()), "model": model}
-        content = {"message": {"role": "assistant", "content": self.text}}
-        choice = {"index": 0, **(content if request.chat else {"text": self.text})}
-        body["object"] = "chat.completion" if request.chat else "text_completion"
-        body["choices"] = [{**choice, "finish_reason": self._reason}]
-        body["usage"] = usage
-        response = {"status_code": 200, "request_id": request.digest, "body": body}
-        head = {"id": f"batch_req_{request.digest}", "custom_id": request.name}
-        return {**head, "response": response, "error": None, **digest}
-
-    @property
-    def _reason(self) -> str:
-        assert self.end is not None
-        return "stop" if self.end.reason in ("eos", "stop") else "length"
-
-    def _usage(self) -> dict[str, Any]:
-        assert self.end is not None
-        usage = self.end.usage
-        return {
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.generated,
-            "total_tokens": usage.prompt + usage.generated,
-            "prompt_tokens_details": {"cached_tokens": usage.reuse.tokens},
+        reason = "stop" if self.end.reason in ("eos", "stop") else "length"
+        usage = {
+            "prompt_tokens": self.end.usage.prompt,
+            "completion_tokens": self.end.usage.generated,
+            "total_tokens": self.end.usage.prompt + self.end.usage.generated,
+            "prompt_tokens_details": {"cached_tokens": self.end.usage.reuse.tokens},
         }
+        if not request.openai:
+            answer = {"text": self.text, "finish_reason": reason, "usage": usage}
+            return {"id": request.name, **answer, **digest}
+        message = {"message": {"role": "assistant", "content": self.text}}
+        content = message if request.chat else {"text": self.text}
+        body = {
+            "id": f"chatcmpl-{request.digest}",
+            "created": int(time.time()),
+            "model": model,
+            "object": "chat.completion" if request.chat else "text_completion",
+            "choices": [{"index": 0, **content, "finish_reason": reason}],
+            "usage": usage,
+        }
+        response = {"status_code": 200, "request_id": request.digest, "body": body}
+        ids = {"id": f"batch_req_{request.digest}", "custom_id": request.name}
+        return {**ids, "response": response, "error": None, **digest}
 
 
 def answers(
     engine: Engine,
     requests: Sequence[tuple[BatchRequest, GenerationRequest]],
     at_once: int,
-    on_event: Callable[[BatchAnswer, GenerationEvent], None],
+    on_event: Callable[[GenerationEvent], None],
 ) -> Iterator[BatchAnswer]:
     """Yield each answer when it is complete or has failed.
 
@@ -94,8 +164,9 @@ def answers(
     while waiting or running:
         if waiting and prefilling is None and running < at_once:
             answer = BatchAnswer(*waiting[-1])
+            listener = partial(_enqueue, events, answer)
             try:
-                engine.submit(answer.ask, owner=OWNER, listener=_listener(events, answer)).result()
+                engine.submit(answer.generation, owner=_OWNER, listener=listener).result()
             except Exception as error:
                 if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
                     waiting.pop()  # this request cannot be answered; others can
@@ -106,7 +177,7 @@ def answers(
                 waiting.pop()
                 running, prefilling = running + 1, answer
         answer, event = events.get()
-        on_event(answer, event)
+        on_event(event)
         if answer is prefilling and not (
             isinstance(event, PrefillProgress) and event.done < event.total
         ):
@@ -120,12 +191,102 @@ def answers(
             yield answer
 
 
-def _listener(
-    events: "SimpleQueue[tuple[BatchAnswer, GenerationEvent]]", answer: BatchAnswer
-) -> Callable[[GenerationEvent], None]:
-    """Return a listener that puts a request's events into the queue."""
+def _enqueue(
+    events: "SimpleQueue[tuple[BatchAnswer, GenerationEvent]]",
+    answer: BatchAnswer,
+    event: GenerationEvent,
+) -> None:
+    events.put((answer, event))
 
-    def listener(event: GenerationEvent) -> None:
-        events.put((answer, event))
 
-    return listener
+@dataclass
+class BatchReport:
+    """The closing numbers of a batch.
+
+    requests: in all. before: those answered by an earlier run. seconds: of this run.
+    """
+
+    requests: int
+    before: int
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    finish_reason: str = "end"
+
+    def line(self) -> str:
+        done = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
+        failed = f", {self.failed} failed" if self.failed else ""
+        rate = f" at {self.generated_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
+        return (
+            f"{done}{failed} | prompts {self.prompt_tokens} tokens, {self.reused_tokens} reused | "
+            f"generated {self.generated_tokens}{rate} | {self.seconds:,.1f} s"
+        )
+
+
+class BatchJob:
+    """The requests of this run: progress, results and counts.
+
+    total: requests of the batch. remaining: those that an earlier run did not answer.
+    """
+
+    def __init__(self, results: BatchResults, total: int, remaining: int, output: OutputChoice):
+        self._results, self._output = results, output
+        self._report = BatchReport(total, total - remaining)
+
+    def run(
+        self,
+        engine: Engine,
+        requests: Sequence[tuple[BatchRequest, GenerationRequest]],
+        at_once: int,
+    ) -> None:
+        """Answer the requests, each of which is on disk as soon as it is complete."""
+        report, begun = self._report, time.perf_counter()
+        bar = tqdm(
+            total=report.requests,
+            initial=report.before,
+            unit=" answers",
+            disable=None if self._output.progress else True,
+        )
+        try:
+            with bar:
+                for answer in answers(engine, requests, at_once, self._count_token):
+                    self._results.add(answer.line(engine.model.name))
+                    self._count(answer)
+                    bar.update()
+        except KeyboardInterrupt:
+            report.finish_reason = "interrupt"
+            raise
+        finally:
+            report.seconds = time.perf_counter() - begun
+            if report.finish_reason == "interrupt":
+                self.close()
+                say("the same command goes on from here")
+
+    def _count_token(self, event: GenerationEvent) -> None:
+        self._report.generated_tokens += isinstance(event, GeneratedToken)
+
+    def _count(self, answer: BatchAnswer) -> None:
+        report = self._report
+        if answer.end is None:
+            report.failed += 1
+            say(f"{answer.request.where}: {answer.error}")
+            return
+        report.prompt_tokens += answer.end.usage.prompt
+        report.reused_tokens += answer.end.usage.reuse.tokens
+
+    def close(self) -> None:
+        """Write the report and print the closing line.
+
+        Raises InvalidArgument if any request failed.
+        """
+        self._report.answered = self._results.added
+        if self._output.report is not None:
+            text = json.dumps({"command": "batch", **asdict(self._report)}, indent=2)
+            write_atomic(self._output.report, f"{text}\n".encode())
+        if not self._output.quiet:
+            say(self._report.line())
+        if self._report.failed:
+            raise InvalidArgument(f"{counted(self._report.failed, 'request')} failed; see above")

@@ -14,7 +14,7 @@ from kvkeep.cli.compression import (
     original_calibration,
 )
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.cli.options import integer_option
+from kvkeep.cli.options import choice_option, integer_option
 from kvkeep.cli.output import counted, megabytes
 from kvkeep.cli.session_file import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
 from kvkeep.cli.store import named_store, saved_sessions, session_names, store_option
@@ -92,11 +92,11 @@ def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
 @click.command()
 @click.argument("name", metavar="NAME", shell_complete=session_names)
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option(
+@choice_option(
     "--codec",
-    type=click.Choice(CODEC_NAMES),
+    CODEC_NAMES,
+    "zstd is smaller, int8 still smaller but not exact.",
     show_default="as it is",
-    help="zstd is smaller, int8 still smaller but not exact.",
 )
 @store_option
 def export(name: str, file: Path, codec: "Codec | None") -> None:
