@@ -38,7 +38,6 @@ from kvkeep.cli.session_file import (
 )
 from kvkeep.cli.store import saved_sessions, session_names, store_option
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
@@ -120,7 +119,11 @@ def generate(
 
         from kvkeep.cli.run import Run
 
-        opened = _open(source, memory, prefixes, output)
+        if source is not None:
+            opened = resume(source, memory, output.progress)
+        else:
+            model = memory.load(output.progress)
+            opened = OpenedSession(model, memory.session(model, store=prefixes.store(model)))
         resolved = sampling.resolve(opened.seed)
         run = Run("generate", opened, output, resolved.seed)
         if session_file is not None:
@@ -138,15 +141,6 @@ def generate(
             else:
                 reason = run.write(None if max_tokens < 0 else max_tokens, resolved, ignore_eos)
         run.close(reason)
-
-
-def _open(
-    source: Source | None, memory: MemoryChoice, prefixes: PrefixChoice, output: OutputChoice
-) -> OpenedSession:
-    if source is not None:
-        return resume(source, memory, output.progress)
-    model = memory.load(output.progress)
-    return OpenedSession(model, memory.session(model, store=prefixes.store(model)))
 
 
 def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:

@@ -183,16 +183,13 @@ def pull(name: str, with_calibration: bool, quiet: bool) -> None:
 
     folder = fetch(name, progress=not quiet)
     click.echo(f"{name} is in {folder}")
-    if with_calibration:
-        _calibrate(name, quiet)
-
-
-def _calibrate(name: str, quiet: bool) -> None:
-    """Calibrate the model in the dtype that commands use by default."""
+    if not with_calibration:
+        return
     from kvkeep.cli.compression import measure_calibration
     from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
     from kvkeep.evaluate.haystack import manual_text
 
+    # In the dtype that commands use by default.
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
     if default_calibration(model) is None:
         measure_calibration(model, manual_text(), None, quiet)

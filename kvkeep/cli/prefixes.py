@@ -72,7 +72,17 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     if with_text:
         prompts = [prompt for prompt in prompts if _key(prompt) in texts]
     if as_json:
-        entries = [_entry(prompt, texts.get(_key(prompt))) for prompt in prompts]
+        entries = [
+            {
+                "key": _key(prompt),
+                "model": prompt.root,
+                "tokens": prompt.tokens,
+                "bytes": prompt.nbytes,
+                "used": prompt.used,
+                **({"text": texts[_key(prompt)]} if with_text else {}),
+            }
+            for prompt in prompts
+        ]
         click.echo(json.dumps(entries, indent=2))
         return
     if not prompts:
@@ -101,17 +111,6 @@ def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
 def _key(prompt: StoredPrompt) -> str:
     """Return the key of a prompt's last block, which identifies the prompt."""
     return prompt.blocks[-1].key
-
-
-def _entry(prompt: StoredPrompt, text: str | None) -> dict[str, object]:
-    entry: dict[str, object] = {
-        "key": _key(prompt),
-        "model": prompt.root,
-        "tokens": prompt.tokens,
-        "bytes": prompt.nbytes,
-        "used": prompt.used,
-    }
-    return entry if text is None else {**entry, "text": text}
 
 
 def _texts(prompts: Sequence[StoredPrompt], name: str) -> dict[str, str]:

@@ -63,22 +63,19 @@ class Report:
     finish_reason: str
 
     def line(self) -> str:
-        parts = [
-            f"prompt {self.prompt_tokens}{_at(self.prefill_tokens_per_s)}",
-            *self._reused(),
+        parts = [f"prompt {self.prompt_tokens}{_at(self.prefill_tokens_per_s)}"]
+        if self.reused_tokens or self.prefix_differs_at is not None:
+            differs = f", first differs at token {self.prefix_differs_at}"
+            reused = f"reused {counted(self.reused_tokens, 'token')}"
+            parts.append(reused + (differs if self.prefix_differs_at else ""))
+        parts += [
             f"generated {self.generated_tokens}{_at(self.decode_tokens_per_s)}",
             f"cells {self.kv_cells} of {self.max_kv_size}, {megabytes(self.kv_bytes)}",
             f"peak RAM {megabytes(self.peak_rss_bytes)}",
-            *(["interrupted"] if self.finish_reason == "interrupt" else []),
         ]
+        if self.finish_reason == "interrupt":
+            parts.append("interrupted")
         return " | ".join(parts)
-
-    def _reused(self) -> list[str]:
-        if not self.reused_tokens and self.prefix_differs_at is None:
-            return []
-        where = f", first differs at token {self.prefix_differs_at}"
-        reused = f"reused {counted(self.reused_tokens, 'token')}"
-        return [reused + (where if self.prefix_differs_at else "")]
 
     def write(self, path: Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
@@ -108,15 +105,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        command: str,
-        opened: OpenedSession,
-        output: OutputChoice,
-        seed: int | None = None,
+        self, command: str, opened: OpenedSession, output: OutputChoice, seed: int | None = None
     ):
-        self.model = opened.model
-        self.session = opened.session
-        self.output = output
+        self.model, self.session, self.output = opened.model, opened.session, output
         self.writer: SessionWriter | None = None
         self.prefill, self.decode = Tally(), Tally()
         self.reused = opened.restored
@@ -150,7 +141,7 @@ class Run:
 
         screen: how the text is shown; None for unchanged.
         """
-        first, screen = len(self.session.tokens), screen or Screen()
+        start, screen = len(self.session.tokens), screen or Screen()
         with self.counting(self.decode):
             try:
                 for piece in self.session.stream(max_tokens, sampling, ignore_eos):
@@ -158,11 +149,11 @@ class Run:
             except KeyboardInterrupt:
                 # The last token is in memory, so its text must appear on the screen too.
                 tokens = self.session.tokens
-                before = tokens[max(0, first - SEAM) : first]
-                stream = TextStream(self.model.text, sampling.stop, before)
-                written = stream.all_of(tokens[first:])
+                context = tokens[max(0, start - SEAM) : start]
+                stream = TextStream(self.model.text, sampling.stop, context)
+                text = stream.all_of(tokens[start:])
                 with suppress(OSError):
-                    screen.write(written[screen.taken :])
+                    screen.write(text[screen.taken :])
                 raise
             finally:
                 if not isinstance(sys.exception(), OSError):
@@ -185,12 +176,12 @@ class Run:
     @contextmanager
     def counting(self, tally: Tally) -> Iterator[None]:
         """Add the tokens and seconds of the block to a tally."""
-        before, begun = self.session.cache.time, time.perf_counter()
+        start, begun = self.session.cache.time, time.perf_counter()
         try:
             yield
         finally:
             tally.seconds += time.perf_counter() - begun
-            tally.tokens += self.session.cache.time - before
+            tally.tokens += self.session.cache.time - start
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -215,9 +206,10 @@ class Run:
             if self.writer and (finish_reason != "error" or self.decode.tokens):
                 self.writer.save()
         finally:
-            self._say(self._report(finish_reason))
+            self._report(finish_reason)
 
-    def _say(self, report: Report) -> None:
+    def _report(self, finish_reason: str) -> None:
+        report = self._make_report(finish_reason)
         if not self.output.quiet:
             outcome = self.writer.outcome if self.writer else ""
             say(report.line() + (f" | {outcome}" if outcome else ""))
@@ -226,9 +218,9 @@ class Run:
         if self.output.report is not None:
             report.write(self.output.report)
 
-    def _report(self, finish_reason: str) -> Report:
+    def _make_report(self, finish_reason: str) -> Report:
         session, perplexity = self.session, self.perplexity
-        saved = self.writer.saved if self.writer and not self.writer.unsaved else None
+        is_saved = self.writer is not None and not self.writer.unsaved
         return Report(
             command=self._command,
             model=self.model.name,
@@ -248,7 +240,7 @@ class Run:
             kv_bytes=session.cache.nbytes,
             reused_tokens=self.reused,
             prefix_differs_at=self.differs_at,
-            saved_bytes=saved.bytes if saved else None,
+            saved_bytes=self.writer.saved_bytes if self.writer and is_saved else None,
             perplexity=perplexity if perplexity and math.isfinite(perplexity) else None,
             finish_reason=finish_reason,
         )

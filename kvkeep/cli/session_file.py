@@ -27,7 +27,7 @@ FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
 UNREAD = "unread"  # note: prompt tokens that an interrupt left unevaluated
 
 # Options that cannot be changed once a session is saved.
-_FIXED = (
+_FIXED_OPTIONS = (
     *("policy", "max_kv_size", "discard", "group", "window", "method", "ratio"),
     *("kv_bits", "far_bits"),
 )
@@ -122,7 +122,7 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
 def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:
     saved_options = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     saved_options |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
-    for option in _FIXED:
+    for option in _FIXED_OPTIONS:
         requested, saved = getattr(memory, option), saved_options.get(option)
         if is_given(option) and requested != saved:
             flag = f"--{option.replace('_', '-')}"
@@ -132,26 +132,12 @@ def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice)
             )
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """The result of one save.
-
-    what: the session, for messages. bytes: the size of the file.
-    """
-
-    what: str
-    bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.what} saved, {megabytes(self.bytes)} in {self.seconds:.2f} s"
-
-
 class SessionWriter:
     """Writes a session to its file atomically.
 
     what: the session or file, for messages. notes: JSON values saved beside the session. They are
-    not copied, so later changes to them are saved too. saved: the last save; None before the first.
+    not copied, so later changes to them are saved too. saved_bytes: the size of the file that was
+    written last; None before the first.
     """
 
     def __init__(
@@ -162,9 +148,9 @@ class SessionWriter:
         notes: dict[str, Any],
         codec: "Codec" = "none",
     ):
-        self.notes = notes
-        self.saved: SaveResult | None = None
-        self.what = what
+        self.what, self.notes = what, notes
+        self.saved_bytes: int | None = None
+        self._saved_seconds = 0.0
         self._session, self._file, self._codec = session, file, codec
         self._changed = session.watch()
 
@@ -184,7 +170,10 @@ class SessionWriter:
         """The save in words, for the closing line; "" if there was nothing to save."""
         if self.unsaved:
             return f"{self.what} not saved"
-        return str(self.saved or "")
+        if self.saved_bytes is None:
+            return ""
+        size = megabytes(self.saved_bytes)
+        return f"{self.what} saved, {size} in {self._saved_seconds:.2f} s"
 
     def save(self) -> None:
         """Write the file if the session changed since it was opened or saved."""
@@ -197,6 +186,6 @@ class SessionWriter:
         with first_interrupt_deferred():
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             file = self._file.resolve() if isinstance(self._file, Path) else self._file
-            size = snapshot.save(file, self._codec)
+            self.saved_bytes = snapshot.save(file, self._codec)
+            self._saved_seconds = time.perf_counter() - begun
             self._changed = self._session.watch()
-            self.saved = SaveResult(self.what, size, time.perf_counter() - begun)

@@ -8,7 +8,7 @@ from types import FrameType
 
 # Allocations between two collections of the youngest generation. Importing torch creates a million
 # objects that stay: with Python's default of 700, collecting takes a quarter of a second in vain.
-_COLLECTED_EVERY = 100_000
+_GC_THRESHOLD = 100_000
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
@@ -17,50 +17,44 @@ def run() -> None:
 
     Ctrl-C during imports ends the process at once, with the same exit status as later.
     """
-    watched = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if watched:
+    handles_sigint = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles_sigint:
         signal.signal(signal.SIGINT, _interrupt)
-    gc.set_threshold(_COLLECTED_EVERY)
+    gc.set_threshold(_GC_THRESHOLD)
     try:
-        open_streams()
+        _open_closed_streams()
         from kvkeep.cli.main import main
 
         main(prog_name="kvkeep")
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)
     finally:
-        if watched:  # only Python's own cleanup is left: end without a traceback
+        if handles_sigint:  # only Python's own cleanup is left: end without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         # Memory is freed with the process. Without this, Python would scan torch's million objects
         # for garbage twice before exiting, for half a second.
         gc.freeze()
 
 
-def open_streams() -> None:
+def _open_closed_streams() -> None:
     """Open standard streams that were closed (`>&-`) on the null device.
 
     Otherwise the first files to be opened would get their file descriptors.
     """
-    for number, (name, mode) in enumerate(_STREAMS):
-        free = _is_free(number)
-        if free:
+    for descriptor, (name, mode) in enumerate(_STREAMS):
+        try:
+            os.fstat(descriptor)
+            is_closed = False
+        except OSError:
+            is_closed = True
             null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
+            if null != descriptor:
+                os.dup2(null, descriptor)
                 os.close(null)
-            os.set_inheritable(number, True)
+            os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
-            file = number if free else os.devnull
+            file = descriptor if is_closed else os.devnull
             setattr(sys, name, open(file, mode, encoding="utf-8"))  # noqa: SIM115
-
-
-def _is_free(number: int) -> bool:
-    """Whether a file descriptor is not open."""
-    try:
-        os.fstat(number)
-    except OSError:
-        return True
-    return False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """Options for the session store, and the store that a command uses."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -48,8 +48,7 @@ secret_option = file_option(
 
 def named_store() -> str | None:
     """Return the value of `--store`; None for the default folder on this machine."""
-    store: str | None = _remembered("store")
-    return store
+    return cast(str | None, _remembered("store"))
 
 
 def named_secret() -> bytes:

@@ -43,7 +43,9 @@ class Branches:
 
         name: "" for a free one. Raises InvalidArgument for an invalid name or one in use.
         """
-        name = name or self._free_name()
+        if not name:
+            numbered = (f"branch-{number}" for number in count(len(self._all) + 1))
+            name = next(name for name in numbered if name not in self._all)
         if not re.fullmatch(r"[\w.-]+", name):
             raise InvalidArgument(f"a branch's name is one word; found {name!r}")
         if name in self._all:
@@ -63,25 +65,15 @@ class Branches:
 
     def lines(self) -> list[str]:
         """Return a line for each branch; a star marks the current one."""
-        width = max(map(len, self._all))
-        return [
-            f"{'*' if name == self.name else ' '} {name:<{width}}  {_size(conversation)}"
-            for name, conversation in self._all.items()
-        ]
-
-    def _free_name(self) -> str:
-        number = len(self._all) + 1
-        while f"branch-{number}" in self._all:
-            number += 1
-        return f"branch-{number}"
-
-
-def _size(conversation: Conversation) -> str:
-    session = conversation.session
-    turns = counted(len(conversation.turns), "turn")
-    tokens = counted(len(session.tokens), "token")
-    cells = session.cache.cells
-    return f"{turns}, {tokens}, {megabytes(cells * session.cache.layout.cell_bytes)}"
+        width, lines = max(map(len, self._all)), list[str]()
+        for name, conversation in self._all.items():
+            turns = counted(len(conversation.turns), "turn")
+            tokens = counted(len(conversation.session.tokens), "token")
+            cache = conversation.session.cache
+            size = megabytes(cache.cells * cache.layout.cell_bytes)
+            mark = "*" if name == self.name else " "
+            lines.append(f"{mark} {name:<{width}}  {turns}, {tokens}, {size}")
+        return lines
 
 
 _MAX_NAME = 90  # characters of a name, before a number is appended

@@ -213,11 +213,12 @@ def _session_or_file(name: str) -> Source:
 
     Raises InvalidArgument if there is neither.
     """
-    if (path := Path(name)).is_file():
-        try:
-            return saved_sessions().existing(name)
-        except InvalidArgument:
-            return path
-    if "/" in name:
+    path = Path(name)
+    if "/" in name and not path.is_file():
         raise InvalidArgument(f"there is no file {name}")
-    return saved_sessions().existing(name)
+    try:
+        return saved_sessions().existing(name)
+    except InvalidArgument:
+        if path.is_file():
+            return path
+        raise
