@@ -22,7 +22,7 @@ NAMES = st.sampled_from(sorted(FORMATS))
 
 
 @given(NAMES, st.integers(1, 40), st.integers(1, 3), st.integers(0, 9))
-def test_a_files_blocks_are_packed_without_any_change_of_value(name, rows, tiles, seed):  # type: ignore[no-untyped-def]
+def test_packing_blocks_of_a_file_changes_no_value(name, rows, tiles, seed):  # type: ignore[no-untyped-def]
     kind = FORMATS[name]
     blocks = random_blocks(name, rows, tiles * kind.span, seed)
     expected = exact(name, blocks)
@@ -39,7 +39,7 @@ def test_a_files_blocks_are_packed_without_any_change_of_value(name, rows, tiles
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_packed_matrix_is_hardly_larger_than_in_its_file(name: str) -> None:
+def test_a_packed_matrix_is_about_as_large_as_in_its_file(name: str) -> None:
     kind = FORMATS[name]
     span, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     assert (span, size) == (kind.span, kind.block)
@@ -47,7 +47,7 @@ def test_a_packed_matrix_is_hardly_larger_than_in_its_file(name: str) -> None:
 
 
 @given(BITS, st.integers(1, 40), st.integers(1, 4), st.integers(0, 9))
-def test_no_weight_changes_by_more_than_half_a_step(bits, rows, groups, seed):  # type: ignore[no-untyped-def]
+def test_quantising_changes_no_weight_by_more_than_half_a_step(bits, rows, groups, seed):  # type: ignore[no-untyped-def]
     weights = torch.randn(rows, groups * GROUP, generator=torch.Generator().manual_seed(seed))
     matrix = pack(quantise(weights, bits)).unpacked()
     steps = matrix.parts[0].float().flatten(1).repeat_interleave(GROUP, 1)
@@ -63,7 +63,7 @@ def test_a_constant_group_is_exact(bits):  # type: ignore[no-untyped-def]
     assert torch.allclose(quantise(weights, bits).values(), weights, atol=1e-3)
 
 
-def test_rows_of_whole_tiles_can_be_packed() -> None:
+def test_only_rows_of_whole_tiles_can_be_packed() -> None:
     assert packable(FORMATS["Q8_0"], 1, 32)
     assert not packable(FORMATS["Q8_0"], 16, 48)
     assert packable(FORMATS["Q4_K"], 3, 512)

@@ -12,14 +12,14 @@ from kvkeep.models.layers.executor import TorchExecutor
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels here")
-def test_kernels_compute_where_there_are_some_for_the_model() -> None:
+def test_compiled_kernels_are_chosen_if_they_support_the_model() -> None:
     model = packed_model(spec_of(), 4)
     decoder = new_decoder(model.spec, model.decoder.tensors, model.decoder.packed)
     assert isinstance(decoder.executor, CompiledExecutor)
     assert decoder.packed.keys() == model.decoder.packed.keys()
 
 
-def test_torch_computes_elsewhere_and_reads_no_packed_weights() -> None:
+def test_torch_is_chosen_otherwise_and_reads_no_packed_weights() -> None:
     model = packed_model(spec_of(), 4)
     floats = {name: tensor.float() for name, tensor in model.decoder.tensors.items()}
     small = small_model()

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "own"
 
 
-def test_what_is_written_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+def test_an_exported_folder_is_the_same_model(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         path.name for path in folder.iterdir() if not path.name.startswith("packed")
@@ -34,7 +34,7 @@ def test_what_is_written_is_the_same_model(folder: Path, tmp_path: Path) -> None
     assert all(torch.equal(one.decoder.weights[name], x) for name, x in written.items())
 
 
-def test_a_folder_that_is_there_is_left_as_it_is(folder: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is there already"):
         export(folder, folder)
     export(folder, tmp_path / "out")
@@ -43,7 +43,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder: Path, tmp_path: Path) -
     assert not (tmp_path / "again").exists()
 
 
-def test_of_a_damaged_model_nothing_is_written(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_not_exported(folder: Path, tmp_path: Path) -> None:
     path = converted_path(folder)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -50,7 +50,7 @@ def theirs(folder: Path, dtype: torch.dtype) -> torch.Tensor:
         return model(torch.tensor([TOKENS])).logits[0].float()
 
 
-def test_parts_are_where_they_lie_in_the_whole(phi: Path) -> None:
+def test_parts_of_a_fused_matrix_are_views_of_its_rows(phi: Path) -> None:
     whole = load_file(phi / "model.safetensors")
     parts = decoder_tensors(read_spec(phi), whole)
     assert not any("qkv" in name or "gate_up" in name for name in parts)
@@ -84,7 +84,7 @@ def test_the_kernels_are_as_near_to_float32_as_torch_in_bfloat16(phi: Path) -> N
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize(("weights", "bits"), [("int4", 4), ("int8", 8)])
-def test_they_are_packed_part_by_part(
+def test_fused_matrices_are_packed_part_by_part(
     phi: Path, weights: str, bits: MatrixBits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
@@ -98,7 +98,7 @@ def test_they_are_packed_part_by_part(
     assert len([session.next_token() for _ in range(3)]) == 3
 
 
-def test_a_whole_of_other_parts_is_refused(phi: Path) -> None:
+def test_a_fused_matrix_of_another_size_is_refused(phi: Path) -> None:
     tensors = load_file(phi / "model.safetensors")
     name = "model.layers.1.self_attn.qkv_proj.weight"
     tensors[name] = tensors[name][:-64].clone()
@@ -107,7 +107,7 @@ def test_a_whole_of_other_parts_is_refused(phi: Path) -> None:
         load_model(str(phi))
 
 
-def test_another_family_with_such_matrices_is_refused(phi: Path) -> None:
+def test_fused_matrices_in_another_family_are_refused(phi: Path) -> None:
     path = phi / "config.json"
     path.write_text(path.read_text().replace("Phi3ForCausalLM", "LlamaForCausalLM"))
     with pytest.raises(BadModelFile, match=r"of a LlamaForCausalLM, among them .*q_proj"):

@@ -29,7 +29,7 @@ MODELS = {"float32": small_model(), "bfloat16": packed_model(spec_of(), 4)}
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_prompts_of_any_length_are_multiplied_in_few_numbers_of_rows(model: Model) -> None:
+def test_products_of_all_prompt_lengths_have_few_row_counts(model: Model) -> None:
     session, products = model.session(64), Products()
     with products:
         for length in range(1, 200):
@@ -40,7 +40,7 @@ def test_prompts_of_any_length_are_multiplied_in_few_numbers_of_rows(model: Mode
     assert products.rows <= {padded_rows(n) for n in range(1, 301)}
 
 
-def test_up_to_a_step_of_512_there_are_35_sizes_and_few_rows_are_wasted() -> None:
+def test_row_counts_up_to_512_are_padded_to_35_sizes() -> None:
     sizes = [padded_rows(n) for n in range(1, 513)]
     assert len(set(sizes)) == 35
     assert sizes == sorted(sizes)
@@ -52,7 +52,7 @@ def test_up_to_a_step_of_512_there_are_35_sizes_and_few_rows_are_wasted() -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 33, 130])
-def test_a_filled_product_is_the_product(n: int, dtype: torch.dtype) -> None:
+def test_a_padded_product_equals_the_plain_product(n: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(n)
     x, weight, bias = (
         torch.randn(*shape, generator=random).to(dtype) for shape in ((n, 64), (48, 64), (48,))
@@ -66,7 +66,7 @@ def test_a_filled_product_is_the_product(n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_prompt_fed_twice_is_the_same_to_the_last_bit(model: Model) -> None:
+def test_feeding_a_prompt_twice_gives_the_same_bits(model: Model) -> None:
     logits = []
     for _ in range(2):
         session = model.session(64)

@@ -49,7 +49,9 @@ def values(matrix: Matrix) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4)])
-def test_they_are_packed_once(home: Path, tmp_path: Path, weights: str, bits: int) -> None:
+def test_matrices_are_rounded_and_packed_once(
+    home: Path, tmp_path: Path, weights: str, bits: int
+) -> None:
     folder, tensors = folder_with(tmp_path / "model")
     found = load_rounded(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
     assert found.keys() == matrices(SPEC).keys()
@@ -66,7 +68,7 @@ def test_they_are_packed_once(home: Path, tmp_path: Path, weights: str, bits: in
     assert not list(folder.glob("packed*"))
 
 
-def test_other_weights_under_the_same_name_are_packed_anew(home: Path, tmp_path: Path) -> None:
+def test_changed_weights_in_the_same_folder_are_packed_again(home: Path, tmp_path: Path) -> None:
     folder, tensors = folder_with(tmp_path / "model")
     first = load_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
     tensors = dict(packed_model(SPEC, None, seed=1).decoder.tensors)
@@ -76,7 +78,7 @@ def test_other_weights_under_the_same_name_are_packed_anew(home: Path, tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "another model"])
-def test_a_damaged_file_is_refused_by_name(home: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_named_in_the_error(home: Path, tmp_path: Path, damage: str) -> None:
     folder, tensors = folder_with(tmp_path / "model")
     load_rounded(folder, SPEC, "int4", tensors, progress=False)
     (path,) = home.rglob("*.safetensors")
@@ -101,7 +103,7 @@ def zero(path: Path, begin: int, count: int) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def of_own(tmp_path: Path) -> tuple[Path, dict[str, Matrix]]:
+def converted_file_with(tmp_path: Path) -> tuple[Path, dict[str, Matrix]]:
     """What a GGUF file was taken over as: where it lies, and what is in it."""
     model = packed_model(SPEC, 4)
     found: dict[str, Matrix] = dict(model.decoder.tensors)
@@ -121,7 +123,7 @@ def same(one: Mapping[str, Matrix], other: Mapping[str, Matrix]) -> bool:
 
 
 @pytest.mark.parametrize("begin", [8_000, 60_000, 150_000])
-def test_what_was_rounded_here_and_is_damaged_is_made_anew(
+def test_a_damaged_rounded_file_is_packed_again_with_a_warning(
     home: Path, tmp_path: Path, begin: int
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
@@ -137,9 +139,7 @@ def test_what_was_rounded_here_and_is_damaged_is_made_anew(
     assert checksum_of(again) == whole
 
 
-def test_what_was_rounded_before_there_were_checksums_is_made_anew(
-    home: Path, tmp_path: Path
-) -> None:
+def test_a_rounded_file_without_a_checksum_is_packed_again(home: Path, tmp_path: Path) -> None:
     folder, tensors = folder_with(tmp_path / "model")
     whole = checksum_of(load_rounded(folder, SPEC, "int4", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
@@ -148,8 +148,8 @@ def test_what_was_rounded_before_there_were_checksums_is_made_anew(
     assert checksum_of(load_rounded(folder, SPEC, "int4", tensors, progress=False)) == whole
 
 
-def test_what_a_file_held_comes_back(tmp_path: Path) -> None:
-    path, wanted = of_own(tmp_path)
+def test_a_converted_file_is_read_back_unchanged(tmp_path: Path) -> None:
+    path, wanted = converted_file_with(tmp_path)
     found = load_converted(path, SPEC)
     assert found.keys() == wanted.keys()
     for name, matrix in wanted.items():
@@ -159,8 +159,8 @@ def test_what_a_file_held_comes_back(tmp_path: Path) -> None:
             assert torch.equal(found[name], matrix)  # type: ignore[arg-type]
 
 
-def test_what_a_file_held_is_verified_each_time(tmp_path: Path) -> None:
-    path, _ = of_own(tmp_path)
+def test_a_converted_file_is_verified_on_every_load(tmp_path: Path) -> None:
+    path, _ = converted_file_with(tmp_path)
     first = load_converted(path, SPEC)
     beside = path.with_name(path.name + ".blake3")
     assert beside.read_text() == checksum_of(first) + "\n"
@@ -173,8 +173,8 @@ def test_what_a_file_held_is_verified_each_time(tmp_path: Path) -> None:
         load_converted(path, SPEC)
 
 
-def test_what_a_file_held_and_is_damaged_is_refused(tmp_path: Path) -> None:
-    path, _ = of_own(tmp_path)
+def test_a_damaged_converted_file_is_refused(tmp_path: Path) -> None:
+    path, _ = converted_file_with(tmp_path)
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
     last = path.stat().st_size - 64  # of the norms, which are not packed
     for begin in (header, path.stat().st_size // 2, last):
@@ -188,7 +188,7 @@ def test_what_a_file_held_and_is_damaged_is_refused(tmp_path: Path) -> None:
 def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    path, _ = of_own(tmp_path)
+    path, _ = converted_file_with(tmp_path)
     for other in (replace(SPEC, layers=2), replace(SPEC, layers=4), replace(SPEC, vocab_size=80)):
         with pytest.raises(BadModelFile, match="is not whole"):
             load_converted(path, other)
@@ -206,7 +206,7 @@ def test_a_damaged_default_model_is_refused(smollm2_folder: Path, tmp_path: Path
         kvkeep.load_model(str(tmp_path))
 
 
-def test_a_model_says_what_it_decodes_with() -> None:
+def test_the_digest_identifies_the_packed_weights() -> None:
     four, again, eight = (packed_model(SPEC, bits).packed_digest for bits in (4, 4, 8))
     assert four == again != eight
     assert len(four) == 64
@@ -215,7 +215,7 @@ def test_a_model_says_what_it_decodes_with() -> None:
     assert checksum_of({"x": half}) != checksum_of({"x": half * (1 + 2**-10)})
 
 
-def test_rows_that_are_no_whole_groups_are_refused(home: Path, tmp_path: Path) -> None:
+def test_rows_that_are_not_whole_groups_are_refused(home: Path, tmp_path: Path) -> None:
     from dataclasses import replace
 
     odd = replace(SPEC, intermediate_size=330)
@@ -229,14 +229,14 @@ def test_unknown_weights_are_refused(tmp_path: Path) -> None:
         kvkeep.load_model(str(folder), weights="int3")
 
 
-def test_packed_weights_where_there_are_no_kernels_are_refused(tmp_path: Path) -> None:
+def test_packed_weights_without_kernels_are_refused(tmp_path: Path) -> None:
     folder = write_small_folder(tmp_path / "model")
     with pytest.raises(InvalidArgument, match=r"no.* for this model"):
         kvkeep.load_model(str(folder), dtype="float32", weights="int4")
 
 
 @compiled
-def test_the_default_model_is_held_as_its_file_packs_it(smollm2_folder: Path) -> None:
+def test_the_default_model_stays_packed_as_in_its_file(smollm2_folder: Path) -> None:
     model, plain = kvkeep.load_model(), kvkeep.load_model(weights="bf16")
     assert converted_file(smollm2_folder) is not None
     assert (model.weights, plain.weights) == ("Q4_1", "bf16")

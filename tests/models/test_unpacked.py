@@ -31,7 +31,7 @@ def unpacked(home: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_they_are_unpacked_once_to_what_the_file_has(home: Path, file: str, dtype: str) -> None:
+def test_matrices_are_unpacked_once_and_then_mapped(home: Path, file: str, dtype: str) -> None:
     model = kvkeep.load_model(file, dtype=dtype, weights="bf16")
     (path,) = unpacked(home)
     made = path.stat().st_mtime_ns
@@ -47,14 +47,14 @@ def test_they_are_unpacked_once_to_what_the_file_has(home: Path, file: str, dtyp
         assert torch.equal(again.decoder.tensors[name], wanted)
 
 
-def test_what_was_cut_short_is_made_anew(home: Path, file: str) -> None:
+def test_a_truncated_unpacked_file_is_written_again(home: Path, file: str) -> None:
     wanted = kvkeep.load_model(file, dtype="float32").fingerprint
     (path,) = unpacked(home)
     path.write_bytes(path.read_bytes()[:-100])
     assert kvkeep.load_model(file, dtype="float32").fingerprint == wanted
 
 
-def test_what_an_earlier_state_of_the_model_was_unpacked_to_goes(home: Path, file: str) -> None:
+def test_unpacked_files_of_earlier_states_are_removed(home: Path, file: str) -> None:
     kvkeep.load_model(file, dtype="float32")
     (before,) = unpacked(home)
     own = resolve(file, progress=False) / "packed.safetensors"
@@ -67,7 +67,7 @@ def test_what_an_earlier_state_of_the_model_was_unpacked_to_goes(home: Path, fil
     assert other.exists()
 
 
-def test_a_home_that_cannot_be_written_is_named(home: Path, file: str) -> None:
+def test_an_unwritable_home_is_a_model_error(home: Path, file: str) -> None:
     resolve(file, progress=False)
     (home / "unpacked").write_text("")
     with pytest.raises(ModelError, match="KVKEEP_HOME"):

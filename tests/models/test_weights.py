@@ -126,13 +126,13 @@ def test_a_missing_or_shortened_shard_is_named(tmp_path: Path) -> None:
         read_tensors(tmp_path, torch.float32, CPU, progress=False)
 
 
-def test_a_folder_without_safetensors_says_what_is_wanted(tmp_path: Path) -> None:
+def test_a_folder_without_safetensors_names_the_expected_files(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(BadModelFile, match=r"neither model\.safetensors nor"):
         read_tensors(tmp_path, torch.float32, CPU, progress=False)
 
 
-def test_a_head_that_is_said_to_be_the_embedding_is_no_other_one(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = write_small_folder(tmp_path / "model")
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -138,7 +138,7 @@ def _checked_tensor(tensors: Mapping[str, Tensor], name: str, *shape: int) -> Te
 
 
 def _read_moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """The second moment: stored whole in format 1, and as its upper half since."""
+    """Return the second moment: whole in files of format 1, as its upper half since."""
     width = shape[-1]
     if "moment" in tensors:
         return _checked_tensor(tensors, "moment", *shape, width)
@@ -151,7 +151,7 @@ def _read_moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> 
 
 
 def _upper_half(width: int) -> Tensor:
-    """Rows and columns of the upper triangle of a square, `[2, width * (width + 1) / 2]`."""
+    """Return rows and columns of the upper triangle of a square, `[2, width * (width + 1) / 2]`."""
     return torch.triu_indices(width, width, dtype=torch.int64, device="cpu")
 
 
@@ -166,7 +166,7 @@ def _read_surrogate(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) 
 
 
 def _surrogate_tensors(statistics: Statistics) -> dict[str, Tensor]:
-    """The tensors of the surrogate by their names in the file; empty without one."""
+    """Return the surrogate's tensors by their names in the file; empty without one."""
     surrogate = statistics.surrogate
     fields = {} if surrogate is None else vars(surrogate)
     return {f"surrogate.{name}": tensor for name, tensor in fields.items()}

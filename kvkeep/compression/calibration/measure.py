@@ -55,7 +55,10 @@ def calibrate(
     ids = validation.token_ids("ids", ids, model.spec.vocab_size)
     progress = validation.progress(progress) or (lambda tokens: None)
     parts = _text_parts(model, len(ids))
-    layout, digest = model.decoder.new_cache().layout, _input_digest(model, ids)
+    layout = model.decoder.new_cache().layout
+    hashed = blake3(str(sorted(model.fingerprint.saved().items())).encode())
+    hashed.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
+    digest = hashed.hexdigest()  # of all that the sums depend on: model and text
     sums = CalibrationSums(layout)
     if unfinished is not None:
         sums = CalibrationSums.resume(unfinished, digest, layout, len(parts))
@@ -155,10 +158,3 @@ def _text_parts(model: LoadedModel, count: int) -> list[QueryPart | Reconstructi
 
 def _tokens_per_step(model: LoadedModel) -> int:
     return min(STEP, model.spec.max_positions // 4)
-
-
-def _input_digest(model: LoadedModel, ids: list[int]) -> str:
-    """A digest of everything that the sums depend on: model and text."""
-    digest = blake3(str(sorted(model.fingerprint.saved().items())).encode())
-    digest.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
-    return digest.hexdigest()

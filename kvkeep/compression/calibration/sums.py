@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cells, KVCache, Layout, Queries
+from kvkeep.cache import Cells, KVCache, Layout
 from kvkeep.cache.checks import require_finite, require_tensor, require_whole
 from kvkeep.compression.methods.attention import by_kv_head, output_error
 from kvkeep.compression.methods.base import Candidates
@@ -57,12 +57,10 @@ class QuerySums:
         if first >= 0:
             parts = [cells for segment, cells in cache.read(first, step) if not segment.anchor]
             candidates = Candidates(Cells.concatenate(parts), cache.rope, cache.scale)
-            self._try_merges(candidates, queries.every(QUERY_STRIDE))
-
-    def _try_merges(self, candidates: Candidates, queries: Queries) -> None:
-        for errors, cosine in zip(self.errors, COSINES, strict=True):
-            fewer = Fitted(cosine).compress(candidates, len(candidates) // TRIAL_RATIO).cells
-            errors += output_error(candidates, fewer, queries).cpu()
+            tested = queries.every(QUERY_STRIDE)
+            for errors, cosine in zip(self.errors, COSINES, strict=True):
+                fewer = Fitted(cosine).compress(candidates, len(candidates) // TRIAL_RATIO).cells
+                errors += output_error(candidates, fewer, tested).cpu()
 
     def statistics(self) -> Statistics:
         """Return the means; each KV head's tolerance is the cosine with the least error."""

@@ -143,7 +143,7 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
 
 
 def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
-    """A run as ragged cells, with their scores if these do not change."""
+    """Return a run as ragged cells, with their scores if these do not change."""
     cells = Ragged.from_cells(as_compressed(run.cells))
     if cells.scores is None and isinstance(method, CellwiseEviction):
         return replace(cells, scores=method.cell_score(run).flatten())

@@ -141,7 +141,7 @@ def output_error(candidates: Candidates, fewer: Cells, queries: Queries) -> Tens
     """
 
     def sums(cells: Cells, largest: Tensor) -> Tensor:
-        """The sums of weighted values, and of weights in the last column."""
+        """Return the sums of weighted values, and of weights in the last column."""
         weights = (logits(candidates, cells, queries) - largest).exp()
         values = cells.values.float().unsqueeze(2)
         return torch.cat((weights @ values, weights.sum(-1, keepdim=True)), -1)
@@ -155,7 +155,7 @@ def output_error(candidates: Candidates, fewer: Cells, queries: Queries) -> Tens
 
 
 def _query_distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """Mean `[layers, kv_heads, head_dim]` and covariance `[..., head_dim, head_dim]`."""
+    """Return mean `[layers, kv_heads, head_dim]` and covariance `[..., head_dim, head_dim]`."""
     statistics = candidates.statistics
     if statistics is not None:
         outer = statistics.mean.unsqueeze(-1) * statistics.mean.unsqueeze(-2)
@@ -167,7 +167,7 @@ def _query_distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def _mean_rotation(candidates: Candidates) -> Tensor:
-    """The mean rotation matrix over the future positions, `[head_dim, head_dim]`.
+    """Return the mean rotation matrix over the future positions, `[head_dim, head_dim]`.
 
     `[layers, 1, head_dim, head_dim]` if some layers do not rotate.
     """

@@ -58,7 +58,7 @@ class Fitted(Method):
         return _stack_layers(parts)
 
     def _threshold(self, candidates: Candidates) -> Tensor:
-        """The least cosine of merged keys, `[layers, kv_heads, 1]`."""
+        """Return the least cosine of merged keys, `[layers, kv_heads, 1]`."""
         if candidates.statistics is not None and self._similar is None:
             return candidates.statistics.tolerance.unsqueeze(-1)
         return candidates.bias.new_full((*candidates.shape[:2], 1), self._similar or SIMILAR)
@@ -103,7 +103,7 @@ def _stack_layers(parts: list[Compressed]) -> Compressed:
 
 
 def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The indices of the highest scores, and all others, both ascending."""
+    """Return the indices of the highest scores, and all others, both ascending."""
     selected = torch.zeros_like(scores, dtype=torch.bool)
     selected.scatter_(-1, scores.topk(count, sorted=False).indices, True)
     layers, kv_heads, total = scores.shape
@@ -114,7 +114,7 @@ def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _merge_into_dominant(
     candidates: Candidates, dominant: Tensor, others: Tensor, target: Tensor, joins: Tensor
 ) -> Compressed:
-    """The dominant cells, with the mass and the mean value of all cells that join them.
+    """Return the dominant cells, with mass and mean value of all cells that join them.
 
     target: the most similar dominant of each other cell. joins: 1 if it joins that one, else 0.
     """

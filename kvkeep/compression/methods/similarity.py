@@ -49,7 +49,7 @@ def most_similar_older(x: Tensor) -> Tensor:
 
 
 def _run_kernel(x: Tensor, among: Tensor, indices: Tensor | None) -> Tensor | None:
-    """The largest products by the compiled kernel; None if there is none for these tensors.
+    """Return the largest products by the compiled kernel; None if it cannot compute them.
 
     indices: filled; None to compare each vector with those before it only.
     """

@@ -124,7 +124,7 @@ def _require_only_rotary_positions(
 
 
 def _rotation(calls: Sequence[ProbedCall], tables: Sequence[Tensor]) -> KeyRotation:
-    """The rotation of one layer, given its call at each of PROBED_POSITIONS."""
+    """Return the rotation of one layer, given its call at each of PROBED_POSITIONS."""
     rotation = find_rotation([(call.q, call.k) for call in calls], tables)
     if rotation is None:
         raise UnsupportedModel(
@@ -250,7 +250,7 @@ class _AdaptedModelBuilder:
         return next((rope_type for rope_type in types if rope_type != "default"), "default")
 
     def _rope_and_shape(self, layers: Sequence[int]) -> tuple[RopeSpec, tuple[int, int]]:
-        """RoPE, KV heads and head width of layers that have these in common."""
+        """Return RoPE, KV heads and head width of layers that have these in common."""
         rotations = [self.rotations[i] for i in layers]
         tables = {rotation.frequencies for rotation in rotations if rotation.rotates}
         _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")

@@ -38,7 +38,7 @@ def hook_forward(body: nn.Module) -> list[RemovableHandle]:
 def _begin_forward(
     signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before the layers: evaluate all but the last step, and give the layers that one."""
+    """Evaluate all but the last step before the layers, and give the layers that one."""
     arguments: dict[str, Any] = dict(kwargs)
     if args:
         arguments = signature.bind(*args, **kwargs).arguments
@@ -68,7 +68,7 @@ def _begin_forward(
 def _end_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """After the layers: commit all tokens, or roll back if the layers failed."""
+    """Commit all tokens after the layers, or roll back if the layers failed."""
     step_cache = kwargs.get("past_key_values")
     if not isinstance(step_cache, StepCache) or step_cache.forward is None:
         return None

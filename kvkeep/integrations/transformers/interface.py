@@ -188,7 +188,7 @@ def hook_rotary_embeddings(body: nn.Module) -> list[RemovableHandle]:
 def _replace_position_ids(
     index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook before the forward of a module whose parameter `index` is `position_ids`."""
+    """Replace position ids before a module's forward. index: of their parameter."""
     backend = _STATE.backend
     if backend is None:
         return None

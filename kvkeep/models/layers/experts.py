@@ -17,7 +17,7 @@ from kvkeep.models.spec.model_spec import Gating, ModelSpec
 
 
 def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
-    """Gating of gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), with gate <= 7 and |up| <= 7."""
+    """Gate as gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), with gate <= 7 and |up| <= 7."""
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 

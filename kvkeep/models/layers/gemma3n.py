@@ -195,7 +195,7 @@ def streams_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _stream_projections(spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """Names of the projections of each stream but the first: from embeddings, and to outputs."""
+    """Return names of the projections of streams 1 and on: from embeddings, and to outputs."""
     streams = range(1, spec.altup_inputs)
     return (
         [f"model.altup_projections.{stream - 1}.weight" for stream in streams],

@@ -154,7 +154,7 @@ def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
 
 
 def _head_order(spec: ModelSpec) -> list[int]:
-    """The stored element of each element of a head in the half layout."""
+    """Return the stored element of each element of a head in the half layout."""
     half, pairs = spec.head_dim // 2, sum(map(bool, spec.rope.inverse_frequencies))
     rotated, rest = list(range(2 * pairs)), list(range(2 * pairs, spec.head_dim))
     if FAMILIES[spec.architecture].interleaved_rope:
@@ -165,7 +165,7 @@ def _head_order(spec: ModelSpec) -> list[int]:
 
 
 def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
-    """The parts of a fused matrix and their row counts, in order; empty for any other tensor."""
+    """Return a fused matrix's parts and their row counts, in order; empty for other tensors."""
     family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return {}
@@ -184,6 +184,6 @@ def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
 
 
 def _with_decoder_names(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """The language model's tensors by the decoder's names, without unused ones."""
+    """Return the language model's tensors by the decoder's names, without unused ones."""
     renamed = {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
     return {name: x for name, x in renamed.items() if not is_unused(spec, name)}

@@ -74,7 +74,7 @@ def export(
 def _header_entry(
     spec: ModelSpec, stored: str, parts: Mapping[str, Matrix], dtype: torch.dtype
 ) -> TensorEntry:
-    """The header entry of a checkpoint's tensor. parts: the decoder's tensors that it holds."""
+    """Return the header entry of a checkpoint's tensor. parts: the decoder's tensors in it."""
     stack, shapes = expert_stack(spec, stored), [tuple(part.shape) for part in parts.values()]
     shape = stack.shape if stack else (sum(shape[0] for shape in shapes), *shapes[0][1:])
     return TensorEntry(DTYPE_NAMES[dtype], shape, prod(shape) * dtype.itemsize)

@@ -113,7 +113,7 @@ def _fifth_bits(x: Tensor) -> Tensor:
 
 
 def _split_simple(minimum: bool, fifth: bool) -> Callable[[Tensor], Parts]:
-    """Blocks of 32 columns: scale, minimum and fifth bits (if the format has them), nibbles."""
+    """Return a splitter of blocks: scale, minimum and fifth bits if present, 32 nibbles."""
 
     def split(blocks: Tensor) -> Parts:
         codes, parts = _nibbles(blocks[..., -16:]), [_as_float16(blocks[..., :2])]
@@ -135,7 +135,7 @@ def _split_mxfp4(blocks: Tensor) -> Parts:
 
 
 def _split_k(fifth: bool) -> Callable[[Tensor], Parts]:
-    """Q4_K and Q5_K: scale and minimum, 6-bit codes of both per group, fifth bits, nibbles."""
+    """Return a splitter of Q4_K or Q5_K: scale, minimum, codes of both, fifth bits, nibbles."""
 
     def split(blocks: Tensor) -> Parts:
         low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]

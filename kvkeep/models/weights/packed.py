@@ -203,7 +203,7 @@ def _write_file(
 
 
 def _rounded_path(folder: Path, weights: str) -> Path:
-    """The file for a model folder in its present state, under kvkeep's home.
+    """Return the file for a model folder in its present state, under kvkeep's home.
 
     The model's own folder may not be writable, or belong to another program.
     """

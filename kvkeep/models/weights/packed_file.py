@@ -63,7 +63,7 @@ def checksum_of(matrices: Mapping[str, Matrix]) -> str:
 
 
 def _stored_tensors(name: str, matrix: Matrix) -> list[tuple[str, Tensor]]:
-    """The tensors that a file has of a matrix, by name."""
+    """Return the tensors that a file has of a matrix, by name."""
     if isinstance(matrix, PackedMatrix):
         return [(f"{name}.codes", matrix.data), (f"{name}.scales", matrix.scales)]
     return [(name, matrix)]

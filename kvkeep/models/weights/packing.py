@@ -209,7 +209,7 @@ def _unpack_codes(data: Tensor, bits: int) -> Tensor:
 
 
 def _upper_bit_shifts(pairs: int) -> Tensor:
-    """The lowest bit of each pair in a word that holds so many pairs, `[pairs, 1, 1]`."""
+    """Return the lowest bit of each pair in a word that holds so many pairs, `[pairs, 1, 1]`."""
     pair = torch.arange(pairs, dtype=torch.int32, device="cpu").view(pairs, 1, 1)
     return 16 // pairs * (pair // 4 * 2 + pair % 2) + pair % 4 // 2 * 8
 

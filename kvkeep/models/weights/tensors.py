@@ -171,7 +171,7 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of one layer's tensors. Checksums depend on their order."""
+    """Return the shapes of one layer's tensors. Checksums depend on their order."""
     hidden, group = spec.hidden_size, spec.group_of(layer)
     queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
     sparse = spec.is_sparse(layer)
