@@ -174,8 +174,7 @@ class RemoteSession:
         self, name: str | None = None, at: int | None = None, revision: int | None = None
     ) -> Any:
         """Return a new RemoteSession that continues from this one's end, or from `at` tokens."""
-        body = given_fields(name=name, at=at)
-        request = ApiRequest("POST", self._path("/fork"), body, revision=revision)
+        request = self._request("/fork", revision, {"name": name, "at": at})
         return self._client.send(request, lambda entry: RemoteSession(self._client, entry["name"]))
 
     def save(self, revision: int | None = None) -> Any:
@@ -189,8 +188,7 @@ class RemoteSession:
     def stay(self, resident: bool = True, revision: int | None = None) -> Any:
         """Set whether the session stays in memory when others need room."""
         body = {"resident": resident}
-        request = ApiRequest("PUT", self._path("/resident"), body, revision=revision)
-        return self._client.send(request)
+        return self._client.send(ApiRequest("PUT", self._path("/resident"), body, None, revision))
 
     def _path(self, action: str) -> str:
         return f"/v1/sessions/{self.name}{action}"
@@ -199,14 +197,14 @@ class RemoteSession:
         return self._client.send(ApiRequest("GET", self._path(action), params=params))
 
     def _post(self, action: str, revision: int | None, /, **body: Any) -> Any:
-        fields = given_fields(**body)
-        request = ApiRequest("POST", self._path(action), fields, revision=revision)
-        return self._client.send(request)
+        return self._client.send(self._request(action, revision, body))
 
     def _stream(self, action: str, revision: int | None, /, **body: Any) -> Any:
-        fields = given_fields(**body, stream=True)
-        request = ApiRequest("POST", self._path(action), fields, revision=revision)
-        return self._client.stream(request)
+        return self._client.stream(self._request(action, revision, {**body, "stream": True}))
+
+    def _request(self, action: str, revision: int | None, body: dict[str, Any]) -> ApiRequest:
+        fields = given_fields(**body)
+        return ApiRequest("POST", self._path(action), fields, revision=revision)
 
 
 def given_fields(**fields: Any) -> dict[str, Any]:

@@ -45,8 +45,7 @@ class Admission:
         # Generations that wait until the prompt that they share with another is prefilled.
         self._followers: dict[Generation, list[Generation]] = {}
         self._end_reasons = Counter[str]()
-        self._tokens = Counter[str]()
-        self._microseconds = Counter[str]()
+        self._sums = Counter[str]()  # tokens, and microseconds of prefill and decode
 
     def admit(
         self,
@@ -112,11 +111,11 @@ class Admission:
         in_memory = sum(record.session is not None for record in records)
         return Totals(
             ended=dict(self._end_reasons),
-            prefilled=self._tokens["prefilled"],
-            reused=self._tokens["reused"],
-            generated=self._tokens["generated"],
-            prefill_seconds=self._microseconds["prefill"] / 1e6,
-            decode_seconds=self._microseconds["decode"] / 1e6,
+            prefilled=self._sums["prefilled"],
+            reused=self._sums["reused"],
+            generated=self._sums["generated"],
+            prefill_seconds=self._sums["prefill microseconds"] / 1e6,
+            decode_seconds=self._sums["decode microseconds"] / 1e6,
             running=len(self.scheduler.running),
             in_memory=in_memory,
             on_disk=len(records) - in_memory,
@@ -137,10 +136,9 @@ class Admission:
         record.require_revision(revision)
         self._registry.reserve(record, 0)
         if callable(request):
-            before = len(record.live.tokens)
+            length = len(record.live.tokens)
             request = request(record)
-            if len(record.live.tokens) < before:
-                record.truncated(len(record.live.tokens))
+            record.note_truncation(length)
         self._require_prompt_limit(request)
         return request
 
@@ -152,18 +150,18 @@ class Admission:
         differs_at = match.common if match.common < len(request.prompt) else None
         source = match.record
         reuse = Reuse(match.tokens, "session" if source else "", reason, differs_at)
-        if not match.whole:
+        if not match.resumes_session:
             self.cache_misses.add(owner, cache_miss(request.prompt, match))
         if source is None:
             return self._registry.add(fresh, owner, named=False), reuse
         reuse = replace(reuse, session=source.name)
-        if match.whole and not source.named:
+        if match.resumes_session and not source.named:
             source.live.draw_anew()
             return source, reuse
         prefix = source.live.beginning(match.tokens)
         record = self._registry.add(prefix, owner, parent=source.name, named=False)
         record.exact_tokens = min(source.exact_tokens, match.tokens)
-        record.sampled_length = match.tokens if match.whole else 0
+        record.sampled_length = match.tokens if match.resumes_session else 0
         return record, reuse
 
     def _require_prompt_limit(self, request: GenerationRequest) -> None:
@@ -225,24 +223,23 @@ class Admission:
         self, generation: Generation, on_end: Callable[[Session, int, int], None]
     ) -> None:
         record = generation.record
-        before = len(record.live.tokens)
-        prefilled = len(generation.request.prompt) - generation.unread
+        length = len(record.live.tokens)
+        prefilled = len(generation.request.prompt) - generation.unprefilled
         try:
             on_end(record.live, prefilled, len(generation.generated))
         except Exception:  # the generation is complete: an error of its caller does not change it
             _log.exception("on_end of a generation in session %r failed", record.name)
-        if len(record.live.tokens) < before:
-            record.truncated(len(record.live.tokens))
+        record.note_truncation(length)
 
     def _count(self, generation: Generation) -> None:
         usage = generation.usage
         self._end_reasons[generation.end_reason] += 1
         # A prompt that was cancelled counts as far as it was prefilled.
-        self._tokens["prefilled"] += max(0, usage.evaluated - generation.unread)
-        self._tokens["reused"] += usage.reuse.tokens
-        self._tokens["generated"] += usage.generated
-        self._microseconds["prefill"] += round(1e6 * usage.prefill_seconds)
-        self._microseconds["decode"] += round(1e6 * usage.decode_seconds)
+        self._sums["prefilled"] += max(0, usage.evaluated - generation.unprefilled)
+        self._sums["reused"] += usage.reuse.tokens
+        self._sums["generated"] += usage.generated
+        self._sums["prefill microseconds"] += round(1e6 * usage.prefill_seconds)
+        self._sums["decode microseconds"] += round(1e6 * usage.decode_seconds)
 
 
 def _require_tokens(request: GenerationRequest, held: int) -> None:

@@ -62,10 +62,9 @@ class BorrowedSessions:
     @in_engine_thread
     def adopt(self, name: str, owner: str) -> SessionRecord | None:
         """Make a session that was created here a borrowed one, with a lease; None for none."""
-        if not self._registry.has(name, owner):
-            return None
-        record = self._registry.find(name, owner)
-        record.borrowed, record.leases = True, record.leases + 1
+        record = self._registry.get(name, owner)
+        if record is not None:
+            record.borrowed, record.leases = True, record.leases + 1
         return record
 
     @in_engine_thread

@@ -79,11 +79,11 @@ class Engine:
         self.model = model
         self.settings = {"prefill_step": STEP, **(settings or {})}
         self.limits = limits or Limits()
-        place = None if folder is None else validation.path("folder", folder)
+        session_folder = None if folder is None else validation.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # invalid settings are refused here, not at the first request
         policy = SchedulingPolicy(self.limits)
-        self._registry = SessionRegistry(model, place, policy, snapshots)
+        self._registry = SessionRegistry(model, session_folder, policy, snapshots)
         self._log = OperationLog()
         idle = self.limits.save_idle_after / 2 + 0.05
         self._thread = EngineThread(self._step, idle, self._end)
@@ -211,7 +211,7 @@ class Engine:
 
     def operations(self, owner: str = "0") -> Future[list[Operation]]:
         """Return the newest operations, the newest first."""
-        return self.call(lambda: self._log.of(owner))
+        return self.call(lambda: self._log.recent.of(owner))
 
     def totals(self) -> Future[Totals]:
         """Return what was done until now, and what is held."""
@@ -241,7 +241,7 @@ class Engine:
             self._thread.close()
 
     def _step(self) -> bool:
-        """Returns whether there is more to do."""
+        """Run a scheduler step; returns whether there is more to do."""
         if self._thread.closing.is_set() and time.monotonic() >= self._deadline:
             self._scheduler.cancel_all()
         self._scheduler.step()

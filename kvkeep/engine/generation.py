@@ -34,8 +34,8 @@ from kvkeep.session.streaming import TextStream
 # "waiting": for the prefill of a prompt that it shares with another generation.
 Phase = Literal["waiting", "prefill", "decode", "done"]
 
-_LEAST_LOGPROB = -9999.0  # in the place of minus infinity, which JSON cannot express
-_numbers = itertools.count(1)
+_LEAST_LOGPROB = -9999.0
+_generation_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Generation(Iterator[GenerationEvent]):
 
     phase: what it needs next. generated: token ids.
     end_reason: how it ended; "failed" for an error, "" before.
-    unread: prompt tokens that were not prefilled when it ended.
+    number: of its submission, in ascending order.
+    unprefilled: prompt tokens that were not prefilled when it ended.
     age: tokens that were prefilled for other prompts while this one waited.
     """
 
@@ -89,7 +90,7 @@ class Generation(Iterator[GenerationEvent]):
     ):
         """listener: gets each event in the engine's thread, which it must not block; iterating then
         yields nothing."""
-        self.number = next(_numbers)
+        self.number = next(_generation_numbers)
         self.request, self.record, self._codec = request, record, codec
         self.phase: Phase = "waiting"
         self.reuse = Reuse()
@@ -97,7 +98,7 @@ class Generation(Iterator[GenerationEvent]):
         self.error: BaseException | None = None
         self.end_reason = ""
         self.generated: list[int] = []
-        self.unread = self.age = 0
+        self.unprefilled = self.age = 0
         self._feeding: Feeding | None = None
         self._exact = False
         self._submitted = time.perf_counter()
@@ -196,7 +197,10 @@ class Generation(Iterator[GenerationEvent]):
         end_tokens: ids that end a text. logprobs, top: as `logprobs` gave them before the token.
         """
         self.generated.append(token)
-        logprob = None if logprobs is None else TokenLogprob(token, _finite(float(logprobs[token])))
+        logprob = None
+        if logprobs is not None:
+            value = float(logprobs[token])  # JSON cannot express minus infinity
+            logprob = TokenLogprob(token, value if math.isfinite(value) else _LEAST_LOGPROB)
         if token in end_tokens and not self.request.ignore_eos:
             self.finish("eos")
             return
@@ -244,7 +248,7 @@ class Generation(Iterator[GenerationEvent]):
     def _end(self, event: Finished | Failed) -> None:
         if self.phase == "done":
             return
-        self.phase, self.unread = "done", self.prefill_remaining
+        self.phase, self.unprefilled = "done", self.prefill_remaining
         if isinstance(event, Finished):
             self.end_reason = event.reason
         else:
@@ -266,10 +270,6 @@ class Generation(Iterator[GenerationEvent]):
     def _stream(self) -> TextStream:
         if self._text is None:
             session = self.record.live
-            before = session.tokens.first(len(session.tokens) - len(self.generated))
-            self._text = TextStream(self._codec, self.request.sampling.stop, before)
+            context = session.tokens.first(len(session.tokens) - len(self.generated))
+            self._text = TextStream(self._codec, self.request.sampling.stop, context)
         return self._text
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB

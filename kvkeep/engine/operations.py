@@ -74,12 +74,8 @@ class OperationLog:
     """The newest operations of each owner, and their listeners. Used in the engine's thread."""
 
     def __init__(self) -> None:
-        self._recent = RecentLog[Operation](_LOGGED)
+        self.recent = RecentLog[Operation](_LOGGED)
         self._listeners: list[Callable[[Operation], None]] = []
-
-    def of(self, owner: str) -> list[Operation]:
-        """Return an owner's operations, the newest first."""
-        return self._recent.of(owner)
 
     def add(self, record: SessionRecord, what: str, tokens: int, seconds: float) -> None:
         """Log an operation and pass it to the listeners. One that raises is removed."""
@@ -87,7 +83,7 @@ class OperationLog:
         operation = Operation(
             record.owner, record.name, what, record.revision, tokens, seconds, nbytes
         )
-        self._recent.add(record.owner, operation)
+        self.recent.add(record.owner, operation)
         for listener in list(self._listeners):
             try:
                 listener(operation)

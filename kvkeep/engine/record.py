@@ -154,8 +154,11 @@ class SessionRecord:
         step = prefill_step_at(self.live.prefill_step, tokens)
         return tokens // step * step
 
-    def truncated(self, tokens: int) -> None:
-        """Note that the session was cut to `tokens`, the last of which was evaluated by itself."""
+    def note_truncation(self, length_before: int) -> None:
+        """Note that a shorter session was truncated, and its last token evaluated by itself."""
+        tokens = len(self.live.tokens)
+        if tokens >= length_before:
+            return
         if tokens <= self.exact_tokens:
             self.exact_tokens = self.whole_steps(max(0, tokens - 1))
         if tokens <= self.sampled_length:
@@ -184,8 +187,8 @@ def prefill_step_at(step: int, position: int) -> int:
 def max_session_bytes(session: Session, tokens: int | None) -> int:
     """Return the bytes that a session's cells can take after `tokens` more; None for any number."""
     cache, budget = session.cache, session.max_kv_size
-    held = budget if tokens is None else cache.cells + tokens
-    slots = min(_STORAGE_FACTOR * held + GROWTH, _STORAGE_FACTOR * budget)
+    cells = budget if tokens is None else cache.cells + tokens
+    slots = min(_STORAGE_FACTOR * cells + GROWTH, _STORAGE_FACTOR * budget)
     cell = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
     step = session.prefill_step * cache.layout.plain.cell_bytes
     total = math.ceil(slots * cell) + step

@@ -69,15 +69,15 @@ class SessionRegistry:
 
     def of(self, owner: str) -> list[SessionRecord]:
         """Return all sessions of an owner, the most recently used first."""
-        own = [record for record in self if record.owner == owner]
-        return sorted(own, key=lambda record: record.last_used, reverse=True)
+        records = [record for record in self if record.owner == owner]
+        return sorted(records, key=lambda record: record.last_used, reverse=True)
 
-    def has(self, name: str, owner: str) -> bool:
-        return (owner, name) in self._records
+    def get(self, name: str, owner: str) -> SessionRecord | None:
+        return self._records.get((owner, name))
 
     def find(self, name: str, owner: str) -> SessionRecord:
         """Raises NoSuchSession, also for the name of another owner's session."""
-        record = self._records.get((owner, name))
+        record = self.get(name, owner)
         if record is None:
             raise NoSuchSession(f"there is no session {name!r}")
         return record
@@ -99,7 +99,7 @@ class SessionRegistry:
         require_owner(owner)
         name = name or f"s-{secrets.token_hex(8)}"
         file = self._files.path(owner, name) if named and self._files else None
-        if self.has(name, owner):
+        if self.get(name, owner):
             raise InvalidArgument(f"there is a session {name!r} already")
         record = SessionRecord(name, owner, named, file, session, parent=parent, notes=notes or {})
         # With snapshots in a store and sessions in no folder, what must last is in the store.
@@ -119,11 +119,10 @@ class SessionRegistry:
         notes: of the snapshot that it was restored from. Raises Busy, NoRoom, and InvalidArgument
         if the engine has a session of its own by that name.
         """
-        if self.has(name, owner):
-            present = self.find(name, owner)
-            if not present.borrowed:
+        if previous := self.get(name, owner):
+            if not previous.borrowed:
                 raise InvalidArgument(f"this server has a session {name!r} of its own")
-            self.remove(present)
+            self.remove(previous)
         record = self.add(session, owner, name, notes=other_notes(notes))
         record.resume(notes.get(NOTES, {}))
         return record
@@ -159,8 +158,8 @@ class SessionRegistry:
             if other is not record and other.session is not None
             for segment in other.session.cache.all_segments
         }
-        own = {segment.block.storage for segment in record.live.cache.all_segments}
-        return sum(storage.nbytes for storage in own & others)
+        storages = {segment.block.storage for segment in record.live.cache.all_segments}
+        return sum(storage.nbytes for storage in storages & others)
 
     def reserve(self, record: SessionRecord, tokens: int | None, copies: int = 1) -> None:
         """Reserve the bytes that a session can take with so many more tokens; None for any number.
@@ -169,19 +168,19 @@ class SessionRegistry:
         Raises NoRoom if every other session is pinned or busy.
         """
         session = self.load(record)
-        wanted, limit = copies * max_session_bytes(session, tokens), self._policy.limits.memory
-        self._policy.admit_bytes(wanted)
-        known = self._records.get((record.owner, record.name)) is record and not record.busy
-        own = session.cache.nbytes if known else 0
-        while self.nbytes - own + wanted > limit:
+        requested, limit = copies * max_session_bytes(session, tokens), self._policy.limits.memory
+        self._policy.admit_bytes(requested)
+        counted = self.get(record.name, record.owner) is record and not record.busy
+        held = session.cache.nbytes if counted else 0  # part of `nbytes`
+        while self.nbytes - held + requested > limit:
             victim = self._policy.victim(self, needed=record)
             if victim is None:
                 raise NoRoom(
-                    f"{wanted / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "
+                    f"{requested / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "
                     f"{self.nbytes / 1e6:,.0f} are taken by sessions that are busy or pinned"
                 )
             self.evict(victim)
-        record.reserved = wanted
+        record.reserved = requested
 
     def reserve_idle(self, record: SessionRecord) -> None:
         """Reserve what a session takes as it is, and load it; a busy one has its reservation."""

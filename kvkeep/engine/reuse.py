@@ -44,7 +44,7 @@ MissReason = Literal[
 ]
 
 _SHOWN_TOKENS = 40  # on each side of a difference
-_numbers = itertools.count(1)
+_miss_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Match:
     """The session that a prompt reuses most of.
 
     record: lends its first `tokens`; None for no session.
-    whole: whether the prompt continues after the last token of that session, which was sampled.
+    resumes_session: whether the prompt continues after that session's last token, a sampled one.
     common: how many first tokens the nearest text shares with the prompt.
     nearest: that text; None if no text begins like the prompt.
     """
 
     record: SessionRecord | None = None
     tokens: int = 0
-    whole: bool = False
+    resumes_session: bool = False
     common: int = 0
     reason: MissReason = "cold"
     nearest: Sequence[int] | None = None
@@ -110,11 +110,11 @@ class WholeSteps:
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest stored prefix that ends at a step. Raises StoreError."""
-        found = self._store.find(fingerprint, tokens)
-        count = len(found.keys)
+        match = self._store.find(fingerprint, tokens)
+        count = len(match.keys)
         while count * BLOCK_TOKENS % self._step:
             count -= 1
-        return PrefixMatch(found.keys[:count], found.values[:count], found.differs_at)
+        return PrefixMatch(match.keys[:count], match.values[:count], match.differs_at)
 
     def add(
         self,
@@ -130,13 +130,13 @@ class WholeSteps:
 def best_match(
     prompt: Sequence[int],
     candidates: Iterable[SessionRecord],
-    wanted: Session,
+    required: Session,
     target: SessionRecord | None = None,
 ) -> Match:
     """Return the match of the session that the prompt reuses most of.
 
-    candidates: of the owner of the prompt; those on disk only are skipped. wanted: a session with
-    the settings that the prompt needs. target: the session that takes the prompt; None if any
+    candidates: of the owner of the prompt; those on disk only are skipped. required: a session
+    with the settings that the prompt needs. target: the session that takes the prompt; None if any
     unnamed session may take it, and does so where it is the best match.
     """
     ids = np.asarray(prompt, dtype=np.int32)
@@ -145,7 +145,7 @@ def best_match(
         if record.session is None:
             continue
         in_place = record is target if target is not None else not record.named
-        match = _match(ids, record, wanted, in_place)
+        match = _match(ids, record, required, in_place)
         if (match.tokens, match.common) > (best.tokens, best.common):
             best = replace(match, nearest=record.live.tokens)
     return best
@@ -164,15 +164,8 @@ def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
     """Describe why no more of a prompt was reused than `match` says."""
     session = match.record.name if match.record else None
     difference = text_difference(prompt, match)
-    return CacheMiss(
-        next(_numbers),
-        time.time(),
-        len(prompt),
-        match.tokens,
-        session,
-        match.reason,
-        difference,
-    )
+    number, now = next(_miss_numbers), time.time()
+    return CacheMiss(number, now, len(prompt), match.tokens, session, match.reason, difference)
 
 
 def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
@@ -182,15 +175,17 @@ def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-def _match(ids: NDArray[np.int32], record: SessionRecord, wanted: Session, in_place: bool) -> Match:
+def _match(
+    ids: NDArray[np.int32], record: SessionRecord, required: Session, in_place: bool
+) -> Match:
     """in_place: whether the session itself would take the prompt, rather than a copy of it."""
     session = record.live
     # No more of it than the prompt is long: a session's text may be much longer.
-    held = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
-    common = common_length(ids, held)
+    session_ids = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
+    common = common_length(ids, session_ids)
     if common == 0:
         return Match()
-    if _settings(session) != _settings(wanted):
+    if _settings(session) != _settings(required):
         return Match(common=common, reason="settings")
     resumable = record.ends_sampled and not record.busy and not record.edit
     # At least one token is evaluated, for its logits.

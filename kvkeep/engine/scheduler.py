@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvkeep.engine.generation import Generation
+from kvkeep.engine.generation import Generation, Phase
 from kvkeep.engine.record import STEP, SessionRecord
 from kvkeep.errors import NoRoom
 from kvkeep.session.group import SessionGroup
@@ -49,11 +49,12 @@ class SchedulingPolicy:
 
         step_seconds: of a scheduler step lately, from which the error's `retry_after` is estimated.
         """
-        own = sum(generation.record.owner == owner for generation in running)
-        if len(running) >= self.limits.running or own >= self.limits.running_per_owner:
+        running_of_owner = sum(generation.record.owner == owner for generation in running)
+        full = len(running) >= self.limits.running
+        if full or running_of_owner >= self.limits.running_per_owner:
             steps_left = (_steps_left(generation) for generation in running)
             raise NoRoom(
-                f"{len(running)} answers are being made, {own} of them yours: "
+                f"{len(running)} answers are being made, {running_of_owner} of them yours: "
                 "come back when one is done",
                 max(1.0, min(steps_left, default=0) * step_seconds),
             )
@@ -66,11 +67,11 @@ class SchedulingPolicy:
         if count >= self.limits.sessions_per_owner:
             raise NoRoom(f"there are {count} sessions already: delete some", float("inf"))
 
-    def admit_bytes(self, wanted: int) -> None:
+    def admit_bytes(self, requested: int) -> None:
         """Raise NoRoom if so many bytes would not fit even if every other session were evicted."""
-        if wanted > self.limits.memory:
+        if requested > self.limits.memory:
             raise NoRoom(
-                f"the session could take {wanted / 1e6:,.0f} MB, and the engine has "
+                f"the session could take {requested / 1e6:,.0f} MB, and the engine has "
                 f"{self.limits.memory / 1e6:,.0f} MB for all: take a smaller max_kv_size, or fewer "
                 "tokens",
                 retry_after=float("inf"),
@@ -81,8 +82,14 @@ class SchedulingPolicy:
 
         The fewest remaining tokens go first. Waiting prompts age, and priority counts as tokens:
         with 1,000 tokens left, after 600 that were prefilled for others, a prompt counts as 700.
+        Of equal prompts the older goes first.
         """
-        return min(prefilling, key=_prefill_rank)
+
+        def rank(generation: Generation) -> tuple[float, int]:
+            advantage = _AGING * generation.age + _PRIORITY_TOKENS * generation.request.priority
+            return generation.prefill_remaining - advantage, generation.number
+
+        return min(prefilling, key=rank)
 
     def victim(
         self, records: Iterable[SessionRecord], needed: SessionRecord
@@ -130,10 +137,10 @@ class Scheduler:
 
     def step(self) -> None:
         """Decode one token of each generation that decodes, then one prefill step of one prompt."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.end_cancelled()
         try:
-            decoding = [each for each in self._running if each.phase == "decode"]
+            decoding = self._in_phase("decode")
             for first in range(0, len(decoding), ROWS):
                 self._decode(decoding[first : first + ROWS])
             self._prefill()
@@ -141,7 +148,7 @@ class Scheduler:
             for generation in self._running:
                 generation.fail(error)
         self._remove_ended()
-        self.step_seconds += 0.1 * (time.perf_counter() - began - self.step_seconds)
+        self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
 
     def cancel_all(self) -> None:
         for generation in self._running:
@@ -161,39 +168,36 @@ class Scheduler:
             tokens: Sequence[int | Exception] = _next_tokens(ready)
         except Exception:  # none has changed: one by one, to find the one that fails
             tokens = [_next_token_or_error(generation) for generation in ready]
-        for generation, token, known in zip(ready, tokens, logprobs, strict=True):
+        for generation, token, token_logprobs in zip(ready, tokens, logprobs, strict=True):
             if isinstance(token, Exception):
                 generation.fail(token)
             else:
-                generation.add_token(token, self._end_tokens, *known)
+                generation.add_token(token, self._end_tokens, *token_logprobs)
 
     def _prefill(self) -> None:
-        prefilling = [each for each in self._running if each.phase == "prefill"]
+        prefilling = self._in_phase("prefill")
         if not prefilling:
             return
         generation = self._policy.next_prefill(prefilling)
-        before = generation.prefill_remaining
+        remaining = generation.prefill_remaining
         try:
             generation.prefill_next_step()
         except Exception as error:
             generation.fail(error)
             return
         for other in prefilling:
-            other.age += 0 if other is generation else before - generation.prefill_remaining
+            other.age += 0 if other is generation else remaining - generation.prefill_remaining
         if generation.phase == "decode":
             self._prefilled(generation)
 
     def _remove_ended(self) -> None:
-        ended = [each for each in self._running if each.phase == "done"]
-        self._running = [each for each in self._running if each.phase != "done"]
+        ended = self._in_phase("done")
+        self._running = [running for running in self._running if running.phase != "done"]
         for generation in ended:
             self._ended(generation)
 
-
-def _prefill_rank(generation: Generation) -> tuple[float, int]:
-    """The lower goes first; of equal ones the older."""
-    advantage = _AGING * generation.age + _PRIORITY_TOKENS * generation.request.priority
-    return generation.prefill_remaining - advantage, generation.number
+    def _in_phase(self, phase: Phase) -> list[Generation]:
+        return [generation for generation in self._running if generation.phase == phase]
 
 
 def _steps_left(generation: Generation) -> float:

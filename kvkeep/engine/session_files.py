@@ -42,16 +42,16 @@ class SessionFiles:
         Raises Locked if a running engine uses one of them.
         """
         records: list[SessionRecord] = []
-        for place in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
-            if not (place.is_dir() and _OWNER.fullmatch(place.name)):
+        for folder in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
+            if not (folder.is_dir() and _OWNER.fullmatch(folder.name)):
                 continue
-            sessions = SessionFolder(place)
+            sessions = SessionFolder(folder)
             sessions.sweep()
             names = sessions.names()
             for name in names:
-                record = self._recover(place.name, name, sessions.path(name))
+                record = self._recover(folder.name, name, sessions.path(name))
                 records += [record] if record else []
-            for marker in place.glob(f"*{_MARKER_SUFFIX}"):
+            for marker in folder.glob(f"*{_MARKER_SUFFIX}"):
                 if marker.stem not in names:
                     self._note_never_saved(sessions, marker)
         return records

@@ -91,14 +91,14 @@ class SessionOperations:
         created if there is none of that name.
         """
         new = self._new_session(owner)
-        existing = self._registry.find(name, owner) if self._registry.has(name, owner) else None
+        existing = self._registry.get(name, owner)
         if existing:
             existing.require_idle()
             self._registry.reserve(existing, 0)
         target = existing or SessionRecord("", owner, False, None, new)
         match = best_match(prompt, self._registry.of(owner), new, target)
         source = match.record
-        if match.whole and source is existing and existing:
+        if match.resumes_session and source is existing and existing:
             existing.live.draw_anew()
             return match.tokens
         session = source.live.beginning(match.tokens) if source else new
@@ -109,7 +109,7 @@ class SessionOperations:
         else:
             record = self._add(session, owner, name)
         record.exact_tokens = min(source.exact_tokens, match.tokens) if source else 0
-        record.sampled_length = match.tokens if match.whole else 0
+        record.sampled_length = match.tokens if match.resumes_session else 0
         return match.tokens
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
@@ -155,9 +155,8 @@ class SessionOperations:
         finally:
             record.activity = "idle"
         record.mark_changed("" if what in _NO_EDITS else what)
+        record.note_truncation(length)
         added = len(record.live.tokens) - length
-        if added < 0:
-            record.truncated(len(record.live.tokens))
         self.log(record, what, added, time.perf_counter() - start)
         return result
 
@@ -180,8 +179,7 @@ class SessionOperations:
         fork = self._add(record.live.fork(at), owner, new, record.name, notes)
         fork.exact_tokens, fork.sampled_length = record.exact_tokens, record.sampled_length
         fork.edit = record.edit
-        if at is not None and at < len(record.live.tokens):
-            fork.truncated(at)
+        fork.note_truncation(len(record.live.tokens))
         self.log(fork, "fork", 0, 0.0)
         return fork
 
@@ -200,8 +198,8 @@ class SessionOperations:
         if not isinstance(snapshot, Snapshot):
             snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing(snapshot))
         session = self._model.restore(snapshot)
-        if replace and name is not None and self._registry.has(name, owner):
-            record = self._registry.find(name, owner)
+        record = self._registry.get(name, owner) if replace and name else None
+        if record:
             record.require_idle()
             record.session = session
             record.mark_changed()

@@ -47,17 +47,17 @@ def chat_turn(
 
 
 def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
-    session, known = record.live, record.notes.get(CHAT, {}).get("system")
+    session, current = record.live, record.notes.get(CHAT, {}).get("system")
     if not session.tokens:
         if system is not None:
-            known = system
+            current = system
             _keep_system_prompt(model, session, system)
-    elif system not in (None, known):
+    elif system not in (None, current):
         raise InvalidArgument(
             "the system prompt comes first in a chat, and this one has begun with another or "
             "without: leave it out, edit the span 'system text', or begin a new session"
         )
-    chat = Conversation(session, model.text, model.end_token_ids, known)
+    chat = Conversation(session, model.text, model.end_token_ids, current)
     record.notes = {**record.notes, CHAT: chat.notes}
     return chat
 

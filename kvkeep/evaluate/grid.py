@@ -1,12 +1,12 @@
 """Grids: every compression method at every ratio on every task, on the same samples."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.recall import CompressionSettings, measure_recall
 from kvkeep.evaluate.samples import Sample
 from kvkeep.types import KvBits
@@ -21,7 +21,7 @@ UNCOMPRESSED = "uncompressed"  # the method of the baseline, at ratio 1
 
 @dataclass(frozen=True)
 class GridSetting:
-    """What identifies a result. seed, sample: the text of the task."""
+    """The key of a result. seed, sample: the text of the task."""
 
     task: str
     seed: int
@@ -68,6 +68,14 @@ class Grid:
             for setting, result in self.results.items()
             if (setting.task, setting.method, setting.ratio) == (task, method, ratio)
         ]
+
+    def missing(
+        self, task: str, seed: int, sample: int, methods: Sequence[str], ratios: Sequence[float]
+    ) -> list[GridSetting]:
+        """Return the settings of a sample that have no result yet, the uncompressed one first."""
+        variants = [(UNCOMPRESSED, 1.0), *itertools.product(methods, ratios)]
+        settings = [GridSetting(task, seed, sample, *variant) for variant in variants]
+        return [setting for setting in settings if setting not in self.results]
 
     def baseline(self, task: str) -> list[GridResult]:
         """Return the uncompressed results of a task."""
@@ -120,23 +128,6 @@ class Grid:
             setting = GridSetting(**{name: row.pop(name) for name in names})
             grid.add(GridResult(setting, **row))
         return grid
-
-
-@dataclass(frozen=True)
-class GridPlan:
-    """What a grid measures: all methods at all ratios on all tasks. seed: of the datasets."""
-
-    datasets: Mapping[str, Dataset]  # by task
-    methods: Sequence[str]
-    ratios: Sequence[float]
-    seed: int = 0
-
-    def missing(self, grid: Grid, task: str, sample: int) -> list[GridSetting]:
-        """Return the settings of a sample that have no result yet, the uncompressed one first."""
-        columns = [(UNCOMPRESSED, 1.0)]
-        columns += [(method, ratio) for method in self.methods for ratio in self.ratios]
-        settings = [GridSetting(task, self.seed, sample, *column) for column in columns]
-        return [setting for setting in settings if setting not in grid.results]
 
 
 def measure_sample(

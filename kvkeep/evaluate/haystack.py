@@ -4,7 +4,6 @@ Calibrations use the manual. The docstrings have nothing in common with it.
 """
 
 import ast
-import inspect
 import itertools
 import re
 import sysconfig
@@ -90,11 +89,13 @@ def docstrings_text() -> str:
     """
     known_runs = word_runs(manual_text())
     paragraphs = []
-    for module in MODULES:
-        for paragraph in _paragraphs(module):
+    for docstring in itertools.chain(*map(_docstrings, MODULES)):
+        for paragraph in re.split(r"\n\s*\n", docstring):
+            if INTERPRETER_PROMPT in paragraph:
+                continue
             runs = word_runs(paragraph)
             if runs and not runs & known_runs:
-                paragraphs.append(paragraph)
+                paragraphs.append(paragraph.rstrip())
                 known_runs |= runs
     return "\n\n".join(paragraphs)
 
@@ -109,16 +110,8 @@ TEXTS: dict[str, Callable[[], str]] = {"manual": manual_text, "docstrings": docs
 MANUAL = "manual"
 
 
-def _paragraphs(module: str) -> Iterator[str]:
-    for docstring in _docstrings(module):
-        if len(docstring) >= MIN_DOCSTRING:
-            for paragraph in re.split(r"\n\s*\n", docstring):
-                if INTERPRETER_PROMPT not in paragraph:
-                    yield paragraph.rstrip()
-
-
 def _docstrings(module: str) -> Iterator[str]:
-    """Yield a module's docstrings in the order of its file."""
+    """Yield a module's long docstrings in the order of its file."""
     file = Path(sysconfig.get_path("stdlib"), f"{module}.py")
     try:
         tree = ast.parse(file.read_bytes())
@@ -130,5 +123,6 @@ def _docstrings(module: str) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
-        if docstring := ast.get_docstring(node, clean=False):
-            yield inspect.cleandoc(docstring)
+        docstring = ast.get_docstring(node)
+        if docstring and len(docstring) >= MIN_DOCSTRING:
+            yield docstring

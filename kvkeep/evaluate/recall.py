@@ -52,7 +52,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """How a session is compressed.
+    """Compression of a session.
 
     method: with or without a budget: "keydiff" or "keydiff:heads".
     max_kv_size: cells of a session that is compressed during prefill; None for the number that

@@ -42,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the first fact goes: to one position, to depths (percent) in turn, or to a random one.
+    """The position of the first fact: fixed, at depths (percent) in turn, or random.
 
     The other facts go to random positions.
     """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkeep import Snapshot, load_model
-from kvkeep.evaluate.perplexity import measure_perplexity
+from kvkeep.evaluate.perplexity import perplexity_points
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 12
 ARCHIVE = ["--policy", "archive", "--max-kv-size", "48", "--method", "keydiff", "--ratio", "4"]
@@ -47,7 +47,7 @@ def test_generation_continues_within_the_budget(invoke, tiny, tmp_path: Path) ->
 def test_perplexity_equals_the_librarys(invoke, tiny, tiny_folder: Path) -> None:
     model = load_model(str(tiny_folder), dtype="float32")
     session = model.session(48, 4, "archive", method="keydiff", ratio=4.0)
-    expected = measure_perplexity(session, model.text.encode(TEXT)[:150]).perplexity
+    expected = list(perplexity_points(session, model.text.encode(TEXT)[:150]))[-1].perplexity
     result = invoke("perplexity", "-", "--to", 150, *ARCHIVE, *tiny, input=TEXT)
     assert result.stdout == f"perplexity {expected:.4f} of 149 tokens\n"
 

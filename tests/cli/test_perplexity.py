@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import load_model
-from kvkeep.evaluate.perplexity import measure_perplexity
+from kvkeep.evaluate.perplexity import perplexity_points
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 12
 
@@ -18,7 +18,7 @@ def test_the_measurement_is_printed_reported_and_plotted(
     model = load_model(str(tiny_folder), dtype="float32")
     ids = model.text.encode(TEXT)
     session = model.session(max_kv_size=32, prefill_step=50)
-    expected = measure_perplexity(session, ids[:120], first=40).perplexity
+    expected = list(perplexity_points(session, ids[:120], first=40))[-1].perplexity
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     result = invoke(
         *("perplexity", "-", "--from", 40, "--to", 120, "--max-kv-size", 32),
@@ -58,7 +58,7 @@ def test_a_text_can_be_scored_token_by_token(invoke, tiny, tiny_folder: Path) ->
     model = load_model(str(tiny_folder), dtype="float32")
     ids = model.text.encode(TEXT)[:60]
     session = model.session(max_kv_size=32)
-    expected = measure_perplexity(session, ids, written=True).perplexity
+    expected = list(perplexity_points(session, ids, written=True))[-1].perplexity
     given = ("perplexity", "-", "--to", 60, "--max-kv-size", 32, "--written", *tiny)
     result = invoke(*given, input=TEXT)
     assert result.stdout == f"perplexity {expected:.4f} of 59 tokens\n"

@@ -11,7 +11,7 @@ import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.matrices import FEW
-from kvkeep.evaluate.perplexity import measure_perplexity
+from kvkeep.evaluate.perplexity import perplexity_points
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -176,7 +176,7 @@ def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(
 
 def test_perplexity_of_a_written_text_reads_packed_weights() -> None:
     prompt, written, other, by_one = (
-        measure_perplexity(model.session(), PROMPT, written=written).perplexity
+        list(perplexity_points(model.session(), PROMPT, written=written))[-1].perplexity
         for model in (PACKED, plain(PACKED))
         for written in (False, True)
     )

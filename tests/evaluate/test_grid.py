@@ -10,7 +10,6 @@ from kvkeep.evaluate.datasets import PasskeyDataset
 from kvkeep.evaluate.grid import (
     UNCOMPRESSED,
     Grid,
-    GridPlan,
     GridResult,
     GridSetting,
     measure_sample,
@@ -20,13 +19,18 @@ from kvkeep.evaluate.plots import draw_grid
 from kvkeep.evaluate.samples import Sample
 
 METADATA = {"model": "small", "junk": 6}
-PLAN = GridPlan({"several": PasskeyDataset(6, task="several")}, ("random", "keydiff"), (2.0, 4.0))
+DATASET = PasskeyDataset(6, task="several")
+METHODS, RATIOS = ("random", "keydiff"), (2.0, 4.0)
 
 
 def _result(task: str, method: str, ratio: float, sample: int, found: bool) -> GridResult:
     return GridResult(
         GridSetting(task, 0, sample, method, ratio), found, -0.5, 100, int(50e6 / ratio)
     )
+
+
+def _missing(grid: Grid, sample: int) -> list[GridSetting]:
+    return grid.missing("several", 0, sample, METHODS, RATIOS)
 
 
 def _grid() -> Grid:
@@ -43,18 +47,18 @@ def _grid() -> Grid:
 
 def test_each_method_and_ratio_is_measured_once_per_sample() -> None:
     model, grid = small_model(), Grid(METADATA)
-    missing = PLAN.missing(grid, "several", 0)
+    missing = _missing(grid, 0)
     assert len(missing) == 5
-    for result in measure_sample(model, PLAN.datasets["several"].sample(0), missing):
+    for result in measure_sample(model, DATASET.sample(0), missing):
         grid.add(result)
     full = grid.select("several", UNCOMPRESSED, 1)[0]
-    for method in PLAN.methods:
-        for ratio in PLAN.ratios:
+    for method in METHODS:
+        for ratio in RATIOS:
             [result] = grid.select("several", method, ratio)
             assert result.cells <= -(-full.cells // ratio)
             assert result.nbytes < full.nbytes
-    assert PLAN.missing(grid, "several", 0) == []
-    assert len(PLAN.missing(grid, "several", 1)) == 5
+    assert _missing(grid, 0) == []
+    assert len(_missing(grid, 1)) == 5
 
 
 def test_a_continuation_is_scored_by_the_compressed_session() -> None:
@@ -80,13 +84,13 @@ def test_a_continuation_is_scored_by_the_compressed_session() -> None:
 def test_a_text_shorter_than_its_continuation_is_refused() -> None:
     sample = Sample("So short.", (), 0, 1, 512)
     with pytest.raises(InvalidArgument, match="ask for more tokens"):
-        list(measure_sample(small_model(), sample, PLAN.missing(Grid(METADATA), "several", 0)))
+        list(measure_sample(small_model(), sample, _missing(Grid(METADATA), 0)))
 
 
 def test_existing_results_are_not_missing() -> None:
     grid = Grid(METADATA)
     grid.add(_result("several", "keydiff", 2.0, 0, True))
-    missing = PLAN.missing(grid, "several", 0)
+    missing = _missing(grid, 0)
     assert [(setting.method, setting.ratio) for setting in missing] == [
         (UNCOMPRESSED, 1.0),
         ("random", 2.0),

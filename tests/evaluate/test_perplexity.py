@@ -6,7 +6,7 @@ import pytest
 from small_models import VOCABULARY, small_model
 
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.evaluate.perplexity import RECENT, measure_perplexity, perplexity_points
+from kvkeep.evaluate.perplexity import RECENT, perplexity_points
 from kvkeep.evaluate.plots import check_plottable, draw_perplexity
 
 IDS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(700)]
@@ -27,20 +27,19 @@ def test_perplexity_is_the_exponential_mean_over_scored_tokens(first: int) -> No
     model = small_model()
     ids = IDS[:150]
     scores = _one_by_one(model.session(max_kv_size=40), ids)
-    result = measure_perplexity(model.session(max_kv_size=40, prefill_step=32), ids, first)
+    session = model.session(max_kv_size=40, prefill_step=32)
+    [*_, last] = perplexity_points(session, ids, first)
     expected = math.exp(-sum(scores[first:]) / (len(ids) - first))
-    assert result.perplexity == pytest.approx(expected, rel=1e-4)
-    assert (result.first, result.end) == (first, 150)
+    assert last.perplexity == pytest.approx(expected, rel=1e-4)
+    assert (last.tokens, last.scored) == (150, 150 - first)
 
 
 def test_the_trace_has_a_point_after_each_step() -> None:
     model = small_model()
     scores = _one_by_one(model.session(max_kv_size=100), IDS)
     session = model.session(max_kv_size=100, prefill_step=64)
-    progress_calls: list[int] = []
-    trace = measure_perplexity(session, IDS, 70, progress=progress_calls.append).trace
+    trace = list(perplexity_points(session, IDS, 70))
     assert [point.tokens for point in trace] == [*range(64, 700, 64), 700]
-    assert sum(progress_calls) == 700
     assert [point.scored for point in trace[:3]] == [0, 58, 122]
     assert math.isnan(trace[0].perplexity)
     assert [point.kv_cells for point in trace[:3]] == [64, 100, 100]
@@ -52,10 +51,10 @@ def test_the_trace_has_a_point_after_each_step() -> None:
 
 def test_the_prefill_step_does_not_change_perplexity() -> None:
     model = small_model()
-    figures = [
-        measure_perplexity(model.session(max_kv_size=50, prefill_step=step), IDS, 30).perplexity
-        for step in (1, 17, 512)
-    ]
+    figures = []
+    for step in (1, 17, 512):
+        session = model.session(max_kv_size=50, prefill_step=step)
+        figures.append(list(perplexity_points(session, IDS, 30))[-1].perplexity)
     assert figures == pytest.approx([figures[0]] * 3, rel=1e-4)
 
 
@@ -84,7 +83,7 @@ def test_a_session_that_holds_tokens_is_refused() -> None:
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF")])
 def test_a_plot_is_a_picture(suffix: str, magic: bytes, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    trace = measure_perplexity(small_model().session(prefill_step=64), IDS, 100).trace
+    trace = list(perplexity_points(small_model().session(prefill_step=64), IDS, 100))
     check_plottable(tmp_path / f"plot{suffix}")
     content = draw_perplexity(trace, "a title", suffix)
     assert content.startswith(magic)

@@ -80,9 +80,8 @@ def _measure(
     """
     from tqdm import tqdm
 
-    from kvkeep.evaluate.grid import GridPlan, measure_sample
+    from kvkeep.evaluate.grid import measure_sample
 
-    grid_plan = GridPlan(datasets, plan.methods, plan.ratios, plan.seed)
     calibration = load_calibration_file(choice.calibration, model)
     bar: tqdm[Never]
     with tqdm(
@@ -93,7 +92,7 @@ def _measure(
         disable=None if progress else True,
     ) as bar:
         for index, task in itertools.product(range(plan.samples), plan.tasks):
-            if missing := grid_plan.missing(results, task, index):
+            if missing := results.missing(task, plan.seed, index, plan.methods, plan.ratios):
                 sample = datasets[task].sample(index)
                 measured = measure_sample(
                     model, sample, missing, calibration, choice.prefill_step, plan.kv_bits

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Never
 
 from tqdm import tqdm
@@ -31,45 +31,41 @@ from kvkeep.runtime.memory import peak_rss
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """The measurement that a command runs. settings: the command's own options, for the report."""
-
-    command: str
-    dataset: Dataset
-    settings: dict[str, Any]
-
-
 def run_recall(
-    experiment: Experiment,
+    command: str,
+    dataset: Dataset,
+    settings: dict[str, Any],
     model: Model,
     choice: ModelChoice,
     recall: RecallChoice,
     ratio: float,
     output: OutputChoice,
 ) -> None:
-    """Measure and print all samples, then report. The report is also written on an early end."""
+    """Measure and print all samples, then report. The report is also written on an early end.
+
+    settings: the command's own options, for the report.
+    """
     calibration = load_calibration_file(choice.calibration, model)
     compression = CompressionSettings(
         recall.method, ratio, recall.seed, calibration, recall.max_kv_size
     )
-    RecallRun(experiment, model, compression, recall, output).run(choice.prefill_step)
+    RecallRun(command, dataset, settings, model, compression, recall, output).run(
+        choice.prefill_step
+    )
 
 
+@dataclass
 class RecallRun:
-    """The measurement of an experiment's samples. An interrupt loses no finished sample."""
+    """The measurement of all samples of a dataset. An interrupt loses no finished sample."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        model: Model,
-        compression: CompressionSettings,
-        recall: RecallChoice,
-        output: OutputChoice,
-    ):
-        self._experiment, self._model, self._compression = experiment, model, compression
-        self._recall, self._output = recall, output
-        self._results: list[RecallResult] = []
+    command: str
+    dataset: Dataset
+    settings: dict[str, Any]
+    model: Model
+    compression: CompressionSettings
+    recall: RecallChoice
+    output: OutputChoice
+    results: list[RecallResult] = field(default_factory=list)
 
     def run(self, prefill_step: int) -> None:
         try:
@@ -80,52 +76,52 @@ class RecallRun:
         self._close("end")
 
     def _measure(self, prefill_step: int) -> None:
-        measure = compress_during_prefill if self._recall.streaming else compress_after_prefill
+        measure = compress_during_prefill if self.recall.streaming else compress_after_prefill
         bar: tqdm[Never]
         with tqdm(
-            total=self._recall.count,
+            total=self.recall.count,
             desc="measuring",
             unit=" samples",
             leave=False,
-            disable=None if self._output.progress else True,
+            disable=None if self.output.progress else True,
         ) as bar:
-            for index in range(self._recall.count):
-                sample = self._experiment.dataset.sample(index)
-                if self._recall.count == 1:
+            for index in range(self.recall.count):
+                sample = self.dataset.sample(index)
+                if self.recall.count == 1:
                     self._print_sample(sample)
                 # A different seed for each sample, or random methods would pick the same cells.
                 compression = dataclasses.replace(
-                    self._compression, seed=self._compression.seed + index
+                    self.compression, seed=self.compression.seed + index
                 )
-                self._results.append(measure(self._model, sample, compression, prefill_step))
-                self._print_result(self._results[-1])
+                self.results.append(measure(self.model, sample, compression, prefill_step))
+                self._print_result(self.results[-1])
                 bar.update(1)
 
     def _print_sample(self, sample: Sample) -> None:
         """Print the sizes and the hidden facts, in the format of llama.cpp's passkey example."""
-        encode, text = self._model.text.encode, sample.text
+        encode, text = self.model.text.encode, sample.text
         tokens = len(encode(text))
         question = max(len(encode(fact.question + fact.answer)) for fact in sample.facts)
-        context = self._model.spec.max_positions
-        if self._recall.streaming:
-            context = self._compression.cells(tokens)
+        context = self.model.spec.max_positions
+        if self.recall.streaming:
+            context = self.compression.cells(tokens)
         _print(
             f"n_len = {tokens + question + EXTRA_TOKENS}, n_ctx = {context}, "
-            f"ratio = {self._compression.ratio:g}, method = {self._compression.method}"
+            f"ratio = {self.compression.ratio:g}, method = {self.compression.method}"
         )
         for fact in sample.facts:
             token = len(encode(text[: text.index(fact.sentence)]))
-            _print(f"{self._experiment.command} = {fact.answer}, at token {token}")
+            _print(f"{self.command} = {fact.answer}, at token {token}")
         _print(f"position {sample.position} / {sample.positions}")
 
     def _print_result(self, result: RecallResult) -> None:
         """Print one line if there are several samples, else details."""
         sample, compressed, full = result.sample, result.compressed, result.uncompressed
-        if self._recall.count > 1:
+        if self.recall.count > 1:
             keys = ", ".join(fact.answer for fact in sample.facts)
             position = f"{keys} at {sample.position} of {sample.positions}"
             cells = f"{result.tokens:,} -> {compressed.cells:,} cells"
-            _print(f"{len(self._results):3d}: {position}, {cells}: {_outcome(result)}")
+            _print(f"{len(self.results):3d}: {position}, {cells}: {_outcome(result)}")
             return
         size = f"{megabytes(full.nbytes)} -> " if full else ""
         size += megabytes(compressed.nbytes)
@@ -141,41 +137,38 @@ class RecallRun:
 
     def _close(self, finish_reason: str) -> None:
         """Print the closing lines, draw the plot and write the report, if anything was measured."""
-        if not self._results:
+        if not self.results:
             return
-        summary = summarise(self._results)
+        summary = summarise(self.results)
         with suppress(BrokenPipeError):
-            if self._recall.count > 1:
+            if self.recall.count > 1:
                 _print(_found_line(summary))
-            if not self._output.quiet:
+            if not self.output.quiet:
                 say(self._cost_line(summary))
-        command, compression = self._experiment.command, self._compression
-        if self._recall.plot is not None:
-            title = (
-                f"{command}, {self._recall.task}: {compression.method} at ratio "
-                f"{compression.ratio:g}"
-            )
-            plot = self._recall.plot
-            write_atomic(plot, draw_recall(self._results, title, plot.suffix))
+        compression, plot = self.compression, self.recall.plot
+        if plot is not None:
+            setting = f"{compression.method} at ratio {compression.ratio:g}"
+            title = f"{self.command}, {self.recall.task}: {setting}"
+            write_atomic(plot, draw_recall(self.results, title, plot.suffix))
         report = {
-            "command": command,
-            "model": self._model.name,
-            "task": self._recall.task,
-            **self._experiment.settings,
+            "command": self.command,
+            "model": self.model.name,
+            "task": self.recall.task,
+            **self.settings,
             "method": compression.method,
             "ratio": compression.ratio,
-            "streaming": self._recall.streaming,
-            "seed": self._recall.seed,
+            "streaming": self.recall.streaming,
+            "seed": self.recall.seed,
             **dataclasses.asdict(summary),
             "finish_reason": finish_reason,
         }
-        write_json(self._output.report, report)
+        write_json(self.output.report, report)
 
     def _cost_line(self, summary: RecallSummary) -> str:
         chunk_ms = summary.ms_per_chunk
         median = statistics.median(chunk_ms) if chunk_ms else 0
         return (
-            f"{self._compression.method}, ratio {self._compression.ratio:g} | "
+            f"{self.compression.method}, ratio {self.compression.ratio:g} | "
             f"{len(chunk_ms)} chunks at {median:.1f} ms | "
             f"cells {summary.cells_before:,} -> {summary.cells_after:,} | "
             f"peak RAM {megabytes(peak_rss())}"
