@@ -61,7 +61,7 @@ def test_a_remote_session_equals_a_local_one(client: Client, smollm2: Model) -> 
     assert last["tokens"] == [session.next_token() for _ in range(5)]
 
 
-def test_forks_and_snapshots_continue(client: Client) -> None:
+def test_forks_and_restored_snapshots_continue_the_session(client: Client) -> None:
     name, label = next(names), next(names)
     remote = client.create(name, policy="full", max_kv_size=1024)
     remote.feed([5, 6, 7, 8] * 20)
@@ -85,7 +85,7 @@ def test_forks_and_snapshots_continue(client: Client) -> None:
     assert client.operations()[0]["what"] == "delete"
 
 
-def test_chat_turns(client: Client) -> None:
+def test_chat_turns_generate_and_stream_replies(client: Client) -> None:
     remote = client.create(next(names), max_kv_size=512)
     first = remote.say("What is the capital of France?", system="You are terse.")
     assert "Paris" in first["text"]
@@ -122,7 +122,7 @@ def test_the_async_client_equals_the_sync_client(server: RunningServer) -> None:
     asyncio.run(use_async_client())
 
 
-def test_errors_are_the_engines_types(client: Client) -> None:
+def test_client_errors_have_the_types_of_the_engine(client: Client) -> None:
     remote = client.create(next(names), **SETTINGS)
     revision = remote.feed("A few words.")["revision"]
     with pytest.raises(errors.WrongRevision):

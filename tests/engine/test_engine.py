@@ -65,7 +65,7 @@ def test_a_generation_equals_a_session_used_directly(engine: Engine, smollm2: Mo
     assert [token for token, _ in token_logprobs(engine.generate(request(prompt)))] == expected
 
 
-def test_company_changes_no_bit_of_a_generation(engine: Engine, smollm2: Model) -> None:
+def test_concurrent_generations_do_not_change_each_other(engine: Engine, smollm2: Model) -> None:
     """Some begin while others decode, some exceed the budget, and one is cancelled."""
     all_prompts = prompts(smollm2, 6)
     generations = [engine.generate(request(prompt)) for prompt in all_prompts[:3]]

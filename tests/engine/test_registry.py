@@ -56,7 +56,7 @@ def test_the_least_recently_used_session_is_evicted_and_a_pinned_one_never(tmp_p
         assert in_memory(engine) == {"a", "b", "d"}
 
 
-def test_cells_stay_within_the_limit(tmp_path: Path) -> None:
+def test_cells_stay_within_the_memory_limit(tmp_path: Path) -> None:
     draw, names = random.Random(3), "abcdefgh"
     with new_engine(tmp_path, cells=250) as engine:
         for name in names:
@@ -229,7 +229,7 @@ def test_an_engine_reports_what_a_killed_one_had_not_saved(tmp_path: Path) -> No
         assert engine.losses == []
 
 
-def test_a_file_that_is_no_session_stays_as_it_is(tmp_path: Path) -> None:
+def test_an_invalid_session_file_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     foreign = tmp_path / "0" / "a.kvkeep"
     foreign.write_bytes(b"something else")
@@ -346,7 +346,7 @@ def test_calls_to_a_closing_engine_are_cancelled(tmp_path: Path) -> None:
     assert len(answers) == 8
 
 
-def test_a_listener_that_fails_ends_nobody_elses_work() -> None:
+def test_a_failing_listener_ends_no_other_generation() -> None:
     """Such as one whose event loop has closed: without a guard the engine's thread died of it."""
     reports: list[str] = []
 

@@ -158,7 +158,7 @@ def test_random_generations_equal_the_request_alone(
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("settings", SETTINGS[:8:2], ids=str)
-def test_random_generations_in_company_equal_the_request_alone(
+def test_concurrent_random_generations_equal_the_request_alone(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     require_alike(World(packed_model(spec_of(32), None), settings, 2, tmp_path), 40)

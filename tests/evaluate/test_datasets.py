@@ -104,7 +104,7 @@ def test_a_passage_that_ends_early_at_a_long_table_is_drawn_again() -> None:
         assert count(sample.text) >= 75
 
 
-def test_a_passage_may_be_the_total_text_but_not_longer() -> None:
+def test_a_passage_may_be_the_whole_text_but_not_longer() -> None:
     haystack = Haystack.from_text("One here. Two here. Three here.", count)
     total = sum(haystack.tokens)
     sample = NeedleDataset(haystack, tokens=total).sample(0)

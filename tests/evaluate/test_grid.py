@@ -171,7 +171,7 @@ def test_tables_replace_the_section_between_the_markers_of_a_page(tmp_path: Path
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF")])
-def test_a_plot_is_a_picture(suffix: str, magic: bytes) -> None:
+def test_plots_have_the_requested_file_format(suffix: str, magic: bytes) -> None:
     pytest.importorskip("matplotlib")
     grid = _grid()
     grid.add(

@@ -81,7 +81,7 @@ def test_a_session_that_holds_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF")])
-def test_a_plot_is_a_picture(suffix: str, magic: bytes, tmp_path) -> None:
+def test_plots_have_the_requested_file_format(suffix: str, magic: bytes, tmp_path) -> None:
     pytest.importorskip("matplotlib")
     trace = list(perplexity_points(small_model().session(prefill_step=64), IDS, 100))
     check_plottable(tmp_path / f"plot{suffix}")

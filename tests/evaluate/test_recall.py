@@ -79,7 +79,7 @@ def test_compression_during_prefill_leaves_the_uncompressed_session_alone() -> N
     assert result.chunks
 
 
-def test_a_text_too_long_for_the_model_is_result_compressed_only() -> None:
+def test_a_text_too_long_for_the_model_is_measured_compressed_only() -> None:
     model = small_model(max_positions=1024)
     sample = PasskeyDataset(junk=15).sample(0)
     result = compress_during_prefill(model, sample, CompressionSettings("keydiff", 4))
