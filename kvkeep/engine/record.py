@@ -35,49 +35,33 @@ _NOTED_FIELDS = {
 class SessionRecord:
     """A session under a name, in memory or on disk.
 
-    owner: only requests of this owner see it.
-    named: whether it was created by name and is kept until it is deleted. Unnamed sessions are
-        created for a prompt and evicted first.
-    session: None while it is on disk only.
-    revision: grows with each change.
-    saved_revision, saving_revision: on disk, and being written; None for none.
-    pinned: it stays in memory.
-    activity: what the engine is doing in it now.
-    exact_tokens: how many of its first tokens were evaluated in whole prefill steps. Any text that
-        begins with them would get the same cells, to the bit.
-    sampled_length: how many tokens it held when the newest one was sampled; 0 for none.
-    edit: the operation that changed it other than by appending; "" for none.
-    lost_revision: of a session found on disk, the unsaved revision that a killed engine had
-        reached; None if nothing was lost.
-    borrowed: whether its home is a store elsewhere, which holds all of it while `leases` is 0.
-    leases: how many callers need it to stay here.
-    evictable: whether it may be dropped to make room although it has a name.
-    notes: JSON values of the caller that created it.
-    reserved: bytes that it may come to take while it is busy.
-    removed: whether it was deleted.
+    Unnamed sessions are created for a prompt, and evicted first.
     """
 
     name: str
-    owner: str
-    named: bool
-    file: Path | None
-    session: Session | None
-    revision: int = 0
-    saved_revision: int | None = None
-    saving_revision: int | None = None
-    pinned: bool = False
-    parent: str | None = None
+    owner: str  # only requests of this owner see the session
+    named: bool  # created by name, and kept until it is deleted
+    file: Path | None  # where it is saved; None for memory alone
+    session: Session | None  # None while it is on disk only
+    revision: int = 0  # grows with each change
+    saved_revision: int | None = None  # on disk; None for none
+    saving_revision: int | None = None  # being written; None for none
+    pinned: bool = False  # stays in memory
+    parent: str | None = None  # the session that it was forked from
+    # The first tokens that were evaluated in whole prefill steps. Any text that begins with them
+    # would get the same cells, to the bit.
     exact_tokens: int = 0
-    sampled_length: int = 0
-    edit: str = ""
+    sampled_length: int = 0  # tokens held when the newest one was sampled; 0 for none
+    edit: str = ""  # the operation that changed it other than by appending; "" for none
+    # Of a session found on disk: the unsaved revision that a killed engine had reached.
     lost_revision: int | None = None
-    borrowed: bool = False
-    leases: int = 0
-    evictable: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
-    removed: bool = False
+    borrowed: bool = False  # its home is a store elsewhere, which has it while `leases` is 0
+    leases: int = 0  # callers that need it to stay here
+    evictable: bool = False  # may be dropped to make room although it has a name
+    notes: dict[str, Any] = field(default_factory=dict)  # JSON values of its creator
+    removed: bool = False  # deleted
     activity: Activity = "idle"
-    reserved: int = 0
+    reserved: int = 0  # bytes that it may come to take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)
 

@@ -49,20 +49,14 @@ _miss_numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Match:
-    """The session that a prompt reuses most of.
+    """The session that a prompt reuses most of."""
 
-    record: lends its first `tokens`; None for no session.
-    resumes_session: whether the prompt continues after that session's last token, a sampled one.
-    common: how many first tokens the nearest text shares with the prompt.
-    nearest: that text; None if no text begins like the prompt.
-    """
-
-    record: SessionRecord | None = None
+    record: SessionRecord | None = None  # lends its first `tokens`; None for no session
     tokens: int = 0
-    resumes_session: bool = False
-    common: int = 0
+    resumes_session: bool = False  # the prompt continues after the session's last, sampled token
+    common: int = 0  # first tokens that the nearest text shares with the prompt
     reason: MissReason = "cold"
-    nearest: Sequence[int] | None = None
+    nearest: Sequence[int] | None = None  # that text; None if no text begins like the prompt
 
 
 @dataclass(frozen=True)
@@ -80,19 +74,15 @@ class TextDifference:
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """A prompt that was not continued in a session.
-
-    number: identifies it. when: in seconds since 1970. tokens, reused: of the prompt. session: that
-    the reused ones come from. reason: a `MissReason`. difference: None if no text begins like it.
-    """
+    """A prompt that was not continued in a session."""
 
     number: int
-    when: float
-    tokens: int
-    reused: int
-    session: str | None
-    reason: str
-    difference: TextDifference | None
+    when: float  # seconds since 1970
+    tokens: int  # of the prompt
+    reused: int  # of these
+    session: str | None  # that the reused tokens come from
+    reason: str  # a `MissReason`
+    difference: TextDifference | None  # None if no text begins like the prompt
 
 
 class WholeSteps:

@@ -32,31 +32,22 @@ class GridSetting:
 
 @dataclass(frozen=True)
 class GridResult:
-    """The result of one sample in one setting.
-
-    found: whether every question was answered; None for a continuation.
-    log_probability: the mean over the tokens of the answers or of the continuation.
-    cells, nbytes: held before the first question.
-    """
+    """The result of one sample in one setting."""
 
     setting: GridSetting
-    found: bool | None
-    log_probability: float
-    cells: int
+    found: bool | None  # every question was answered; None for a continuation
+    log_probability: float  # the mean over the tokens of the answers or of the continuation
+    cells: int  # held before the first question
     nbytes: int
 
 
 @dataclass
 class Grid:
-    """The results of a grid, one for each setting.
+    """The results of a grid, one for each setting."""
 
-    metadata: what all results have in common, such as the model.
-    options: those of the run, with which the missing results can be measured later.
-    """
-
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # common to all results, such as the model
     results: dict[GridSetting, GridResult] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the run, to resume it
 
     def add(self, result: GridResult) -> None:
         self.results[result.setting] = result

@@ -15,21 +15,15 @@ RECENT = 512  # tokens, of `PerplexityPoint.recent`
 
 @dataclass(frozen=True)
 class PerplexityPoint:
-    """A measurement after a prefill step.
+    """A measurement after a prefill step."""
 
-    tokens: evaluated so far. scored: how many of these count.
-    perplexity: of all scored tokens, exp of the mean negative log-likelihood.
-    recent: of the last `RECENT` of them. Both are NaN before the first.
-    kv_cells, kv_bytes: held after the step. rss_bytes: of the process.
-    """
-
-    tokens: int
-    scored: int
-    perplexity: float
-    recent: float
-    kv_cells: int
+    tokens: int  # evaluated so far
+    scored: int  # of these
+    perplexity: float  # of all scored tokens; NaN before the first
+    recent: float  # perplexity of the last `RECENT` scored tokens
+    kv_cells: int  # held after the step
     kv_bytes: int
-    rss_bytes: int
+    rss_bytes: int  # of the process
 
 
 def perplexity_points(

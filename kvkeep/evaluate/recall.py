@@ -21,14 +21,11 @@ QUESTION_RESERVE = 128  # tokens, more than any question and its answer take
 
 @dataclass(frozen=True)
 class Answer:
-    """The greedy continuation of a question.
-
-    found: whether it begins with the key. log_probability: the mean over the key's tokens, natural.
-    """
+    """The greedy continuation of a question."""
 
     text: str
-    found: bool
-    log_probability: float
+    found: bool  # the text begins with the key
+    log_probability: float  # natural, the mean over the key's tokens
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,11 @@ class Recall:
 class CompressionSettings:
     """Compression of a session.
 
-    method: with or without a budget: "keydiff" or "keydiff:heads".
     max_kv_size: cells of a session that is compressed during prefill; None for the number that
         compression after prefill would leave.
     """
 
-    method: str
+    method: str  # with or without a budget: "keydiff" or "keydiff:heads"
     ratio: float
     seed: int = 0
     calibration: "Calibration | None" = None
@@ -84,17 +80,13 @@ def parse_method(text: str) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """A sample's answers from a compressed and an uncompressed session.
-
-    tokens: of the text. uncompressed: None if the text is too long for an uncompressed session.
-    chunks: what the compression did to each chunk of cells.
-    """
+    """A sample's answers from a compressed and an uncompressed session."""
 
     sample: Sample
-    tokens: int
+    tokens: int  # of the text
     compressed: Recall
-    uncompressed: Recall | None
-    chunks: "tuple[Compression, ...]"
+    uncompressed: Recall | None  # None if the text is too long for an uncompressed session
+    chunks: "tuple[Compression, ...]"  # what the compression did to each chunk of cells
 
 
 def measure_recall(session: Session, facts: Sequence[Fact]) -> Recall:
@@ -157,29 +149,24 @@ def _answer(session: Session, fact: Fact) -> Answer:
 class RecallSummary:
     """Recall over many samples, in the form of the JSON report.
 
-    found: samples of which every answer was found; rate: their share.
-    log_probability: of a token of a key, the mean over samples.
-    samples_uncompressed: those that fit into an uncompressed session; all other figures of it are
-        means over these, and None if there are none.
-    cells, bytes: means, before and after compression.
-    ms_per_chunk: of each compressed chunk in all samples.
-    each: a row for each sample.
+    Figures of uncompressed sessions are means over the samples that fit into one, and None if none
+    does.
     """
 
     samples: int
-    found: int
-    rate: float
-    log_probability: float
-    samples_uncompressed: int
+    found: int  # samples of which every answer was found
+    rate: float  # their share
+    log_probability: float  # of a token of a key, the mean over samples
+    samples_uncompressed: int  # samples that fit into an uncompressed session
     found_uncompressed: int | None
     rate_uncompressed: float | None
     log_probability_uncompressed: float | None
-    cells_before: int
+    cells_before: int  # mean; before and after compression
     cells_after: int
     bytes_before: int | None
     bytes_after: int
-    ms_per_chunk: list[float]
-    each: list[dict[str, Any]]
+    ms_per_chunk: list[float]  # of each compressed chunk in all samples
+    each: list[dict[str, Any]]  # a row for each sample
 
 
 def summarise(results: Sequence[RecallResult]) -> RecallSummary:

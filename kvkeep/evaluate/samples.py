@@ -21,18 +21,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text, and what is measured after its prefill.
-
-    facts: those that are asked for, in this order.
-    position: where the first of them lies, of as many as `positions`.
-    continuation: tokens at the end of the text that are scored instead of prefilled.
-    """
+    """A text, and what is measured after its prefill."""
 
     text: str
-    facts: tuple[Fact, ...]
-    position: int
-    positions: int
-    continuation: int = 0
+    facts: tuple[Fact, ...]  # asked for in this order
+    position: int  # of the first fact
+    positions: int  # where it could lie
+    continuation: int = 0  # tokens at the end that are scored instead of prefilled
 
     @property
     def depth(self) -> float:

@@ -70,16 +70,11 @@ REWORDED_TEMPLATES = (
 
 @dataclass(frozen=True)
 class TaskInstance:
-    """The hidden sentences and the questions of one sample.
+    """The hidden sentences and the questions of one sample."""
 
-    sentences: each goes to a position of its own, and begins with a space.
-    facts: those that are asked for, one after the other, of the same session.
-    ordered: whether the sentences must keep this order in the text.
-    """
-
-    sentences: tuple[str, ...]
-    facts: tuple[Fact, ...]
-    ordered: bool = False
+    sentences: tuple[str, ...]  # for separate positions; each begins with a space
+    facts: tuple[Fact, ...]  # asked for one after the other, of the same session
+    ordered: bool = False  # the sentences keep this order in the text
 
 
 class Task(Protocol):
@@ -137,12 +132,9 @@ class MultiValueTask:
 
 @dataclass(frozen=True)
 class VariableTrackingTask:
-    """Hides a chain of assignments, and asks for the value of each variable.
+    """Hides a chain of assignments, and asks for the value of each variable."""
 
-    hops: from the first variable to the last.
-    """
-
-    hops: int
+    hops: int  # from the first variable to the last
     key_types: tuple[str, ...] = KEY_TYPES
 
     def generate(self, random: Random, key_type: str) -> TaskInstance:
@@ -162,16 +154,11 @@ class VariableTrackingTask:
 
 @dataclass(frozen=True)
 class WordCountTask:
-    """Hides words in random order, and asks for one of the three most frequent.
+    """Hides words in random order, and asks for one of the most frequent; it names the others."""
 
-    The question names the other two.
-    words: to draw from. counts: occurrences of each drawn word, in descending order.
-    label: what one word is called.
-    """
-
-    words: tuple[str, ...]
-    counts: tuple[int, ...]
-    label: str
+    words: tuple[str, ...]  # to draw from
+    counts: tuple[int, ...]  # occurrences of each drawn word, in descending order
+    label: str  # what one word is called
     top: int = 3
     key_types: tuple[str, ...] = ("words",)
 
