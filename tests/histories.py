@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvkeep import Sampling
-from kvkeep.compression.methods import Budget
+from kvkeep.compression.methods.base import Budget
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
 from kvkeep.session.session import Session

@@ -12,7 +12,8 @@ from small_models import small_model
 
 from kvkeep import Calibration, calibrate
 from kvkeep.cache import Cells
-from kvkeep.compression.methods import METHODS, Candidates, make_method
+from kvkeep.compression.methods import METHODS, make_method
+from kvkeep.compression.methods.base import Candidates
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.compression import CompressionReport, newest_queries
 from kvkeep.session.session import Session

@@ -13,7 +13,8 @@ from small_models import small_model
 from test_compress import TEXT, calibration, cells_of, fed, pinned_tokens, require_unchanged
 
 from kvkeep.cache import NO_TOKEN, Ragged
-from kvkeep.compression.methods import BUDGETS, METHODS, Candidates, Eviction, make_method
+from kvkeep.compression.methods import METHODS, make_method
+from kvkeep.compression.methods.base import BUDGETS, Candidates, Eviction
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.compression import newest_queries
 from kvkeep.session.session import Session

@@ -6,7 +6,7 @@ from small_models import small_model
 
 from kvkeep import Session
 from kvkeep.cache import Cells
-from kvkeep.compression.methods import Candidates
+from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.kvzip import KVzip
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import JUNK, PREFIX, NeedleDataset

@@ -11,7 +11,7 @@ from kvkeep.session.session import Session
 
 if TYPE_CHECKING:
     from kvkeep.compression.calibration.calibration import Calibration
-    from kvkeep.compression.methods import Compression
+    from kvkeep.compression.methods.apply import Compression
     from kvkeep.model import Model
     from kvkeep.session.compression import CompressionReport
 

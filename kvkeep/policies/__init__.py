@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 from kvkeep import validation
 from kvkeep.cache import BITS, Bits
-from kvkeep.compression.methods import Budget
+from kvkeep.compression.methods.base import Budget
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archive import Archive
 from kvkeep.policies.base import Policy

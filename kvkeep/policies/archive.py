@@ -7,19 +7,10 @@ from typing import Any, ClassVar, Self
 from kvkeep import validation
 from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
 from kvkeep.cache.observer import MAX_QUERIES
-from kvkeep.compression.methods import (
-    Candidates,
-    Compression,
-    Eviction,
-    Method,
-    Statistics,
-    as_compressed,
-    best_method,
-    check_shares,
-    compress,
-    compress_and_join,
-    make_method,
-)
+from kvkeep.compression.methods import best_method, make_method
+from kvkeep.compression.methods.apply import Compression, check_shares, compress, compress_and_join
+from kvkeep.compression.methods.base import Candidates, Eviction, Method, as_compressed
+from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archive_cells import (
     append_to_archive,

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 
 from kvkeep import validation
 from kvkeep.cache import KVCache, Segment
-from kvkeep.compression.methods import Compression, Statistics
+from kvkeep.compression.methods.apply import Compression
+from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 
 

@@ -11,20 +11,12 @@ from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, merge_segments
 from kvkeep.cache.observer import MAX_QUERIES
-from kvkeep.compression.methods import (
-    BEST,
-    Budget,
-    Candidates,
-    Compression,
-    Eviction,
-    Method,
-    Statistics,
-    check_shares,
-    compress,
-    compress_by_heads,
-)
+from kvkeep.compression.methods import BEST
+from kvkeep.compression.methods.apply import Compression, check_shares, compress, compress_by_heads
+from kvkeep.compression.methods.base import Budget, Candidates, Eviction, Method
 from kvkeep.compression.methods.kvzip import KVzap, KVzip
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
+from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.evaluation import evaluate, rewind

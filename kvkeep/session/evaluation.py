@@ -12,7 +12,7 @@ from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.segment import GROWTH
 from kvkeep.cache.step import DecodeStep, Step
-from kvkeep.compression.methods import Compression
+from kvkeep.compression.methods.apply import Compression
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import require_finite

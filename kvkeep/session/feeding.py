@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Bits, Cells, KVCache, PositionMap
-from kvkeep.compression.methods import Compression
+from kvkeep.compression.methods.apply import Compression
 from kvkeep.errors import StoreError
 from kvkeep.runtime.memory import trim
 from kvkeep.runtime.signals import interrupts_deferred

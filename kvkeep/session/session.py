@@ -16,7 +16,8 @@ from kvkeep import validation
 from kvkeep.cache import Bits, KVCache
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.compression.calibration.calibration import Calibration
-from kvkeep.compression.methods import Budget, make_method
+from kvkeep.compression.methods import make_method
+from kvkeep.compression.methods.base import Budget
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy

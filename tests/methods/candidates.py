@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, Queries, Rope
-from kvkeep.compression.methods import Candidates, Statistics
-from kvkeep.compression.methods.statistics import Surrogate
+from kvkeep.compression.methods.base import Candidates
+from kvkeep.compression.methods.statistics import Statistics, Surrogate
 
 LAYERS, KV_HEADS, HEADS, WIDTH = 2, 2, 4, 16
 GROUPS = HEADS // KV_HEADS

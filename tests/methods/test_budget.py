@@ -10,18 +10,15 @@ from methods.candidates import HEAD_INDICES, KV_HEADS, LAYERS, random_candidates
 from torch import Tensor
 
 from kvkeep.cache import Cells, Ragged
-from kvkeep.compression.methods import (
-    METHODS,
-    Candidates,
-    Eviction,
-    as_compressed,
+from kvkeep.compression.methods import METHODS, make_method
+from kvkeep.compression.methods.apply import (
     check_shares,
     compress_and_join,
     compress_by_heads,
-    make_method,
+    score,
+    top_over_heads,
 )
-from kvkeep.compression.methods.apply import score, top_over_heads
-from kvkeep.compression.methods.base import CellwiseEviction
+from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Eviction, as_compressed
 from kvkeep.errors import InvalidArgument
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]

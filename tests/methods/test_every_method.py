@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from methods.candidates import HEAD_INDICES, KV_HEADS, LAYERS, random_candidates
 
 from kvkeep.cache import NO_TOKEN
-from kvkeep.compression.methods import METHODS, Candidates, Eviction, compress, make_method
+from kvkeep.compression.methods import METHODS, make_method
+from kvkeep.compression.methods.apply import compress
+from kvkeep.compression.methods.base import Candidates, Eviction
 from kvkeep.errors import InvalidArgument
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]

@@ -20,8 +20,9 @@ from methods.candidates import (
 from torch import Tensor
 
 from kvkeep.cache import Cells, Rope
-from kvkeep.compression.methods import Candidates, Statistics
+from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.fitted import MASS, Fitted
+from kvkeep.compression.methods.statistics import Statistics
 
 HEADS = (LAYERS, KV_HEADS)
 

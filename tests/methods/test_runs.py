@@ -4,7 +4,8 @@ import pytest
 import torch
 from methods.candidates import HEAD_INDICES, KV_HEADS, WIDTH, position, random_candidates, rotated
 
-from kvkeep.compression.methods import Candidates, make_method
+from kvkeep.compression.methods import make_method
+from kvkeep.compression.methods.base import Candidates
 
 
 def runs_of_neighbours(total: int, count: int) -> list[list[int]]:

@@ -15,7 +15,9 @@ from methods.candidates import (
     random_candidates,
 )
 
-from kvkeep.compression.methods import Candidates, Eviction, Random, make_method
+from kvkeep.compression.methods import make_method
+from kvkeep.compression.methods.base import Candidates, Eviction
+from kvkeep.compression.methods.baselines import Random
 
 COUNT = 60
 COMPRESSED = {"as-fed": False, "compressed": True}

@@ -12,8 +12,7 @@ from blake3 import blake3
 from small_models import small_model
 
 from kvkeep import Calibration, Snapshot, load_calibration
-from kvkeep.compression.methods import Statistics
-from kvkeep.compression.methods.statistics import Surrogate
+from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import CorruptFile, FingerprintMismatch, StoreError, TruncatedFile
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.snapshot import describe

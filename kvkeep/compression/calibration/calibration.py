@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvkeep.cache.checks import require, require_finite, require_tensor, require_whole
 from kvkeep.cache.state import MAX_NUMBER
-from kvkeep.compression.methods import Statistics
-from kvkeep.compression.methods.statistics import Surrogate
+from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import CorruptFile
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.models.hub.source import home

@@ -1,45 +1,12 @@
 """Compression methods: which cells remain, and what becomes of the others."""
 
-from kvkeep.compression.methods.apply import (
-    Compression,
-    check_shares,
-    compress,
-    compress_and_join,
-    compress_by_heads,
-)
 from kvkeep.compression.methods.attention import H2O, TOVA, ExpectedAttention, SnapKV
-from kvkeep.compression.methods.base import (
-    BUDGETS,
-    Budget,
-    Candidates,
-    Eviction,
-    Method,
-    as_compressed,
-)
+from kvkeep.compression.methods.base import Method
 from kvkeep.compression.methods.baselines import Average, KeyDiff, KNorm, PickHeads, Random, Sum
 from kvkeep.compression.methods.fitted import Fitted
 from kvkeep.compression.methods.kvzip import KVzap, KVzip, KVzipPlus
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
-
-__all__ = [
-    "BEST",
-    "BUDGETS",
-    "METHODS",
-    "Budget",
-    "Candidates",
-    "Compression",
-    "Eviction",
-    "Method",
-    "Statistics",
-    "as_compressed",
-    "best_method",
-    "check_shares",
-    "compress",
-    "compress_and_join",
-    "compress_by_heads",
-    "make_method",
-]
 
 _ALL: tuple[type[Method], ...] = (
     Random,
