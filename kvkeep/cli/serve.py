@@ -122,7 +122,7 @@ def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
     )
     try:
         keys = ApiKeys.shared(options["api_key_file"], secret)
-        serve_on(server.engine, keys, options, server.middleware, server.drain)
+        serve_on(server.engine, keys, options, server.middleware, server.leases.drain)
     finally:
         server.engine.close()
 

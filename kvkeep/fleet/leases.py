@@ -72,16 +72,22 @@ class SessionLeases:
     """Leases of a store's sessions, and their copies in one engine.
 
     Between requests the engine may keep a session's copy; each request compares it with the head in
-    the store and loads the session again if another server has committed.
+    the store and loads the session again if another server has committed. sessions_of: returns an
+    owner's sessions in the store. tasks: of requests in progress.
     """
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
-        """sessions_of: returns an owner's sessions in the store."""
         self._borrowed, self.sessions_of = engine.borrowed, sessions_of
         self._copies: OrderedDict[_Key, _EngineCopy] = OrderedDict()
         self._being_written: dict[_Key, SessionRecord] = {}
         self._locks: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
+        self.tasks = set[asyncio.Task[None]]()
+
+    async def drain(self) -> None:
+        """Wait until all requests in progress have committed."""
+        while self.tasks:
+            await asyncio.wait(set(self.tasks))
 
     async def in_store_thread(self, function: Callable[[], T]) -> T:
         """Run a function that waits for the store in a thread of the pool."""
@@ -158,7 +164,7 @@ class SessionLeases:
         """
         record = None if committed else self._being_written.get((owner, name))
         if record is None or not await wrap_future(self._borrowed.acquire(record)):
-            async with self._lock((owner, name)):
+            async with self._locks.setdefault((owner, name), asyncio.Lock()):
                 record = await self._load_latest(owner, name)
         try:
             yield record
@@ -202,13 +208,10 @@ class SessionLeases:
         await wrap_future(self._borrowed.mark_saved(record, revision))
         leased.in_sync = True
 
-    def _lock(self, key: _Key) -> asyncio.Lock:
-        return self._locks.setdefault(key, asyncio.Lock())
-
     @asynccontextmanager
     async def _exclusive(self, owner: str, name: str, patience: float) -> AsyncIterator[None]:
         """Admit one request of this server at a time to a session. Raises Busy."""
-        lock = self._lock((owner, name))
+        lock = self._locks.setdefault((owner, name), asyncio.Lock())
         if (owner, name) in self._being_written and not patience:
             raise Busy(f"session {name!r} is busy; wait for it, or cancel it")
         try:
@@ -230,13 +233,14 @@ class SessionLeases:
 
     async def _load_latest(self, owner: str, name: str) -> SessionRecord:
         """Load a session as it is committed when this call begins, or later."""
+        path = self.sessions_of(owner).path(name)
         for tries_left in reversed(range(_LOAD_TRIES)):
-            version = await self.in_store_thread(self.sessions_of(owner).objects_of(name).head)
-            if version is None or version.head.removed or not version.head.snapshot:
+            head = await self.in_store_thread(path.head)
+            if head is None or not head.snapshot:
                 await self._forget_copy((owner, name))
                 raise NoSuchSession(f"there is no session {name!r}")
             try:
-                return (await self._load(owner, name, version.head)).record
+                return (await self._load(owner, name, head)).record
             except NoObject:  # another server has committed meanwhile
                 if not tries_left:
                     raise
@@ -267,7 +271,7 @@ class SessionLeases:
         return lease
 
     async def _load(self, owner: str, name: str, head: SessionHead) -> _EngineCopy:
-        """Make the engine's session what the head says; it stays until it is let go."""
+        """Make the engine's session the one that the head names; it stays until it is released."""
         key = owner, name
         copy = self._copies.get(key)
         if copy is not None and copy.snapshot == head.snapshot:
@@ -275,9 +279,9 @@ class SessionLeases:
             if present and copy.record.revision == copy.revision:
                 return copy
             await wrap_future(self._borrowed.discard(copy.record))
-        at = self.sessions_of(owner).objects_of(name)
-        place = ObjectPath(at.objects, at.key(head.snapshot))
-        snapshot = await self.in_store_thread(lambda: Snapshot.load(place))
+        objects = self.sessions_of(owner).objects_of(name)
+        path = ObjectPath(objects.objects, objects.key(head.snapshot))
+        snapshot = await self.in_store_thread(lambda: Snapshot.load(path))
         responses = recorded_in(snapshot.notes)
         snapshot.notes.pop(NOTE, None)
         record = await wrap_future(self._borrowed.load(snapshot, name, owner))

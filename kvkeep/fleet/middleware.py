@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -30,7 +31,7 @@ from kvkeep.fleet.exchange import (
     digest,
     disconnected,
 )
-from kvkeep.fleet.leases import LeasedSession, SessionLeases
+from kvkeep.fleet.leases import SessionLeases
 from kvkeep.fleet.session_target import (
     SAMPLING_ACTIONS,
     SessionTarget,
@@ -57,7 +58,6 @@ class SessionMiddleware:
     def __init__(self, app: Any, leases: SessionLeases, server: str):
         """server: the value of the response header `x-kvkeep-server`."""
         self._app, self._leases, self._server = app, leases, server.encode()
-        self._tasks = set[asyncio.Task[None]]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         target = SessionTarget("none")
@@ -76,8 +76,8 @@ class SessionMiddleware:
         response = WithheldResponse(bounded_send(send, body), MAX_BODY if keyed else 0)
         # A task of its own: a client that disconnects cancels its generation, but not the commit.
         task = asyncio.create_task(self._respond(Exchange(target, scope, content, body, response)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._leases.tasks.add(task)
+        task.add_done_callback(self._leases.tasks.discard)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -93,13 +93,7 @@ class SessionMiddleware:
 
         return send_with_header
 
-    async def drain(self) -> None:
-        """Wait until all requests in progress have committed."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
-
     async def _respond(self, exchange: Exchange) -> None:
-        """Carry a request out, then release its response or replace it by an error."""
         scope, response = exchange.scope, exchange.response
         try:
             await self._dispatch(exchange)
@@ -206,7 +200,9 @@ class SessionMiddleware:
             if key and await _repeat_response(leased.responses, key, request, response):
                 leased.in_sync = True
                 return
-            _disconnect_when_lost(leased, exchange.body)
+            loop, client_gone = asyncio.get_running_loop(), exchange.body.client_gone
+            # Another server takes the session: cancel the generation, as a disconnect does.
+            leased.lease.on_lost(lambda: loop.call_soon_threadsafe(client_gone.set))
             await self._app(exchange.scope, exchange.body.receive, response.send)
             leased.lease.check()
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
@@ -216,15 +212,16 @@ class SessionMiddleware:
 
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, also one that is too damaged to be loaded."""
-        if_match = dict(exchange.scope["headers"]).get(b"if-match", b"").decode("latin-1")
-        wanted, name = parse_if_match(if_match or None), exchange.target.name
+        if_match, name = Headers(scope=exchange.scope).get("if-match"), exchange.target.name
+        wanted = parse_if_match(if_match or None)
 
-        def require_revision(place: SessionPath) -> None:
-            entry = None if wanted is None else _stored_entry(place)
-            if wanted is not None and (entry is None or entry["revision"] != wanted):
-                raise WrongRevision(
-                    f"session {name!r} is not at revision {wanted}: look at it again"
-                )
+        def require_revision(path: SessionPath) -> None:
+            if wanted is None:
+                return
+            entry = _stored_entry(path)
+            if entry is None or entry["revision"] != wanted:
+                message = f"session {name!r} is not at revision {wanted}: look at it again"
+                raise WrongRevision(message)
 
         await self._leases.remove(exchange.owner, name, require_revision)
         deleted = JSONResponse({"name": name, "object": "session", "deleted": True})
@@ -232,32 +229,22 @@ class SessionMiddleware:
 
     async def _list(self, exchange: Exchange) -> None:
         in_thread, sessions = self._leases.in_store_thread, self._leases.sessions_of(exchange.owner)
-        places = await in_thread(lambda: list(sessions.newest()))
-        entries = await asyncio.gather(*(in_thread(partial(_stored_entry, p)) for p in places))
+        paths = await in_thread(lambda: list(sessions.newest()))
+        entries = await asyncio.gather(*(in_thread(partial(_stored_entry, p)) for p in paths))
         data = [entry for entry in entries if entry is not None]
         listing = JSONResponse({"object": "list", "data": data})
         await listing(exchange.scope, disconnected, exchange.response.send)
 
 
-def _stored_entry(place: SessionPath) -> dict[str, Any] | None:
+def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     """Return a session's fields as last committed; None for one that is gone or damaged."""
     try:
-        notes = describe(place)["notes"][NOTES]
-        record = SessionRecord(place.stem, "", True, None, None)
+        notes = describe(path)["notes"][NOTES]
+        record = SessionRecord(path.stem, "", True, None, None)
         record.resume(notes)
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None
-
-
-def _disconnect_when_lost(leased: LeasedSession, body: ReplayedBody) -> None:
-    """Cancel the generation, as a disconnect does, once another server takes the session."""
-    loop = asyncio.get_running_loop()
-
-    def disconnect() -> None:
-        loop.call_soon_threadsafe(body.client_gone.set)
-
-    leased.lease.on_lost(disconnect)
 
 
 async def _repeat_response(

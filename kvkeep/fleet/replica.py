@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.engine import Engine, Limits
@@ -27,17 +27,10 @@ class Replica:
     engine: Engine
     leases: SessionLeases
     writer: str
-    _middlewares: list[SessionMiddleware] = field(default_factory=list)
 
     def middleware(self, app: Any) -> SessionMiddleware:
         """Wrap an application; see `application`."""
-        self._middlewares.append(SessionMiddleware(app, self.leases, self.writer))
-        return self._middlewares[-1]
-
-    async def drain(self) -> None:
-        """Wait until all sessions that are being written are in the store."""
-        for middleware in self._middlewares:
-            await middleware.drain()
+        return SessionMiddleware(app, self.leases, self.writer)
 
 
 def open_replica(
@@ -137,5 +130,5 @@ class ReplicaServer:
     async def __del__(self) -> None:
         """Shut down; called by Ray Serve once requests have ended or had their grace period."""
         self._service.closing = True
-        await self._replica.drain()
+        await self._replica.leases.drain()
         await asyncio.to_thread(self._replica.engine.close)

@@ -92,13 +92,13 @@ class FolderObjectStore:
 
     def list_folders(self, prefix: str) -> list[str]:
         folder = self._root / checked_prefix(prefix)
-        try:
-            with os.scandir(folder) as entries:
-                return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise self._error(prefix, "read", error) from error
+        with (
+            suppress(NoObject),
+            self._translated_errors(prefix, "read"),
+            os.scandir(folder) as files,
+        ):
+            return sorted(e.name for e in files if e.is_dir() and not e.name.startswith("."))
+        return []
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -141,11 +141,8 @@ class FolderObjectStore:
         except FileNotFoundError as error:
             raise NoObject(f"there is no object {key} in {self._root}") from error
         except OSError as error:
-            raise self._error(key, verb, error) from error
-
-    def _error(self, key: str, verb: str, error: OSError) -> StoreError:
-        reason = error.strerror or error
-        return StoreError(f"{key} in {self._root} cannot be {verb}: {reason}")
+            reason = error.strerror or error
+            raise StoreError(f"{key} in {self._root} cannot be {verb}: {reason}") from error
 
 
 def _etag(path: Path) -> str:

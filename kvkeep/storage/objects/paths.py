@@ -166,12 +166,10 @@ class ObjectFile(io.RawIOBase):
 
 
 def _range_begin(position: int) -> int:
-    """The first byte of the range that contains a position."""
     if position < _FIRST_RANGE:
         return 0
     return _FIRST_RANGE + (position - _FIRST_RANGE) // _RANGE * _RANGE
 
 
 def _range_end(begin: int) -> int:
-    """The end of the range that begins at `begin`."""
     return begin + _RANGE if begin else _FIRST_RANGE

@@ -8,9 +8,10 @@ verifies, or tell from a key which prompt it belongs to.
 
 import io
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
@@ -205,21 +206,19 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
-        self._queued: set[Future[None]] = set()
+        self._slots = threading.Semaphore(_MAX_QUEUED)
         self._down_until = 0.0
 
     def submit(self, write: Callable[[], None]) -> bool:
         """Queue a write. Returns False if the queue is full."""
-        if len(self._queued) >= _MAX_QUEUED:
+        if not self._slots.acquire(blocking=False):
             return False
-        future = self._writer.submit(write)
-        self._queued.add(future)
-        future.add_done_callback(self._finish)
+        self._writer.submit(write).add_done_callback(self._finish)
         return True
 
     def flush(self) -> None:
         """Wait until all queued writes have ended."""
-        wait(list(self._queued))
+        self._writer.submit(lambda: None).result()  # writes run one after the other
 
     def mark_down(self) -> None:
         """Pause requests after a failure of the store."""
@@ -231,6 +230,6 @@ class WriteQueue:
             raise StoreError(f"the store of prompts failed less than {_BACKOFF:.0f} seconds ago")
 
     def _finish(self, future: "Future[None]") -> None:
-        self._queued.discard(future)
+        self._slots.release()
         if future.exception() is not None:  # not reported: no session depends on the cache
             self.mark_down()

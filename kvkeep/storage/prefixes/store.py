@@ -221,7 +221,6 @@ class PrefixStore:
 
 
 def _root(fingerprint: Fingerprint) -> str:
-    """Return the parent of a prompt's first block."""
     return fingerprint.digest()[:32]
 
 

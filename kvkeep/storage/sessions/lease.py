@@ -37,7 +37,7 @@ class Lease:
         self._store_lock = threading.Lock()  # held while a protocol function that writes runs
         self._ended = threading.Event()
         self.lost: StoreError | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._renewals = threading.Thread(
             target=self._renew, name=f"kvkeep-lease-{objects.name}", daemon=True
         )
@@ -47,7 +47,7 @@ class Lease:
     def head(self) -> SessionHead:
         return self.version.head
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
+    def on_lost(self, callback: Callable[[], object]) -> None:
         """Register a function to call, in any thread, when the lease is lost."""
         self._callbacks.append(callback)
         if self.lost is not None:

@@ -132,7 +132,6 @@ def create(request: LeaseRequest) -> Operations[VersionedHead]:
 
 
 def _require_free(head: SessionHead, request: LeaseRequest) -> None:
-    """Raise HeldElsewhere if another writer's lease has not expired."""
     if head.writer and request.now < head.expires < request.now + MAX_LEASE:
         raise HeldElsewhere(f"{head.writer} is writing it", head.writer, head.expires)
 

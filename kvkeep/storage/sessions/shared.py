@@ -85,7 +85,6 @@ class SessionPath:
         self.lease.commit(chunks, self.release)
 
     def _key(self) -> str | None:
-        """Return the key of the committed snapshot; None if there is none."""
         head = self.head()
         return self.objects.key(head.snapshot) if head is not None and head.snapshot else None
 
