@@ -204,8 +204,8 @@ def recorded_in(notes: Mapping[str, Any]) -> list[RecordedResponse]:
     for entry in entries if isinstance(entries, list) else ():
         try:
             response = RecordedResponse(**entry)
-            kinds = (type(response.key), type(response.request), type(response.status))
-            if kinds == (str, str, int) and isinstance(response.body, str | None):
+            types = (type(response.key), type(response.request), type(response.status))
+            if types == (str, str, int) and isinstance(response.body, str | None):
                 headers = [[str(name), str(value)] for name, value in response.headers]
                 responses.append(replace(response, headers=headers))
         except (TypeError, ValueError):

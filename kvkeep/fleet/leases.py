@@ -249,11 +249,11 @@ class SessionLeases:
     async def _acquire(self, owner: str, name: str) -> Lease:
         """Acquire a lease, waiting for as long as a killed server's lease lasts."""
         sessions, copy = self.sessions_of(owner), self._copies.get((owner, name))
-        known = copy.version if copy else None
+        cached = copy.version if copy else None
         deadline = time.monotonic() + 1.5 * sessions.lease + 0.5
         while True:
             try:
-                lease = await self.in_store_thread(partial(sessions.acquire, name, False, known))
+                lease = await self.in_store_thread(partial(sessions.acquire, name, False, cached))
                 break
             except NoObject:
                 await self._forget_copy((owner, name))
@@ -261,7 +261,7 @@ class SessionLeases:
             except HeldElsewhere:
                 if time.monotonic() > deadline:
                     raise
-                known = None
+                cached = None
                 await asyncio.sleep(_POLL_SECONDS)
         if not lease.head.snapshot:  # its creator was killed before the first commit
             with suppress(StoreError):

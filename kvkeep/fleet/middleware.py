@@ -168,12 +168,13 @@ class SessionMiddleware:
         request = digest(exchange.scope["path"].encode(), json.dumps(fields).encode())
         if key and await self._repeat_creation(exchange, name, key, request):
             return
-        named = exchange.with_fields({**fields, "name": name})
+        exchange = exchange.with_fields({**fields, "name": name})
+        response = exchange.response
         try:
             async with self._leases.creating(owner, name) as leased:
-                await self._app(named.scope, named.body.receive, named.response.send)
-                if named.response.succeeded:
-                    recorded = RecordedResponse.of(key, request, named.response) if key else None
+                await self._app(exchange.scope, exchange.body.receive, response.send)
+                if response.succeeded:
+                    recorded = RecordedResponse.of(key, request, response) if key else None
                     await self._leases.commit(leased, recorded)
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
             if not key or not await self._repeat_creation(exchange, name, key, request):
@@ -213,14 +214,14 @@ class SessionMiddleware:
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, also one that is too damaged to be loaded."""
         if_match, name = Headers(scope=exchange.scope).get("if-match"), exchange.target.name
-        wanted = parse_if_match(if_match or None)
+        expected = parse_if_match(if_match or None)
 
         def require_revision(path: SessionPath) -> None:
-            if wanted is None:
+            if expected is None:
                 return
             entry = _stored_entry(path)
-            if entry is None or entry["revision"] != wanted:
-                message = f"session {name!r} is not at revision {wanted}: look at it again"
+            if entry is None or entry["revision"] != expected:
+                message = f"session {name!r} is not at revision {expected}: look at it again"
                 raise WrongRevision(message)
 
         await self._leases.remove(exchange.owner, name, require_revision)

@@ -103,8 +103,8 @@ class ReplicaServer:
 
         torch.set_num_threads(setup.threads)
         options = {"dtype": setup.dtype, "weights": setup.weights}
-        given = {name: value for name, value in options.items() if value is not None}
-        model = load_model(setup.model, **given)  # type: ignore[arg-type]
+        load_options = {name: value for name, value in options.items() if value is not None}
+        model = load_model(setup.model, **load_options)  # type: ignore[arg-type]
         self._replica = open_replica(
             model,
             setup.store,

@@ -6,7 +6,7 @@ digest of its model. So the names hold a tree per model, and each leaf is the en
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,19 +122,16 @@ def make_room(objects: ObjectStore, max_bytes: int) -> tuple[int, int]:
     a prompt is still a usable prefix. A lookup of an evicted block is a miss. Raises StoreError.
     """
     stored = list(stored_blocks(objects))
+    prompts = prompts_of(stored)
+    in_prompts = {block.where for prompt in prompts for block in prompt.blocks}
+    # Blocks in a circle of forged names are of no prompt, and are evicted first.
+    eviction_order = [block for block in stored if block.where not in in_prompts]
+    for prompt in reversed(prompts):
+        eviction_order += reversed(prompt.blocks[-prompt.own :])
     total, freed = sum(block.nbytes for block in stored), 0
-    for block in _eviction_order(stored):
+    for block in eviction_order:
         if total - freed <= max_bytes:
             break
         objects.delete(block.where)
         freed += block.nbytes
     return freed, total - freed
-
-
-def _eviction_order(stored: Sequence[StoredBlock]) -> Iterator[StoredBlock]:
-    """Yield all blocks. Those in a circle of forged names, which are of no prompt, come first."""
-    prompts = prompts_of(stored)
-    in_prompts = {block.where for prompt in prompts for block in prompt.blocks}
-    yield from (block for block in stored if block.where not in in_prompts)
-    for prompt in reversed(prompts):
-        yield from reversed(prompt.blocks[-prompt.own :])

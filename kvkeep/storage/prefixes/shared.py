@@ -111,8 +111,8 @@ class SharedPrefixCache:
         hits = list[tuple[Tensor, Tensor]]()
         with ThreadPoolExecutor(_READERS, "kvkeep-prefix") as readers:
             # The first block is read alone, since most prompts are new and miss at once.
-            for part in (blocks[:1], blocks[1:]):
-                reads = [readers.submit(self._read, block, fingerprint) for block in part]
+            for chunk in (blocks[:1], blocks[1:]):
+                reads = [readers.submit(self._read, block, fingerprint) for block in chunk]
                 for read in reads:
                     cells = read.result()
                     if cells is None:
@@ -189,15 +189,15 @@ class SharedPrefixCache:
     def _content_code(self, block: PrefixBlock, keys: Tensor, values: Tensor) -> str:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
-    def _mac(self, *parts: bytes) -> str:
+    def _mac(self, *chunks: bytes) -> str:
         """Hash parts with the owner's key.
 
         The parts are joined without separators: each has a fixed length, or one that the parts
         before it determine.
         """
         digest = blake3(key=self._key)
-        for part in parts:
-            digest.update(part)
+        for chunk in chunks:
+            digest.update(chunk)
         return digest.hexdigest()[:32]
 
 

@@ -122,10 +122,10 @@ class PrefixStore:
         """
         quota = validation.optional_integer("max_bytes", max_bytes, 0)
         with self._locked():
-            before = self.nbytes
+            size_before = self.nbytes
             sweep_temporaries(self.path)
             _Quota(self._files(), self.max_bytes if quota is None else quota).make_room(0)
-            return before - self.nbytes
+            return size_before - self.nbytes
 
     @property
     def nbytes(self) -> int:

@@ -4,21 +4,11 @@ import json
 import math
 import secrets
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from kvkeep.errors import CorruptFile, NewerFormat
 
 FORMAT = 1
-_FIELD_TYPES = {
-    "epoch": int,
-    "gen": int,
-    "nonce": str,
-    "writer": str,
-    "expires": float,
-    "snapshot": str,
-    "removed": bool,
-    "past": list,
-}
 _MAX_PAST = 16  # earlier commits that a head lists
 
 
@@ -70,8 +60,11 @@ class SessionHead:
             if document["kvkeep"] != "head" or type(document["format"]) is not int:
                 raise ValueError("it is not a head")
             if document["format"] <= FORMAT:
-                fields = {field: document[field] for field in _FIELD_TYPES}
-                invalid = [f for f, kind in _FIELD_TYPES.items() if type(fields[f]) is not kind]
+                types = {**get_type_hints(cls), "past": list}
+                fields = {field: document[field] for field in types}
+                invalid = [
+                    f for f, field_type in types.items() if type(fields[f]) is not field_type
+                ]
                 fields["past"] = tuple(str(name) for name in fields["past"])
                 invalid += [] if math.isfinite(fields["expires"]) else ["expires"]
                 if invalid or fields["epoch"] < 1 or fields["gen"] < 0:
@@ -104,5 +97,5 @@ def snapshot_name(head: SessionHead) -> str:
 
 def epoch_of(snapshot: str) -> int | None:
     """Return the epoch in a snapshot's name; None for a name of another form."""
-    number = snapshot.partition("-")[0]
-    return int(number) if len(number) == 12 and number.isdigit() else None
+    epoch = snapshot.partition("-")[0]
+    return int(epoch) if len(epoch) == 12 and epoch.isdigit() else None

@@ -136,15 +136,17 @@ def _require_free(head: SessionHead, request: LeaseRequest) -> None:
         raise HeldElsewhere(f"{head.writer} is writing it", head.writer, head.expires)
 
 
-def acquire(request: LeaseRequest, known: VersionedHead | None = None) -> Operations[VersionedHead]:
+def acquire(
+    request: LeaseRequest, cached: VersionedHead | None = None
+) -> Operations[VersionedHead]:
     """Acquire a session: from then on, no earlier holder can commit.
 
-    known: the version that is probably current, which saves reading it.
+    cached: the version that is probably current, which saves reading it.
 
     Raises NoObject if there is no session, HeldElsewhere.
     """
     while True:
-        current: VersionedHead | None = known or (yield from _read_head())
+        current: VersionedHead | None = cached or (yield from _read_head())
         if current is None or current.head.removed:
             raise NoObject("there is no such session")
         before = current.head
@@ -153,51 +155,51 @@ def acquire(request: LeaseRequest, known: VersionedHead | None = None) -> Operat
         try:
             return (yield from _replace(current, head))
         except Moved:  # another writer was faster, and may have released it since
-            known = None
+            cached = None
 
 
-def renew(held: VersionedHead, request: LeaseRequest) -> Operations[VersionedHead]:
+def renew(version: VersionedHead, request: LeaseRequest) -> Operations[VersionedHead]:
     """Extend the lease. Raises Moved if another writer has acquired the session."""
-    return (yield from _replace(held, held.head.next(expires=request.expires)))
+    return (yield from _replace(version, version.head.next(expires=request.expires)))
 
 
-def release(held: VersionedHead) -> Operations[VersionedHead]:
+def release(version: VersionedHead) -> Operations[VersionedHead]:
     """End the lease. Raises Moved if another writer has acquired the session."""
-    return (yield from _replace(held, held.head.next(writer="", expires=RELEASED)))
+    return (yield from _replace(version, version.head.next(writer="", expires=RELEASED)))
 
 
-def upload(held: VersionedHead) -> Operations[str]:
+def upload(version: VersionedHead) -> Operations[str]:
     """Upload the content to commit; return its name. The lease may be renewed meanwhile."""
-    name = snapshot_name(held.head)
+    name = snapshot_name(version.head)
     yield Upload(name)
     return name
 
 
 def commit(
-    held: VersionedHead, snapshot: str, expires: float, writer: str
+    version: VersionedHead, snapshot: str, expires: float, writer: str
 ) -> Operations[VersionedHead]:
     """Make an uploaded snapshot the session's content, and delete the one before.
 
     expires, writer: of the new head; RELEASED and "" release the lease in the same operation.
     Raises Moved if another writer has acquired the session; then the upload was never its content.
     """
-    before = held.head
+    before = version.head
     head = before.committed(snapshot, expires=expires, writer=writer)
-    after = yield from _replace(held, head)
+    committed = yield from _replace(version, head)
     yield from _delete([before.snapshot] if before.snapshot else [])
-    return after
+    return committed
 
 
-def remove(held: VersionedHead) -> Operations[None]:
+def remove(version: VersionedHead) -> Operations[None]:
     """Remove the session and its snapshots. Its head stays, marked as removed."""
     names = yield ListSnapshots()
-    removed = held.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
-    yield from _replace(held, removed)
+    removed = version.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
+    yield from _replace(version, removed)
     # Those of this epoch as well: no other writer has it, and the next creator gets a greater one.
-    yield from _delete([name for name in names if (epoch_of(name) or 0) <= held.head.epoch])
+    yield from _delete([name for name in names if (epoch_of(name) or 0) <= version.head.epoch])
 
 
-def collect(held: VersionedHead) -> Operations[list[str]]:
+def collect(version: VersionedHead) -> Operations[list[str]]:
     """Garbage-collect snapshots that killed writers left; return their names.
 
     A snapshot of an earlier epoch that is not the committed one can never be committed: that
@@ -209,8 +211,8 @@ def collect(held: VersionedHead) -> Operations[list[str]]:
         name
         for name in names
         if (epoch := epoch_of(name)) is not None
-        and epoch < held.head.epoch
-        and name != held.head.snapshot
+        and epoch < version.head.epoch
+        and name != version.head.snapshot
     ]
     yield from _delete(garbage)
     return garbage
@@ -253,17 +255,17 @@ def _replace(before: VersionedHead | None, head: SessionHead) -> Operations[Vers
     raise failure or StoreError("the store refuses a change and shows no reason")
 
 
-def _is_own_renewal(before: SessionHead, wanted: SessionHead, current: SessionHead) -> bool:
+def _is_own_renewal(before: SessionHead, replacement: SessionHead, current: SessionHead) -> bool:
     """Whether the current head is a renewal by this writer, which holds the session.
 
-    A writer that is acquiring the session (`wanted` has another epoch) does not hold it yet.
+    A writer that is acquiring the session (`replacement` has another epoch) does not hold it yet.
     """
     renewed = (current.epoch, current.gen, current.writer) == (
         before.epoch,
         before.gen,
         before.writer,
     )
-    return renewed and wanted.epoch == before.epoch
+    return renewed and replacement.epoch == before.epoch
 
 
 def _was_committed(before: VersionedHead | None, head: SessionHead, current: VersionedHead) -> bool:

@@ -164,14 +164,14 @@ class SharedSessions(SessionStore[SessionPath]):
                     lease.remove()  # it was created here, and nothing was committed
             lease.release()
 
-    def acquire(self, name: str, create: bool = True, known: VersionedHead | None = None) -> Lease:
+    def acquire(self, name: str, create: bool = True, cached: VersionedHead | None = None) -> Lease:
         """Lease a session until the lease is released.
 
-        create: whether to create the session if there is none. known: the head that is probably
+        create: whether to create the session if there is none. cached: the head that is probably
         current. Raises NoObject if there is none and `create` is False, Locked.
         """
         try:
-            return self._lease(name, protocol.acquire(self._request(), known))
+            return self._lease(name, protocol.acquire(self._request(), cached))
         except NoObject:
             if not create:
                 raise

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -189,35 +190,21 @@ def read_open_container(
 ) -> Container:
     """Read an open file as `read_container` does. path: for messages."""
     header = read_header(file, path, kind, newest)
-    entries = header.entries.items()
-    wanted = {name: entry for name, entry in entries if only is None or name in only}
-    digested = _read_tensors(file, wanted)
-    for name, (_, digest) in digested.items():
-        if digest != header.checksums[name]:
-            raise CorruptFile(
-                f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left "
-                "as it is; restore it from a copy, or evaluate the text again"
-            )
-    tensors = {
-        name: tensor for name, (tensor, _) in digested.items() if not name.startswith(PADDING)
-    }
-    return Container(header.document, tensors)
-
-
-def _read_tensors(
-    file: BinaryIO, wanted: Mapping[str, TensorExtent]
-) -> dict[str, tuple[Tensor, str]]:
-    """Read tensors; return each with the checksum of the bytes that were copied into it."""
-    sizes = [entry.end - entry.begin for entry in wanted.values()]
-    memory = _memory(sum(size + -size % ALIGNMENT for size in sizes))
-    tensors, offset = {}, 0
+    extents = {name: e for name, e in header.entries.items() if only is None or name in only}
+    offsets = accumulate((_aligned(e.end - e.begin) for e in extents.values()), initial=0)
+    memory = _memory(sum(_aligned(e.end - e.begin) for e in extents.values()))
+    tensors = {}
     with ThreadPoolExecutor(1) as reader:
-        for (name, entry), size in zip(wanted.items(), sizes, strict=True):
-            buffer = memoryview(memory)[offset : offset + size]
-            digest = _read_into(buffer, file, entry.begin, reader)
-            tensors[name] = (_tensor(memory, offset, entry), digest)
-            offset += size + -size % ALIGNMENT
-    return tensors
+        for offset, (name, extent) in zip(offsets, extents.items(), strict=False):
+            buffer = memoryview(memory)[offset : offset + extent.end - extent.begin]
+            if _read_into(buffer, file, extent.begin, reader) != header.checksums[name]:
+                raise CorruptFile(
+                    f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left "
+                    "as it is; restore it from a copy, or evaluate the text again"
+                )
+            if not name.startswith(PADDING):
+                tensors[name] = _tensor(memory, offset, extent)
+    return Container(header.document, tensors)
 
 
 def _read_into(buffer: memoryview, file: BinaryIO, begin: int, reader: ThreadPoolExecutor) -> str:
@@ -257,3 +244,7 @@ def _memory(size: int) -> mmap.mmap:
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT

@@ -117,8 +117,8 @@ def _check_coding(name: str, coding: Any) -> None:
     require(coding["codec"] in ("zstd", "int8"), f"{name} is coded in an unknown way")
     dtype_of(coding["dtype"])
     _require_kind("shape", coding["shape"], list)
-    for number in coding["shape"]:
-        require_whole(f"the shape of {name}", number, 0, MAX_CELLS)
+    for size in coding["shape"]:
+        require_whole(f"the shape of {name}", size, 0, MAX_CELLS)
 
 
 def _require_kind(name: str, value: Any, kind: type) -> None:

@@ -127,7 +127,7 @@ def _checked(
     for name, entry in entries.items():
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         first, last = (begin + offset for offset in entry["data_offsets"])
-        if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+        if not all(type(count) is int and count >= 0 for count in (*shape, first, last)):
             raise ValueError(f"tensor {name!r} has sizes that are no whole numbers")
         if (first, last) != (end, end + math.prod(shape) * ITEM_BYTES[dtype]) or last < first:
             raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")

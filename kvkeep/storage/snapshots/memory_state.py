@@ -62,15 +62,15 @@ class MemoryState:
         """Check that every cell belongs to a token, in order, and that serials are unique."""
         ordered, indices = self.serials.sort()
         require(bool((ordered.diff() > 0).all()), "two tokens have one serial")
-        held = self.cache.serials()
-        if len(held):
+        cell_serials = self.cache.serials()
+        if len(cell_serials):
             # NumPy: torch would wake its threads, which costs more than the search.
-            positions = torch.from_numpy(np.searchsorted(ordered.numpy(), held.numpy()))
+            positions = torch.from_numpy(np.searchsorted(ordered.numpy(), cell_serials.numpy()))
             positions.clamp_(max=max(0, len(ordered) - 1))
-            known = bool(len(ordered)) and torch.equal(ordered[positions], held)
+            known = bool(len(ordered)) and torch.equal(ordered[positions], cell_serials)
             require(known, "there are cells of no token")
             require(bool((indices[positions].diff() > 0).all()), "cells are not in token order")
         for pin in self.pins:
             require_whole("a pin", pin, 0, self.cache.serial - 1)
         require(len(set(self.pins)) == len(self.pins), "a token is pinned twice")
-        require(set(self.pins) <= set(held.tolist()), "a token is pinned that has no cell")
+        require(set(self.pins) <= set(cell_serials.tolist()), "a token is pinned that has no cell")

@@ -12,8 +12,8 @@ from kvkeep.cache.state import check_cells
 
 def _tensor_names(compressed: bool, ragged: bool, worth: bool) -> list[str]:
     """Return the names of a segment's tensors besides keys and values."""
-    kinds = {"positions": True, "serials": True, "bias": compressed, "counts": ragged}
-    return [name for name, is_stored in {**kinds, "worth": worth}.items() if is_stored]
+    is_present = {"positions": True, "serials": True, "bias": compressed, "counts": ragged}
+    return [name for name, is_stored in {**is_present, "worth": worth}.items() if is_stored]
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
