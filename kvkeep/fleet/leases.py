@@ -34,34 +34,26 @@ _Key = tuple[str, str]  # owner and name
 
 @dataclass
 class _EngineCopy:
-    """An engine's session, and what of the store it is a copy of.
-
-    snapshot: its name in the store. version: of the head when last seen. revision: the session's,
-    as loaded or committed. responses: to requests with keys, the newest last.
-    """
+    """An engine's copy of a session in the store."""
 
     record: SessionRecord
-    snapshot: str
-    version: VersionedHead | None
-    revision: int
-    responses: list[RecordedResponse] = field(default_factory=list)
+    snapshot: str  # name in the store
+    version: VersionedHead | None  # of the head when last seen
+    revision: int  # of the session, as loaded or committed
+    responses: list[RecordedResponse]  # to requests with keys, the newest last
 
 
 @dataclass
 class LeasedSession:
-    """A session that is leased to this server, which alone may write it.
-
-    record: the engine's session; None until it is created. loaded_revision: the revision at which
-    it was loaded; None for a new one. in_sync: whether the engine's session equals the store's.
-    """
+    """A session that is leased to this server, which alone may write it."""
 
     owner: str
     name: str
     lease: Lease
-    record: SessionRecord | None = None
-    loaded_revision: int | None = None
+    record: SessionRecord | None = None  # the engine's session, once it is created
+    loaded_revision: int | None = None  # None for a new session
     responses: list[RecordedResponse] = field(default_factory=list)
-    in_sync: bool = False
+    in_sync: bool = False  # whether the engine's session equals the store's
 
     @property
     def key(self) -> _Key:
@@ -97,8 +89,7 @@ class SessionLeases:
     async def creating(self, owner: str, name: str) -> AsyncIterator[LeasedSession]:
         """Lease a new session, to be created in the engine and committed within the block.
 
-        Without a commit it is rolled back. Raises InvalidArgument if the name is taken,
-        HeldElsewhere.
+        Without a commit it is rolled back. Raises InvalidArgument for a taken name, HeldElsewhere.
         """
         async with self._exclusive(owner, name, patience=0.0):
             lease = await self.in_store_thread(lambda: self.sessions_of(owner).create(name))

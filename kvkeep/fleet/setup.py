@@ -40,16 +40,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Scale:
-    """The numbers of servers that run.
-
-    min_servers, max_servers: bounds of autoscaling, which aims at `requests` running requests for
-    each server. grace: seconds that running requests have when a server is to stop.
-    """
+    """The number of servers that run, between two bounds of autoscaling."""
 
     min_servers: int
     max_servers: int
-    requests: int
-    grace: float
+    requests: int  # running requests per server that autoscaling aims at
+    grace: float  # seconds that running requests have when a server is to stop
 
 
 def read_secret(file: Path | None) -> bytes:

@@ -75,8 +75,7 @@ class PrefixBlock:
     def cells(self, container: Container, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
         """Return keys and values from a file; None unless they are of these tokens and the model.
 
-        The file's checksums have been verified; the caller verifies that it was written under this
-        key.
+        The caller verifies that the file was written under this key.
         """
         stored = container.tensors
         tokens, keys, values = (stored.get(name) for name in ("tokens", "keys", "values"))

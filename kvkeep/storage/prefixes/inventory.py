@@ -35,14 +35,10 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """A prompt whose last block has no child in the store.
+    """A prompt whose last block has no child in the store."""
 
-    blocks: from the first on. own: how many of the last blocks belong to no earlier prompt of the
-    list.
-    """
-
-    blocks: tuple[StoredBlock, ...]
-    own: int
+    blocks: tuple[StoredBlock, ...]  # from the first on
+    own: int  # how many of the last blocks belong to no earlier prompt of the list
 
     @property
     def tokens(self) -> int:

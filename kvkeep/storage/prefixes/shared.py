@@ -57,7 +57,8 @@ class SharedPrefixCache:
 
     secret: 32 bytes shared by all processes that use the cache, and known to no one else; each
     owner's key is derived from it. arithmetic: of the model (see `LoadedModel`). Cells computed by
-    another kind of processor differ in their last bits, so they have other keys.
+    another kind of processor differ in their last bits, so they have other keys. queue: shared with
+    the caches of other owners; None for a new one.
     """
 
     def __init__(
@@ -68,10 +69,7 @@ class SharedPrefixCache:
         owner: str = "0",
         queue: "WriteQueue | None" = None,
     ):
-        """queue: shared with the caches of other owners; None for a new one.
-
-        Raises InvalidArgument for a secret of another length.
-        """
+        """Raises InvalidArgument for a secret of another length."""
         if len(secret) != SECRET_BYTES:
             raise InvalidArgument(f"a secret has {SECRET_BYTES} bytes; found {len(secret)}")
         self.objects, self._secret, self._arithmetic = objects, secret, dict(arithmetic)
@@ -190,11 +188,7 @@ class SharedPrefixCache:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
     def _mac(self, *chunks: bytes) -> str:
-        """Hash parts with the owner's key.
-
-        The parts are joined without separators: each has a fixed length, or one that the parts
-        before it determine.
-        """
+        """Hash chunks, each of a length that is fixed or follows from those before, by the key."""
         digest = blake3(key=self._key)
         for chunk in chunks:
             digest.update(chunk)

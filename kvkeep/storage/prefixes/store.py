@@ -71,8 +71,7 @@ class PrefixStore:
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt are stored, and where the nearest prompt differs.
 
-        Reads the tokens of blocks only, not the cells. Raises StoreError if the folder cannot be
-        read.
+        Reads no cells, only tokens. Raises StoreError if the folder cannot be read.
         """
         stored, parent = 0, _root(fingerprint)
         for block in _blocks(fingerprint, tokens):
@@ -189,11 +188,7 @@ class PrefixStore:
         return True
 
     def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
-        """Mark blocks as used now.
-
-        Later blocks of a prompt get an older time, to be evicted before the ancestors they depend
-        on.
-        """
+        """Mark blocks as used now, later ones as older: they are evicted before their ancestors."""
         now = time.time_ns()
         for age, block in enumerate(blocks):
             with suppress(OSError):  # removed meanwhile, or the store is read-only

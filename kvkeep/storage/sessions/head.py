@@ -89,8 +89,7 @@ def new_nonce() -> str:
 def snapshot_name(head: SessionHead) -> str:
     """Return a new name for a snapshot that the holder of `head` will upload: EPOCH-GEN-RANDOM.
 
-    By the epoch, garbage collection can tell that it can no longer be committed (see
-    `protocol.collect`).
+    By the epoch, `protocol.collect` can tell that it can no longer be committed.
     """
     return f"{head.epoch:012}-{head.gen + 1:012}-{secrets.token_hex(8)}"
 

@@ -141,9 +141,8 @@ def acquire(
 ) -> Operations[VersionedHead]:
     """Acquire a session: from then on, no earlier holder can commit.
 
-    cached: the version that is probably current, which saves reading it.
-
-    Raises NoObject if there is no session, HeldElsewhere.
+    cached: the version that is probably current, which saves reading it. Raises NoObject if there
+    is no session, HeldElsewhere.
     """
     while True:
         current: VersionedHead | None = cached or (yield from _read_head())

@@ -34,11 +34,7 @@ class MemoryState:
     cache: CacheState
 
     def check(self, spec: ModelSpec, layout: Layout) -> None:
-        """Raise ValueError, saying what is wrong, if no memory of this model can have these
-        contents.
-
-        The cache's contents are checked by the cache.
-        """
+        """Raise ValueError if no memory of this model can have these tokens, hidden and logits."""
         self.check_itself()
         require_within("token ids", self.tokens, 0, spec.vocab_size - 1)
         if self.hidden is not None and self.logits is not None:

@@ -46,10 +46,9 @@ def knows_worth(segment: Segment) -> bool:
 
 
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
-    """Return what defines a segment besides its tensors, as JSON values.
+    """Return what defines a segment and its slots besides its tensors, as JSON values.
 
-    Of its storage only what determines slots is included. local: whether the segment is of local
-    layers.
+    local: whether the segment is of local layers.
     """
     wraps = segment.wrapped or segment.places_wrap
     return {
@@ -74,10 +73,8 @@ def read_segment(
 ) -> Segment:
     """Return the segment that an entry and tensors describe. Its tensors are not copied.
 
-    entry: checked by `check_document`.
-
-    A ring that is not full is stored linearly until a cache takes the segment. Raises KeyError,
-    TypeError or ValueError if entry and tensors do not match.
+    entry: checked by `check_document`. A ring that is not full is stored linearly until a cache
+    takes the segment. Raises KeyError, TypeError or ValueError if entry and tensors do not match.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
     names = _tensor_names(compressed, ragged, entry.get("worth", False))

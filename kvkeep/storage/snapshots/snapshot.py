@@ -127,10 +127,9 @@ class Snapshot:
     def save(self, path: str | Path | Target, codec: Codec = "none") -> int:
         """Write the snapshot atomically; return the size of the file in bytes.
 
-        path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep.
-
-        codec: "none" is read straight into memory; "zstd" is smaller, slower and still
-        exact; "int8" keeps keys and values in 8 bits and is not exact.
+        path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep. codec: "none"
+        is read straight into memory; "zstd" is smaller, slower and still exact; "int8" keeps keys
+        and values in 8 bits and is not exact.
 
         Raises StoreError if the file cannot be written; then the existing file is unchanged.
         """
@@ -190,9 +189,8 @@ class Snapshot:
     def load(cls, path: str | Source) -> "Snapshot":
         """Read a snapshot, and verify every byte of it.
 
-        path: of a file, or the URL of an object.
-
-        Raises StoreError and its kinds: foreign, newer, truncated, corrupt.
+        path: of a file, or the URL of an object. Raises StoreError and its kinds: foreign, newer,
+        truncated, corrupt.
         """
         container = read_container(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
         with _damage_as_corrupt_file(path):
