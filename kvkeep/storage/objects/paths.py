@@ -1,7 +1,6 @@
 """Paths of single files: a path of this machine, or an object in a store."""
 
 import io
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,9 +115,8 @@ class ObjectFile(io.RawIOBase):
     def __init__(self, objects: ObjectStore, stored: ObjectInfo):
         self._objects, self._stored = objects, stored
         self._position = 0
-        self._prefetched: deque[tuple[int, Future[memoryview]]] = deque()  # by their first byte
+        self._ranges: dict[int, Future[memoryview]] = {}  # by their index
         self._executor = ThreadPoolExecutor(_PREFETCHED, "kvkeep-read")
-        self._first_range: memoryview | None = None
 
     def readable(self) -> bool:
         return True
@@ -132,44 +130,34 @@ class ObjectFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._stored.size - self._position)
-        if wanted <= 0:
+        count = min(len(buffer), self._stored.size - self._position)
+        if count <= 0:
             return 0
-        begin, content = self._current_range()
-        part = content[self._position - begin :][:wanted]
-        buffer[: len(part)] = part
-        self._position += len(part)
-        return len(part)
+        index = max(0, (self._position - _FIRST_RANGE) // _RANGE + 1)
+        content = self._range(index)[self._position - _range_begin(index) :][:count]
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
     def close(self) -> None:
         if not self.closed:
             self._executor.shutdown(wait=False, cancel_futures=True)
         super().close()
 
-    def _current_range(self) -> tuple[int, memoryview]:
-        """Return the range that contains the position, after the offset of its first byte."""
-        wanted = _range_begin(self._position)
-        if not wanted:
-            self._first_range = self._first_range or self._get(0)  # headers take several reads
-            return 0, self._first_range
-        while self._prefetched and self._prefetched[0][0] != wanted:
-            self._prefetched.popleft()[1].cancel()
-        last = _range_end(self._prefetched[-1][0]) if self._prefetched else wanted
-        while len(self._prefetched) < _PREFETCHED and last < self._stored.size:
-            self._prefetched.append((last, self._executor.submit(self._get, last)))
-            last = _range_end(last)
-        return wanted, self._prefetched[0][1].result()
+    def _range(self, index: int) -> memoryview:
+        """Return a range's content, and prefetch the next ones. The first range is kept."""
+        upcoming = range(index, index + _PREFETCHED) if index else range(1)
+        for other in self._ranges.keys() - {0, *upcoming}:
+            self._ranges.pop(other).cancel()
+        for needed in upcoming:
+            if needed not in self._ranges and _range_begin(needed) < self._stored.size:
+                self._ranges[needed] = self._executor.submit(self._get, needed)
+        return self._ranges[index].result()
 
-    def _get(self, begin: int) -> memoryview:
-        end = min(_range_end(begin), self._stored.size)
-        return self._objects.get_range(self._stored, begin, end)
+    def _get(self, index: int) -> memoryview:
+        end = min(_range_begin(index + 1), self._stored.size)
+        return self._objects.get_range(self._stored, _range_begin(index), end)
 
 
-def _range_begin(position: int) -> int:
-    if position < _FIRST_RANGE:
-        return 0
-    return _FIRST_RANGE + (position - _FIRST_RANGE) // _RANGE * _RANGE
-
-
-def _range_end(begin: int) -> int:
-    return begin + _RANGE if begin else _FIRST_RANGE
+def _range_begin(index: int) -> int:
+    return _FIRST_RANGE + (index - 1) * _RANGE if index else 0
