@@ -180,14 +180,11 @@ class KVCache:
 
     def read(self, first: int, count: int) -> list[tuple[Segment, Cells]]:
         """Return copies of the `count` cells from the `first`-oldest on, with their segments."""
-        parts = []
-        for segment in self.segments:
-            inside = min(segment.length - first, count)
-            if inside > 0:
-                parts.append((segment, segment.read(first, inside)))
-                count -= inside
-            first = max(0, first - segment.length)
-        return parts
+        return _read(self.segments, first, count)
+
+    def read_window(self, count: int) -> list[tuple[Segment, Cells]]:
+        """Return copies of the `count` oldest cells that are not anchors, with their segments."""
+        return _read([segment for segment in self.segments if not segment.anchor], 0, count)
 
     def drop_newest(self, count: int) -> None:
         """Remove the newest `count` cells and set the clock back.
@@ -294,14 +291,6 @@ class KVCache:
             cache.observe(Queries(queries, state.observed.times))
         return cache
 
-    def restored_copy(self) -> "KVCache":
-        """Return a cache of the same cells in the same segments, as if restored from a file.
-
-        Memory is shared until one side must write to it. A fork shares memory for longer, but cuts
-        its cells where it began, which changes the order in which kernels sum over them.
-        """
-        return self.restore(self.state())
-
     def _require_capacity(self, segments: Sequence[Segment]) -> None:
         """Raise ValueError if a local cache cannot hold all of these segments."""
         capacity = self.window.capacity or 0
@@ -354,3 +343,14 @@ class KVCache:
                 runs.append((segment, run_kind, first, count))
                 first += count
         return runs
+
+
+def _read(segments: Sequence[Segment], first: int, count: int) -> list[tuple[Segment, Cells]]:
+    parts = []
+    for segment in segments:
+        inside = min(segment.length - first, count)
+        if inside > 0:
+            parts.append((segment, segment.read(first, inside)))
+            count -= inside
+        first = max(0, first - segment.length)
+    return parts

@@ -6,7 +6,7 @@ queries are the rows of one attention call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,19 +30,14 @@ class RowView(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SharedView:
-    """A range of stored cells that one or more queries see, each all or some of them.
+class SharedView(View):
+    """Stored cells that one or more queries see, each all or some of them.
 
-    slots, span: the storage of the cells, and their range in it. origin: the place of its slot 0.
-    readers: the queries that see them.
+    readers: the queries, each rotated as its own view says: `rotation` of this view means nothing.
     bias: `[readers, cells]` float32, or None where every reader sees every cell.
     """
 
-    slots: Cells
-    span: slice
     readers: Sequence[RowView]
-    bias: Tensor | None
-    origin: int
 
 
 def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
@@ -53,11 +48,11 @@ def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
     the new tokens at their own positions, and row 2 is the first one's query towards the anchor.
     """
     readers: list[RowView] = []
-    rows = len(steps)
+    row_count = len(steps)
     for index, step in enumerate(steps):
-        own = [index, *range(rows, rows + len(step.query_positions) - 1)]
-        rows += len(own) - 1
-        readers += [RowView(index, own[view.rotation], view) for view in step.views]
+        rows = [index, *range(row_count, row_count + len(step.query_positions) - 1)]
+        row_count += len(rows) - 1
+        readers += [RowView(index, rows[view.rotation], view) for view in step.views]
     return [_shared_view(group) for group in _by_storage(readers)]
 
 
@@ -110,7 +105,16 @@ class _GroupAttention:
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
         shared = shared_views(steps)
-        self._views = [self._with_rows(view, device) for view in shared]
+        # Each view, for one query of n times as many heads, and the rows of its n queries.
+        self._views = [
+            (
+                view
+                if view.bias is None
+                else replace(view, bias=view.bias.repeat_interleave(self._groups, 0)),
+                _indices([reader.row for reader in view.readers], device),
+            )
+            for view in shared
+        ]
         owners = [reader.cache for view in shared for reader in view.readers]
         self._parts, self._absent = _parts_by_cache(owners, len(steps), device)
 
@@ -125,7 +129,7 @@ class _GroupAttention:
                 step.write(layer, key, value)
         queries = rope.rotate_layer(layer, q[self._sources], self._rotation)
         parts = [
-            view.attend(layer, _as_one_query(queries[rows], self._kv_heads), self._config)
+            view.attend(layer, self._as_one_query(queries[rows]), self._config)
             for view, rows in self._views
         ]
         # All parts, in the order of the shared views: [kv_heads, parts, groups, ...].
@@ -142,22 +146,16 @@ class _GroupAttention:
         out = (outs[:, self._parts] * shares.unsqueeze(-1)).sum(2)
         return out.transpose(0, 1).flatten(1).to(q.dtype)
 
-    def _with_rows(self, shared: SharedView, device: torch.device) -> tuple[View, slice | Tensor]:
-        """Return a view for one query of n times as many heads, and the rows of its n queries."""
-        bias = None if shared.bias is None else shared.bias.repeat_interleave(self._groups, 0)
-        view = View(shared.slots, shared.span, 0, bias, shared.origin)
-        return view, _indices([reader.row for reader in shared.readers], device)
+    def _as_one_query(self, queries: Tensor) -> Tensor:
+        """Return `[n, heads, head_dim]` as one query of n times as many heads.
 
-
-def _as_one_query(queries: Tensor, kv_heads: int) -> Tensor:
-    """Return `[n, heads, head_dim]` as one query of n times as many heads.
-
-    Each key is then read once. Returns `[1, kv_heads * n * groups, head_dim]`.
-    """
-    n, _, head_dim = queries.shape
-    if n == 1:
-        return queries
-    return queries.view(n, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, -1, head_dim)
+        Each key is then read once. Returns `[1, kv_heads * n * groups, head_dim]`.
+        """
+        n, _, head_dim = queries.shape
+        if n == 1:
+            return queries
+        by_head = queries.view(n, self._kv_heads, -1, head_dim).transpose(0, 1)
+        return by_head.reshape(1, -1, head_dim)
 
 
 def _by_storage(readers: list[RowView]) -> list[list[RowView]]:
@@ -173,24 +171,24 @@ def _by_storage(readers: list[RowView]) -> list[list[RowView]]:
 
 def _shared_view(readers: list[RowView]) -> SharedView:
     """Return one view of the storage from the first to the last cell that any reader sees."""
-    if len(readers) == 1:
-        view = readers[0].view
-        return SharedView(view.slots, view.span, readers, view.bias, view.origin)
-    spans = [reader.view.span for reader in readers]
-    start, stop = min(s.start for s in spans), max(s.stop for s in spans)
-    slots: Cells = max((reader.view.slots for reader in readers), key=len)
-    bias = _bias([reader.view for reader in readers], start, stop, slots.stored_keys.device)
-    return SharedView(slots, slice(start, stop), readers, bias, readers[0].view.origin)
+    views = [reader.view for reader in readers]
+    if len(views) == 1:
+        view = views[0]
+        return SharedView(view.slots, view.span, 0, view.bias, view.origin, readers)
+    span = slice(min(v.span.start for v in views), max(v.span.stop for v in views))
+    slots: Cells = max((view.slots for view in views), key=len)
+    bias = _bias_of_readers(views, span, slots.stored_keys.device)
+    return SharedView(slots, span, 0, bias, views[0].origin, readers)
 
 
-def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Tensor | None:
-    """Return `[views, stop - start]`; None where each view is of all these cells."""
-    whole = slice(start, stop)
-    if all(view.span == whole and view.bias is None for view in views):
+def _bias_of_readers(views: list[View], span: slice, device: torch.device) -> Tensor | None:
+    """Return `[views, cells of the span]`; None where each view is of all these cells."""
+    if all(view.span == span and view.bias is None for view in views):
         return None
-    bias = torch.full((len(views), stop - start), HIDDEN, dtype=torch.float32, device=device)
+    shape = (len(views), span.stop - span.start)
+    bias = torch.full(shape, HIDDEN, dtype=torch.float32, device=device)
     for row, view in zip(bias, views, strict=True):
-        row[view.span.start - start : view.span.stop - start] = (
+        row[view.span.start - span.start : view.span.stop - span.start] = (
             0.0 if view.bias is None else view.bias[0]
         )
     return bias
@@ -204,11 +202,11 @@ def _indices(rows: list[int], device: torch.device) -> slice | Tensor:
 
 
 def _parts_by_cache(owners: list[int], caches: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which parts belong to each cache, padded to the most that one has.
+    """Return which parts belong to each cache, padded to the largest number that one has.
 
     owners: the cache of each part.
 
-    Returns `[caches, most]` indices of parts, and `[caches, most, 1]` to add to their log-sums:
+    Returns `[caches, width]` indices of parts, and `[caches, width, 1]` to add to their log-sums:
     `HIDDEN` for padding, whose index means nothing, else 0. For owners 0, 1, 0:
 
         parts [[0, 2], [1, 0]], absent [[0, 0], [0, HIDDEN]]
@@ -216,9 +214,9 @@ def _parts_by_cache(owners: list[int], caches: int, device: torch.device) -> tup
     by_cache: list[list[int]] = [[] for _ in range(caches)]
     for part, cache in enumerate(owners):
         by_cache[cache].append(part)
-    most = max(map(len, by_cache))
-    parts = [own + [0] * (most - len(own)) for own in by_cache]
-    absent = [[0.0] * len(own) + [HIDDEN] * (most - len(own)) for own in by_cache]
+    width = max(map(len, by_cache))
+    parts = [indices + [0] * (width - len(indices)) for indices in by_cache]
+    absent = [[0.0] * len(indices) + [HIDDEN] * (width - len(indices)) for indices in by_cache]
     return (
         torch.tensor(parts, dtype=torch.int64, device=device),
         torch.tensor(absent, dtype=torch.float32, device=device).unsqueeze(-1),

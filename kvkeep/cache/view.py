@@ -26,7 +26,7 @@ class View:
     span: slice
     rotation: int
     bias: Tensor | None
-    origin: int = 0
+    origin: int
 
     @cached_property
     def keys(self) -> tuple[KVTensor, ...]:

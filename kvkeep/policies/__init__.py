@@ -9,8 +9,7 @@ from kvkeep.compression.methods.base import Budget
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archive import Archive
 from kvkeep.policies.base import Policy
-from kvkeep.policies.full import Full
-from kvkeep.policies.self_extend import SelfExtend
+from kvkeep.policies.full import Full, SelfExtend
 from kvkeep.policies.sliding import Shift, Sliding
 
 __all__ = [

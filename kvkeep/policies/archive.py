@@ -18,10 +18,16 @@ from kvkeep.policies.archive_cells import (
     archived_segments,
     at_seen_positions,
     halve_distances,
-    oldest_window_cells,
     replace_archive,
 )
-from kvkeep.policies.base import Policy, cells_to_pin, open_anchors, pinned_cells, window_cells
+from kvkeep.policies.base import (
+    Policy,
+    cells_to_pin,
+    open_anchors,
+    pinned_cells,
+    require_held,
+    window_cells,
+)
 
 SLACK = 8  # compressing a full archive frees one in so many cells, so it is not full for a while
 
@@ -130,11 +136,11 @@ class Archive(Policy):
         super().check_held(cache)
         archived = archived_segments(cache)
         cells, limit = sum(s.length for s in archived), self.limit(pinned_cells(cache, self.keep))
-        if cells > limit or not all(segment.anchor for segment in archived):
-            raise InvalidArgument(
-                f"a cache of this policy cannot have {cells} archived cells of {limit}, in "
-                f"{sum(not segment.anchor for segment in archived)} segments that are not anchors"
-            )
+        not_anchors = sum(not segment.anchor for segment in archived)
+        require_held(
+            cells <= limit and not not_anchors,
+            f"{cells} archived cells of {limit}, in {not_anchors} segments that are not anchors",
+        )
 
     def room(self, cache: KVCache) -> int | None:
         return None
@@ -165,7 +171,7 @@ class Archive(Policy):
         """Compress the oldest block of the window into the archive."""
         count = max(1, int(self.block / self.ratio))
         archived = archived_segments(cache)
-        runs = [at_seen_positions(cache, oldest_window_cells(cache, self.block))]
+        runs = [at_seen_positions(cache, cache.read_window(self.block))]
         limit = self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) + count > limit:
             runs = [*archived_cells(cache, archived), *runs]

@@ -3,7 +3,6 @@
 import itertools
 
 import torch
-from torch import Tensor
 
 from kvkeep.cache import Block, Cells, KVCache, PositionMap, Ragged, Segment
 
@@ -23,30 +22,16 @@ def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
     ]
 
 
-def oldest_window_cells(cache: KVCache, count: int) -> list[tuple[Segment, Cells]]:
-    """Return copies of the oldest cells of the window, with their segments."""
-    parts = []
-    for segment in cache.segments:
-        inside = 0 if segment.anchor else min(segment.length, count)
-        if inside:
-            parts.append((segment, segment.read(0, inside)))
-            count -= inside
-    return parts
-
-
 def at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cells:
     """Return unquantised cells of several segments, moved to the positions they are seen at.
 
     These differ from the positions of their keys by the offset of their segment's map, which an
     edit or an eviction has changed.
     """
-    dtype = cache.layout.dtype
-    moved = [
-        move_cells(cache, cells.dequantised(dtype), cells.positions - offset)
-        if (offset := segment.map.offset)
-        else cells.dequantised(dtype)
-        for segment, cells in parts
-    ]
+    moved = []
+    for segment, cells in parts:
+        plain, offset = cells.dequantised(cache.layout.dtype), segment.map.offset
+        moved.append(plain.shifted(cache.rope, torch.tensor([-offset])) if offset else plain)
     return moved[0] if len(moved) == 1 else Cells.concatenate(moved)
 
 
@@ -58,26 +43,27 @@ def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, lim
     if isinstance(cells, Ragged):
         _append_ragged(cache, archived, cells)
         return
-    last = archived[-1] if archived else None
-    if last is None or not _can_take(last, len(cells)):
-        most = max(len(cells), min(SEGMENT_CELLS, limit))
-        last = Segment(cache.far_layout, most, anchor=True, compressed=True)
-        archived.append(last)
-    last.append(cells)
+    newest = archived[-1] if archived else None
+    if newest is None or not _can_append(newest, len(cells)):
+        segment_limit = max(len(cells), min(SEGMENT_CELLS, limit))
+        newest = Segment(cache.far_layout, segment_limit, anchor=True, compressed=True)
+        archived.append(newest)
+    newest.append(cells)
 
 
 def _append_ragged(cache: KVCache, archived: list[Segment], cells: Ragged) -> None:
     """Replace the last segment by one with these cells as well, or add one."""
-    layout, last = cache.far_layout, archived[-1] if archived else None
+    layout, newest = cache.far_layout, archived[-1] if archived else None
     merged: Cells = cells
-    if last is not None and last.map == PositionMap() and last.length + len(cells) <= SEGMENT_CELLS:
+    in_place = newest is not None and newest.map == PositionMap()
+    if newest is not None and in_place and newest.length + len(cells) <= SEGMENT_CELLS:
         archived.pop()
-        merged = Cells.concatenate([last.read(0, last.length), cells.in_layout(layout)])
+        merged = Cells.concatenate([newest.read(0, newest.length), cells.in_layout(layout)])
     archived.append(Segment.from_cells(layout, merged, PositionMap(), anchor=True))
 
 
-def _can_take(segment: Segment, count: int) -> bool:
-    """Whether an archive segment has room for more cells, seen at their own positions."""
+def _can_append(segment: Segment, count: int) -> bool:
+    """Whether an archive segment can take more cells, seen at the positions of their keys."""
     fits = segment.length + count <= segment.limit
     return fits and not segment.frozen and segment.map == PositionMap()
 
@@ -100,11 +86,6 @@ def halve_distances(cache: KVCache, near: int, furthest: int) -> None:
             _halve(cache, segment, near)
 
 
-def move_cells(cache: KVCache, cells: Cells, positions: Tensor) -> Cells:
-    """Return cells at other positions, their keys rotated once more."""
-    return cells.shifted(cache.rope, positions - cells.positions)
-
-
 def _furthest_distance(cache: KVCache) -> int:
     """Return the largest distance from the next token to a cell."""
     return max(
@@ -119,12 +100,12 @@ def _halve(cache: KVCache, segment: Segment, near: int) -> None:
         cells = segment.block.slots
         seen = cells.positions - segment.map.offset
         positions = torch.where(seen < near, near - (near - seen + 1) // 2, seen)
-        segment.block = Block(move_cells(cache, cells, positions), origin=segment.block.origin)
-        segment.map = PositionMap()
+        moved = cells.shifted(cache.rope, positions - cells.positions)
+        segment.block, segment.map = Block(moved, origin=segment.block.origin), PositionMap()
         return
-    last = int(segment.positions()[-1]) - segment.map.offset
-    if last < near:
-        segment.map = segment.map.closer((near - last) // 2)
+    newest = int(segment.positions()[-1]) - segment.map.offset
+    if newest < near:
+        segment.map = segment.map.closer((near - newest) // 2)
 
 
 def _split_at_gaps(segment: Segment) -> list[Segment]:

@@ -29,11 +29,9 @@ class Policy(ABC):
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.type is int:
-                self._set(field.name, validation.integer(field.name, getattr(self, field.name)))
+                value = validation.integer(field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, value)
         self.check()
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
 
     @property
     @abstractmethod
@@ -129,17 +127,19 @@ class Policy(ABC):
             InvalidArgument: says what the policy could not have led to.
         """
         self.check(pinned_cells(cache, self.keep))
-        _require(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
+        require_held(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
         for segment in cache.segments:
             bounded = segment.anchor or segment.wrapped
-            _require(
+            require_held(
                 not bounded or segment.limit <= self.max_kv_size,
                 f"room for {segment.limit} cells, of {self.max_kv_size}",
             )
-            _require(segment.map.group == self.group_of(segment), "cells grouped in another way")
-            _require(self.compresses or not segment.compressed, "compressed cells")
+            require_held(
+                segment.map.group == self.group_of(segment), "cells grouped in another way"
+            )
+            require_held(self.compresses or not segment.compressed, "compressed cells")
         window, inside = self.most_in_window(cache), window_cells(cache)
-        _require(inside <= window, f"{inside} cells in a window of {window}")
+        require_held(inside <= window, f"{inside} cells in a window of {window}")
 
     @abstractmethod
     def most_in_window(self, cache: KVCache) -> int:
@@ -181,9 +181,10 @@ class Policy(ABC):
         return self.with_settings(**settings)
 
 
-def _require(condition: bool, found: str) -> None:
+def require_held(condition: bool, contents: str) -> None:
+    """Raise InvalidArgument unless a cache of the policy can have such contents."""
     if not condition:
-        raise InvalidArgument(f"a cache of this policy cannot have {found}")
+        raise InvalidArgument(f"a cache of this policy cannot have {contents}")
 
 
 def window_cells(cache: KVCache) -> int:

@@ -1,10 +1,17 @@
-"""Policy `full`: every cell is kept, up to the length that the model was trained for."""
+"""Policies that evict nothing: `full` and `self_extend`.
+
+`full` takes as many tokens as the model was trained for; `self_extend` takes more, without training
+(LongLM, arXiv:2401.01325).
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from kvkeep.cache import KVCache, Segment
-from kvkeep.policies.base import Policy
+import torch
+
+from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
+from kvkeep.errors import InvalidArgument
+from kvkeep.policies.base import Policy, require_held, window_cells
 
 
 @dataclass(frozen=True)
@@ -54,3 +61,86 @@ class Full(Policy):
             cache.segments.append(newest)
         newest.reserve(newest.length + wanted + ahead)
         return wanted
+
+
+@dataclass(frozen=True)
+class SelfExtend(Policy):
+    """A memory of everything: the newest `window` tokens exactly, older ones by grouped positions.
+
+    A query at time t sees a cell at position p as it is while t - p < window. From then on the
+    cell is at p // group, and the query sees it from t // group + window - window // group, so that
+    the two ranges of distances join and none exceeds the trained length. With window 8 and group 4:
+
+        t - p     0 ... 7    8 ... 11    12 ... 15
+        seen at   0 ... 7    8           9              (for a p that is a multiple of 4)
+
+    Cells move from the window to the far segment one by one. A far key is rotated once more when it
+    moves there, and never again.
+    """
+
+    name: ClassVar[str] = "self_extend"
+
+    group: int = 4
+    window: int = 1024
+
+    def check(self, pinned: int = 0) -> None:
+        super().check(pinned)
+        if self.group < 1 or self.window < 1 or self.window % self.group:
+            raise InvalidArgument(
+                "self_extend needs a group of 1 or more that divides its window; "
+                f"found group {self.group} and window {self.window}"
+            )
+
+    @property
+    def keep(self) -> int:
+        return self.max_kv_size
+
+    def longest(self, trained: int) -> int:
+        """Return how many tokens fit before a distance exceeds the trained length."""
+        return max(trained, self.group * (trained - self.window) + self.window)
+
+    @property
+    def exact(self) -> int:
+        return min(self.window, self.max_kv_size)
+
+    def group_of(self, segment: Segment) -> int:
+        return self.group if segment.anchor else 1
+
+    def most_in_window(self, cache: KVCache) -> int:
+        return self.window
+
+    def check_held(self, cache: KVCache) -> None:
+        super().check_held(cache)
+        anchors = [segment.anchor for segment in cache.segments]
+        require_held(anchors == sorted(anchors, reverse=True), "far cells after near ones")
+
+    def room(self, cache: KVCache) -> int | None:
+        return self.max_kv_size - cache.cells
+
+    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+        cache.window = Window(self.window, moves=True)
+        count = min(wanted, self.window)
+        newest = cache.open_window(self.window)
+        newest.reserve(newest.length + count + ahead)
+        evicted = window_cells(cache) + count - self.window
+        if evicted > 0:
+            self._copy_to_far_segment(cache, evicted)
+        return count
+
+    def _copy_to_far_segment(self, cache: KVCache, count: int) -> None:
+        """Copy the oldest window cells, which leave the window in this step."""
+        offset = self.window - self.window // self.group
+        far = next((s for s in cache.segments if s.anchor and not s.frozen), None)
+        if far is None:
+            far = Segment(
+                cache.far_layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
+            )
+            far.lazy_growth = True
+            index = sum(segment.anchor for segment in cache.segments)
+            cache.segments.insert(index, far)
+        parts = cache.read_window(count)
+        cells = Cells.concatenate([cells for _, cells in parts])
+        # After an edit, cells are seen at other positions than those they were evaluated at.
+        seen = torch.cat([cells.positions - segment.map.offset for segment, cells in parts])
+        far.append(cells.shifted(cache.rope, seen // self.group - cells.positions))
+        far.arriving = count

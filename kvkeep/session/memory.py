@@ -292,7 +292,8 @@ class Memory:
                 "without a gap, or local layers have gone past them"
             )
         memory = copy.copy(self)
-        memory.cache = self.cache.restored_copy()
+        # Not a fork, which cuts its cells where it begins and so changes the order of sums.
+        memory.cache = self.cache.restore(self.cache.state())
         memory.drop_newest(total - count)
         if memory.cache.segments:
             memory.cache.segments[-1].unseal()
