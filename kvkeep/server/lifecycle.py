@@ -37,13 +37,13 @@ class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, self.handle_exit, signal_number, None)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+            for signal_number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(signal_number)
 
 
 def serve_on(
@@ -73,19 +73,17 @@ def serve_on(
         lifespan="off",
     )
     if not options["quiet"]:
-        shown = f"[{host}]" if ":" in host else host
-        print(f"kvkeep serves {name} on http://{shown}:{port}", flush=True)
-    asyncio.run(_serve(_UvicornServer(config, service), listener, drain))
+        url_host = f"[{host}]" if ":" in host else host
+        print(f"kvkeep serves {name} on http://{url_host}:{port}", flush=True)
 
+    async def serve_and_drain() -> None:
+        try:
+            await _UvicornServer(config, service).serve(sockets=[listener])
+        finally:
+            if drain is not None:
+                await drain()
 
-async def _serve(
-    server: uvicorn.Server, listener: socket.socket, drain: Callable[[], Awaitable[None]] | None
-) -> None:
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        if drain is not None:
-            await drain()
+    asyncio.run(serve_and_drain())
 
 
 def free_port(host: str, port: int) -> int:

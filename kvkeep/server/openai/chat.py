@@ -82,17 +82,17 @@ class ChatRequest(SamplingParams):
 
     def wanted_schema(self) -> Mapping[str, Any] | None:
         """Return the JSON schema that the output must follow. Raises InvalidArgument."""
-        schema: Mapping[str, Any] | None = None
-        form = self.response_format or ResponseFormat()
-        if form.type == "json_object":
-            schema = ANY_OBJECT if form.object_schema is None else form.object_schema
-        elif form.type == "json_schema":
-            schema = (form.json_schema or {}).get("schema")
-            if not isinstance(schema, dict):
-                raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
-        elif form.type != "text":
-            raise InvalidArgument(f"response_format.type cannot be {form.type!r}")
-        return self.json_schema if schema is None else schema
+        output = self.response_format or ResponseFormat()
+        if output.type == "text":
+            return self.json_schema
+        if output.type == "json_object":
+            return ANY_OBJECT if output.object_schema is None else output.object_schema
+        if output.type != "json_schema":
+            raise InvalidArgument(f"response_format.type cannot be {output.type!r}")
+        schema = (output.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
+            raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
+        return schema
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=JSON_OR_EVENTS)

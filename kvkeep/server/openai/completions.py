@@ -93,10 +93,7 @@ async def _stream(
 
 
 def _choice(
-    index: int,
-    text: str,
-    end: Finished | None = None,
-    logprobs: dict[str, Any] | None = None,
+    index: int, text: str, end: Finished | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     reason = FINISH_REASONS[end.reason] if end else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -73,10 +73,7 @@ async def text(
 
 @router.get("/v1/sessions/{name}/heads")
 async def heads(
-    name: SessionName,
-    context: ContextDep,
-    layer: _Index | None = None,
-    head: _Index | None = None,
+    name: SessionName, context: ContextDep, layer: _Index | None = None, head: _Index | None = None
 ) -> dict[str, Any]:
     """Return how many cells each layer and KV head holds; they differ after compression.
 
