@@ -161,13 +161,14 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
         limit = memory.read_per_s / facts.bytes_per_token
         measured = _decode_speed(name, dtype, weights) if measure else None
         model = Outlook(facts.name, facts.decode, facts.bytes_per_token, limit, measured)
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     return Findings(
         kvkeep=__version__,
         python=platform.python_version(),
         system=f"{platform.system()}, {platform.machine()}",
         processor=_describe_processor(),
         kernels=kernels,
-        threads=_describe_threads(),
+        threads=Threads(torch.get_num_threads(), cores(), quota(), load, _set_variables(CHOSEN_BY)),
         memory=memory,
         torch=_describe_torch(),
         cuda=_describe_cuda(),
@@ -194,11 +195,6 @@ def _describe_kernels() -> Kernels:
         against[selected.name] = unavailable_reason()
     name = selected.name if library() else TORCH
     return Kernels(name, against, _set_variables(_KERNEL_VARIABLES))
-
-
-def _describe_threads() -> Threads:
-    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    return Threads(torch.get_num_threads(), cores(), quota(), load, _set_variables(CHOSEN_BY))
 
 
 def _set_variables(names: tuple[str, ...]) -> dict[str, str]:

@@ -92,7 +92,8 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
         "model": context.service.name,
     }
     if body.stream:
-        return sse_response(_stream(generations, common, tools), _error_event)
+        stream = _stream(generations, common, tools)
+        return sse_response(stream, error_name="error", error_body=ApiError.anthropic_body)
     (result,) = await context.collect(generations)
     return _message(common, result, tools)
 
@@ -184,10 +185,6 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 def _event(event_type: str, **data: Any) -> bytes:
     return sse_event({"type": event_type, **data}, event_type)
-
-
-def _error_event(error: ApiError) -> bytes:
-    return sse_event(error.anthropic_body(), "error")
 
 
 def _plain_text(content: Any) -> str:

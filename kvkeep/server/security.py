@@ -1,5 +1,6 @@
 """Checks on every request before any route: Host, Origin, size, API key; and security headers."""
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -47,34 +48,22 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = self._with_headers(send)
         headers = dict(Headers(scope=scope).items())  # the last one of each name
+        exchange = _Exchange(receive, send, self._status_counts)
         try:
             self._check_host_and_origin(scope, headers)
             _check_length(headers.get("content-length", "0"))
             scope["owner"] = self._authenticate(scope, headers)
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, exchange.send)
             return
         if headers.get("content-type", _FORM).startswith(_FORM):
             # `curl -d` sends JSON as a form, and no route takes forms.
             others = [header for header in scope["headers"] if header[0] != b"content-type"]
             scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
-        body = _LimitedBody(receive, send)
-        await self._app(scope, body.receive, body.send)
-        if body.must_reject:
-            await _too_large().response()(scope, receive, send)
-
-    def _with_headers(self, send: Send) -> Send:
-        """Return a `send` that counts statuses and adds the security headers."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._status_counts[message["status"]] += 1
-                message["headers"] = [*message.get("headers", ()), *_HEADERS]
-            await send(message)
-
-        return send_with_headers
+        await self._app(scope, exchange.receive_limited, exchange.send_unless_too_large)
+        if exchange.must_reject:
+            await _too_large().response()(scope, receive, exchange.send)
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI.
@@ -126,24 +115,33 @@ def _without_port(host: str) -> str:
     return host.rpartition(":")[0] if ":" in host else host
 
 
-class _LimitedBody:
-    """A request body cut off at MAX_BODY bytes, even if Content-Length is wrong or missing."""
+class _Exchange:
+    """A request and its response: the body is limited, the status counted, headers added.
 
-    def __init__(self, receive: Receive, send: Send):
+    A body is cut off at MAX_BODY bytes, even if Content-Length is wrong or missing.
+    """
+
+    def __init__(self, receive: Receive, send: Send, status_counts: Counter[int]):
         self._receive, self._send, self._received = receive, send, 0
-        self._response_started = False
+        self._status_counts, self._response_started = status_counts, False
 
     @property
     def must_reject(self) -> bool:
         """Whether the body is too large and no response has started yet."""
         return self._received > MAX_BODY and not self._response_started
 
-    async def receive(self) -> Message:
+    async def receive_limited(self) -> Message:
         message = await self._receive()
         self._received += len(message.get("body", b""))
         return {"type": "http.disconnect"} if self.must_reject else message
 
-    async def send(self, message: Message) -> None:
+    async def send_unless_too_large(self, message: Message) -> None:
         if not self.must_reject:  # a response to half of a body is discarded
             self._response_started = True
-            await self._send(message)
+            await self.send(message)
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status_counts[message["status"]] += 1
+            message["headers"] = [*message.get("headers", ()), *_HEADERS]
+        await self._send(message)

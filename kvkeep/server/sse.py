@@ -28,27 +28,22 @@ def sse_event(data: Any, name: str | None = None) -> bytes:
     return f"{event_line}data: {text}\n\n".encode()
 
 
-def openai_error_event(error: ApiError) -> bytes:
-    return sse_event(error.openai_body())
-
-
 def sse_response(
-    events: AsyncIterator[bytes], error_event: Callable[[ApiError], bytes] = openai_error_event
+    events: AsyncIterator[bytes],
+    error_name: str | None = None,
+    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.openai_body,
 ) -> StreamingResponse:
     """Return a streaming response with headers that keep proxies from caching and buffering.
 
-    error_event: encodes the last event of a stream that fails.
+    error_name, error_body: the type and the data of the last event of a stream that fails.
     """
+
+    async def events_or_error() -> AsyncIterator[bytes]:
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:  # the status is already sent
+            yield sse_event(error_body(api_error_for(error)), error_name)
+
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    stream = _with_error_event(events, error_event)
-    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
-
-
-async def _with_error_event(
-    events: AsyncIterator[bytes], error_event: Callable[[ApiError], bytes]
-) -> AsyncIterator[bytes]:
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:  # the status is already sent
-        yield error_event(api_error_for(error))
+    return StreamingResponse(events_or_error(), media_type="text/event-stream", headers=headers)

@@ -80,11 +80,6 @@ class LlamaCompletionRequest(SamplingParams):
         pairs = [(token, bias) for text, bias in items for token in _bias_tokens(text, codec)]
         return self.model_copy(update={"logit_bias": pairs})
 
-    def with_defaults(self) -> "LlamaCompletionRequest":
-        """Return a copy with llama.cpp's defaults for the sampling parameters not given."""
-        missing = {name: value for name, value in DEFAULTS.items() if getattr(self, name) is None}
-        return self.model_copy(update=missing)
-
 
 def _encode_prompt(prompt: _Prompt, codec: TextCodec) -> list[int]:
     if isinstance(prompt, PromptObject):
@@ -139,7 +134,8 @@ async def _start(
     body: LlamaCompletionRequest, ids: list[int], context: RequestContext
 ) -> GenerationStream:
     """Submit a prompt, in the session of its slot if it has one."""
-    samplings = body.with_defaults().samplings()
+    missing = {name: value for name, value in DEFAULTS.items() if getattr(body, name) is None}
+    samplings = body.model_copy(update=missing).samplings()
     (sampling,) = constrain(context, samplings, schema=body.json_schema, grammar=body.grammar)
     limit = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
     request = GenerationRequest(

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from kvkeep.engine import GeneratedToken, GenerationRequest, PrefillProgress, chat_turn
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import template_messages
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
@@ -105,7 +104,7 @@ async def _run(
     """Run a request in a session; respond with the whole result or with a stream of events."""
     generations = await session.generate(request, session.name, session.revision)
     if streamed:
-        return sse_response(_stream(generations, session), _error_event)
+        return sse_response(_stream(generations, session), error_name="error")
     (result,) = await session.collect(generations)
     return await _response(result, session)
 
@@ -118,10 +117,6 @@ async def _stream(generations: GenerationStream, session: SessionContext) -> Asy
         elif isinstance(progress, GeneratedToken):
             yield sse_event({"token": progress.token, "text": progress.text}, "token")
     yield sse_event(await _response(generations.results[0], session), "done")
-
-
-def _error_event(error: ApiError) -> bytes:
-    return sse_event(error.openai_body(), "error")
 
 
 async def _response(result: GenerationResult, session: SessionContext) -> dict[str, Any]:
