@@ -117,8 +117,7 @@ class Client(_Requests):
                     response.read()
                     _checked(response)
                 for line in response.iter_lines():
-                    event = parser.push(line)
-                    if event is not None:
+                    if event := parser.push(line):
                         yield event
         except httpx.TransportError as error:
             raise _no_response(error, self._http.base_url) from error
@@ -159,8 +158,7 @@ class AsyncClient(_Requests):
                     await response.aread()
                     _checked(response)
                 async for line in response.aiter_lines():
-                    event = parser.push(line)
-                    if event is not None:
+                    if event := parser.push(line):
                         yield event
         except httpx.TransportError as error:
             raise _no_response(error, self._http.base_url) from error

@@ -11,17 +11,14 @@ Convert = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request to a server.
-
-    revision: that the session must be at. key: by which the server carries a change out once,
-    however often the request is sent.
-    """
+    """A request to a server."""
 
     method: str
     path: str
     body: Mapping[str, Any] | None = None
     params: Mapping[str, Any] | None = None
-    revision: int | None = None
+    revision: int | None = None  # that the session must be at
+    # The idempotency key: the server makes a change once, however often the request is sent.
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     @property

@@ -173,7 +173,7 @@ class Admission:
             )
 
     def _samplings(self) -> Iterator[Sampling]:
-        """The samplings of all running generations, and of those that wait for a shared prefill."""
+        """Yield the sampling of each generation, those that wait for a shared prefill included."""
         waiting = itertools.chain(*self._followers.values())
         for generation in (*self.scheduler.running, *waiting):
             yield generation.request.sampling

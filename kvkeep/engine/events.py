@@ -12,36 +12,26 @@ EndReason = Literal["eos", "stop", "length", "full", "cancelled"]
 
 @dataclass(frozen=True)
 class Reuse:
-    """The part of a prompt that was in the cache already.
+    """The part of a prompt that was in the cache already."""
 
-    tokens: how many first tokens of the prompt.
-    source: "session" (one in memory or on disk), "store" (the prefix store), or "" for none.
-    reason: why the rest was not reused, a `kvkeep.engine.reuse.MissReason`; "" if all of it was.
-    differs_at: the first token of the prompt that the nearest text does not have; None for none.
-    session: the session that the tokens come from.
-    """
-
-    tokens: int = 0
+    tokens: int = 0  # the first of the prompt
+    # A session in memory or on disk, the prefix store, or "" for none.
     source: Literal["", "session", "store"] = ""
+    # Why the rest was not reused, a `kvkeep.engine.reuse.MissReason`; "" if all of it was.
     reason: str = ""
-    differs_at: int | None = None
-    session: str | None = None
+    differs_at: int | None = None  # the first token that the nearest text does not have
+    session: str | None = None  # the session that the tokens come from
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens and the time that a generation took.
+    """The tokens and the time that a generation took."""
 
-    prompt, generated: tokens.
-    queue_seconds: from submission to the first prefill step.
-    prefill_seconds, decode_seconds: wall-clock time of the two phases after that.
-    """
-
-    prompt: int
+    prompt: int  # tokens
     generated: int
     reuse: Reuse
-    queue_seconds: float
-    prefill_seconds: float
+    queue_seconds: float  # from submission to the first prefill step
+    prefill_seconds: float  # wall-clock time
     decode_seconds: float
 
     @property

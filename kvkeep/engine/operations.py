@@ -15,43 +15,32 @@ _LOGGED = 200  # operations of one owner
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that was done to a session: `what`, with so many `tokens`, in `seconds`.
-
-    revision: of the session afterwards. nbytes: of its cells. when: in seconds since 1970.
-    """
+    """An operation on a session: `what`, with so many `tokens`, in `seconds`."""
 
     owner: str
     session: str
     what: str
-    revision: int
+    revision: int  # of the session afterwards
     tokens: int
     seconds: float
-    nbytes: int
-    when: float = field(default_factory=time.time)
+    nbytes: int  # of the session's cells
+    when: float = field(default_factory=time.time)  # in seconds since 1970
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of an engine since it started, and of its present work.
+    """Counts of an engine since it started, and of its present work."""
 
-    ended: generations by the reason of their end.
-    prefilled, reused, generated: tokens.
-    prefill_seconds, decode_seconds: of all generations.
-    running: generations now.
-    in_memory, on_disk: sessions.
-    nbytes: held or reserved, of memory_limit.
-    """
-
-    ended: dict[str, int]
-    prefilled: int
+    ended: dict[str, int]  # generations by the reason of their end
+    prefilled: int  # tokens
     reused: int
     generated: int
-    prefill_seconds: float
+    prefill_seconds: float  # of all generations
     decode_seconds: float
-    running: int
-    in_memory: int
+    running: int  # generations now
+    in_memory: int  # sessions
     on_disk: int
-    nbytes: int
+    nbytes: int  # held or reserved
     memory_limit: int
 
 

@@ -21,21 +21,14 @@ _TYPICAL_TOKENS = 512  # assumed of a generation without max_tokens
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that an engine admits requests within.
+    """The limits that an engine admits requests within."""
 
-    memory: bytes of cells, of all sessions.
-    running: generations at a time, of all owners; running_per_owner: of one owner.
-    sessions_per_owner: named sessions.
-    prompt_tokens: of one prompt.
-    save_idle_after: seconds that a session is idle before its changes are written to disk.
-    """
-
-    memory: int = 4_000_000_000
-    running: int = 256
+    memory: int = 4_000_000_000  # bytes of cells, of all sessions
+    running: int = 256  # generations at a time, of all owners
     running_per_owner: int = 128
-    sessions_per_owner: int = 1_000
-    prompt_tokens: int = 250_000
-    save_idle_after: float = 2.0
+    sessions_per_owner: int = 1_000  # named sessions
+    prompt_tokens: int = 250_000  # of one prompt
+    save_idle_after: float = 2.0  # seconds that a session is idle before its changes are saved
 
 
 class SchedulingPolicy:
@@ -201,7 +194,7 @@ class Scheduler:
 
 
 def _steps_left(generation: Generation) -> float:
-    """An estimate of the scheduler steps until the generation ends."""
+    """Estimate the scheduler steps until the generation ends."""
     tokens = (generation.request.max_tokens or _TYPICAL_TOKENS) - len(generation.generated)
     return tokens + generation.prefill_remaining / STEP
 

@@ -92,10 +92,7 @@ def require_choice(value: str, choices: Iterable[str]) -> None:
 
 
 def insert_sentences(
-    pieces: Sequence[str],
-    sentences: Sequence[str],
-    positions: Sequence[int],
-    facts: Sequence[Fact],
+    pieces: Sequence[str], sentences: Sequence[str], positions: Sequence[int], facts: Sequence[Fact]
 ) -> Sample:
     """Return a sample in which sentence i comes before the piece of text at `positions[i]`."""
     sentence_at = dict(zip(positions, sentences, strict=True))

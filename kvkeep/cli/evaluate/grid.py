@@ -17,15 +17,13 @@ from kvkeep.cli.evaluate.grid_options import (
     plan_options,
     with_saved_options,
 )
-from kvkeep.cli.evaluate.options import ModelChoice, load_haystack, model_options
+from kvkeep.cli.evaluate.options import ModelChoice, load_haystack, model_options, sample_bar
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.haystack import MANUAL
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
 if TYPE_CHECKING:
-    from typing import Never
-
     from kvkeep import Model
     from kvkeep.evaluate.grid import Grid
 
@@ -78,19 +76,10 @@ def _measure(
 
     An interrupted run has therefore measured about as many samples of each task.
     """
-    from tqdm import tqdm
-
     from kvkeep.evaluate.grid import measure_sample
 
     calibration = load_calibration_file(choice.calibration, model)
-    bar: tqdm[Never]
-    with tqdm(
-        total=plan.samples * len(plan.tasks),
-        desc="measuring",
-        unit=" samples",
-        leave=False,
-        disable=None if progress else True,
-    ) as bar:
+    with sample_bar(plan.samples * len(plan.tasks), progress) as bar:
         for index, task in itertools.product(range(plan.samples), plan.tasks):
             if missing := results.missing(task, plan.seed, index, plan.methods, plan.ratios):
                 sample = datasets[task].sample(index)

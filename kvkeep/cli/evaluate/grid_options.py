@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from kvkeep.cli.compression import METHOD_NAMES, UNCALIBRATED, method_and_budget, ratio
-from kvkeep.cli.evaluate.options import HAYSTACK, ModelChoice, listed, one_of
+from kvkeep.cli.evaluate.options import HAYSTACK, ModelChoice, comma_separated
 from kvkeep.cli.memory import BIT_NAMES
 from kvkeep.cli.options import collect_options, file_option, integer_option, is_given
 from kvkeep.errors import InvalidArgument
@@ -123,6 +123,13 @@ def with_saved_options(choice: EitherChoice, saved: Mapping[str, Any]) -> Either
     return replace(choice, **values)
 
 
+def grid_task(name: str) -> str:
+    """Option type: a task of the grid."""
+    if name not in GRID_TASKS:
+        raise click.BadParameter(f"expected names of {', '.join(GRID_TASKS)}; found {name!r}")
+    return name
+
+
 plan_options = collect_options(
     GridChoice,
     "plan",
@@ -130,7 +137,7 @@ plan_options = collect_options(
         click.option(
             "--methods",
             metavar="NAME[:BUDGET],...",
-            type=listed(method_and_budget),
+            type=comma_separated(method_and_budget),
             default=",".join(UNCALIBRATED),
             show_default="all that need no calibration",
             help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
@@ -138,14 +145,14 @@ plan_options = collect_options(
         click.option(
             "--ratios",
             metavar="X,...",
-            type=listed(ratio),
+            type=comma_separated(ratio),
             default="2,4,8",
             help="To how many times fewer cells.",
         ),
         click.option(
             "--tasks",
             metavar="NAME,...",
-            type=listed(one_of(*GRID_TASKS)),
+            type=comma_separated(grid_task),
             default=",".join(GRID_TASKS),
             show_default="all",
             help=f"Of {', '.join(GRID_TASKS)}.",
@@ -186,9 +193,7 @@ file_options = collect_options(
             help="Go on with what is in --out, as it was asked for but for what is said now.",
         ),
         file_option(
-            "--plot",
-            metavar="FILE.png",
-            help="Draw a panel for each task, a line for each method.",
+            "--plot", metavar="FILE.png", help="Draw a panel for each task, a line for each method."
         ),
         file_option(
             *("--into", "page"),

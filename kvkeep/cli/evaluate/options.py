@@ -23,27 +23,24 @@ from kvkeep.evaluate.samples import KEY_TYPES, Placement
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
+    from typing import Never
+
+    from tqdm import tqdm
+
     from kvkeep import Model
 
 
-def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
+def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
     """Return an option type: comma-separated values, without duplicates."""
-
-    def read_all(value: str) -> tuple[object, ...]:
-        return tuple(dict.fromkeys(read(part.strip()) for part in value.split(",")))
-
-    return read_all
+    return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    """Return an option type: one of some names."""
+def sample_bar(total: int, progress: bool) -> "tqdm[Never]":
+    """Return a progress bar over samples; with progress, it is shown on terminals only."""
+    from tqdm import tqdm
 
-    def read(value: str) -> str:
-        if value not in names:
-            raise click.BadParameter(f"expected names of {', '.join(names)}; found {value!r}")
-        return value
-
-    return read
+    disable = None if progress else True
+    return tqdm(total=total, desc="measuring", unit=" samples", leave=False, disable=disable)
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def recall_options(tasks: Iterable[str], help: str) -> Decorator:
         click.option(
             "--depths",
             metavar="N,...",
-            type=listed(number(0, 100)),
+            type=comma_separated(number(0, 100)),
             show_default="random",
             help="Where the fact lies, in percent of the text; samples take turns.",
         ),

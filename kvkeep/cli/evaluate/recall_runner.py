@@ -5,13 +5,13 @@ import statistics
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Never
+from typing import Any
 
 from tqdm import tqdm
 
 from kvkeep import Model
 from kvkeep.cli.compression import load_calibration_file
-from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice
+from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice, sample_bar
 from kvkeep.cli.options import OutputChoice
 from kvkeep.cli.output import megabytes, say
 from kvkeep.errors import KvkeepError
@@ -77,14 +77,7 @@ class RecallRun:
 
     def _measure(self, prefill_step: int) -> None:
         measure = compress_during_prefill if self.recall.streaming else compress_after_prefill
-        bar: tqdm[Never]
-        with tqdm(
-            total=self.recall.count,
-            desc="measuring",
-            unit=" samples",
-            leave=False,
-            disable=None if self.output.progress else True,
-        ) as bar:
+        with sample_bar(self.recall.count, self.output.progress) as bar:
             for index in range(self.recall.count):
                 sample = self.dataset.sample(index)
                 if self.recall.count == 1:
