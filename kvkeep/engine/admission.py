@@ -40,7 +40,9 @@ class Admission:
     ):
         self._model, self._registry, self._policy = model, registry, policy
         self._new_session, self._log_operation = new_session, log
-        self.scheduler = Scheduler(policy, model.end_token_ids, self._prefilled, self._ended)
+        self.scheduler = Scheduler(
+            policy, model.end_token_ids, self._fork_followers, self._release_session
+        )
         self.cache_misses = RecentLog[CacheMiss](_LOGGED_MISSES)
         # Generations that wait until the prompt that they share with another is prefilled.
         self._followers: dict[Generation, list[Generation]] = {}
@@ -62,7 +64,7 @@ class Admission:
             assert isinstance(request, GenerationRequest)
             _require_tokens(request, 0)
             self._require_prompt_limit(request)
-            record, reuse = self._place(request, owner)
+            record, reuse = self._session_for_prompt(request, owner)
         else:
             record, reuse = self._registry.find(session, owner), Reuse()
             request = self._request_for(request, record, revision)
@@ -102,7 +104,7 @@ class Admission:
         ]
         self._followers[first] = followers
         if first.phase == "decode":
-            self._prefilled(first)
+            self._fork_followers(first)
         return [first, *followers]
 
     def totals(self) -> Totals:
@@ -142,7 +144,9 @@ class Admission:
         self._require_prompt_limit(request)
         return request
 
-    def _place(self, request: GenerationRequest, owner: str) -> tuple[SessionRecord, Reuse]:
+    def _session_for_prompt(
+        self, request: GenerationRequest, owner: str
+    ) -> tuple[SessionRecord, Reuse]:
         """Return an unnamed session for a prompt, and what of the prompt is in it."""
         fresh = self._new_session(owner)
         match = best_match(request.prompt, self._registry.of(owner), fresh)
@@ -180,7 +184,7 @@ class Admission:
 
     # Called by the scheduler
 
-    def _prefilled(self, generation: Generation) -> None:
+    def _fork_followers(self, generation: Generation) -> None:
         """Fork the prefilled session for each generation that shares the prompt."""
         record, followers = generation.record, self._followers.pop(generation, ())
         record.reserved //= 1 + len(followers)
@@ -200,12 +204,12 @@ class Admission:
             follower.start(None, Reuse(reused, "session", session=record.name))
             self.scheduler.add(follower)
 
-    def _ended(self, generation: Generation) -> None:
+    def _release_session(self, generation: Generation) -> None:
         """Make the session of a generation idle, and log what was done."""
         for follower in self._followers.pop(generation, ()):
             follower.fail(generation.error or Cancelled("the prompt was not prefilled to its end"))
         record, usage = generation.record, generation.usage
-        self._count(generation)
+        self._add_to_totals(generation)
         if generation.generated:
             record.sampled_length = len(record.live.tokens)
         if generation.request.on_end is not None:
@@ -231,7 +235,7 @@ class Admission:
             _log.exception("on_end of a generation in session %r failed", record.name)
         record.note_truncation(length)
 
-    def _count(self, generation: Generation) -> None:
+    def _add_to_totals(self, generation: Generation) -> None:
         usage = generation.usage
         self._end_reasons[generation.end_reason] += 1
         # A prompt that was cancelled counts as far as it was prefilled.

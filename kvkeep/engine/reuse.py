@@ -135,7 +135,7 @@ def best_match(
         if record.session is None:
             continue
         in_place = record is target if target is not None else not record.named
-        match = _match(ids, record, required, in_place)
+        match = _match_record(ids, record, required, in_place)
         if (match.tokens, match.common) > (best.tokens, best.common):
             best = replace(match, nearest=record.live.tokens)
     return best
@@ -165,7 +165,7 @@ def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-def _match(
+def _match_record(
     ids: NDArray[np.int32], record: SessionRecord, required: Session, in_place: bool
 ) -> Match:
     """in_place: whether the session itself would take the prompt, rather than a copy of it."""

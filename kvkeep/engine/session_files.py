@@ -100,7 +100,7 @@ class SessionFiles:
         return record
 
     def _note_never_saved(self, sessions: SessionFolder, marker: Path) -> None:
-        """Note a marker without a snapshot, unless its name is none that an engine gives."""
+        """Note a marker without a snapshot, unless its name is no valid session name."""
         with suppress(InvalidArgument), sessions.lock(marker.stem):
             marker.unlink(missing_ok=True)
             self.never_saved.append((marker.parent.name, marker.stem))

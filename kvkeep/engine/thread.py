@@ -102,7 +102,7 @@ class EngineThread:
             del call  # it holds objects of the caller
 
     def _next_call(self, wait: bool) -> _Call:
-        """Raises Empty if there is none, or none comes while the thread may be idle."""
+        """Return the next call. Raises Empty if none comes while the thread may be idle."""
         if not wait:
             return self._calls.get_nowait()
         with suppress(Empty):
