@@ -146,38 +146,34 @@ def _frequency_tables(body: nn.Module) -> Iterator[Tensor]:
 _T = TypeVar("_T")
 
 
+@dataclass
 class _AdaptedModelBuilder:
     """Builds the description of a model from its probed calls.
 
     Raises UnsupportedModel if layers differ in a way that a `ModelSpec` cannot express.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PreTrainedConfig,
-        probed: Sequence[ProbedCall],
-        rotations: Sequence[KeyRotation],
-    ):
-        self.model = model
-        self.config = config
-        self.probed = probed
-        self.rotations = rotations
-        windows = {call.window for call in probed}
-        self.only_local = None not in windows
-        _require(len(windows - {None}) <= 1, f"its layers see windows of {windows - {None}} tokens")
-        self.window = next(iter(windows - {None}), 0) or 0
-        local = [i for i, call in enumerate(probed) if not self.only_local and call.window]
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    probed: Sequence[ProbedCall]
+    rotations: Sequence[KeyRotation]
+
+    def __post_init__(self) -> None:
+        windows = {call.window for call in self.probed if call.window}
+        _require(len(windows) <= 1, f"its layers see windows of {windows} tokens")
+        self.window = max(windows, default=0)
+        self.only_local = all(call.window for call in self.probed)
+        local = [i for i, call in enumerate(self.probed) if not self.only_local and call.window]
         self.local_layers = tuple(local)
-        self.global_layers = tuple(i for i in range(len(probed)) if i not in local)
+        self.global_layers = tuple(i for i in range(len(self.probed)) if i not in local)
 
     def build(self) -> AdaptedModel:
         spec = self._model_spec()
         calls = tuple(self._adapted_call(spec, index) for index in range(len(self.probed)))
         sinks = [call.sinks.detach().float() for call in self.probed if call.sinks is not None]
         _require(len(sinks) in (0, len(calls)), "some of its layers have sinks, and others none")
-        dtype = self._common_value("dtypes of keys", [call.k.dtype for call in self.probed])
-        device = self._common_value("devices", [call.k.device for call in self.probed])
+        dtype = _common_value("dtypes of keys", [call.k.dtype for call in self.probed])
+        device = _common_value("devices", [call.k.device for call in self.probed])
         return AdaptedModel(spec, calls, sinks, dtype, device, new_cache_layers(self.config))
 
     def _model_spec(self) -> ModelSpec:
@@ -187,7 +183,7 @@ class _AdaptedModelBuilder:
         spec = ModelSpec(
             architecture=type(self.model).__name__,
             layers=len(probed),
-            heads=self._common_value("heads", [call.q.shape[0] for call in probed]),
+            heads=_common_value("heads", [call.q.shape[0] for call in probed]),
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=rope,
@@ -198,9 +194,7 @@ class _AdaptedModelBuilder:
             qk_norm=False,
             norm_eps=0.0,
             attention_multiplier=probed[0].options.scale,
-            attention_softcap=self._common_value(
-                "softcaps", [call.options.softcap for call in probed]
-            ),
+            attention_softcap=_common_value("softcaps", [c.options.softcap for c in probed]),
             local_layers=local,
             window=self.window if local else 0,
             local_rope=None if local_rope == rope else local_rope,
@@ -256,14 +250,8 @@ class _AdaptedModelBuilder:
         _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")
         unrotated = (0.0,) * (self.probed[layers[0]].q.shape[-1] // 2)
         shapes = [(self.probed[i].k.shape[0], self.probed[i].k.shape[1]) for i in layers]
-        shape = self._common_value("KV heads and widths", shapes)
+        shape = _common_value("KV heads and widths", shapes)
         return RopeSpec(self._rope_type(), next(iter(tables), unrotated)), shape
-
-    def _common_value(self, name: str, values: Sequence[_T]) -> _T:
-        """Return the value that all layers have. Raises UnsupportedModel if they differ."""
-        different = list(dict.fromkeys(values))
-        _require(len(different) == 1, f"its layers have different {name}: {different}")
-        return values[0]
 
     def _adapted_call(self, spec: ModelSpec, index: int) -> AttentionCall:
         call, group = self.probed[index], spec.group_of(index)
@@ -280,3 +268,10 @@ class _AdaptedModelBuilder:
             order=None if order == tuple(sorted(order)) else indices,
             query_factor=call.options.scale / self.probed[0].options.scale,
         )
+
+
+def _common_value(name: str, values: Sequence[_T]) -> _T:
+    """Return the value that all layers have. Raises UnsupportedModel if they differ."""
+    different = list(dict.fromkeys(values))
+    _require(len(different) == 1, f"its layers have different {name}: {different}")
+    return values[0]

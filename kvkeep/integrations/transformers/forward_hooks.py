@@ -123,7 +123,7 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
         if name not in _ALLOWED_ARGUMENTS
         and value is not None
         and value is not False
-        and not _marks_text_only(name, value)
+        and not (name.endswith("token_type_ids") and _marks_text_only(value))
     ]
     if unsupported:
         raise UnsupportedModel(
@@ -132,9 +132,9 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
         )
 
 
-def _marks_text_only(name: str, value: object) -> bool:
-    """Whether an argument marks all tokens as text, as tokenizers of multimodal models do."""
-    return name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
+def _marks_text_only(token_types: object) -> bool:
+    """Whether all tokens are marked as text, as tokenizers of multimodal models do."""
+    return isinstance(token_types, Tensor) and not token_types.any()
 
 
 def _check_positions(
