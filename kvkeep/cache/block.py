@@ -143,8 +143,8 @@ class Cells:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return keys and values, and the biases and positions of compressed cells."""
-        own = () if self.bias is None else (self.bias, self.positions)
-        return (*tensors(self.stored_keys), *tensors(self.stored_values), *own)
+        compressed = () if self.bias is None else (self.bias, self.positions)
+        return (*tensors(self.stored_keys), *tensors(self.stored_values), *compressed)
 
     @property
     def nbytes(self) -> int:
@@ -291,7 +291,7 @@ class ProtectedCells:
                 self.log.record(self.block.slots.part(slot))
 
     def rest(self, block: Block, first: int) -> "ProtectedCells":
-        """Return those among the slots from `first` on, as cells of `block`, which begins there."""
+        """Return those from slot `first` on, as cells of `block`, which begins there."""
         inside = max(0, self.start + self.length - first)
         return ProtectedCells(block, 0, inside, self.log)
 

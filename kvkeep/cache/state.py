@@ -62,8 +62,7 @@ class CacheState:
         _check_window(self.window)
         for index, segment in enumerate(self.segments):
             with _named(f"segment {index}"):
-                require_kind("it", segment, Segment)
-                self._check_segment(segment, far_layout if segment.anchor else layout)
+                self._check_segment(segment, layout, far_layout)
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
         self._check_local(local)
@@ -75,9 +74,8 @@ class CacheState:
         require(has_place, "cells of local layers, of which the model has none")
         for index, segment in enumerate(self.local):
             with _named(f"segment {index} of local layers"):
-                require_kind("it", segment, Segment)
                 assert layout is not None
-                self._check_segment(segment, layout)
+                self._check_segment(segment, layout, layout)
                 plain = not segment.anchor and not segment.compressed
                 require(plain and segment.map.group == 1, "cells that are not a window's")
 
@@ -89,7 +87,8 @@ class CacheState:
         parts = [_live(s, s.block.slots.serials) for s in self.segments if not s.compressed]
         return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts])
 
-    def _check_segment(self, segment: Segment, layout: Layout) -> None:
+    def _check_segment(self, segment: Segment, layout: Layout, far_layout: Layout) -> None:
+        require_kind("it", segment, Segment)
         for name in ("anchor", "frozen", "sealed"):
             require_flag(name, getattr(segment, name))
         require(not segment.arriving, "cells of a step that is not finished")
@@ -100,9 +99,10 @@ class CacheState:
         require_whole("the first place", segment.place, 0, MAX_CELLS)
         cells = segment.block.slots
         if isinstance(cells, Ragged):
-            whole = segment.length == segment.capacity == segment.limit and not segment.place
-            require(whole and segment.frozen, "a part of ragged cells, or ragged cells that grow")
-        check_cells(cells, layout, segment.capacity)
+            complete = segment.length == segment.capacity == segment.limit and not segment.place
+            message = "a part of ragged cells, or ragged cells that grow"
+            require(complete and segment.frozen, message)
+        check_cells(cells, far_layout if segment.anchor else layout, segment.capacity)
         serials = _live(segment, cells.serials)
         if cells.bias is not None:
             require(bool((serials == NO_TOKEN).all()), "compressed cells with serials of tokens")
@@ -137,22 +137,23 @@ def check_cells(cells: Cells, layout: Layout, count: int) -> None:
     vectors: tuple[int, ...] = (*heads, count)
     if isinstance(cells, Ragged):
         vectors = (_checked_total(cells, heads, count),)
-    own = (count,) if cells.bias is None else vectors
+    numbers = (count,) if cells.bias is None else vectors  # shape of positions and biases
     _check_stored("keys", cells.stored_keys, layout, layout.key_bits, vectors)
     _check_stored("values", cells.stored_values, layout, layout.value_bits, vectors)
-    require_tensor("positions", cells.positions, torch.int64, *own)
+    require_tensor("positions", cells.positions, torch.int64, *numbers)
     if cells.bias is not None:
-        require_tensor("bias", cells.bias, torch.float32, *own)
+        require_tensor("bias", cells.bias, torch.float32, *numbers)
     if isinstance(cells, Ragged) and cells.scores is not None:
-        require_tensor("scores", cells.scores, torch.float32, *own)
+        require_tensor("scores", cells.scores, torch.float32, *numbers)
 
 
 def _checked_total(cells: Ragged, heads: tuple[int, int], count: int) -> int:
     """Return the total of ragged cells' counts. count: their stated mean, rounded up."""
     require_tensor("counts", cells.counts, torch.int64, *heads)
     require_within("counts", cells.counts, 0, MAX_CELLS)
-    total, most = int(cells.counts.sum()), count * math.prod(heads)
-    require(most - math.prod(heads) < total <= most, f"{total} cells are not {count} for each head")
+    total, head_count = int(cells.counts.sum()), math.prod(heads)
+    matches = (count - 1) * head_count < total <= count * head_count
+    require(matches, f"{total} cells are not {count} for each head")
     return total
 
 

@@ -145,7 +145,7 @@ class Step:
         """Return what the queries see of an anchor.
 
         Window cells evicted beyond the `preceding` ones were between it and the queries, which
-        come that much closer. With `window.moves`, evicted cells have only moved to this segment.
+        come that much closer. With `window.moves`, evicted cells have only moved to an anchor.
         Of the cells that arrive in this step, a query sees those that are evicted before it: with
         10 cells, 2 of them arriving, and evicted [1, 2], the first query sees 9 and the second 10.
         """
@@ -199,7 +199,6 @@ class Step:
             self.queries[layer].copy_(q)
 
     def _rotated(self, layer: int, q: Tensor) -> list[Tensor]:
-        """Return the queries rotated by each of the step's rotations."""
         return [self.attention.rope.rotate_layer(layer, q, rotation) for rotation in self.rotations]
 
     def _attend_views(self, layer: int, queries: list[Tensor]) -> list[Part]:
@@ -261,7 +260,7 @@ class ChunkStep(Step):
     So the first tokens still see old cells that the last ones do not.
 
     new_cells: their cells.
-    own_bias: `[n, n]` among the new tokens; None if each query sees all new tokens before it.
+    new_cells_bias: `[n, n]` among the new tokens; None if each query sees all new tokens before it.
     log_sums: `[layers, heads, n]` float32 to store the natural log of the sum in each query's
         softmax denominator; None if it is not wanted.
     """
@@ -277,7 +276,7 @@ class ChunkStep(Step):
         super().__init__(segments, window, time, count, attention)
         self.new_cells = Cells.zeros(self.newest.layout.plain, count)
         self.log_sums: Tensor | None = None
-        self.own_bias = self._banded_bias() if self.evicted[-1] > self._window_cells else None
+        self.new_cells_bias = self._banded_bias() if self.evicted[-1] > self._window_cells else None
 
     def _banded_bias(self) -> Tensor:
         """Return `[n, n]` that hides the oldest cells of a chunk longer than the window."""
@@ -294,16 +293,16 @@ class ChunkStep(Step):
             keys.copy_(rotated.transpose(0, 1))
             values.copy_(v.transpose(0, 1))
         queries = self._rotated(layer, q)
-        own = attend_cells(
+        among_new_cells = attend_cells(
             queries[0],
             keys,
             values,
             scale=self.attention.scale,
-            bias=self.own_bias,
-            causal=self.own_bias is None,
+            bias=self.new_cells_bias,
+            causal=self.new_cells_bias is None,
             softcap=self.attention.softcap,
         )
-        part = combine([own, *self._attend_views(layer, queries)])
+        part = combine([among_new_cells, *self._attend_views(layer, queries)])
         part = self.attention.with_sinks(layer, part, self.count)
         if self.log_sums is not None:
             self.log_sums[layer] = part.log_sum.transpose(0, 1).flatten(0, 1)
@@ -314,7 +313,7 @@ class ChunkStep(Step):
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
         dropped = max(0, self.evicted[-1] - self.window.spare)
         self.window.evict(self.segments, min(dropped, self._window_cells))
-        dropped_new = max(0, dropped - self._window_cells)  # of the new cells themselves
+        dropped_new = max(0, dropped - self._window_cells)  # of a chunk longer than the window
         new = Cells(self.new_cells.keys, self.new_cells.values, positions, serials)
         self.newest.append(new.part(slice(dropped_new, None)))
         for segment in self.segments:

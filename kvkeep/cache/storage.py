@@ -15,7 +15,7 @@ MAX_BORDERS = 16  # between segments that could be merged: each costs every late
 
 def nbytes(segments: Sequence[Segment]) -> int:
     """Return the bytes of all storage that segments use, idle slots included."""
-    return sum(storage.nbytes for storage in _storages(segments))
+    return sum(storage.nbytes for storage in _users_by_storage(segments))
 
 
 def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
@@ -33,21 +33,22 @@ def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
     return merge_segments(merged) if borders > MAX_BORDERS else merged
 
 
-def _merge(segments: Sequence[Segment], most: int | None) -> list[Segment]:
+def _merge(segments: Sequence[Segment], max_cells: int | None) -> list[Segment]:
+    """Merge neighbours, as long as a merged segment has at most `max_cells` cells."""
     runs: list[list[Segment]] = []
     for segment in segments:
         mergeable = runs and _mergeable(runs[-1][-1], segment)
-        if mergeable and (most is None or _live(runs[-1]) + segment.length <= most):
+        if mergeable and (max_cells is None or _live_cells(runs[-1]) + segment.length <= max_cells):
             runs[-1].append(segment)
         elif segment.length:
             runs.append([segment])
-    return [run[0] if len(run) == 1 else _merge_run(run) for run in runs]
-
-
-def _merge_run(run: Sequence[Segment]) -> Segment:
-    first = run[0]
-    cells = Cells.concatenate([segment.read(0, segment.length) for segment in run])
-    return Segment.from_cells(first.layout, cells, first.map, first.anchor)
+    merged = []
+    for first, *others in runs:
+        if others:
+            cells = Cells.concatenate([s.read(0, s.length) for s in (first, *others)])
+            first = Segment.from_cells(first.layout, cells, first.map, first.anchor)
+        merged.append(first)
+    return merged
 
 
 def _mergeable(left: Segment, right: Segment) -> bool:
@@ -70,13 +71,13 @@ def trim(segments: Sequence[Segment], budget: int) -> None:
     """
     if not any(segment.frozen for segment in segments):
         return
-    storages = {s: users for s, users in _storages(segments).items() if _movable(s, users)}
-    idle = {storage: storage.cells - _live(users) for storage, users in storages.items()}
-    excess = _live(segments) + sum(idle.values()) - budget - budget // SLACK
+    storages = {s: users for s, users in _users_by_storage(segments).items() if _movable(s, users)}
+    idle = {storage: storage.cells - _live_cells(users) for storage, users in storages.items()}
+    excess = _live_cells(segments) + sum(idle.values()) - budget - budget // SLACK
     for storage in sorted(storages, key=lambda storage: -idle[storage]):
         users = storages[storage]
-        wasted = idle[storage] - sum(_room(segment) for segment in users)
-        if idle[storage] and (wasted > _live(users) or excess > 0):
+        wasted = idle[storage] - sum(_unfilled_slots(segment) for segment in users)
+        if idle[storage] and (wasted > _live_cells(users) or excess > 0):
             excess -= idle[storage]
             with torch.inference_mode():
                 for segment in users:
@@ -89,17 +90,15 @@ def _movable(storage: Storage, users: Sequence[Segment]) -> bool:
     return all(block in blocks for block in storage.blocks) and not any(s.wrapped for s in users)
 
 
-def _live(segments: Sequence[Segment]) -> int:
+def _live_cells(segments: Sequence[Segment]) -> int:
     return sum(segment.length for segment in segments)
 
 
-def _room(segment: Segment) -> int:
-    """Return the number of slots that a segment will still fill."""
+def _unfilled_slots(segment: Segment) -> int:
     return 0 if segment.frozen else segment.capacity - segment.length - segment.start
 
 
-def _storages(segments: Sequence[Segment]) -> dict[Storage, list[Segment]]:
-    """Return the segments that use each storage."""
+def _users_by_storage(segments: Sequence[Segment]) -> dict[Storage, list[Segment]]:
     users: dict[Storage, list[Segment]] = {}
     for segment in segments:
         users.setdefault(segment.block.storage, []).append(segment)

@@ -98,7 +98,9 @@ class ChunkAttention:
         q = q.contiguous()
         k, v = (None if x is None else x.contiguous() for x in (k, v))
         require((k is None) == (v is None), "keys with values, or neither", (k, v))
-        new = _view(keys, values, new_shape, n, 0, step.own_bias, causal=step.own_bias is None)
+        new = _view(
+            keys, values, new_shape, n, 0, step.new_cells_bias, causal=step.new_cells_bias is None
+        )
         views = [new, *(_stored_view(view, layer, new_shape) for view in step.views)]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
         rotations, attention = len(step.query_positions), step.attention

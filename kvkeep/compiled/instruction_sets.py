@@ -98,8 +98,8 @@ def load(name: str) -> ctypes.CDLL | None:
 
 def load_error(name: str) -> str:
     """Return the system's message for a library that exists and that `load` could not load."""
-    path = library_path(library_folder(), f"_{name}")
-    return _load_errors.get(path, "") if path else ""
+    library = _open_library(library_folder(), f"_{name}")
+    return library if isinstance(library, str) else ""
 
 
 def has_fast_bf16() -> bool:
@@ -137,9 +137,15 @@ def library_path(folder: Path, name: str) -> Path | None:
     return next(filter(Path.exists, paths), None)
 
 
-@cache
 def load_library(folder: Path, name: str) -> ctypes.CDLL | None:
     """Load a library; None where it was not built or cannot be loaded (see `load_error`)."""
+    library = _open_library(folder, name)
+    return library if isinstance(library, ctypes.CDLL) else None
+
+
+@cache
+def _open_library(folder: Path, name: str) -> ctypes.CDLL | str | None:
+    """Return a library, the system's message if it cannot be loaded, or None if it is not there."""
     path = library_path(folder, name)
     if path is None:
         return None
@@ -147,11 +153,7 @@ def load_library(folder: Path, name: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        _load_errors[path] = str(error)
-        return None
-
-
-_load_errors: dict[Path, str] = {}
+        return str(error)
 
 
 def _torch(reason: str) -> InstructionSet:
