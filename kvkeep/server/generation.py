@@ -13,8 +13,6 @@ from kvkeep.server.service import GenerationStream, RequestContext, Service
 from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
 
-_ROLES = {"developer": "system"}  # a role that templates do not know yet
-
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with plain text as content, as chat templates take them.
@@ -27,16 +25,14 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _template_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    result = {**message, "role": _ROLES.get(role, role) if isinstance(role, str) else role}
-    content = message.get("content")
-    if isinstance(content, list):
-        result["content"] = "".join(_part_text(index, part) for part in content)
-    elif content is None and not message.get("tool_calls"):
+    role, content = message.get("role"), message.get("content")
+    if content is None and not message.get("tool_calls"):
         raise InvalidArgument(f"messages[{index}] has no content")
-    elif content is None:
-        result["content"] = ""
-    return result
+    if isinstance(content, list):
+        content = "".join(_part_text(index, part) for part in content)
+    if role == "developer":  # a role that templates do not know yet
+        role = "system"
+    return {**message, "role": role, "content": "" if content is None else content}
 
 
 def _part_text(index: int, part: Any) -> str:

@@ -19,6 +19,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MAX_TOOLS = 128
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,20 @@ class Tools:
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of a forced call: bare JSON with a name and arguments."""
-        callable_functions = [
-            tool["function"]
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    "arguments": tool["function"].get("parameters") or _NO_PARAMETERS,
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
             for tool in self.functions
             if self.choice in ("required", tool["function"]["name"])
         ]
-        return {"anyOf": [_call_schema(function) for function in callable_functions]}
+        return {"anyOf": calls}
 
     def for_template(
         self, codec: TextCodec, messages: list[dict[str, Any]]
@@ -130,16 +139,6 @@ def checked_tools(functions: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
     if tools.choice not in ("auto", "required", *tools.names) or not functions:
         raise InvalidArgument(f"tool_choice: there is no such tool; there are {tools.names}")
     return tools
-
-
-def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def _parse_call(entry: Any) -> ToolCall | None:

@@ -119,7 +119,12 @@ async def change_slot(
     engine, owner, name = context.engine, context.owner, slot_name(slot)
     label, start = body.filename if body else "", time.perf_counter()
     if action == "erase":
-        return {"id_slot": slot, "n_erased": await _erase(context, name)}
+        try:
+            tokens = await _token_count(context, name)
+        except NoSuchSession:
+            return {"id_slot": slot, "n_erased": 0}
+        await asyncio.wrap_future(engine.delete(name, owner))
+        return {"id_slot": slot, "n_erased": tokens}
     if action == "save":
         size = await asyncio.wrap_future(engine.snapshot(name, label, owner))
         counts = {"n_saved": await _token_count(context, name), "n_written": size}
@@ -131,16 +136,6 @@ async def change_slot(
         size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
         counts = {"n_restored": await _token_count(context, name), "n_read": size}
     return {"id_slot": slot, "filename": label, **counts, "timings": timings}
-
-
-async def _erase(context: RequestContext, name: str) -> int:
-    """Delete a slot's session, if any, and return how many tokens it held."""
-    try:
-        tokens = await _token_count(context, name)
-    except NoSuchSession:
-        return 0
-    await asyncio.wrap_future(context.engine.delete(name, context.owner))
-    return tokens
 
 
 async def _token_count(context: RequestContext, name: str) -> int:
