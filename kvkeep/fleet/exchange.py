@@ -171,16 +171,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class RecordedResponse:
-    """The response to a request with an Idempotency-Key, stored with the session.
+    """The response to a request with an Idempotency-Key, stored with the session."""
 
-    key, request: digests. body: None if it was too long or is too old to be kept.
-    """
-
-    key: str
-    request: str
+    key: str  # digest
+    request: str  # digest
     status: int
     headers: list[list[str]] = field(default_factory=list)
-    body: str | None = None
+    body: str | None = None  # None if it was too long or is too old to be kept
 
     @classmethod
     def of(cls, key: str, request: str, response: WithheldResponse) -> "RecordedResponse":

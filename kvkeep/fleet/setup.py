@@ -17,21 +17,19 @@ _NO_SECRET = bytes(32)
 class Setup:
     """The configuration of each server.
 
-    model, dtype, weights: as for `load_model`. store: URL. settings: of sessions, without a
-    calibration. memory: bytes of cells. prefixes: whether prompts' prefixes are shared. threads:
-    compute threads of each server. lease: seconds. hosts, origins, alias: as for `kvkeep serve`.
+    model, dtype, weights: as for `load_model`. hosts, origins, alias: as for `kvkeep serve`.
     """
 
     model: str
     dtype: str | None
     weights: str | None
-    store: str
+    store: str  # URL
     secret: bytes
-    settings: dict[str, Any]
-    memory: int
-    prefixes: bool
-    threads: int
-    lease: float
+    settings: dict[str, Any]  # of sessions, without a calibration
+    memory: int  # bytes of cells
+    prefixes: bool  # whether prompts' prefixes are shared
+    threads: int  # compute threads of each server
+    lease: float  # seconds
     keys: ApiKeys
     hosts: tuple[str, ...]
     origins: tuple[str, ...]

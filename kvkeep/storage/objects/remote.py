@@ -97,12 +97,11 @@ class RemoteObjectStore:
         for _ in range(_ATTEMPTS):
             with self._translated_errors(key, "read"):
                 result = obstore.get(self._store, checked_key(key))
-                etag, size = _etag(key, result.meta), result.meta["size"]
-                if size > max_bytes:
+                if result.meta["size"] > max_bytes:
                     raise too_large(key, max_bytes)
                 content = bytes(result.bytes())
-            if len(content) == size:
-                return content, etag
+            if len(content) == result.meta["size"]:
+                return content, _etag(key, result.meta)
         raise self._short_read(key)
 
     def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:

@@ -60,17 +60,12 @@ class PrefixCache(Protocol):
 
 @dataclass(frozen=True)
 class PrefixBlock:
-    """A block of a prompt, stored or not.
+    """A block of a prompt, stored or not."""
 
-    parent: the key of the block before it, or the digest of the model. key: a hash over the model's
-    digest and all tokens up to the block's end. start: the index of its first token in the prompt.
-    tokens: `[256]` int32.
-    """
-
-    parent: str
-    key: str
-    start: int
-    tokens: Tensor
+    parent: str  # the key of the block before it, or the digest of the model
+    key: str  # a hash over the model's digest and all tokens up to the block's end
+    start: int  # the index of its first token in the prompt
+    tokens: Tensor  # [256] int32
 
     def cells(self, container: Container, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
         """Return keys and values from a file; None unless they are of these tokens and the model.

@@ -20,17 +20,13 @@ _OBJECTS_PREFIX = "prefixes/"
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block in a store.
-
-    where: its file, or its key in an object store. used: when it was last used, in seconds since
-    1970; in an object store, when it was written.
-    """
+    """A block in a store."""
 
     parent: str
     key: str
-    where: str
+    where: str  # its file, or its key in an object store
     nbytes: int
-    used: float
+    used: float  # seconds since 1970: its last use; in an object store, when it was written
 
 
 @dataclass(frozen=True)

@@ -16,23 +16,18 @@ _MAX_PAST = 16  # earlier commits that a head lists
 class SessionHead:
     """One version of a session's head. The field names are those of the JSON object.
 
-    epoch: the fencing token, which grows each time that a writer acquires the session. gen: the
-    generation, the number of commits so far. nonce: unique to this version, so that a writer
-    recognises its own. writer: the name of the lease holder; "" for none. expires: when another
-    writer may take over, in seconds since 1970 by the holder's clock; a hint for those that wait,
-    on which no safety rests. snapshot: the name of the committed snapshot; "" before the first
-    commit. removed: whether the session was removed; its head stays, so that no epoch is used
-    twice. past: the names of earlier commits, by which a writer whose put got no response learns
-    whether its commit was applied.
+    expires: when another writer may take over, in seconds since 1970 by the holder's clock; a hint
+    for those that wait, on which no safety rests. past: the names of earlier commits, by which a
+    writer whose put got no response learns whether its commit was applied.
     """
 
-    epoch: int
-    gen: int
-    nonce: str
-    writer: str
+    epoch: int  # the fencing token, which grows each time that a writer acquires the session
+    gen: int  # the generation: the number of commits so far
+    nonce: str  # unique to this version, so that a writer recognises its own
+    writer: str  # the name of the lease holder; "" for none
     expires: float
-    snapshot: str = ""
-    removed: bool = False
+    snapshot: str = ""  # the name of the committed snapshot; "" before the first commit
+    removed: bool = False  # a removed session keeps its head, so that no epoch is used twice
     past: tuple[str, ...] = ()
 
     def next(self, **changes: Any) -> "SessionHead":

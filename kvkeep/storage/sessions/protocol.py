@@ -47,13 +47,10 @@ class ReadHead:
 
 @dataclass(frozen=True)
 class PutHead:
-    """Compare-and-swap the head. Result: the new ETag. Throws Conflict.
-
-    etag: of the head to replace; None if there must be no head.
-    """
+    """Compare-and-swap the head. Result: the new ETag. Throws Conflict."""
 
     head: SessionHead
-    etag: str | None
+    etag: str | None  # of the head to replace; None if there must be no head
 
 
 @dataclass(frozen=True)
@@ -90,15 +87,11 @@ Operations = Generator[StoreOperation, Any, T]
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """A writer's request for a lease.
+    """A writer's request for a lease."""
 
-    writer: its name. now: the time by its clock, in seconds since 1970. seconds: for which the
-    lease lasts unless renewed.
-    """
-
-    writer: str
-    now: float
-    seconds: float
+    writer: str  # its name
+    now: float  # the time by its clock, in seconds since 1970
+    seconds: float  # the lease lasts so long unless renewed
 
     @property
     def expires(self) -> float:

@@ -53,12 +53,9 @@ def open_source(path: Source) -> Iterator[BinaryIO]:
 
 @dataclass(frozen=True)
 class TensorExtent:
-    """The extent of a tensor in a file.
+    """The extent of a tensor in a file, in bytes from its start."""
 
-    dtype: its name in the safetensors format. begin, end: offsets in the file, in bytes.
-    """
-
-    dtype: str
+    dtype: str  # its name in the safetensors format
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -144,17 +141,14 @@ def _checked(
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """The facts about a session that a list shows.
-
-    tokens: of its history, including forgotten ones. cells: in memory. notes: of the application.
-    """
+    """The facts about a session that a list shows."""
 
     model: str
     policy: str
     max_kv_size: int
-    tokens: int
-    cells: int
-    notes: dict[str, Any]
+    tokens: int  # of its history, including forgotten ones
+    cells: int  # in memory
+    notes: dict[str, Any]  # of the application
 
 
 def read_summary(path: str | Source) -> SnapshotSummary:

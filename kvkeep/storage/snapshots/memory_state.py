@@ -20,17 +20,13 @@ from kvkeep.models.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class MemoryState:
-    """The contents of a memory; see `Memory`.
+    """The contents of a memory; see `Memory`."""
 
-    tokens: `[n]` int32. serials: `[n]` int64. pins: serials of pinned tokens. hidden: `[1,
-    hidden_size]` and logits: `[vocab]` of the last token, if they are known.
-    """
-
-    tokens: Tensor
-    serials: Tensor
-    pins: Collection[int]
-    hidden: Tensor | None
-    logits: Tensor | None
+    tokens: Tensor  # [n] int32
+    serials: Tensor  # [n] int64
+    pins: Collection[int]  # serials of pinned tokens
+    hidden: Tensor | None  # [1, hidden_size] of the last token, if known
+    logits: Tensor | None  # [vocab] of the last token, if known
     cache: CacheState
 
     def check(self, spec: ModelSpec, layout: Layout) -> None:
