@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -156,11 +157,9 @@ class Exchange:
         Raises ApiError for a key of a wrong length.
         """
         key = dict(self.scope["headers"]).get(b"idempotency-key")
-        if key is None:
-            return None
-        if not 0 < len(key) <= MAX_KEY_LENGTH:
+        if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
             raise bad_key_error()
-        return digest(self.owner.encode(), key)
+        return None if key is None else digest(self.owner.encode(), key)
 
     def with_fields(self, fields: dict[str, Any]) -> "Exchange":
         """Return the exchange with these fields as the JSON body that the application gets."""
@@ -199,14 +198,12 @@ def recorded_in(notes: Mapping[str, Any]) -> list[RecordedResponse]:
     """Read the responses recorded in a snapshot's notes, skipping malformed entries."""
     responses, entries = list[RecordedResponse](), notes.get(NOTE)
     for entry in entries if isinstance(entries, list) else ():
-        try:
+        with suppress(TypeError, ValueError):
             response = RecordedResponse(**entry)
             types = (type(response.key), type(response.request), type(response.status))
             if types == (str, str, int) and isinstance(response.body, str | None):
                 headers = [[str(name), str(value)] for name, value in response.headers]
                 responses.append(replace(response, headers=headers))
-        except (TypeError, ValueError):
-            continue
     return responses
 
 

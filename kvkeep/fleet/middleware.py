@@ -144,21 +144,18 @@ class SessionMiddleware:
 
         A session that is rolled back between loading and reading gives a 404: then try once more.
         """
-        for retries_left in (1, 0):
-            response = exchange.response
-            if retries_left:
-                response = WithheldResponse(response.send)
-            try:
-                async with self._leases.reading(exchange.owner, exchange.target.name):
-                    await self._app(exchange.scope, exchange.body.receive, response.send)
-            except NoSuchSession:
-                await self._app(exchange.scope, exchange.body.receive, exchange.response.send)
+        scope, receive = exchange.scope, exchange.body.receive
+        first_try = WithheldResponse(exchange.response.send)
+        with suppress(NoSuchSession):
+            async with self._leases.reading(exchange.owner, exchange.target.name):
+                await self._app(scope, receive, first_try.send)
+            if first_try.status != 404:
+                await first_try.release()
                 return
-            if not retries_left:
-                return
-            if response.status != 404:
-                await response.release()
-                return
+            async with self._leases.reading(exchange.owner, exchange.target.name):
+                await self._app(scope, receive, exchange.response.send)
+            return
+        await self._app(scope, receive, exchange.response.send)
 
     async def _create(self, exchange: Exchange) -> None:
         """Create a session and commit it before the response is released."""

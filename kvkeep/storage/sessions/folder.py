@@ -94,16 +94,15 @@ class SessionFolder(SessionStore[Path]):
     def remove(self, name: str) -> int:
         self.existing(name)
         with self.lock(name):
-            path = self.existing(name)  # the lock's previous holder may have removed it
-            size = path.stat().st_size
-            path.unlink()
-            # While locked: a process that waits for the lock file notices, and creates a new one.
-            self._lock_file(name).unlink(missing_ok=True)
-        fsync_folder(self.place)
+            size = self.existing(name).stat().st_size  # the last holder may have removed it
+            self.discard(name)
         return size
 
     def discard(self, name: str) -> None:
-        """Remove a session that the caller has locked, saved or not, and its lock file."""
+        """Remove a session that the caller has locked, saved or not, and its lock file.
+
+        A process that waits for the lock file notices, and creates a new one.
+        """
         self.path(name).unlink(missing_ok=True)
         self._lock_file(name).unlink(missing_ok=True)
         fsync_folder(self.place)

@@ -252,12 +252,8 @@ def _is_own_renewal(before: SessionHead, replacement: SessionHead, current: Sess
 
     A writer that is acquiring the session (`replacement` has another epoch) does not hold it yet.
     """
-    renewed = (current.epoch, current.gen, current.writer) == (
-        before.epoch,
-        before.gen,
-        before.writer,
-    )
-    return renewed and replacement.epoch == before.epoch
+    same = all(getattr(current, f) == getattr(before, f) for f in ("epoch", "gen", "writer"))
+    return same and replacement.epoch == before.epoch
 
 
 def _was_committed(before: VersionedHead | None, head: SessionHead, current: VersionedHead) -> bool:

@@ -43,12 +43,12 @@ class MemoryState:
         require_tensor("serials", self.serials, torch.int64, len(self.tokens))
         require_within("serials", self.serials, 0, self.cache.serial - 1)
         self._check_order()
-        known = self.hidden is not None
-        require(known == (self.logits is not None), "hidden without logits, or the reverse")
         if self.hidden is not None and self.logits is not None:
             require(bool(len(self.tokens)), "there are logits of no token")
             require_finite("hidden", self.hidden)
             require_finite("logits", self.logits)
+        else:
+            require(self.hidden is self.logits, "hidden without logits, or the reverse")
 
     def _check_order(self) -> None:
         """Check that every cell belongs to a token, in order, and that serials are unique."""
