@@ -31,6 +31,7 @@ from kvkeep.storage.snapshots.segments import (
 _OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH, _OF_ONE_LAYOUT, _OF_CELLS = 1, 2, 3, 4, 5
 _WINDOW = ("size", "discard", "moves")
 _STATE = "recurrent."  # begins the names of the tensors that are states
+_PlainLayouts = tuple[Layout, Layout | None]  # of cells that are not quantised; of local layers
 
 
 @dataclass(frozen=True)
@@ -219,27 +220,26 @@ def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
 
 
 def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
-    layout, bits = layout_of(document["layout"]), Bits(**document.get("bits", {}))
+    bits, layout = Bits(**document.get("bits", {})), layout_of(document["layout"])
     local_layout = layout_of(document["local_layout"]) if "local_layout" in document else None
-    _check_coded_shapes(document, stored, layout, local_layout)
+    _check_coded_shapes(document, stored, (layout, local_layout))
     tensors = decode(stored, document["coding"])
     require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
-    settings = dict(document["settings"])
-    pins, window = settings.pop("pins", []), Window(**settings.pop("window", {}))
+    settings = document["settings"]
     memory = MemoryState(
         tokens=tensors["tokens"],
         serials=tensors["serials"],
-        pins=pins,
+        pins=settings.get("pins", []),
         hidden=tensors.get("hidden"),
         logits=tensors.get("logits"),
-        cache=_cache_state(document, tensors, bits, layout, local_layout, window),
+        cache=_cache_state(document, tensors, bits, (layout, local_layout)),
     )
     memory.check_itself()
     return Snapshot(
         fingerprint=document["fingerprint"],
         model=document["model"],
         policy=document["policy"],
-        settings=settings,
+        settings={k: v for k, v in settings.items() if k not in ("pins", "window")},
         memory=memory,
         sampler=document["sampler"],
         layout=layout,
@@ -253,13 +253,9 @@ def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
 
 
 def _cache_state(
-    document: dict[str, Any],
-    tensors: dict[str, Tensor],
-    bits: Bits,
-    layout: Layout,
-    local_layout: Layout | None,
-    window: Window,
+    document: dict[str, Any], tensors: dict[str, Tensor], bits: Bits, layouts: _PlainLayouts
 ) -> CacheState:
+    layout, local_layout = layouts
     near, far = bits.layouts(layout)
     local = bits.layouts(local_layout)[0] if local_layout else None
     segments: dict[bool, list[Segment]] = {False: [], True: []}  # by whether of local layers
@@ -273,7 +269,7 @@ def _cache_state(
         observed = Queries(tensors["queries"], tensors["query_times"])
     cache = CacheState(
         segments=tuple(segments[False]),
-        window=window,
+        window=Window(**document["settings"].get("window", {})),
         time=document["clock"],
         serial=document["serial"],
         observed=observed,
@@ -289,10 +285,7 @@ def _cache_state(
 
 
 def _check_coded_shapes(
-    document: dict[str, Any],
-    stored: dict[str, Tensor],
-    layout: Layout,
-    local_layout: Layout | None,
+    document: dict[str, Any], stored: dict[str, Tensor], layouts: _PlainLayouts
 ) -> None:
     """Check that encoded keys and values have the size of their segment, before it is allocated."""
     shapes: dict[str, list[int]] = {}
@@ -302,7 +295,7 @@ def _check_coded_shapes(
             stored[f"segment.{index}.{name}"] for name in ("serials", "positions")
         )
         require_tensor("serials", serials, torch.int64, entry["length"])
-        plain = local_layout if entry.get("local", False) else layout
+        plain = layouts[entry.get("local", False)]
         assert plain is not None, "`check_document` requires a layout of local segments"
         shape = [plain.layers, plain.kv_heads, entry["length"], plain.head_dim]
         if entry.get("ragged", False):
