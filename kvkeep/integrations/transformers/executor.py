@@ -175,25 +175,22 @@ def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     memory, done = Memory(decoder, Full(2 * len(ids))), 0
     for count in _CHECKED_STEPS:
         (step,) = evaluate(memory, ids[done : done + count], count)
-        difference = _difference(step.hidden, expected[done : done + count])
         subject = f"its layers, given {count} tokens after {done}, make"
-        _require_small(difference, expected.dtype, subject)
+        _require_close(step.hidden, expected[done : done + count], expected.dtype, subject)
         done += count
-    logits_difference = _difference(decoder.logits(expected), output.logits[0].float())
-    _require_small(logits_difference, expected.dtype, "its head makes")
+    logits = decoder.logits(expected)
+    _require_close(logits, output.logits[0], expected.dtype, "its head makes")
 
 
-def _difference(rows: Tensor, expected: Tensor) -> float:
-    """Return the relative difference of two `[tokens, width]`, the median over tokens.
+def _require_close(rows: Tensor, expected: Tensor, dtype: torch.dtype, subject: str) -> None:
+    """Raise UnsupportedModel if rows differ from expected ones, both `[tokens, width]`.
 
-    The median, since rounding may make a mixture of experts choose other experts for one token.
+    The median over tokens counts, since rounding may make a mixture of experts choose other experts
+    for one token. dtype: in which the model computed them.
     """
     rows, expected = rows.float(), expected.float()
     relative = (rows - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
-    return float(relative.median())
-
-
-def _require_small(difference: float, dtype: torch.dtype, subject: str) -> None:
+    difference = float(relative.median())
     tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
     if not difference <= tolerance:  # true for NaN as well
         raise UnsupportedModel(
