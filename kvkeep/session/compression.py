@@ -129,8 +129,8 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     tokens = cell_tokens(memory)
     budget, runs, results = _plan_repeats(memory, plan, tokens) or _plan_by_method(memory, plan)
     chunks, segments = list[Compression](), list[Segment]()
-    for segment, kept, first, count in runs:
-        if kept:
+    for segment, unchanged, first, count in runs:
+        if unchanged:
             parts = [segment.read(first, count)]
         else:
             parts, reports = next(results)
@@ -140,62 +140,61 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
             for cells in parts
             if len(cells)
         ]
-    after = memory.successor()
-    after.cache.segments = merge_segments(segments)
-    return after, CompressionReport(
+    compressed = memory.successor()
+    compressed.cache.segments = merge_segments(segments)
+    return compressed, CompressionReport(
         plan.method.name,
         budget,
         plan.ratio,
         cells_before,
-        after.cache.cells,
+        compressed.cache.cells,
         bytes_before,
-        after.cache.nbytes,
+        compressed.cache.nbytes,
         tuple(chunks),
     )
 
 
-_Run: TypeAlias = tuple[Segment, bool, int, int]  # segment, kept, first, count: see `KVCache.runs`
+# Segment, whether its cells stay unchanged, first cell, count: see `KVCache.runs`.
+_Run: TypeAlias = tuple[Segment, bool, int, int]
 _RunResult: TypeAlias = tuple[list[Cells], list[Compression]]
-_Work: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
+# All runs, and the results of those to compress, computed as the iterator is consumed.
+_PlannedRuns: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 
 
-def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _Work:
-    """Plan a compression by the method; runs are compressed as the iterator is consumed."""
-    runs, remaining = _runs(memory, plan)
+def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
+    runs, remaining = _split_into_runs(memory, plan)
     compress_runs = _compress_by_heads if plan.effective_budget == "heads" else _compress_evenly
-    return (
-        plan.effective_budget,
-        runs,
-        compress_runs(_candidates(memory, plan, runs), remaining, plan),
-    )
+    results = compress_runs(_candidates(memory, plan, runs), remaining, plan)
+    return plan.effective_budget, runs, results
 
 
 def _plan_repeats(
     memory: Memory, plan: CompressionPlan, tokens: Sequence[int] | None
-) -> _Work | None:
-    """Compress verbatim repeats only, so that nothing is evicted that occurs once.
+) -> _PlannedRuns | None:
+    """Plan to compress verbatim repeats only, so that nothing is evicted that occurs once.
 
     Used instead of reconstruction scores, unless a budget was requested. None if too few repeats
     would remain, or if some cells were compressed before.
     """
     if not plan.method.uses_reconstruction or plan.budget is not None or tokens is None:
         return None
-    runs, remaining = _runs(memory, plan, MAX_RECENT)
+    runs, remaining = _split_into_runs(memory, plan, MAX_RECENT)
     repeats, repeats_by_run, start = find_repeats(tokens), list[Tensor](), 0
-    for _, kept, _, count in runs:
-        if not kept:
+    for _, unchanged, _, count in runs:
+        if not unchanged:
             repeats_by_run.append(repeats[start : start + count])
         start += count
-    room = remaining - sum(int((~run_repeats).sum()) for run_repeats in repeats_by_run)
-    if room < remaining * MIN_REPEATS:
+    remaining_repeats = remaining - sum(int((~is_repeat).sum()) for is_repeat in repeats_by_run)
+    if remaining_repeats < remaining * MIN_REPEATS:
         return None
-    return "uniform", runs, _compress_repeats(memory, plan, runs, repeats_by_run, room)
+    results = _compress_repeats(memory, plan, runs, repeats_by_run, remaining_repeats)
+    return "uniform", runs, results
 
 
-def _runs(
+def _split_into_runs(
     memory: Memory, plan: CompressionPlan, max_recent: int | None = None
 ) -> tuple[list[_Run], int]:
-    """The runs of cells that stay and of those between, and the count that the latter become.
+    """Split the cells into runs that stay and runs to compress; return to how many these shrink.
 
     The count is for each KV head. Compressed cells have no common order over heads, so none of them
     counts as one of the newest. max_recent: bounds the default number of newest cells.
@@ -211,7 +210,8 @@ def _runs(
             serial != NO_TOKEN and (rank < SINKS or rank >= cells - recent or serial in pins)
         )
     )
-    remaining = math.ceil(cells / plan.ratio) - sum(count for _, kept, _, count in runs if kept)
+    unchanged_cells = sum(count for _, unchanged, _, count in runs if unchanged)
+    remaining = math.ceil(cells / plan.ratio) - unchanged_cells
     if remaining < len(runs):
         raise InvalidArgument(
             f"{cells} cells cannot become {plan.ratio:g} times fewer with the first {SINKS}, the "
@@ -222,20 +222,20 @@ def _runs(
 
 
 def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
-    """The cells of each run to compress, with queries and scores that the method uses."""
+    """Return the cells of each run to compress, with queries and scores that the method uses."""
     cache, method = memory.cache, plan.method
     queries = newest_queries(memory) if method.needs_queries(plan.statistics) else None
     scores, start = None, 0
     if method.uses_reconstruction:
-        newest = takewhile(lambda run: run[1], reversed(runs))  # kept, so that no score is needed
+        newest = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
         oldest = cache.cells - sum(count for _, _, _, count in newest)
         scores = reconstruction(
             memory, plan.text, plan.progress, oldest, method.uses_reconstruction
         )
     candidates = []
     for run in runs:
-        segment, kept, _, count = run
-        if not kept:
+        segment, unchanged, _, count = run
+        if not unchanged:
             run_scores = None if scores is None else scores[..., start : start + count]
             seen = queries.seen_from(segment.map) if queries else None
             candidates.append(
@@ -246,7 +246,6 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
 
 
 def _run_cells(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
-    """The cells of a run, dequantised."""
     cache, (segment, _, first, count) = memory.cache, run
     plain = segment.view(first, count).dequantised(cache.layout.dtype)
     return Candidates(plain, cache.rope, cache.scale, statistics=plan.statistics, seed=plan.seed)
@@ -257,12 +256,11 @@ def _compress_repeats(
     plan: CompressionPlan,
     runs: Sequence[_Run],
     repeats_by_run: list[Tensor],
-    room: int,
+    remaining_repeats: int,
 ) -> Iterator[_RunResult]:
-    """Compress the repeats of each run evenly, so that `room` of them remain in all."""
-    counts = [int(repeats.sum()) for repeats in repeats_by_run]
+    """Compress the repeats of each run evenly."""
     compressed = [run for run in runs if not run[1]]
-    quotas = _quotas(counts, room)
+    quotas = _split_quota([int(repeats.sum()) for repeats in repeats_by_run], remaining_repeats)
     for run, repeats, quota in zip(compressed, repeats_by_run, quotas, strict=True):
         cells, chunks = compress_repeats(_run_cells(memory, plan, run), repeats, quota)
         if plan.progress:
@@ -274,7 +272,8 @@ def _compress_evenly(
     runs: list[Candidates], remaining: int, plan: CompressionPlan
 ) -> Iterator[_RunResult]:
     """Compress each run by the same ratio, in each KV head."""
-    for candidates, quota in zip(runs, _quotas([len(run) for run in runs], remaining), strict=True):
+    quotas = _split_quota([len(run) for run in runs], remaining)
+    for candidates, quota in zip(runs, quotas, strict=True):
         parts, reports = list[Cells](), list[Compression]()
         for cells, report in compress(plan.method, candidates, min(quota, len(candidates))):
             parts.append(cells)
@@ -293,7 +292,7 @@ def _compress_by_heads(
         yield [cells], [report]
 
 
-def _quotas(counts: Sequence[int], quota: int) -> list[int]:
+def _split_quota(counts: Sequence[int], quota: int) -> list[int]:
     """Split a quota in proportion to counts, rounded so that the sum is exact.
 
     A quota of 5 over counts of 3, 3 and 4 gives 1, 2 and 2.

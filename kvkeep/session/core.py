@@ -22,10 +22,9 @@ from kvkeep.storage.prefixes.block import PrefixCache
 
 @dataclass
 class SessionState:
-    """Everything that a session replaces as a whole, so that a failed call leaves no half of it.
+    """Everything that a session replaces as a whole, by one assignment.
 
-    A session changes by one assignment of its state; a state in use is never changed. A call works
-    on a `successor`, and may fail or be interrupted anywhere.
+    A state in use is never changed: a call changes a `successor`, and may fail at any point.
 
     spans: the token range of each name. keep_whole_prompt: whether all of the first prompt is to
     be kept, and nothing of it has come yet.
@@ -60,10 +59,7 @@ class SessionState:
             self.keep_whole_prompt = False
 
     def sample(self, logits: Tensor, sampling: Sampling) -> int:
-        """Choose the next token.
-
-        It is drawn from a copy of the generator, so that the state before this one, if the call
-        fails, draws the same token again.
+        """Sample the next token from a copy of the generator, so that a failed call draws nothing.
 
         logits: `[vocab]` float32, of the last token.
         """
@@ -89,8 +85,7 @@ class SessionCore:
     The functions that edit, feed and sample a session take its core. They replace `state` by way
     of `session_transaction`, never in part.
 
-    store: the prefix cache in which evaluated beginnings of prompts are looked up and stored; None
-    for none. finish_reason: why the last stream ended.
+    store: the prefix cache for first prompts, or None. finish_reason: why the last stream ended.
     """
 
     def __init__(
@@ -104,7 +99,9 @@ class SessionCore:
         self.prefill_step = validation.integer("prefill_step", prefill_step, 1)
         self.model = model
         self.state = SessionState(Memory(model.decoder, policy, bits))
-        self.store = _checked_store(store)
+        if store is not None and not isinstance(store, PrefixCache):
+            raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
+        self.store = store
         self.finish_reason: str | None = None
 
     @property
@@ -121,12 +118,8 @@ class SessionCore:
     def set_span(self, name: str, tokens: TokenRange | None) -> None:
         """Name a range of tokens; None removes the name."""
         with session_transaction([self]) as (state,):
-            spans = dict(state.spans)
-            if tokens is None:
-                spans.pop(name, None)
-            else:
-                spans[name] = tokens
-            state.spans = spans
+            others = {other: span for other, span in state.spans.items() if other != name}
+            state.spans = others if tokens is None else {**state.spans, name: tokens}
 
     def encode(self, prompt: str | Sequence[int], special: bool) -> list[int]:
         """Return the token ids of text, or checked token ids.
@@ -177,13 +170,6 @@ class SessionCore:
         return start < end and set(memory.serials[start:end]).isdisjoint(memory.cache.serials())
 
 
-def _checked_store(store: object) -> PrefixCache | None:
-    """Raise InvalidArgument for a store that is no prefix cache."""
-    if store is None or isinstance(store, PrefixCache):
-        return store
-    raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
-
-
 @contextmanager
 def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionState]]:
     """Replace the states of sessions by the successors that the block changes: all or none.
@@ -205,8 +191,7 @@ def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionSt
 class StateChange:
     """Successors of the states of sessions, to be applied and committed, or rolled back.
 
-    The caller holds the compute lock and defers Ctrl-C while it applies and commits; a `with` block
-    of `session_transaction` does all of that.
+    The caller holds the compute lock and defers Ctrl-C meanwhile, as `session_transaction` does.
 
     states: the successors, in the order of the sessions.
     """

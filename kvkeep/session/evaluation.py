@@ -42,7 +42,7 @@ class StepTransaction:
     back if the block raises:
 
         with StepTransaction([memory], [[17]]) as step:
-            hidden = decoder.hidden(step.tokens, step.step)
+            hidden = step.forward()
             step.commit(hidden, decoder.logits(hidden))     # token 17 is in the memory
 
     After a rollback the memories must be discarded: they are successors or forks that a
@@ -94,6 +94,10 @@ class StepTransaction:
     ) -> None:
         if error is not None:
             self.rollback()
+
+    def forward(self) -> Tensor:
+        """Evaluate the tokens; return the hidden states, `[n, hidden_size]`."""
+        return self._memories[0].decoder.hidden(self.tokens, self.step)
 
     def commit(self, hidden: Tensor, logits: Tensor | None) -> list[StepResult]:
         """Keep the tokens' cells, append the tokens to the memories and let the policies settle.
@@ -163,10 +167,9 @@ def evaluate_chunk(
 
     last: whether no more tokens follow, so that logits are computed. sampled: see `evaluate_step`.
     """
-    decoder = memory.decoder
     with StepTransaction([memory], [chunk], sampled) as step:
-        hidden = decoder.hidden(step.tokens, step.step)
-        logits = decoder.logits(hidden[-1:]) if last else None
+        hidden = step.forward()
+        logits = memory.decoder.logits(hidden[-1:]) if last else None
         (result,) = step.commit(hidden, logits)
     return result
 

@@ -1,4 +1,4 @@
-"""Feeding a prompt into a session, step by step."""
+"""Feeding a prompt into a session, step by step, and reusing its stored prefix."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,20 +20,18 @@ from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-_LOCAL = (
-    "some layers of this model see the newest tokens alone, and keep no others: its prompts are "
-    "evaluated from the beginning; save a session and restore it instead"
+_NOT_STORED = (
+    "some layers of this model {}: its prompts are evaluated from the beginning; save a session "
+    "and restore it instead"
 )
-_RECURRENT = (
-    "some layers of this model keep states of all tokens so far: its prompts are evaluated from "
-    "the beginning; save a session and restore it instead"
-)
-_LONG_PROMPT = 0.25  # seconds; beside so many, returning freed memory to the system costs nothing
+_LOCAL = _NOT_STORED.format("see the newest tokens alone, and keep no others")
+_RECURRENT = _NOT_STORED.format("keep states of all tokens so far")
+_LONG_PROMPT = 0.25  # seconds; after so many, returning freed memory to the system costs nothing
 
 
 @dataclass(frozen=True)
 class FeedStep:
-    """One step of a prompt, which the session has taken as a whole.
+    """One step of a prompt that is committed to the session.
 
     tokens: in this step. done, total: tokens of the prompt. reused: whether they came from a prefix
     store and were not evaluated.
@@ -73,11 +71,11 @@ class FeedReport:
 class Feeding(Iterator[FeedStep]):
     """A prompt on its way into a session: each `next` evaluates one more step of it.
 
-    Between two steps the session is whole and may be used, forked and saved, and other sessions may
-    work. The rest of the prompt follows whatever the session is then. A step that fails or is
-    interrupted may be tried again.
+    Between two steps the session may be used, forked and saved, and other sessions may compute. The
+    rest of the prompt follows whatever the session is then. A step that fails or is interrupted may
+    be tried again.
 
-    total: tokens of the prompt. done: how many of them the session has taken.
+    total: tokens of the prompt. done: how many of them are in the session.
     """
 
     def __init__(self, core: SessionCore, ids: list[int], seconds: float = 0.0):
@@ -85,7 +83,7 @@ class Feeding(Iterator[FeedStep]):
         self.total, self.done = len(ids), 0
         self._core, self._ids = core, ids
         self._seconds, self._closed = seconds, False
-        self._prefix: _PromptPrefix | None = None
+        self._prefix: _StoredPrefix | None = None
         self._compressions: list[Compression] = []
         self._peak, self._tokens = core.memory.cache.cells, core.memory.tokens
 
@@ -109,7 +107,8 @@ class Feeding(Iterator[FeedStep]):
             if not reused:
                 size = size or self._core.prefill_step
                 self._evaluate(size)
-                self._store_prefix(size)
+                if self._prefix:
+                    self._prefix.store_new(self._core.memory, min(self.total - self.done, size))
         finally:
             self._seconds += time.perf_counter() - started
         if self.done == self.total and self._seconds > _LONG_PROMPT:
@@ -117,18 +116,19 @@ class Feeding(Iterator[FeedStep]):
         return FeedStep(self.done - before, self.done, self.total, reused)
 
     def _load_prefix(self) -> None:
-        """Take what the prefix store holds of a first prompt; Ctrl-C may interrupt the reading."""
+        """Load a first prompt's prefix from the prefix store; Ctrl-C may interrupt the reading."""
         core = self._core
         if core.store is None or core.memory.tokens:
             return
         state = core.state.successor()
         state.keep_prompt(self.total)
-        fingerprint = core.model.fingerprint
-        self._prefix = _load_prefix(core.store, fingerprint, state.memory, self._ids)
+        prefix = _StoredPrefix(core.store, core.model.fingerprint)
+        prefix.load(state.memory, self._ids)
         with interrupts_deferred():
-            if self._prefix.reused:
+            self._prefix = prefix
+            if prefix.reused:
                 core.state = state
-                self._advance(self._prefix.reused)
+                self._advance(prefix.reused)
 
     def _evaluate(self, size: int) -> None:
         core = self._core
@@ -146,11 +146,6 @@ class Feeding(Iterator[FeedStep]):
     def _advance(self, count: int) -> None:
         self.done += count
         self._tokens = self._core.memory.tokens
-
-    def _store_prefix(self, size: int) -> None:
-        if self._prefix:
-            upcoming = min(self.total - self.done, size)
-            _store_prefix(self._prefix, self._core.memory, upcoming)
 
     def close(self) -> None:
         """Evaluate no more of the prompt. The session stays as it is."""
@@ -172,14 +167,14 @@ class Feeding(Iterator[FeedStep]):
 
 
 @dataclass
-class _PromptPrefix:
-    """The stored part of a session's first prompt.
+class _StoredPrefix:
+    """The part of a session's first prompt that a prefix store holds.
 
     A store only saves work: after a failure it is not used any more.
 
-    store: None without one, or if nothing more is to be stored there. reused: tokens that came from
-    it. stored: tokens that it holds now. differs_at: the first token at which the nearest stored
-    prompt differs. error: the message of its failure.
+    store: None if nothing more is to be stored there. reused: tokens that came from it. stored:
+    tokens that it holds now. differs_at: the first token at which the nearest stored prompt
+    differs. error: the message of its failure.
     """
 
     store: PrefixCache | None
@@ -189,73 +184,68 @@ class _PromptPrefix:
     differs_at: int | None = None
     error: str | None = None
 
-    def fail(self, error: StoreError) -> None:
-        self.error, self.store = str(error), None
+    def load(self, memory: Memory, ids: Sequence[int]) -> None:
+        """Load what the store holds of a prompt into an empty memory.
+
+        At most as many tokens as the policy keeps exactly. Some are left to evaluate before the
+        prompt ends, or before the policy first evicts or compresses: one for its logits, and as
+        many as the policy observes, so that it decides by the same queries as without a store.
+        """
+        policy, store = memory.policy, self.store
+        if memory.cache.local is not None or memory.decoder.spec.recurrent:
+            self._fail(_LOCAL if memory.cache.local is not None else _RECURRENT)
+        elif store is not None:
+            max_tokens = min(len(ids), policy.exact + 1) - max(1, policy.observed)
+            try:
+                match = store.find(self.fingerprint, ids[: max(0, max_tokens)])
+            except StoreError as error:
+                self._fail(str(error))
+                return
+            if match.tokens:
+                keys, values = torch.cat(match.keys, 2), torch.cat(match.values, 2)
+                memory.append_evaluated(ids[: match.tokens], keys, values)
+            self.reused = self.stored = match.tokens
+            self.differs_at = match.differs_at
+
+    def store_new(self, memory: Memory, upcoming: int) -> None:
+        """Store the whole blocks of the prompt that the store does not have yet.
+
+        Only cells that depend on their tokens alone. To amortise finding their place among earlier
+        blocks, they are stored once there are as many as the store holds of the prompt; all of them
+        before the policy changes them, and at the prompt's end.
+
+        upcoming: how many tokens the next step may evaluate; 0 at the prompt's end.
+        """
+        count, exact = len(memory.tokens), memory.policy.exact
+        pending = min(count, exact) - self.stored
+        if self.store is None or pending < BLOCK_TOKENS or memory.bits != Bits():
+            return
+        if upcoming and count + upcoming <= exact and pending < self.stored:
+            return
+        end = min(_unchanged_cells(memory.cache), exact) // BLOCK_TOKENS * BLOCK_TOKENS
+        if end <= self.stored:
+            return
+        tokens, blocks = memory.tokens[:end], _read_blocks(memory.cache, self.stored, end)
+        try:
+            self.stored = self.store.add(self.fingerprint, tokens, self.stored, blocks)
+        except StoreError as error:
+            self._fail(str(error))
+        if self.stored < end:
+            self.store = None
+
+    def _fail(self, error: str) -> None:
+        self.error, self.store = error, None
 
 
-def _load_prefix(
-    store: PrefixCache, fingerprint: Fingerprint, memory: Memory, ids: Sequence[int]
-) -> _PromptPrefix:
-    """Load the stored prefix of a first prompt into an empty memory.
-
-    At most as many tokens as the policy keeps exactly. Some are left to evaluate before the prompt
-    ends, or before the policy first evicts or compresses: one for its logits, and as many as the
-    policy observes, so that it decides by the same queries as without a store.
-    """
-    prefix, policy = _PromptPrefix(store, fingerprint), memory.policy
-    if memory.cache.local is not None or memory.decoder.spec.recurrent:
-        prefix.fail(StoreError(_LOCAL if memory.cache.local is not None else _RECURRENT))
-        return prefix
-    most = min(len(ids), policy.exact + 1) - max(1, policy.observed)
-    try:
-        match = store.find(fingerprint, ids[: max(0, most)])
-    except StoreError as error:
-        prefix.fail(error)
-        return prefix
-    if match.tokens:
-        keys, values = torch.cat(match.keys, 2), torch.cat(match.values, 2)
-        memory.append_evaluated(ids[: match.tokens], keys, values)
-    prefix.reused = prefix.stored = match.tokens
-    prefix.differs_at = match.differs_at
-    return prefix
-
-
-def _store_prefix(prefix: _PromptPrefix, memory: Memory, upcoming: int) -> None:
-    """Store the whole blocks of a first prompt that the store does not have yet.
-
-    Only cells that depend on their tokens alone. To amortise finding their place among earlier
-    blocks, they are stored once there are as many as the store holds of the prompt; all of them
-    before the policy changes them, and at the prompt's end.
-
-    upcoming: how many tokens the next step may evaluate; 0 at the prompt's end.
-    """
-    count, exact = len(memory.tokens), memory.policy.exact
-    pending = min(count, exact) - prefix.stored
-    if prefix.store is None or pending < BLOCK_TOKENS or memory.bits != Bits():
-        return
-    if upcoming and count + upcoming <= exact and pending < prefix.stored:
-        return
-    end = min(_plain(memory.cache), exact) // BLOCK_TOKENS * BLOCK_TOKENS
-    if end <= prefix.stored:
-        return
-    tokens, blocks = memory.tokens[:end], _cells(memory.cache, prefix.stored, end)
-    try:
-        prefix.stored = prefix.store.add(prefix.fingerprint, tokens, prefix.stored, blocks)
-    except StoreError as error:
-        prefix.fail(error)
-    if prefix.stored < end:
-        prefix.store = None
-
-
-def _cells(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _read_blocks(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield keys and values block by block, each copied on demand."""
     for first in range(start, end, BLOCK_TOKENS):
         cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK_TOKENS)])
         yield cells.keys, cells.values
 
 
-def _plain(cache: KVCache) -> int:
-    """The count of oldest cells that are at positions 0, 1, 2 ... under the identity map."""
+def _unchanged_cells(cache: KVCache) -> int:
+    """Count the oldest cells that are at positions 0, 1, 2 ... under the identity map."""
     count = 0
     for segment in cache.segments:
         if segment.compressed or segment.map != PositionMap():

@@ -124,5 +124,5 @@ def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
         memory.policy.open(memory.cache, 1)
     chunks = [[token] for token in tokens]
     with StepTransaction(memories, chunks, sampled=True, grouped=True) as step:
-        hidden = decoder.hidden(step.tokens, step.step)
+        hidden = step.forward()
         step.commit(hidden, decoder.logits(hidden))

@@ -22,7 +22,7 @@ _LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without ea
 
 @dataclass(frozen=True)
 class EditScope:
-    """The tokens that an edit replaces, and what it means for what is never forgotten.
+    """The tokens that an edit replaces, and what it means for what is never evicted.
 
     rank: how many held cells lie before the edit, compressed ones not counted. keep: the policy's
     setting after the edit. pinned: whether the inserted tokens are pinned.
@@ -62,7 +62,7 @@ class EditScope:
 
     @property
     def permanent(self) -> bool:
-        """Whether the inserted tokens are never forgotten."""
+        """Whether the inserted tokens are never evicted."""
         return self.pinned or self.rank + len(self.ids) <= self.keep
 
 
@@ -93,16 +93,16 @@ class InPlaceEdit:
                 "grouped cells cannot be edited in place: policy "
                 f'"{memory.policy.name}" needs recompute="suffix"'
             )
-        rank, end_position = _locate(memory, start, end)
+        rank, end_position = _find_edit(memory, start, end)
         scope = EditScope.locate(memory, start, end, ids, rank)
-        evicted = _evicted_before(memory, scope)
-        before, after = _split(memory.cache, scope, end_position, evicted)
-        # Bounded policies say what is an anchor. Where all is remembered, cells leave the window
-        # in their order, so that no window cell may lie among those that have left it.
+        evicted = _count_evictions(memory, scope)
+        before, after = _split_segments(memory.cache, scope, end_position, evicted)
+        # Bounded policies say what is an anchor. Otherwise cells leave the window in their order,
+        # so that no window cell may lie among those that have left it.
         anchor = scope.permanent if memory.is_bounded else after[0].anchor
-        inserted = _evaluate_inserted(
-            memory, before, start, end_position, ids, anchor, prefill_step
-        )
+        inserted = []
+        if ids:
+            inserted = [_evaluate_ids(memory, before, scope, end_position, anchor, prefill_step)]
         return cls(scope, end_position, evicted, inserted)
 
     @torch.inference_mode()
@@ -112,17 +112,17 @@ class InPlaceEdit:
         Returns how many cells are seen from another distance.
         """
         scope, cache = self.scope, memory.cache
-        before, after = _split(cache, scope, self.end_position, self.evicted)
+        before, after = _split_segments(cache, scope, self.end_position, self.evicted)
         following = len(memory.tokens) - scope.end
         cache.segments = merge_small_segments([*before, *self.inserted, *after])
         cache.serial += len(scope.ids)
         memory.replace_tokens(scope.start, scope.end, scope.ids, scope.pinned)
         if memory.is_bounded:
             memory.change_policy(keep=scope.keep)
-            # A policy that follows the change has evicted what is too much already.
+            # A policy that follows the change may have evicted the excess already.
             excess = max(0, cache.cells - memory.policy.max_kv_size)
             cache.window.evict(cache.segments, excess)
-            cache.segments = [s for s in cache.segments if s.length]
+            cache.segments = [segment for segment in cache.segments if segment.length]
         if cache.local is not None:
             cache.local.keep_newest(following)
         last, pinned = memory.pop_last()
@@ -130,37 +130,30 @@ class InPlaceEdit:
         return sum(segment.length for segment in before) if scope.growth else 0
 
 
-def _locate(memory: Memory, start: int, end: int) -> tuple[int, int]:
+def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
     """Return how many held cells lie before an edit, and at which position it ends.
 
     Compressed cells are not counted. The position is as the newest tokens see it: that of the token
-    after the edit, had none been forgotten. Removed tokens must be held; inserted ones need a held
+    after the edit, had none been evicted. Removed tokens must be held; inserted ones need a held
     token on one side, and go right beside it. Raises InvalidArgument otherwise.
 
     Of tokens 0 ... 6, let 0, 1 and 4, 5, 6 be held (two kept, a window of three). The newest see
     the kept ones at positions 2 and 3. Deleting 0 and 1 has rank 0 and ends at 4; inserting after 1
     or before 4 has rank 2 and ends at 4, too.
     """
-    held: dict[int, tuple[int, int]] = {}
-    for segment in memory.cache.segments:
-        if not segment.compressed:
-            positions = _seen_positions(segment).tolist()
-            first = len(held)
-            held.update(
-                (serial, (first + index, position))
-                for index, (serial, position) in enumerate(
-                    zip(segment.serials(), positions, strict=True)
-                )
-            )
+    exact = [segment for segment in memory.cache.segments if not segment.compressed]
+    serials = [serial for segment in exact for serial in segment.serials()]
+    positions = [x for segment in exact for x in _seen_positions(segment).tolist()]
+    places = dict(zip(serials, enumerate(positions), strict=True))
     if end > start:
-        touched = [held.get(serial) for serial in memory.serials[start:end]]
-        if touched[0] is not None and touched[-1] is not None and None not in touched:
-            return touched[0][0], touched[-1][1] + 1
+        removed = [places.get(serial) for serial in memory.serials[start:end]]
+        if removed[0] is not None and removed[-1] is not None and None not in removed:
+            return removed[0][0], removed[-1][1] + 1
     else:
-        following, previous = held.get(memory.serials[start]), None
-        if following is not None:
+        if (following := places.get(memory.serials[start])) is not None:
             return following
-        if start and (previous := held.get(memory.serials[start - 1])) is not None:
+        previous = places.get(memory.serials[start - 1]) if start else None
+        if previous is not None:
             return previous[0] + 1, previous[1] + 1
     raise InvalidArgument(
         f"tokens {start} to {end} are not all remembered: edit what is held, or begin anew "
@@ -168,30 +161,30 @@ def _locate(memory: Memory, start: int, end: int) -> tuple[int, int]:
     )
 
 
-def _evicted_before(memory: Memory, scope: EditScope) -> int:
+def _count_evictions(memory: Memory, scope: EditScope) -> int:
     """Return how many of the oldest window cells before the edit must go.
 
     Tokens inserted among window cells cannot outlive those after them, so that only cells before
-    them may be forgotten; after tokens that are never forgotten, later cells may go as well. An
-    archive forgets none: it compresses the oldest of the window once the edit is done. Raises
-    ContextFull if that is not enough.
+    them may be evicted; after tokens that are never evicted, later cells may go as well. An archive
+    evicts none: it compresses the oldest of the window once the edit is done. Raises ContextFull if
+    that is not enough.
     """
-    cache, policy, added = memory.cache, memory.policy, len(scope.ids)
+    cache, policy = memory.cache, memory.policy
     excess = max(0, cache.cells + scope.growth - policy.max_kv_size)
-    window = [not s.anchor for s in cache.segments if not s.compressed for _ in range(s.length)]
+    in_window = [not s.anchor for s in cache.segments if not s.compressed for _ in range(s.length)]
     archives = memory.is_bounded and cache.window.moves
-    before = sum(window if archives else window[: scope.rank]) if memory.is_bounded else 0
+    before = sum(in_window if archives else in_window[: scope.rank]) if memory.is_bounded else 0
     later = excess if memory.is_bounded and scope.permanent else 0
     if excess > before + later:
         raise ContextFull(
-            f"{added} tokens do not fit in the place of {scope.removed}: {cache.cells} of "
+            f"{len(scope.ids)} tokens do not fit in the place of {scope.removed}: {cache.cells} of "
             f"{policy.max_kv_size} cells are held, and {before} of them can make room for what is "
             "inserted there"
         )
     return 0 if archives else min(before, excess)
 
 
-def _split(
+def _split_segments(
     cache: KVCache, scope: EditScope, end_position: int, evicted: int
 ) -> tuple[list[Segment], list[Segment]]:
     """Split the segments into those before the edit, moved by its growth, and those after it.
@@ -206,13 +199,12 @@ def _split(
         segment = copy.copy(original)
         if segment.compressed:
             older = int(_seen_positions(segment).min()) < end_position
-            moved = _move_before(cache, segment, end_position, scope.growth)
+            moved = _move_compressed(cache, segment, end_position, scope.growth)
             (before if older else after).append(moved)
             continue
         left = min(max(scope.rank - rank, 0), segment.length)
         right = min(max(end - rank, 0), segment.length)
-        whole = left == segment.length
-        before += [segment] if whole else segment.part(0, left)
+        before += [segment] if left == segment.length else segment.part(0, left)
         after += segment.rest(right) if right < segment.length else []
         rank += original.length
     cache.window.evict(before, evicted)
@@ -230,7 +222,7 @@ def _seen_positions(segment: Segment) -> Tensor:
     return segment.positions() - segment.map.offset
 
 
-def _move_before(cache: KVCache, segment: Segment, end_position: int, growth: int) -> Segment:
+def _move_compressed(cache: KVCache, segment: Segment, end_position: int, growth: int) -> Segment:
     """Return a compressed segment whose cells before a position are seen from `growth` further.
 
     Each KV head has cells of its own. If some lie behind the position, the others are rotated.
@@ -246,7 +238,7 @@ def _move_before(cache: KVCache, segment: Segment, end_position: int, growth: in
     return Segment.from_cells(segment.layout, cells, segment.map, segment.anchor)
 
 
-def _hide_from(segment: Segment, end_position: int) -> Segment:
+def _hide_later_cells(segment: Segment, end_position: int) -> Segment:
     """Return the segment with its compressed cells at or behind a position hidden by a bias."""
     if not segment.compressed or int(_seen_positions(segment).max()) < end_position:
         return segment
@@ -263,30 +255,25 @@ def _local_reach(cache: KVCache) -> int:
     return 0 if local is None else _LOCAL_WINDOWS * (local.window.size or 0)
 
 
-def _evaluate_inserted(
+def _evaluate_ids(
     memory: Memory,
     before: list[Segment],
-    start: int,
+    scope: EditScope,
     end_position: int,
-    ids: Sequence[int],
     anchor: bool,
     prefill_step: int,
-) -> list[Segment]:
-    """Return the segment of inserted tokens, evaluated over the segments before them.
-
-    start: the index of the first of them. end_position: the time at which they end.
-    """
-    if not ids:
-        return []
-    cache = memory.cache.empty()
-    cache.segments = [_hide_from(segment, end_position) for segment in before]
-    cache.time, cache.serial = end_position - len(ids), memory.cache.serial
+) -> Segment:
+    """Return the segment of the inserted tokens, evaluated over the segments before them."""
+    cache, count = memory.cache.empty(), len(scope.ids)
+    cache.segments = [_hide_later_cells(segment, end_position) for segment in before]
+    cache.time, cache.serial = end_position - count, memory.cache.serial
     if cache.local is not None:
-        held = count_newest_held(cache, memory.serials.first(start))
-        previous = memory.tokens[start - min(held, _local_reach(cache)) : start]
+        held = count_newest_held(cache, memory.serials.first(scope.start))
+        first = scope.start - min(held, _local_reach(cache))
+        previous = memory.tokens[first : scope.start]
         cache.local.segments = local_segments(memory.decoder, cache, previous)
-    segment = Segment(cache.layout_for(anchor), len(ids), anchor=anchor)
+    segment = Segment(cache.layout_for(anchor), count, anchor=anchor)
     cache.segments.append(segment)
-    fill_cache(memory.decoder, cache, ids, prefill_step)
+    fill_cache(memory.decoder, cache, scope.ids, prefill_step)
     segment.frozen = True
-    return [segment]
+    return segment

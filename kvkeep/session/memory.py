@@ -1,4 +1,4 @@
-"""A session's memory: token ids, and the cells that a policy keeps of them."""
+"""A session's memory: token ids, and the cells that its policy keeps of them."""
 
 import copy
 import itertools
@@ -18,7 +18,7 @@ from kvkeep.storage.snapshots.memory_state import MemoryState
 
 
 class Memory:
-    """All tokens so far, the cache of those that the policy keeps, and where the last one stands.
+    """All tokens so far, the cache of those that the policy keeps, and the last one's hidden state.
 
     A call that fails may leave half of its work behind. A caller that must not lose the memory
     changes a `successor` or a `fork` of it, and takes that in its place after the call.
@@ -65,7 +65,7 @@ class Memory:
         return self._logits
 
     def state(self) -> MemoryState:
-        """Return all of it as values. Cells are shared until one side must write to them."""
+        """Return the memory as values. Cells are shared until one side must write to them."""
         logits = self.logits()
         return MemoryState(
             tokens=torch.tensor(self.tokens.array(), dtype=torch.int32, device="cpu"),
@@ -80,10 +80,9 @@ class Memory:
     def from_state(
         cls, decoder: Decoder, policy: Policy, bits: Bits, state: MemoryState
     ) -> "Memory":
-        """Return the memory that was in that state.
+        """Return the memory that was in a state.
 
-        Raises ValueError, saying what is wrong, if no memory of this model under this policy can
-        be in it.
+        Raises ValueError if no memory of this model under this policy can be in it.
         """
         memory = cls(decoder, policy, bits)
         layout, device = memory.cache.layout.plain, memory.cache.layout.device
@@ -102,8 +101,8 @@ class Memory:
 
     def require_room(self, count: int) -> None:
         """Raise ContextFull if the policy cannot take `count` more tokens."""
-        room = self.policy.room(self.cache)
-        if room is not None and count > room:
+        available = self.policy.room(self.cache)
+        if available is not None and count > available:
             raise ContextFull(
                 f'policy "{self.policy.name}" holds at most {self.policy.max_kv_size} tokens: '
                 f"{self.cache.cells} are held, seen from up to {self.cache.reach} positions away, "
@@ -134,10 +133,10 @@ class Memory:
             return
         self.require_no_states("rewound")
         held, total = self.rewindable, len(self.tokens)
-        most = total if held == total else held - 1
-        if not 0 <= count <= most:
+        maximum = total if held == total else held - 1
+        if not 0 <= count <= maximum:
             raise InvalidArgument(
-                f"rewind takes 0 to {most} tokens here, or all {total}; found {count}: the last "
+                f"rewind takes 0 to {maximum} tokens here, or all {total}; found {count}: the last "
                 f"{held} are held without a gap, and one of them must remain to go on from"
             )
 
@@ -145,11 +144,9 @@ class Memory:
     def rewindable(self) -> int:
         """The count of newest tokens that are held without a gap, outside self-extend's groups.
 
-        0 if layers keep states: they go on from the last token alone.
+        0 if layers keep states, which exist after the last token alone.
         """
-        if self.cache.recurrent:
-            return 0
-        return count_newest_held(self.cache, self.serials)
+        return 0 if self.cache.recurrent else count_newest_held(self.cache, self.serials)
 
     @property
     def holds_all(self) -> bool:
@@ -177,17 +174,13 @@ class Memory:
         """
         done, cache = 0, self.cache
         while done < len(ids):
-            end = done + self.policy.open(cache, len(ids) - done)
-            offsets = torch.arange(end - done, dtype=torch.int64, device="cpu")
-            cells = Cells(
-                keys[:, :, done:end],
-                values[:, :, done:end],
-                offsets + cache.time,
-                offsets + cache.serial,
-            )
+            count = self.policy.open(cache, len(ids) - done)
+            end, offsets = done + count, torch.arange(count, dtype=torch.int64, device="cpu")
+            positions, serials = offsets + cache.time, offsets + cache.serial
+            cells = Cells(keys[:, :, done:end], values[:, :, done:end], positions, serials)
             cache.segments[-1].append(cells.to(cache.layout.device))
-            cache.time += end - done
-            cache.serial += end - done
+            cache.time += count
+            cache.serial += count
             self.policy.settle(cache)
             done = end
         self.append(ids, None, None)
@@ -215,15 +208,12 @@ class Memory:
     # Removing the newest tokens
 
     def drop_newest(self, count: int) -> None:
-        """Remove the last `count` tokens, all held, and their cells. There are no logits then.
-
-        Pins stay; see `drop_lost_pins`.
-        """
+        """Remove the last `count` tokens, all held, their cells and the logits; pins stay."""
         self.cache.drop_newest(count)
-        left = len(self.tokens) - count
-        if not left:
+        remaining = len(self.tokens) - count
+        if not remaining:
             self.cache.time = 0
-        self.tokens, self.serials = self.tokens.first(left), self.serials.first(left)
+        self.tokens, self.serials = self.tokens.first(remaining), self.serials.first(remaining)
         self.hidden = self._logits = None
 
     def drop_lost_pins(self) -> None:
@@ -252,9 +242,9 @@ class Memory:
         return last, pinned
 
     def truncate(self, count: int) -> None:
-        """Remove the last `count` tokens as if they had not come; there are no logits then.
+        """Remove the last `count` tokens and the logits, so that all is as before they came.
 
-        Raises InvalidArgument if some of what was there before them is forgotten.
+        Raises InvalidArgument if cells of earlier tokens were evicted.
         """
         total = len(self.tokens)
         if self.rewindable != total or not _holds_local_window(self.cache, total, count):
@@ -265,21 +255,19 @@ class Memory:
         self.remove_newest(validation.integer("count", count, 0, total))
 
     def clear(self) -> list[int]:
-        """Remove and return every token, held or not; no token must remain to go on from."""
+        """Remove and return every token, held or not."""
         removed = list(self.tokens)
         self.pins = frozenset()
         self.change_policy()
         empty = Memory(self.decoder, self.policy, self.bits)
-        self.cache, self.hidden, self._logits = empty.cache, None, None
-        self.tokens, self.serials = empty.tokens, empty.serials
+        self.__dict__.update(empty.__dict__)
         return removed
 
     def beginning(self, count: int) -> "Memory":
         """Return a memory of the first `count` tokens, as if no others had come, without logits.
 
         Its cells lie as in a memory that was given these tokens alone, which those of a fork do
-        not, so that it goes on to the bit as that one would. It copies them when it first adds to
-        them.
+        not, so that it continues to the bit as that one would. They are copied on the first write.
 
         Raises InvalidArgument if these tokens are not all held.
         """
@@ -304,7 +292,7 @@ class Memory:
 
     @torch.inference_mode()
     def change_policy(self, **settings: int) -> None:
-        """Change settings of the policy, and have the cache follow it.
+        """Change settings of the policy, and rearrange the cache as it demands.
 
         Raises InvalidArgument before anything is changed.
         """
@@ -312,9 +300,9 @@ class Memory:
 
     @torch.inference_mode()
     def pin(self, start: int, end: int) -> None:
-        """Make anchors of tokens `start ... end - 1`, all of them held, wherever they lie.
+        """Turn tokens `start ... end - 1` into anchors, wherever they lie.
 
-        Raises InvalidArgument if they are not held, are pinned already, or would not fit.
+        Raises InvalidArgument if they are not all held, are pinned already, or would not fit.
         """
         serials = set(self.serials[start:end])
         if not serials:

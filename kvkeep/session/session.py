@@ -49,12 +49,9 @@ WHOLE_PROMPT = -1  # keep: all of the first prompt
 class Session:
     """One model's live memory of a text: its policy decides which tokens stay in the cache.
 
-    A call that is refused changes nothing. Prompts are evaluated in steps, each committed or rolled
-    back as a whole: if a long one is interrupted or fails, the session holds the steps before, and
-    `tokens` says which those are.
-
-    Sessions may be used from any thread; one computes at a time (`kvkeep.runtime.worker`). Threads
-    that use the same session take turns step by step.
+    A call that is refused changes nothing. A prompt is evaluated in steps, each committed or rolled
+    back as a whole; `tokens` are those of committed steps. Sessions may be used from any thread;
+    one computes at a time, and threads that use the same session take turns step by step.
 
     exactness: whether a restored session continues to the bit as the saved one would have.
     core: its parts, for kvkeep's own modules; not part of the public interface.
@@ -86,8 +83,7 @@ class Session:
                 added.
             progress: called after each step with the number of tokens in it.
             special: whether the text of a special token, such as <|im_end|>, becomes that token. By
-                default it stays text, as it may come from a user. The ids that `model.text.chat`
-                returns need no `special`.
+                default it stays text, as it may come from a user.
 
         Raises:
             InvalidArgument: the prompt is empty or holds an id outside the vocabulary.
@@ -107,17 +103,15 @@ class Session:
             for step in session.feeding(prompt):
                 print(step.done, "of", step.total)
 
-        A prompt that `feed` would refuse is refused at once. Between two steps the session can be
-        used as usual, and it stays where it is if the iterator is dropped.
+        A prompt that `feed` would refuse is refused at once.
         """
         started, ids = time.perf_counter(), self.core.encode_prompt(prompt, special)
         return Feeding(self.core, ids, time.perf_counter() - started)
 
     def next_token(self, sampling: Sampling = GREEDY) -> int:
-        """Sample a token, evaluate it and append it to the context.
+        """Sample a token, even an end token, evaluate it and append it to the context.
 
-        End-of-text tokens are tokens like all others here. Raises ContextFull and NonFiniteLogits
-        as `feed` does, and InvalidArgument if nothing was fed yet.
+        Raises ContextFull and NonFiniteLogits as `feed`, and InvalidArgument if nothing was fed.
         """
         validation.instance("sampling", sampling, Sampling)
         return decoding.next_token(self.core, sampling)
@@ -155,8 +149,7 @@ class Session:
         written: whether to evaluate each token by itself, as if it had just been sampled: with
             packed weights, if the model has them.
 
-        Returns `[n]` float64: the natural log of each token's probability given what the session
-        held before it; NaN for the first token of a session, which nothing predicts.
+        Returns `[n]` float64: natural logs; NaN for the first token of a session.
         """
         progress, ids = validation.progress(progress), self.core.encode_prompt(prompt, special)
         written = validation.flag("written", written)
@@ -173,11 +166,9 @@ class Session:
     def rewind(self, count: int) -> list[int]:
         """Remove and return the last `count` tokens.
 
-        The token before them is evaluated again, as a prompt's, over the cells still held; `logits`
-        are then its. Evicted cells do not come back: the window is shorter until it fills again.
-        All tokens can always be removed, which leaves an empty session.
-
-        Raises InvalidArgument for a negative count, and if the token before is no longer held.
+        The token before them is evaluated again, as a prompt's, over the cells still held. Evicted
+        cells do not come back: the window is shorter until it fills again. All tokens can always be
+        removed. Raises InvalidArgument otherwise if the token before them is no longer held.
         """
         with session_transaction([self.core]) as (state,):
             count, memory = validation.integer("count", count), state.memory
@@ -188,10 +179,10 @@ class Session:
 
     @computes
     def take_back(self, count: int) -> None:
-        """Remove the last `count` tokens without evaluating anything.
+        """Remove the last `count` tokens without evaluating any, as speculative decoding does.
 
-        There are no logits until more is fed. For callers that try tokens out, as speculative
-        decoding does. Raises InvalidArgument if cells of earlier tokens were evicted meanwhile.
+        There are no logits until more is fed. Raises InvalidArgument if cells of earlier tokens
+        were evicted meanwhile.
         """
         with session_transaction([self.core]) as (state,):
             state.memory.truncate(validation.integer("count", count, 0))
@@ -199,10 +190,7 @@ class Session:
 
     @computes
     def draw_anew(self) -> None:
-        """Reset the sampler, so that the next tokens are drawn as in a new session.
-
-        Otherwise the generator of a seed continues from token to token, whatever is fed in between.
-        """
+        """Reset the sampler: the next tokens are drawn as in a new session with their seed."""
         with session_transaction([self.core]) as (state,):
             state.sampler = Sampler()
 
@@ -214,15 +202,12 @@ class Session:
     ) -> EditReport:
         """Remove tokens `start ... end - 1`, or a named span.
 
-        Args:
-            recompute: "none" leaves later cells as they were computed, so that the edit costs
-                little; "suffix" evaluates everything after it again, which is exact.
+        recompute: "none" leaves later cells as they were computed, so that the edit costs little;
+            "suffix" evaluates everything after it again, which is exact.
 
         With "none", a range without any cell left is removed from `tokens`, and an empty span from
-        `spans`; nothing is evaluated then.
-
-        Raises:
-            InvalidArgument: no such range or span, or some of it is no longer remembered.
+        `spans`, without evaluating anything. Raises InvalidArgument if there is no such range or
+        span, or some of it is no longer remembered.
         """
         return editing.delete(self.core, start, end, recompute)
 
@@ -234,9 +219,9 @@ class Session:
         recompute: Recompute = "none",
         special: bool = False,
     ) -> EditReport:
-        """Insert text or token ids before token `at`; otherwise as `delete`.
+        """Insert text or token ids before token `at`; see `delete`, and `feed` for `special`.
 
-        special: as for `Session.feed`. Raises ContextFull if it does not fit.
+        Raises ContextFull if it does not fit.
         """
         return editing.insert(self.core, at, text, recompute, special)
 
@@ -249,10 +234,10 @@ class Session:
         recompute: Recompute = "none",
         special: bool = False,
     ) -> EditReport:
-        """Replace a range, or a named span (`end` None), by text or token ids.
+        """Replace a range, or a named span (`end` None), by text or token ids; see `insert`.
 
-        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept. A span that
-        is replaced by its name becomes the range of the new tokens, even if it was empty.
+        A pinned or kept range stays pinned or kept. A span that is replaced by its name becomes the
+        range of the new tokens, even if it was empty.
         """
         return editing.replace(self.core, start, end, text, recompute, special)
 
@@ -260,8 +245,7 @@ class Session:
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
         """Remove old tokens so that `count` more fit, and insert `bridge` in their place.
 
-        The first `keep` tokens stay: by default those that the policy keeps, or 4. A session whose
-        context is full can so continue.
+        The first `keep` tokens stay: by default those that the policy keeps, or 4.
         """
         count, keep = validation.integer("count", count), validation.optional_integer("keep", keep)
         if keep is None:
@@ -356,8 +340,8 @@ class Session:
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Exempt a range or a named span from eviction until it is unpinned.
 
-        Raises InvalidArgument if some of it is no longer held, it overlaps another pin, or it would
-        leave no room for a window.
+        Raises InvalidArgument if some of it is no longer held or pinned already, or if that leaves
+        no room for a window.
         """
         with session_transaction([self.core]) as (state,):
             state.memory.pin(*self.core.token_range(start, end))
@@ -395,9 +379,8 @@ class Session:
     def fork(self, at: int | None = None) -> "Session":
         """Return a session that starts as this one is, or as it was after its first `at` tokens.
 
-        Memory is shared copy-on-write: the fork adds only its own tokens, and a window that has
-        begun to rotate, which the first side that writes copies. Raises InvalidArgument if the
-        tokens up to `at` are no longer held.
+        Cells are shared copy-on-write. Raises InvalidArgument if the tokens up to `at` are no
+        longer held.
         """
         core, total = self.core, len(self.tokens)
         at = validation.optional_integer("at", at)
@@ -426,12 +409,9 @@ class Session:
     def beginning(self, count: int) -> "Session":
         """Return a session that holds the first `count` tokens of this one, to be fed others.
 
-        As `fork(at)`, but nothing is evaluated, so that there are no logits until more is fed; and
-        it continues to the bit as a session that was fed these tokens alone, in the same steps.
-        Memory is shared until one side writes to it.
-
-        Raises InvalidArgument if these tokens are not all held, each in a cell of its own, or if
-        there are fewer than `count`.
+        As `fork(at)`, but without logits until more is fed; and it continues to the bit as a
+        session that was fed these tokens alone, in the same steps. Raises InvalidArgument if they
+        are not all held, each in a cell of its own.
         """
         core = self.core
         count = validation.integer("count", count, 0, len(self.tokens))
@@ -443,10 +423,7 @@ class Session:
 
     @property
     def holds_all(self) -> bool:
-        """Whether all tokens are held, each in a cell of its own or in states of layers.
-
-        `beginning` then gives a copy of the whole session.
-        """
+        """Whether all tokens are held, each in a cell of its own or in states of layers."""
         return self.core.memory.holds_all
 
     # State and settings
@@ -512,18 +489,12 @@ class Session:
 
     @property
     def cache(self) -> KVCache:
-        """The present cache; each call that changes the session replaces it.
-
-        `cache.cells` is the count of cells, `cache.nbytes` their size.
-        """
+        """The present cache; each call that changes the session replaces it."""
         return self.core.memory.cache
 
     @property
     def tokens(self) -> History:
-        """All token ids so far, evicted ones included.
-
-        It equals a list of them, is cheap to get and never changes.
-        """
+        """All token ids so far, evicted ones included: immutable, and equal to a list of them."""
         return self.core.memory.tokens
 
     @property
@@ -571,10 +542,7 @@ class Session:
 
     @property
     def places(self) -> Mapping[str, TokenRange]:
-        """The range of each span: its first token, and the one after its last.
-
-        Cheap, whereas `spans` looks up each token of every span.
-        """
+        """The range of each span: its first token, and the one after its last. Cheap."""
         return MappingProxyType(self.core.state.spans)
 
     def watch(self) -> Callable[[], bool]:
