@@ -260,7 +260,8 @@ class Memory:
         self.pins = frozenset()
         self.change_policy()
         empty = Memory(self.decoder, self.policy, self.bits)
-        self.__dict__.update(empty.__dict__)
+        self.cache, self.hidden, self._logits = empty.cache, None, None
+        self.tokens, self.serials = empty.tokens, empty.serials
         return removed
 
     def beginning(self, count: int) -> "Memory":
