@@ -56,51 +56,44 @@ __all__ = [
     "load_model",
 ]
 
-_HOMES = {
-    "Archive": "kvkeep.policies",
-    "AsyncClient": "kvkeep.client",
-    "Bits": "kvkeep.cache",
-    "Calibration": "kvkeep.compression.calibration.calibration",
-    "Client": "kvkeep.client",
-    "CompressionReport": "kvkeep.session.compression",
-    "Exactness": "kvkeep.storage.snapshots.fingerprint",
-    "FeedReport": "kvkeep.session.feeding",
-    "FeedStep": "kvkeep.session.feeding",
-    "Feeding": "kvkeep.session.feeding",
-    "Full": "kvkeep.policies",
-    "Model": "kvkeep.model",
-    "PrefixStore": "kvkeep.storage.prefixes.store",
-    "Sampling": "kvkeep.session.sampling",
-    "SelfExtend": "kvkeep.policies",
-    "Session": "kvkeep.session.session",
-    "SessionGroup": "kvkeep.session.group",
-    "Shift": "kvkeep.policies",
-    "Sliding": "kvkeep.policies",
-    "Snapshot": "kvkeep.storage.snapshots.snapshot",
-    "calibrate": "kvkeep.compression.calibration.measure",
-    "from_transformers": "kvkeep.integrations.transformers",
-    "load_calibration": "kvkeep.compression.calibration.calibration",
-    "load_model": "kvkeep.loader",
+_EXPORTS = {
+    "kvkeep.cache": ("Bits",),
+    "kvkeep.client": ("AsyncClient", "Client"),
+    "kvkeep.compression.calibration.calibration": ("Calibration", "load_calibration"),
+    "kvkeep.compression.calibration.measure": ("calibrate",),
+    "kvkeep.integrations.transformers": ("from_transformers",),
+    "kvkeep.loader": ("load_model",),
+    "kvkeep.model": ("Model",),
+    "kvkeep.policies": ("Archive", "Full", "SelfExtend", "Shift", "Sliding"),
+    "kvkeep.session.compression": ("CompressionReport",),
+    "kvkeep.session.feeding": ("Feeding", "FeedReport", "FeedStep"),
+    "kvkeep.session.group": ("SessionGroup",),
+    "kvkeep.session.sampling": ("Sampling",),
+    "kvkeep.session.session": ("Session",),
+    "kvkeep.storage.prefixes.store": ("PrefixStore",),
+    "kvkeep.storage.snapshots.fingerprint": ("Exactness",),
+    "kvkeep.storage.snapshots.snapshot": ("Snapshot",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch only when something that needs it is asked for: help must open at once."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
-    found = globals()[name] = getattr(_imported(_HOMES[name]), name)
-    return found
+    """Import an exported name on first use: `kvkeep --help` must not wait for torch."""
+    for module, names in _EXPORTS.items():
+        if name in names:
+            value = globals()[name] = getattr(_import_without_gc(module), name)
+            return value
+    raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
 
 
-def _imported(module: str) -> Any:
-    """Looks for no garbage meanwhile: modules stay, and torch's million objects take 0.1 s."""
+def _import_without_gc(module: str) -> Any:
+    """Import a module without garbage collection: over torch's million objects it takes 0.1 s."""
     import gc
     from importlib import import_module
 
-    collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return import_module(module)
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()

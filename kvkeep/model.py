@@ -46,10 +46,10 @@ class Model(LoadedModel):
 
     @property
     def calibration(self) -> Calibration | None:
-        """The calibration that is kept of it on this machine; None where none was made.
+        """The calibration of this model on this machine; None if there is none.
 
-        `kvkeep pull --calibrate` makes one, and `kvkeep calibrate TEXT`. It is read anew each time.
-        Raises StoreError and its kinds for a file that is not sound.
+        `kvkeep pull --calibrate` and `kvkeep calibrate TEXT` make one. Each access reads its file.
+        Raises StoreError or a subclass if the file is damaged.
         """
         return default_calibration(self)
 
@@ -59,13 +59,13 @@ class Model(LoadedModel):
         store: PrefixCache | None = None,
         calibration: Calibration | None = None,
     ) -> Session:
-        """A session that goes on exactly where the snapshot was taken.
+        """Return a session that continues exactly where the snapshot was taken.
 
-        calibration: the one that the session was begun with, if it was.
+        calibration: the one that the session was created with, if any.
 
         Raises FingerprintMismatch, naming what differs, for a snapshot of another model,
-        InvalidSnapshot for one that no session of this model could have given, and InvalidArgument
-        where it needs a calibration that is not given.
+        InvalidSnapshot for one that no session of this model can have been in, and InvalidArgument
+        if its calibration is missing.
         """
         validation.instance("snapshot", snapshot, Snapshot)
         return Session.restored(self, snapshot, store, calibration)
@@ -84,62 +84,61 @@ class Model(LoadedModel):
         calibration: Calibration | None = None,
         **settings: Unpack[PolicySettings],
     ) -> Session:
-        """A new, empty session.
+        """Return a new, empty session.
 
         Args:
             policy: what happens when the budget is reached: `Sliding(512)`, `Shift`, `Archive`,
-                `SelfExtend` or `Full` with their settings, or the name of one of these, whose
-                settings are then given here.
-            max_kv_size: the most cells (tokens of context) it holds; None for the trained length,
-                or for as far as self-extend reaches.
-            keep: how many of the first tokens stay for ever, 4 by default; -1 for the whole first
-                prompt. A setting of "sliding", "shift" and "archive".
-            settings: `discard` of "shift", how many of the oldest cells go at once (half by
-                default); `group` and `window` of "self_extend", positions per group and the exact
-                neighbourhood; `window`, `method` and `ratio` of "archive", how many of the newest
-                are kept exactly (eleven sixteenths of the budget by default), and how what leaves
-                them is compressed.
-            prefill_step: tokens evaluated at once; changes speed and memory, and logits by
-                rounding only, unless cells are quantised. With `kv_bits` it changes results: the
-                tokens of a step see each other's cells as they were evaluated, and those of
-                earlier steps quantised. With `far_bits` it does so where it is below `keep`.
-            store: where the first prompt's evaluated beginning is looked up and kept.
-            bits: in how many bits cells are kept: `Bits(kv="8")`, or by the next two.
-            kv_bits: 8, 4 or "8/4" (keys and values) to keep cells quantised.
-            far_bits: the same, but not of the window: of the kept, pinned and compressed cells,
-                and of those that self-extend has grouped.
-            calibration: of "archive", what is known of the model; see `load_calibration`.
+                `SelfExtend` or `Full` with their settings, or the name of one of these, with its
+                settings as arguments here.
+            max_kv_size: the budget: the most cells (tokens of context) it holds. None for the
+                trained length, or for the reach of self-extend.
+            keep: how many of the first tokens are never evicted, 4 by default; -1 for the whole
+                first prompt. For "sliding", "shift" and "archive".
+            settings: `discard` of "shift": how many of the oldest cells are evicted at once (half
+                by default). `group` and `window` of "self_extend": positions per group, and newest
+                tokens that are not grouped. `window`, `method` and `ratio` of "archive": how many
+                of the newest tokens are kept exactly (eleven sixteenths of the budget by default),
+                and how older ones are compressed.
+            prefill_step: the most prompt tokens evaluated at once. It changes speed and memory, and
+                logits by rounding only, unless cells are quantised: tokens of a step see each
+                other's cells unquantised, and those of earlier steps quantised. With `far_bits`
+                this matters only below `keep`.
+            store: the prefix cache for first prompts.
+            bits: the number of bits in which cells are stored, `Bits(kv="8")`; or use the next two.
+            kv_bits: 8, 4 or "8/4" (keys and values) for all cells.
+            far_bits: the same for cells outside the window: kept, pinned, compressed and grouped.
+            calibration: the model's statistics for "archive"; see `load_calibration`.
 
-        Raises InvalidArgument for a number out of range, an unknown policy, and a setting that has
-        no meaning for the policy.
+        Raises InvalidArgument for a number out of range, an unknown policy, and a setting that the
+        policy does not have.
         """
-        whole = keep is not None and validation.integer("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
+        keep_all = validation.optional_integer("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
         if isinstance(policy, Policy):
-            if given := _given(max_kv_size=max_kv_size, keep=keep, **settings):
+            if names := _names_given(max_kv_size=max_kv_size, keep=keep, **settings):
                 raise InvalidArgument(
-                    f"{', '.join(given)} cannot be given beside {policy}, which says it already"
+                    f"{', '.join(names)} cannot be given beside {policy}, which says it already"
                 )
             chosen = policy
         else:
-            named: dict[str, Any] = {**settings, "keep": 0 if whole else keep}
+            named: dict[str, Any] = {**settings, "keep": 0 if keep_all else keep}
             if max_kv_size is None:
                 max_kv_size = longest(policy, self.spec.max_positions, **named)
             chosen = make_policy(policy, max_kv_size, **named)
-        chosen = self._within_its_reach(chosen)
+        chosen = self._fit_policy(chosen)
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(self)
             chosen = chosen.calibrated(calibration.statistics, calibration.digest)
         chosen.require_statistics()
-        if bits is not None and _given(kv_bits=kv_bits, far_bits=far_bits):
+        if bits is not None and _names_given(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("give bits, or kv_bits or far_bits")
         bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
         session = Session(self, chosen, prefill_step, store, bits)
-        if whole:
+        if keep_all:
             session.keep = WHOLE_PROMPT
         return session
 
-    def _within_its_reach(self, policy: Policy) -> Policy:
-        """The policy for this model. Raises InvalidArgument where it would look too far."""
+    def _fit_policy(self, policy: Policy) -> Policy:
+        """Return the policy for this model; raise InvalidArgument if it attends too far back."""
         try:
             return policy.for_model(self.spec.max_positions)
         except InvalidArgument as error:
@@ -153,7 +152,7 @@ class Model(LoadedModel):
             ) from error
 
 
-def _given(**settings: object) -> list[str]:
+def _names_given(**settings: object) -> list[str]:
     return [name for name, value in settings.items() if value is not None]
 
 

@@ -1,7 +1,6 @@
 """Facts about a model from its files: architecture, compute path on this machine, memory."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -116,44 +115,27 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         InvalidArgument: there are no kernels here for packed weights.
     """
     dtype = validation.one_of("dtype", dtype, DTYPES)
-    if name.startswith(BY_TRANSFORMERS):
-        raise InvalidArgument(
-            f"{name} is computed by transformers: kvkeep knows of it once it is loaded, and not "
-            "from its files"
-        )
-    folder = local_folder(name)
-    if folder is None:
-        raise ModelNotFound(
-            f"{name!r} is none of the models that were fetched or converted here (`kvkeep models` "
-            f"lists them): `kvkeep pull {name}` does that, if it is one"
-        )
+    folder = _find_folder(name)
     spec, converted = read_spec(folder), converted_file(folder)
     if converted is None:
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     layout = group_layout(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
-    groups = tuple(_group(spec, group, DTYPES[dtype]) for group in spec.groups)
-    reason, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
+    groups = tuple(_group_facts(spec, group, DTYPES[dtype]) for group in spec.groups)
+    unsupported, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHTS)
-        if weights != "bf16" and reason:
+        if weights != "bf16" and unsupported:
             raise InvalidArgument(
-                f'weights="{weights}" is read by compiled kernels, which {reason}'
+                f'weights="{weights}" is read by compiled kernels, which {unsupported}'
             )
-    parameters = sum(prod(shape) for shape in tensor_shapes(spec).values())
+    parameters = sum(map(prod, tensor_shapes(spec).values()))
     sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
-    names = matrices_per_token(spec)
-    traffic = _WeightTraffic(
-        dict.fromkeys(names, dtype), itemsize * parameters, itemsize * _numel(spec, names)
-    )
+    names, shapes = matrices_per_token(spec), matrices(spec)
+    usage = _plain_usage(spec, dtype, itemsize)
     if weights in ("int8", "int4"):
-        traffic = _rounded(spec, weights, traffic)
-    elif converted is not None and not weights and not reason:
-        traffic = _converted(spec, converted)
-    cells = {
-        f"{8 * itemsize if bits is None else bits} bits": 1000
-        * Bits(bits).layouts(layout)[0].cell_bytes
-        for bits in CELL_BITS
-    }
+        usage = _rounded_usage(spec, weights, usage, itemsize)
+    elif converted is not None and not weights and not unsupported:
+        usage = _converted_usage(spec, converted)
     return ModelFacts(
         name=name,
         folder=str(folder),
@@ -169,18 +151,21 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         rope=spec.rope.kind,
         dtype=dtype,
         parameters=parameters,
-        parameters_per_token=parameters - _numel(spec, set(matrices(spec)) - set(names)),
+        parameters_per_token=parameters - sum(prod(shapes[x]) for x in set(shapes) - set(names)),
         experts=spec.experts if sparse_layers else 0,
         experts_per_token=spec.experts_per_token if sparse_layers else 0,
         sparse_layers=sparse_layers,
         weight_bytes=itemsize * parameters,
-        weight_bytes_held=traffic.held,
-        formats=dict(sorted(Counter(traffic.formats.values()).items())),
-        bytes_per_token=traffic.per_token,
+        weight_bytes_held=usage.bytes_held,
+        formats=dict(sorted(Counter(usage.formats.values()).items())),
+        bytes_per_token=usage.bytes_per_token,
         decode=str(path_of(spec, layout)),
-        prefill=f"torch in {dtype if reason else str(prompt_dtype()).removeprefix('torch.')}",
-        attention="torch" if reason else "compiled kernels",
-        thousand_cells=cells,
+        prefill=f"torch in {dtype if unsupported else str(prompt_dtype()).removeprefix('torch.')}",
+        attention="torch" if unsupported else "compiled kernels",
+        thousand_cells={
+            f"{bits or 8 * itemsize} bits": 1000 * Bits(bits).layouts(layout)[0].cell_bytes
+            for bits in CELL_BITS
+        },
         full_cells=sum(
             group.cell_bytes
             * min(spec.max_positions, (group.window or spec.max_positions) + UNDO_TOKENS)
@@ -189,7 +174,22 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     )
 
 
-def _group(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> GroupFacts:
+def _find_folder(name: str) -> Path:
+    if name.startswith(BY_TRANSFORMERS):
+        raise InvalidArgument(
+            f"{name} is computed by transformers: kvkeep knows of it once it is loaded, and not "
+            "from its files"
+        )
+    folder = local_folder(name)
+    if folder is None:
+        raise ModelNotFound(
+            f"{name!r} is none of the models that were fetched or converted here (`kvkeep models` "
+            f"lists them): `kvkeep pull {name}` does that, if it is one"
+        )
+    return folder
+
+
+def _group_facts(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> GroupFacts:
     layout = group_layout(spec, group, dtype, torch.device("cpu"))
     return GroupFacts(
         layers=len(group.layers),
@@ -203,47 +203,52 @@ def _group(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> GroupFacts
 
 
 @dataclass(frozen=True)
-class _WeightTraffic:
-    """Weights in memory and read by a decode step.
+class _WeightUsage:
+    """Weights in memory, and those that a decode step reads.
 
-    formats: of each matrix that a decode step reads. held: bytes in memory. per_token: bytes read.
+    formats: the format of each matrix that a decode step reads, by name.
     """
 
     formats: dict[str, str]
-    held: int
-    per_token: int
+    bytes_held: int
+    bytes_per_token: int
 
 
-def _numel(spec: ModelSpec, names: Iterable[str]) -> int:
-    shapes = matrices(spec)
-    return sum(prod(shapes[name]) for name in names)
+def _plain_usage(spec: ModelSpec, dtype: str, itemsize: int) -> _WeightUsage:
+    names, shapes = matrices_per_token(spec), matrices(spec)
+    return _WeightUsage(
+        dict.fromkeys(names, dtype),
+        itemsize * sum(map(prod, tensor_shapes(spec).values())),
+        itemsize * sum(prod(shapes[name]) for name in names),
+    )
 
 
-def _rounded(spec: ModelSpec, weights: str, plain: _WeightTraffic) -> _WeightTraffic:
-    """Packed copies of matrices beside the plain weights; routers are read plain."""
-    formats, shapes = rounded_formats(spec, weights), matrices(spec)
+def _rounded_usage(
+    spec: ModelSpec, weights: str, plain: _WeightUsage, itemsize: int
+) -> _WeightUsage:
+    """Return the usage with packed copies of matrices beside the plain ones; routers stay plain."""
+    packed, shapes = rounded_formats(spec, weights), matrices(spec)
     packed_bytes = {
-        name: sum(map(prod, packed_shapes(kind, *shapes[name]))) for name, kind in formats.items()
+        name: sum(map(prod, packed_shapes(packing, *shapes[name])))
+        for name, packing in packed.items()
     }
-    itemsize = plain.held // sum(map(prod, tensor_shapes(spec).values()))
-    per_token = sum(packed_bytes.get(name, itemsize * prod(shapes[name])) for name in plain.formats)
-    names = {
-        name: formats[name].name if name in formats else kind
-        for name, kind in plain.formats.items()
-    }
-    return _WeightTraffic(names, plain.held + sum(packed_bytes.values()), per_token)
+    return _WeightUsage(
+        plain.formats | {name: packed[name].name for name in plain.formats if name in packed},
+        plain.bytes_held + sum(packed_bytes.values()),
+        sum(packed_bytes.get(name, itemsize * prod(shapes[name])) for name in plain.formats),
+    )
 
 
-def _converted(spec: ModelSpec, path: Path) -> _WeightTraffic:
-    """The matrices of a converted model, as its file has them; norms are held as bfloat16."""
+def _converted_usage(spec: ModelSpec, path: Path) -> _WeightUsage:
+    """Return the usage of a converted model's matrices as they are; norms are held as bfloat16."""
     stored = read_packed(path, tensor_shapes(spec))
-    held = sum(
+    bytes_held = sum(
         matrix.nbytes if isinstance(matrix, PackedMatrix) or matrix.dim() > 1 else 2 * len(matrix)
         for matrix in stored.values()
     )
-    read = {
+    decoded = {
         name: stored[EMBEDDING if name == HEAD and spec.tied_head else name]
         for name in matrices_per_token(spec)
     }
-    formats = {name: format_name(matrix) for name, matrix in read.items()}
-    return _WeightTraffic(formats, held, sum(matrix.nbytes for matrix in read.values()))
+    formats = {name: format_name(matrix) for name, matrix in decoded.items()}
+    return _WeightUsage(formats, bytes_held, sum(matrix.nbytes for matrix in decoded.values()))

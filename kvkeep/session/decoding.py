@@ -40,26 +40,26 @@ def stream_text(
 
     end_ids: the tokens at which the stream ends.
     """
-    before, core.finish_reason, shown = core.memory.tokens, None, 0
+    before, core.finish_reason, yielded = core.memory.tokens, None, 0
     try:
-        for piece in _pieces(core, max_tokens, sampling, end_ids):
-            shown += len(piece)
+        for piece in _stream_pieces(core, max_tokens, sampling, end_ids):
+            yielded += len(piece)
             yield piece
     except GeneratorExit:
         raise
     except BaseException as error:
         core.finish_reason = _failure_reason(error)
         text = TextStream(core.model.text, sampling.stop, before)
-        if rest := text.all_of(core.memory.tokens[len(before) :])[shown:]:
+        if missing := text.all_of(core.memory.tokens[len(before) :])[yielded:]:
             try:
-                yield rest
+                yield missing
             except GeneratorExit:
                 if isinstance(error, Exception):
                     raise  # the stream is closed; only an interrupt must not get lost
         raise
 
 
-def _pieces(
+def _stream_pieces(
     core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
 ) -> Iterator[str]:
     """Yield pieces of text that are certain, and set the core's `finish_reason` at the end."""
@@ -81,7 +81,6 @@ def _pieces(
 
 
 def _failure_reason(error: BaseException) -> str:
-    """Return the finish reason of a stream that failed."""
     if isinstance(error, ContextFull):
         return "full"
     return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
@@ -115,12 +114,12 @@ def _log_probabilities(memory: Memory, hidden: Tensor, targets: Sequence[int]) -
 
     hidden: `[n, hidden_size]`. Returns `[n]` float64 on the CPU.
     """
-    wanted = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
+    target_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
     parts = [torch.empty(0, dtype=torch.float64, device="cpu")]
     for first in range(0, len(targets), _LOGITS_ROWS):
         rows = slice(first, first + _LOGITS_ROWS)
         logits = memory.decoder.logits(hidden[rows])
-        chosen = logits.gather(1, wanted[rows, None])[:, 0]
+        target_logits = logits.gather(1, target_ids[rows, None])[:, 0]
         # Converted on the CPU: not every device has float64.
-        parts.append(chosen.cpu().double() - logits.logsumexp(-1).cpu().double())
+        parts.append(target_logits.cpu().double() - logits.logsumexp(-1).cpu().double())
     return torch.cat(parts)

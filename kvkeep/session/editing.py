@@ -23,8 +23,7 @@ class EditReport:
     """The result of an edit.
 
     cells_moved: cells that are now seen from another distance; none of them was rewritten.
-    tokens_evaluated: those inserted, those evaluated anew, and the last one for its logits.
-    seconds: wall time. recompute: the mode.
+    tokens_evaluated: inserted and re-evaluated ones, the last one for its logits included.
     """
 
     cells_moved: int
@@ -128,10 +127,10 @@ def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
 
 @dataclass(frozen=True)
 class PreparedEdit:
-    """An edit of which all but the last token is evaluated, so that a step completes it.
+    """An edit of which all but the last token is evaluated, so that one step completes it.
 
-    result: the memory that was evaluated anew, or an edit in place that is still to be applied.
-    evaluated: tokens in all. started: the time of `time.perf_counter` at which it began.
+    result: the edited memory, or an edit in place that is still to be applied. evaluated: tokens in
+    all. started: the time of `time.perf_counter` at which it began.
     """
 
     result: Memory | InPlaceEdit
@@ -142,8 +141,7 @@ class PreparedEdit:
     def apply(self, successor: Memory) -> tuple[Memory, EditReport]:
         """Return the edited memory and the report.
 
-        successor: of the memory that the edit was prepared for; an edit in place changes and
-            returns it.
+        successor: of the memory that the edit was prepared for; an edit in place modifies it.
         """
         memory, moved = successor, 0
         if isinstance(self.result, InPlaceEdit):
@@ -162,13 +160,10 @@ def prepare_edit(
     recompute: Recompute,
     prefill_step: int,
 ) -> PreparedEdit:
-    """Evaluate what an edit needs that puts `ids` in place of tokens `start ... end - 1`.
+    """Evaluate what it takes to put `ids` in place of tokens `start ... end - 1`.
 
-    The memory does not change.
-
-    recompute: "none" leaves later cells as they were computed and changes only the distances at
-        which earlier ones are seen; its cost is that of the edit. "suffix" evaluates everything
-        after the edit anew, which is exact.
+    The memory does not change. recompute: as for `Session.delete`; with "none", earlier cells are
+    seen from other distances, and later ones stay as they were computed.
 
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
@@ -204,16 +199,16 @@ def _evaluate_suffix(
     exact_cells = sum(s.length for s in memory.cache.segments if not s.compressed)
     scope = EditScope.locate(memory, start, end, ids, exact_cells - removed)
     following = [*ids, *memory.tokens[end:]]
-    pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
+    are_pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
     rewind(edited, removed)
     if memory.is_bounded:
         edited.change_policy(keep=scope.keep)
     done = 0
-    for pin, run in itertools.groupby(pinned):
+    for pinned, run in itertools.groupby(are_pinned):
         count = len(list(run))
         for _ in evaluate(edited, following[done : done + count], prefill_step):
             pass
-        if pin:
+        if pinned:
             edited.pin(len(edited.tokens) - count, len(edited.tokens))
         done += count
     edited.cache.segments = merge_small_segments(edited.cache.segments)

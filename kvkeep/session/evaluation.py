@@ -153,10 +153,10 @@ def evaluate_step(
 
     sampled: whether the model itself has chosen the ids; `prefill_step` must be 1 then.
     """
-    wanted = min(len(ids) - done, prefill_step - done % prefill_step)
+    size = min(len(ids) - done, prefill_step - done % prefill_step)
     # Space for an answer to a long prompt is reserved, or its first token would move all cells.
-    answer = GROWTH if len(ids) > GROWTH else 0
-    count = memory.policy.open(memory.cache, wanted, len(ids) - done - wanted + answer)
+    reserved = GROWTH if len(ids) > GROWTH else 0
+    count = memory.policy.open(memory.cache, size, len(ids) - done - size + reserved)
     return evaluate_chunk(memory, ids[done : done + count], done + count == len(ids), sampled)
 
 

@@ -39,12 +39,12 @@ class ExternalStep:
         self._hidden: list[list[Tensor]] = [[] for _ in sessions]  # of the steps, by session
         self._lock.enter_context(computing())
         try:
-            for core, own in zip(self._cores, ids, strict=True):
-                core.memory.require_room(len(own))
-                core.state.check_prompt(len(own))
+            for core, session_ids in zip(self._cores, ids, strict=True):
+                core.memory.require_room(len(session_ids))
+                core.state.check_prompt(len(session_ids))
             self._change = StateChange(self._cores)
-            for state, own in zip(self._change.states, ids, strict=True):
-                state.keep_prompt(len(own))
+            for state, session_ids in zip(self._change.states, ids, strict=True):
+                state.keep_prompt(len(session_ids))
             self._open([state.memory for state in self._change.states])
         except BaseException:
             self.rollback()
@@ -52,30 +52,29 @@ class ExternalStep:
 
     def _open(self, memories: Sequence[Memory]) -> None:
         """Evaluate all but the last step, and open that."""
-        alone, chunks = len(memories) == 1, list[Sequence[int]]()
+        grouped, chunks = len(memories) > 1, list[Sequence[int]]()
         for index, (memory, ids) in enumerate(zip(memories, self._ids, strict=True)):
-            done = self._evaluate(index, memory, ids, len(ids) if alone else len(ids) - 1)
+            done = self._evaluate(index, memory, ids, len(ids) - 1 if grouped else len(ids))
             chunks.append(list(ids[done:]))
-            if not alone:
+            if grouped:
                 memory.policy.open(memory.cache, 1)
         self._lock.enter_context(interrupts_deferred())
         self._inference_mode.__enter__()
         self._in_mode = True
-        self._transaction = StepTransaction(memories, chunks, grouped=not alone)
+        self._transaction = StepTransaction(memories, chunks, grouped=grouped)
         self.step = self._transaction.step
         self.tokens = self._transaction.tokens.view(len(memories), -1)
 
     def _evaluate(self, index: int, memory: Memory, ids: Sequence[int], end: int) -> int:
-        """Evaluate steps of the first `end` ids. Returns how many of the ids are in the memory.
+        """Evaluate steps of the first `end` ids; return how many of the ids are in the memory.
 
-        If `end` is all of them, the last step is left out, and the policy has opened the cache for
-        it.
+        If `end` is all of them, the cache is opened for the last step, which is not evaluated.
         """
-        done, size = 0, self._cores[index].prefill_step
+        done, prefill_step = 0, self._cores[index].prefill_step
         while done < end:
-            wanted = min(end - done, size - done % size)
+            size = min(end - done, prefill_step - done % prefill_step)
             with interrupts_deferred(), torch.inference_mode():
-                count = memory.policy.open(memory.cache, wanted, len(ids) - done - wanted)
+                count = memory.policy.open(memory.cache, size, len(ids) - done - size)
                 if done + count == len(ids):
                     break
                 hidden = evaluate_chunk(memory, ids[done : done + count]).hidden
@@ -90,16 +89,17 @@ class ExternalStep:
         tokens of each session, `[tokens, hidden_size]`. Raises NonFiniteLogits.
         """
         assert self._transaction is not None
-        for parts, result in zip(self._hidden, self._transaction.commit(hidden, None), strict=True):
-            parts.append(result.hidden)
-        joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._hidden]
+        results = self._transaction.commit(hidden, None)
+        for steps, result in zip(self._hidden, results, strict=True):
+            steps.append(result.hidden)
+        joined = [steps[0] if len(steps) == 1 else torch.cat(steps) for steps in self._hidden]
         self._leave_inference_mode()
         return joined
 
     def commit(self) -> None:
-        """Give the sessions all tokens, and let other threads compute.
+        """Append all tokens to the sessions, and release the compute lock.
 
-        Raises KeyboardInterrupt if Ctrl-C came meanwhile.
+        Raises KeyboardInterrupt if Ctrl-C was pressed meanwhile.
         """
         assert self._change is not None
         with self._lock:
@@ -118,10 +118,9 @@ class ExternalStep:
     def _leave_inference_mode(self) -> None:
         if self._in_mode:
             self._in_mode = False
-            # If gradients are enabled here, the forward was left without its end, and a no_grad
-            # around it is over. Leaving inference mode would restore the state before it, which is
-            # that no_grad's.
-            enabled = torch.is_grad_enabled()
+            # If gradients are enabled here, the forward was left early, and a no_grad around it has
+            # ended. Leaving inference mode would restore that no_grad.
+            gradients = torch.is_grad_enabled()
             self._inference_mode.__exit__(None, None, None)
-            if enabled:
+            if gradients:
                 torch.set_grad_enabled(True)

@@ -80,23 +80,25 @@ class SessionGroup:
             ContextFull: the policy of one of them cannot take another token.
             NonFiniteLogits: the model produced NaN or infinity for one of them.
         """
-        samplings = self._one_for_each(sampling)
+        samplings = self._samplings(sampling)
         require_own_constraints(samplings)
         cores = [session.core for session in self.sessions]
         logits = [_require_ready(index, core.memory) for index, core in enumerate(cores)]
         with session_transaction(cores) as states:
-            rows = zip(states, logits, samplings, strict=True)
-            tokens = [state.sample(row, how) for state, row, how in rows]
+            tokens = [
+                state.sample(row, parameters)
+                for state, row, parameters in zip(states, logits, samplings, strict=True)
+            ]
             _evaluate([state.memory for state in states], tokens)
-        for token, how in zip(tokens, samplings, strict=True):
-            if how.constraint is not None:
-                how.constraint.accept(token)
+        for token, parameters in zip(tokens, samplings, strict=True):
+            if parameters.constraint is not None:
+                parameters.constraint.accept(token)
         return tokens
 
-    def _one_for_each(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
+    def _samplings(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):
             return [sampling] * len(self.sessions)
-        sampling = [validation.instance("sampling", one, Sampling) for one in sampling]
+        sampling = [validation.instance("sampling", item, Sampling) for item in sampling]
         if len(sampling) != len(self.sessions):
             raise InvalidArgument(
                 f"one sampling for all, or one for each of {len(self.sessions)} sessions; "

@@ -86,21 +86,21 @@ class _Storage:
 
     def __init__(self, numbers: "array[int]"):
         self.numbers = numbers
-        # The count of numbers, as a token that a thread takes while it appends. A thread that finds
-        # it taken makes a copy instead of waiting.
+        # The count of numbers, as a lock: a thread pops it while it appends, and another one that
+        # finds none makes a copy instead of waiting.
         self._end = [len(numbers)]
 
     def extended(self, length: int, numbers: Sequence[int]) -> "_Storage":
         """Return storage with the first `length` numbers followed by others."""
-        more = array(self.numbers.typecode, numbers)  # raises for anything that is no number
+        added = array(self.numbers.typecode, numbers)  # raises for anything that is no number
         end = self._take_end()
         if end == length:
-            self.numbers.extend(more)
-            self._end.append(length + len(more))
+            self.numbers.extend(added)
+            self._end.append(length + len(added))
             return self
         if end is not None:
             self._end.append(end)
-        return _Storage(self.numbers[:length] + more)
+        return _Storage(self.numbers[:length] + added)
 
     def _take_end(self) -> int | None:
         try:

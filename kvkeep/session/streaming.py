@@ -11,7 +11,7 @@ class TextStream:
     """Text of pushed tokens; an end that may begin a stop string is held back.
 
     before: the preceding tokens, which may end inside a character. found: the stop string that
-    ended the text.
+    ended the text, or None.
     """
 
     def __init__(self, text: TextCodec, stop: tuple[str, ...], before: Sequence[int] = ()):
@@ -34,8 +34,8 @@ class TextStream:
     def flush(self) -> Iterator[str]:
         """Yield the text that was held back, at the end of the tokens."""
         certain = self._release(self._pieces.flush())
-        rest, self._held = self._held, ""
-        if certain := certain if self.stopped else certain + rest:
+        held, self._held = self._held, ""
+        if certain := certain if self.stopped else certain + held:
             yield certain
 
     def all_of(self, tokens: Sequence[int]) -> str:
@@ -48,14 +48,14 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += piece
-        matches = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        matches = [(index, s) for s in self._stop if (index := self._held.find(s)) >= 0]
         if matches:
             end, self.found = min(matches)
             certain, self._held = self._held[:end], ""
             return certain
-        doubtful = max((_overlap(self._held, s) for s in self._stop), default=0)
-        cut = len(self._held) - doubtful
-        certain, self._held = self._held[:cut], self._held[cut:]
+        uncertain = max((_overlap(self._held, s) for s in self._stop), default=0)
+        end = len(self._held) - uncertain
+        certain, self._held = self._held[:end], self._held[end:]
         return certain
 
 
