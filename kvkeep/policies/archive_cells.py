@@ -31,7 +31,10 @@ def at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cel
     moved = []
     for segment, cells in parts:
         plain, offset = cells.dequantised(cache.layout.dtype), segment.map.offset
-        moved.append(plain.shifted(cache.rope, torch.tensor([-offset])) if offset else plain)
+        if offset:
+            shift = torch.tensor([-offset], dtype=torch.int64, device=plain.positions.device)
+            plain = plain.shifted(cache.rope, shift)
+        moved.append(plain)
     return moved[0] if len(moved) == 1 else Cells.concatenate(moved)
 
 
