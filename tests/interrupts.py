@@ -15,7 +15,7 @@ _PACKAGE = str(Path(kvkeep.__file__).parent)
 
 # Python tells of the line of a `with` once more before it calls `__exit__`. What is thrown there
 # leaves the lock taken for good, and other threads' tests wait for ever; no signal is seen there.
-_LOCKING = ("run_in_turn", "run_here")
+_LOCKING = ("run_in_turn", "run_in_caller")
 
 
 class BrokenOff(BaseException):
