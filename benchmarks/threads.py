@@ -46,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Workload:
-    """What to run: `sessions`, each with its own prompt, that generate `tokens` each."""
+    """A workload: `sessions`, each with its own prompt, that generate `tokens` each."""
 
     name: str
     dtype: DtypeName

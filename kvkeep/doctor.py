@@ -128,7 +128,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Findings:
-    """All findings. model: None for the reason in no_model."""
+    """The report of `kvkeep doctor`. model: None if none is loaded; no_model: the reason."""
 
     kvkeep: str
     python: str

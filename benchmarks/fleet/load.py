@@ -25,7 +25,7 @@ class Load:
 
 @dataclass(frozen=True)
 class ClientWork:
-    """What clients do: requests with a unique prompt of `prompt` tokens, answered with `written`.
+    """The requests of clients, each with a unique prompt of `prompt` tokens and `written` answered.
 
     clients: concurrent. sessions: whether each client uses a session.
     """

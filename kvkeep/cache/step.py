@@ -38,7 +38,7 @@ class LayerAttention(Protocol):
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """Which cache has the cells that a decoder layer reads, and at which of its layers."""
+    """The cache, and its layer, that hold the cells read by a decoder layer."""
 
     local: bool  # whether it is the cache of local layers
     index: int  # the layer in that cache

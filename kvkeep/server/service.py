@@ -65,7 +65,7 @@ class Service:
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What a route needs beside the body: the service, the API key's owner, and the connection."""
+    """A request's service, connection, and the owner of its API key."""
 
     service: Service
     owner: str

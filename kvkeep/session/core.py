@@ -22,12 +22,12 @@ from kvkeep.storage.prefixes.block import PrefixCache
 
 @dataclass
 class SessionState:
-    """Everything that a session replaces as a whole, by one assignment.
+    """The state of a session: memory, sampler and spans, replaced as a whole by one assignment.
 
     A state in use is never changed: a call changes a `successor`, and may fail at any point.
 
-    spans: the token range of each name. keep_whole_prompt: whether all of the first prompt is to
-    be kept, and nothing of it has come yet.
+    spans: token ranges by name. keep_whole_prompt: whether `keep` is to cover the first prompt,
+    which has not been fed yet.
     """
 
     memory: Memory

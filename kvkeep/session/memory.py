@@ -18,13 +18,13 @@ from kvkeep.storage.snapshots.memory_state import MemoryState
 
 
 class Memory:
-    """All tokens so far, the cache of those that the policy keeps, and the last one's hidden state.
+    """The tokens of a session, their KV cache under a policy, and the last token's hidden state.
 
     A call that fails may leave half of its work behind. A caller that must not lose the memory
-    changes a `successor` or a `fork` of it, and takes that in its place after the call.
+    changes a `successor` or a `fork` of it, and replaces it by that after the call.
 
-    tokens: all ids so far, forgotten ones too. serials: the number that each token got when it was
-    evaluated, by which its cell is found. bits: of the cells. pins: serials of pinned tokens.
+    tokens: all ids so far, evicted ones included. serials: the number that each token got when it
+    was evaluated, by which its cell is found. bits: of the cells. pins: serials of pinned tokens.
     hidden: `[1, hidden_size]` of the last token.
     """
 

@@ -62,7 +62,7 @@ def local_folder(model: str) -> Path | None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a model of the library comes from.
+    """The source of a model: a known model, a file, or a repository of a hub.
 
     slug, name, source: as in PulledModel. fill: writes the model into a folder or returns one that
     has it, as `store_model` calls it, with a flag for a progress bar.
