@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import interrupt_at_step
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from click.testing import CliRunner, Result
 
 from kvkeep.cli.chat.branches import Branches
-from kvkeep.cli.chat.commands import COMMANDS, CommandTarget, run_command
+from kvkeep.cli.chat.commands import ChatCommands
+from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.main import main
 
 Invoke = Callable[..., Result]
@@ -83,7 +83,13 @@ def start() -> Iterator[Start]:
         process.wait()
 
 
+class BranchCommands(ChatCommands):
+    """Chat commands that need nothing but branches."""
+
+    def ask(self, message: str, line: str | None = None) -> None:
+        raise AssertionError("no command here asks the model")
+
+
 def run_on_branches(line: str, branches: Branches) -> str:
     """Run a chat command that needs nothing but the branches; return its message."""
-    chat = SimpleNamespace(branches=branches, commands=COMMANDS)
-    return run_command(line, cast(CommandTarget, chat))
+    return BranchCommands(branches, cast(ChatSettings, None)).run_command(line)

@@ -1,19 +1,15 @@
-"""Branches of a chat, and the sessions that save those that are not current."""
+"""Branches of a chat, and names for the sessions that they are saved in."""
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
-from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.cli.session_file import SessionWriter
-from kvkeep.cli.store import saved_sessions
-from kvkeep.errors import InvalidArgument, KvkeepError, Locked
-from kvkeep.session.conversation import CHAT, Conversation
+from kvkeep.cli.output import counted, megabytes
+from kvkeep.errors import InvalidArgument
+from kvkeep.session.conversation import Conversation
 
 _FIRST = "main"
+_MAX_NAME = 90  # characters of a session's name, before a number is appended
 
 
 class Branches:
@@ -76,75 +72,8 @@ class Branches:
         return lines
 
 
-_MAX_NAME = 90  # characters of a name, before a number is appended
-
-
 def branch_session_names(session: str, branch: str) -> Iterator[str]:
     """Yield names for the session of a branch, in the order in which to try them."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_MAX_NAME]
     yield name
     yield from (f"{name}-{number}" for number in count(2))
-
-
-@dataclass
-class _SavedBranch:
-    session_name: str
-    writer: SessionWriter
-    lock: ExitStack
-
-
-class BranchWriter:
-    """The saved sessions of branches that are not current, locked until `close`."""
-
-    def __init__(self) -> None:
-        self._saved: dict[str, _SavedBranch] = {}
-
-    def save(
-        self, session: str, branches: Mapping[str, Conversation], notes: Mapping[str, Any]
-    ) -> None:
-        """Save each branch that changed since it was saved.
-
-        session: the name of the chat. notes: saved beside each session. Raises StoreError.
-        """
-        for branch, conversation in branches.items():
-            all_notes = {**notes, CHAT: conversation.notes}
-            saved = self._saved.get(branch)
-            if saved is None:
-                self._saved[branch] = self._create(session, branch, conversation, all_notes)
-                say(f"branch {branch} is saved as session {self._saved[branch].session_name}")
-            else:
-                saved.writer.follow(conversation.session, all_notes)
-                saved.writer.save()
-
-    def dismiss(self, branch: str) -> None:
-        """Remove the session of a branch that is current now, and so saved as the chat itself."""
-        saved = self._saved.pop(branch, None)
-        if saved is not None:
-            saved.lock.close()
-            with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
-                saved_sessions().remove(saved.session_name)
-
-    def names(self) -> dict[str, str]:
-        """Return the session name of each saved branch."""
-        return {branch: saved.session_name for branch, saved in self._saved.items()}
-
-    def close(self) -> None:
-        for saved in self._saved.values():
-            saved.lock.close()
-
-    def _create(
-        self, session: str, branch: str, conversation: Conversation, notes: dict[str, Any]
-    ) -> _SavedBranch:
-        """Save a branch under the first name that is free, and keep its lock."""
-        for name in branch_session_names(session, branch):
-            with ExitStack() as lock:
-                try:
-                    file = lock.enter_context(saved_sessions().lock(name))
-                except Locked:
-                    continue
-                if file.exists():
-                    continue
-                writer = SessionWriter(conversation.session, file, f"session {name}", notes)
-                writer.write()
-                return _SavedBranch(name, writer, lock.pop_all())
-        raise AssertionError("unreachable: the names are infinite")

@@ -1,23 +1,19 @@
-"""Commands at the chat's prompt; each is a row of `COMMANDS`."""
+"""Commands at the chat's prompt: each is a row of `COMMANDS` and a method of `ChatCommands`."""
 
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn
 
+from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.passages import Passage, find_passage, split_passage
+from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_map
 from kvkeep.cli.output import counted
 from kvkeep.errors import InvalidArgument
-from kvkeep.session.conversation import Conversation
 from kvkeep.storage.files.text import read_text_file
-
-if TYPE_CHECKING:
-    from kvkeep.cli.chat.branches import Branches
-    from kvkeep.cli.chat.settings import ChatSettings
 
 _PATH = re.compile(r'"([^"]+)"|((?:\\.|\S)+)')
 _HELP_PASSAGES = """\
@@ -28,31 +24,30 @@ Alt-Enter begins another line, and so does Enter within three quotes (\"\"\"). T
 stops an answer or clears the line; Ctrl-D ends the chat."""
 
 
-class CommandTarget(Protocol):
-    """The parts of a chat that commands use. `loop.ChatLoop` implements it, above this module."""
-
-    branches: "Branches"
-    settings: "ChatSettings"
-    commands: "Mapping[str, Command]"
-
-    @property
-    def interactive(self) -> bool: ...
-    def ask(self, message: str, line: str | None = None) -> None: ...
-    def regenerate(self) -> None: ...
-    def save(self, name: str) -> str: ...
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command at the prompt.
-
-    usage, meaning: its line in help. run: called with the chat and the words after the command's
-    name; returns the message for the user, "" for none.
-    """
-
-    usage: str
-    meaning: str
-    run: Callable[[CommandTarget, str], str]
+_QUIT = ("/quit", "end the chat, as Ctrl-D and /exit do")
+# By name: the usage and the meaning, as help shows them. `ChatCommands.do_NAME` runs a command.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "/help": ("/help", "this list"),
+    "/file": ("/file PATH [TEXT]", "say what is in a file, and TEXT after it"),
+    "/regenerate": ("/regenerate", "have the last answer written anew"),
+    "/clear": ("/clear", "forget all turns; the system prompt stays"),
+    "/save": ("/save [NAME]", "save now, under a name from now on"),
+    "/set": ("/set [NAME VALUE]", "show or change temperature, markdown..."),
+    "/memory": ("/memory", "a picture of what is held, and what that takes"),
+    "/pin": ("/pin WHAT", "never forget it"),
+    "/unpin": ("/unpin WHAT", "let it be forgotten in its time"),
+    "/forget": ("/forget WHAT", "take it out of memory now"),
+    "/edit": (
+        "/edit WHAT NEW TEXT",
+        "change it where it is; --exact before WHAT evaluates what follows anew",
+    ),
+    "/undo": ("/undo", "take the last turn back, as far as memory still holds it"),
+    "/keep": ("/keep N", "never forget the first N tokens"),
+    "/branch": ("/branch [NAME]", "go on in a copy; it shares memory"),
+    "/branches": ("/branches", "list them"),
+    "/switch": ("/switch NAME", "go on in another branch"),
+    **dict.fromkeys(("/quit", "/exit", "/bye"), _QUIT),
+}
 
 
 class LeaveChat(Exception):
@@ -79,179 +74,151 @@ def _exists(path: str) -> bool:
         return False
 
 
-def run_command(line: str, chat: CommandTarget) -> str:
-    """Run a command line and return the message for the user, "" for none.
+class ChatCommands(ABC):
+    """The commands of a chat.
 
-    Raises LeaveChat for commands that end the chat, KvkeepError for unknown ones, and for those
-    that fail: nothing has changed then.
+    A method `do_NAME` takes the words after the command's name and returns the message for the
+    user, "" for none. It raises KvkeepError before anything has changed.
+
+    interactive: whether messages come from a terminal.
     """
-    name, _, argument = line.strip().partition(" ")
-    command = chat.commands.get(name)
-    if command is not None:
-        return command.run(chat, argument.strip())
-    similar = difflib.get_close_matches(name, chat.commands, 1)
-    suggestion = f"did you mean {similar[0]}? " if similar else ""
-    raise InvalidArgument(f"there is no command {name}; {suggestion}/help lists them")
 
+    interactive: bool
 
-def _help(chat: CommandTarget, argument: str) -> str:
-    commands = dict.fromkeys(chat.commands.values())  # without aliases
-    rows = [f"  {command.usage:<21}  {command.meaning}" for command in commands]
-    return "\n".join([*rows, _HELP_PASSAGES, *([_HELP_KEYS] if chat.interactive else [])])
+    def __init__(self, branches: Branches, settings: ChatSettings):
+        self.branches, self.settings = branches, settings
 
+    @abstractmethod
+    def ask(self, message: str, line: str | None = None) -> None:
+        """Run a turn. line: the input that produced the message, if different."""
 
-def _regenerate(chat: CommandTarget, argument: str) -> str:
-    chat.regenerate()
-    return ""
+    def run_command(self, line: str) -> str:
+        """Run a command line and return the message for the user, "" for none.
 
+        Raises LeaveChat for commands that end the chat, KvkeepError for unknown ones and for those
+        that fail.
+        """
+        name, _, argument = line.strip().partition(" ")
+        if name in COMMANDS:
+            return str(getattr(self, f"do_{name[1:]}")(argument.strip()))
+        similar = difflib.get_close_matches(name, COMMANDS, 1)
+        suggestion = f"did you mean {similar[0]}? " if similar else ""
+        raise InvalidArgument(f"there is no command {name}; {suggestion}/help lists them")
 
-def _clear(chat: CommandTarget, argument: str) -> str:
-    session = chat.branches.current.session
-    session.rewind(len(session.tokens))
-    return "all turns are forgotten; the chat begins anew"
+    def do_help(self, argument: str) -> str:
+        commands = dict.fromkeys(COMMANDS.values())  # without aliases
+        rows = [f"  {usage:<21}  {meaning}" for usage, meaning in commands]
+        return "\n".join([*rows, _HELP_PASSAGES, *([_HELP_KEYS] if self.interactive else [])])
 
+    def do_file(self, argument: str) -> str:
+        match = _PATH.match(argument)
+        if match is None:
+            raise InvalidArgument(
+                "/file takes the path of a text file, and optionally a question about it"
+            )
+        path = Path(match[1] or re.sub(r"\\(.)", r"\1", match[2])).expanduser()
+        try:
+            text = read_text_file(path)
+        except OSError as error:
+            raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+        question = argument[match.end() :].strip()
+        if not text.strip():
+            raise InvalidArgument(f"{path} is empty")
+        self.ask(f"{text.rstrip()}\n\n{question}" if question else text, line=f"/file {argument}")
+        return ""
 
-def _save(chat: CommandTarget, argument: str) -> str:
-    return chat.save(argument)
+    def do_clear(self, argument: str) -> str:
+        session = self.branches.current.session
+        session.rewind(len(session.tokens))
+        return "all turns are forgotten; the chat begins anew"
 
+    def do_set(self, argument: str) -> str:
+        name, _, value = argument.partition(" ")
+        if not name:
+            return "\n".join(self.settings.lines())
+        self.settings.set(name, value.strip())
+        return next(line.strip() for line in self.settings.lines() if line.split()[0] == name)
 
-def _set(chat: CommandTarget, argument: str) -> str:
-    name, _, value = argument.partition(" ")
-    if not name:
-        return "\n".join(chat.settings.lines())
-    chat.settings.set(name, value.strip())
-    return next(line.strip() for line in chat.settings.lines() if line.split()[0] == name)
+    def do_memory(self, argument: str) -> str:
+        return memory_map(self.branches.current.session)
 
+    def do_pin(self, argument: str) -> str:
+        passage = find_passage(self.branches.current, argument)
+        self.branches.current.session.pin(passage.start, passage.end)
+        return f"{passage.what} is never forgotten: {counted(passage.tokens, 'token')}"
 
-def _file(chat: CommandTarget, argument: str) -> str:
-    match = _PATH.match(argument)
-    if match is None:
-        raise InvalidArgument(
-            "/file takes the path of a text file, and optionally a question about it"
+    def do_unpin(self, argument: str) -> str:
+        passage = find_passage(self.branches.current, argument)
+        self.branches.current.session.unpin(passage.start, passage.end)
+        return f"{passage.what} may be forgotten"
+
+    def do_forget(self, argument: str) -> str:
+        session, passage = (
+            self.branches.current.session,
+            find_passage(self.branches.current, argument),
         )
-    path = Path(match[1] or re.sub(r"\\(.)", r"\1", match[2])).expanduser()
-    try:
-        text = read_text_file(path)
-    except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
-    question = argument[match.end() :].strip()
-    if not text.strip():
-        raise InvalidArgument(f"{path} is empty")
-    chat.ask(f"{text.rstrip()}\n\n{question}" if question else text, line=f"/file {argument}")
-    return ""
+        remaining = passage.with_words("") if passage.words else ""
+        count = len(session.tokens)
+        if remaining.strip():
+            session.replace(passage.start, passage.end, remaining)
+        else:
+            session.delete(passage.start, passage.end)
+        self._update_system(passage)
+        return f"{passage.what} is forgotten: {counted(count - len(session.tokens), 'token')}"
 
+    def do_edit(self, argument: str) -> str:
+        what, text = split_passage(argument)
+        exact = what == "--exact"
+        if exact:
+            what, text = split_passage(text)
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            text = text[1:-1]
+        if not text:
+            raise InvalidArgument("/edit takes what to change and its new text, as /help shows")
+        session = self.branches.current.session
+        passage = find_passage(self.branches.current, what, text_alone=True)
+        count, new_text = len(session.tokens), passage.with_words(text)
+        start, end = passage.start, passage.end
+        report = session.replace(start, end, new_text, "suffix" if exact else "none")
+        self._update_system(passage)
+        new_tokens = counted(passage.tokens + len(session.tokens) - count, "token")
+        return (
+            f"{passage.what} is changed: {new_tokens} in the place of {passage.tokens}, "
+            f"{report.tokens_evaluated} evaluated in {report.seconds:.2f} s"
+        )
 
-def _quit(chat: CommandTarget, argument: str) -> NoReturn:
-    raise LeaveChat
+    def _update_system(self, passage: Passage) -> None:
+        """Store an edited system prompt in the conversation: `--system` is compared with it."""
+        if passage.what.endswith("the system prompt"):
+            conversation = self.branches.current
+            start, end = conversation.session.places.get("system text", (0, 0))
+            text = conversation.codec.decode(conversation.session.tokens[start:end])
+            conversation.system = text or None
 
+    def do_undo(self, argument: str) -> str:
+        count = self.branches.current.undo()
+        remaining = counted(len(self.branches.current.turns), "turn")
+        return f"took {counted(count, 'token')} back; {remaining} before this"
 
-def _memory(chat: CommandTarget, argument: str) -> str:
-    return memory_map(chat.branches.current.session)
+    def do_keep(self, argument: str) -> str:
+        if not argument.isdecimal():
+            raise InvalidArgument(f"/keep takes a number of tokens; found {argument!r}")
+        self.branches.current.session.keep = int(argument)
+        return f"the first {counted(int(argument), 'token')} are never forgotten"
 
+    def do_branch(self, argument: str) -> str:
+        self.branches.branch(argument)
+        return f"now in {self.branches.name}; /switch goes back"
 
-def _pin(chat: CommandTarget, argument: str) -> str:
-    passage = find_passage(chat.branches.current, argument)
-    chat.branches.current.session.pin(passage.start, passage.end)
-    return f"{passage.what} is never forgotten: {counted(passage.tokens, 'token')}"
+    def do_branches(self, argument: str) -> str:
+        return "\n".join(self.branches.lines())
 
+    def do_switch(self, argument: str) -> str:
+        self.branches.switch(argument)
+        turns = counted(len(self.branches.current.turns), "turn")
+        return f"now in {self.branches.name}, {turns}"
 
-def _unpin(chat: CommandTarget, argument: str) -> str:
-    passage = find_passage(chat.branches.current, argument)
-    chat.branches.current.session.unpin(passage.start, passage.end)
-    return f"{passage.what} may be forgotten"
+    def do_quit(self, argument: str) -> NoReturn:
+        raise LeaveChat
 
-
-def _forget(chat: CommandTarget, argument: str) -> str:
-    conversation = chat.branches.current
-    session, passage = conversation.session, find_passage(conversation, argument)
-    remaining = passage.with_words("") if passage.words else ""
-    count = len(session.tokens)
-    if remaining.strip():
-        session.replace(passage.start, passage.end, remaining)
-    else:
-        session.delete(passage.start, passage.end)
-    _update_system(conversation, passage)
-    return f"{passage.what} is forgotten: {counted(count - len(session.tokens), 'token')}"
-
-
-def _edit(chat: CommandTarget, argument: str) -> str:
-    what, text = split_passage(argument)
-    exact = what == "--exact"
-    if exact:
-        what, text = split_passage(text)
-    if len(text) > 1 and text[0] == text[-1] == '"':
-        text = text[1:-1]
-    if not text:
-        raise InvalidArgument("/edit takes what to change and its new text, as /help shows")
-    conversation = chat.branches.current
-    session, passage = conversation.session, find_passage(conversation, what, text_alone=True)
-    count, new_text = len(session.tokens), passage.with_words(text)
-    report = session.replace(passage.start, passage.end, new_text, "suffix" if exact else "none")
-    _update_system(conversation, passage)
-    new_tokens = counted(passage.tokens + len(session.tokens) - count, "token")
-    return (
-        f"{passage.what} is changed: {new_tokens} in the place of {passage.tokens}, "
-        f"{report.tokens_evaluated} evaluated in {report.seconds:.2f} s"
-    )
-
-
-def _update_system(conversation: Conversation, passage: Passage) -> None:
-    """Store an edited system prompt in the conversation: `--system` is compared with it."""
-    if passage.what.endswith("the system prompt"):
-        start, end = conversation.session.places.get("system text", (0, 0))
-        text = conversation.codec.decode(conversation.session.tokens[start:end])
-        conversation.system = text or None
-
-
-def _undo(chat: CommandTarget, argument: str) -> str:
-    count = chat.branches.current.undo()
-    remaining = counted(len(chat.branches.current.turns), "turn")
-    return f"took {counted(count, 'token')} back; {remaining} before this"
-
-
-def _keep(chat: CommandTarget, argument: str) -> str:
-    if not argument.isdecimal():
-        raise InvalidArgument(f"/keep takes a number of tokens; found {argument!r}")
-    chat.branches.current.session.keep = int(argument)
-    return f"the first {counted(int(argument), 'token')} are never forgotten"
-
-
-def _branch(chat: CommandTarget, argument: str) -> str:
-    chat.branches.branch(argument)
-    return f"now in {chat.branches.name}; /switch goes back"
-
-
-def _branches(chat: CommandTarget, argument: str) -> str:
-    return "\n".join(chat.branches.lines())
-
-
-def _switch(chat: CommandTarget, argument: str) -> str:
-    chat.branches.switch(argument)
-    turns = counted(len(chat.branches.current.turns), "turn")
-    return f"now in {chat.branches.name}, {turns}"
-
-
-_QUIT = Command("/quit", "end the chat, as Ctrl-D and /exit do", _quit)
-COMMANDS: Mapping[str, Command] = {
-    "/help": Command("/help", "this list", _help),
-    "/file": Command("/file PATH [TEXT]", "say what is in a file, and TEXT after it", _file),
-    "/regenerate": Command("/regenerate", "have the last answer written anew", _regenerate),
-    "/clear": Command("/clear", "forget all turns; the system prompt stays", _clear),
-    "/save": Command("/save [NAME]", "save now, under a name from now on", _save),
-    "/set": Command("/set [NAME VALUE]", "show or change temperature, markdown...", _set),
-    "/memory": Command("/memory", "a picture of what is held, and what that takes", _memory),
-    "/pin": Command("/pin WHAT", "never forget it", _pin),
-    "/unpin": Command("/unpin WHAT", "let it be forgotten in its time", _unpin),
-    "/forget": Command("/forget WHAT", "take it out of memory now", _forget),
-    "/edit": Command(
-        "/edit WHAT NEW TEXT",
-        "change it where it is; --exact before WHAT evaluates what follows anew",
-        _edit,
-    ),
-    "/undo": Command("/undo", "take the last turn back, as far as memory still holds it", _undo),
-    "/keep": Command("/keep N", "never forget the first N tokens", _keep),
-    "/branch": Command("/branch [NAME]", "go on in a copy; it shares memory", _branch),
-    "/branches": Command("/branches", "list them", _branches),
-    "/switch": Command("/switch NAME", "go on in another branch", _switch),
-    **dict.fromkeys(("/quit", "/exit", "/bye"), _QUIT),
-}
+    do_exit = do_bye = do_quit

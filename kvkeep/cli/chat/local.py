@@ -1,8 +1,10 @@
 """`kvkeep chat` with a session in this process."""
 
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
 
-from kvkeep.cli.chat.branches import Branches, BranchWriter
+from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_line
@@ -10,24 +12,29 @@ from kvkeep.cli.output import counted, say
 from kvkeep.cli.run import Run
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import saved_sessions
-from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
+from kvkeep.errors import InvalidArgument, KvkeepError, Locked, StoreError
 from kvkeep.session.conversation import CHAT, Conversation
+
+
+@dataclass
+class _SavedBranch:
+    session_name: str
+    writer: SessionWriter
+    lock: ExitStack
 
 
 class LocalChat(ChatLoop):
     """A chat with a session in this process.
 
-    run: prefills, generates and, if the session has a name, saves it. locks: receives the lock of
-    a name that `/save` gives to the session later.
+    run: prefills, generates and, if the session has a name, saves it. locks: receives the locks of
+    sessions that the chat is saved in later.
     """
 
     def __init__(
         self, run: Run, conversation: Conversation, settings: ChatSettings, locks: ExitStack
     ):
-        self.run = run
-        self._locks = locks
-        self._branch_writer = BranchWriter()
-        locks.callback(self._branch_writer.close)
+        self.run, self._locks = run, locks
+        self._saved: dict[str, _SavedBranch] = {}  # branches that are not current
         super().__init__(Branches(conversation), settings)
 
     def title(self) -> str:
@@ -55,8 +62,8 @@ class LocalChat(ChatLoop):
             raise InvalidArgument(f"its beginning is no longer in memory: {error}") from error
         self._generate()
 
-    def save(self, name: str) -> str:
-        run, what = self.run, f"session {name}"
+    def do_save(self, argument: str) -> str:
+        run, name, what = self.run, argument, f"session {argument}"
         if name and not (run.writer and run.writer.what == what):
             file = self._locks.enter_context(saved_sessions().lock(name))
             if file.exists():
@@ -88,8 +95,11 @@ class LocalChat(ChatLoop):
             # A failed save does not end the chat: saving is tried again at the next turn and at the
             # end.
             say(str(error))
-        else:
-            self._branch_writer.dismiss(self.branches.name)
+            return
+        if saved := self._saved.pop(self.branches.name, None):  # the chat itself is this branch now
+            saved.lock.close()
+            with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
+                saved_sessions().remove(saved.session_name)
 
     def close(self) -> None:
         """Save the branches that are not saved yet, and print the session of each."""
@@ -102,16 +112,40 @@ class LocalChat(ChatLoop):
         except StoreError as error:
             say(str(error))
         writer.follow(self.run.session, {CHAT: self.branches.current.notes})
-        names = self._branch_writer.names()
         say(f"branch {self.branches.name} is {writer.what}")
         for branch in self.branches.others:
-            session = f"session {names[branch]}" if branch in names else "not saved"
-            say(f"branch {branch} is {session}")
+            saved = self._saved.get(branch)
+            say(f"branch {branch} is {saved.writer.what if saved else 'not saved'}")
 
-    def _save_others(self, writer: SessionWriter) -> None:
-        conversations = self.branches.conversations
-        others = {name: conversations[name] for name in self.branches.others}
-        self._branch_writer.save(writer.what.removeprefix("session "), others, writer.notes)
+    def _save_others(self, chat: SessionWriter) -> None:
+        """Save each branch that is not current, if it changed since. Raises StoreError."""
+        for branch in self.branches.others:
+            conversation = self.branches.conversations[branch]
+            notes = {**chat.notes, CHAT: conversation.notes}
+            if saved := self._saved.get(branch):
+                saved.writer.follow(conversation.session, notes)
+                saved.writer.save()
+            else:
+                name = chat.what.removeprefix("session ")
+                self._saved[branch] = self._save_as_new(name, branch, conversation, notes)
+                say(f"branch {branch} is saved as {self._saved[branch].writer.what}")
+
+    def _save_as_new(
+        self, chat: str, branch: str, conversation: Conversation, notes: dict[str, Any]
+    ) -> _SavedBranch:
+        """Save a branch under the first name that is free, and keep its lock."""
+        for name in branch_session_names(chat, branch):
+            with ExitStack() as lock:
+                try:
+                    file = lock.enter_context(saved_sessions().lock(name))
+                except Locked:
+                    continue
+                if file.exists():
+                    continue
+                writer = SessionWriter(conversation.session, file, f"session {name}", notes)
+                writer.write()
+                return _SavedBranch(name, writer, self._locks.enter_context(lock.pop_all()))
+        raise AssertionError("unreachable: the names are infinite")
 
     def _prefill(self, ids: list[int]) -> None:
         """Prefill a question. Interrupts and errors roll it back if possible."""

@@ -1,12 +1,11 @@
 """The loop of a chat, shared by local and remote sessions: read, answer or run a command."""
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
 from contextlib import suppress
 
 from kvkeep.cli.chat.branches import Branches
-from kvkeep.cli.chat.commands import COMMANDS, Command, LeaveChat, is_command, run_command
+from kvkeep.cli.chat.commands import ChatCommands, LeaveChat, is_command
 from kvkeep.cli.chat.prompt import make_prompt
 from kvkeep.cli.chat.screen import make_screen
 from kvkeep.cli.chat.settings import ChatSettings
@@ -26,14 +25,13 @@ class PrefillAborted(Exception):
         self.cause = cause
 
 
-class ChatLoop(ABC):
-    """A chat at the prompt. commands: by name."""
-
-    commands: Mapping[str, Command] = COMMANDS
+class ChatLoop(ChatCommands):
+    """A chat at the prompt."""
 
     def __init__(self, branches: Branches, settings: ChatSettings):
-        self.branches, self.settings = branches, settings
+        super().__init__(branches, settings)
         self.prompt = make_prompt(branches)
+        self.interactive = self.prompt.interactive
 
     @abstractmethod
     def title(self) -> str:
@@ -52,27 +50,19 @@ class ChatLoop(ABC):
         """Generate the answer of the newest turn again. Raises KvkeepError if it cannot be."""
 
     @abstractmethod
-    def save(self, name: str) -> str:
-        """Save the session, and return the message for the user.
-
-        name: the name from now on; "" for the current one.
-        """
+    def do_save(self, argument: str) -> str:
+        """Save the session. argument: its name from now on; "" for the current one."""
 
     @abstractmethod
     def memory_bar(self) -> str:
         """Return the status line of the memory."""
 
-    def after_input(self) -> None:  # noqa: B027 (a server saves by itself)
-        """Run after each turn and each command, for example to save."""
+    def after_input(self) -> None:
+        """Run after each turn and each command, for example to save. A server saves by itself."""
 
     @abstractmethod
     def close(self) -> None:
         """Save what is to stay at the end of the chat, and remove the rest."""
-
-    @property
-    def interactive(self) -> bool:
-        """Whether messages come from a terminal."""
-        return self.prompt.interactive
 
     def screen(self) -> Screen:
         return make_screen(self.settings.markdown)
@@ -104,7 +94,6 @@ class ChatLoop(ABC):
                     self._report_stop()
 
     def ask(self, message: str, line: str | None = None) -> None:
-        """Run a turn. line: the input that produced the message, if different."""
         try:
             self.turn(message)
         except PrefillAborted as aborted:
@@ -124,12 +113,12 @@ class ChatLoop(ABC):
                 with suppress(OSError):  # the terminal is gone
                     print(flush=True)  # a line between turns
 
-    def regenerate(self) -> None:
-        """Generate the last answer again. Raises KvkeepError if that is not possible."""
+    def do_regenerate(self, argument: str) -> str:
         turns = self.branches.current.turns
         if not turns:
             raise InvalidArgument("there is no answer yet to regenerate")
         self.regenerate_turn(turns[-1])
+        return ""
 
     def warn_if_forgotten(self) -> None:
         """Print a warning if the newest question alone exceeded the memory."""
@@ -168,7 +157,7 @@ class ChatLoop(ABC):
 
     def _run_command(self, line: str) -> None:
         try:
-            message = run_command(line, self)
+            message = self.run_command(line)
             if message:
                 say(message)
         except KvkeepError as error:

@@ -219,9 +219,9 @@ class ChatCompleter(Completer):
             return
         name, space, argument = text.partition(" ")
         if not space:
-            for candidate, command in COMMANDS.items():
+            for candidate, (_, meaning) in COMMANDS.items():
                 if candidate.startswith(name):
-                    yield Completion(candidate, -len(name), display_meta=command.meaning)
+                    yield Completion(candidate, -len(name), display_meta=meaning)
         elif name == "/file":
             path = Document(argument, len(argument))
             yield from self._paths.get_completions(path, complete_event)

@@ -1,24 +1,24 @@
 """`kvkeep chat --server`: a chat in a session on a server."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from kvkeep.cli.chat.branches import Branches, branch_session_names
-from kvkeep.cli.chat.commands import COMMANDS, Command, CommandTarget
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
-from kvkeep.cli.chat.remote_conversation import RemoteChatSession, RemoteConversation
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryChoice
 from kvkeep.cli.memory_map import draw_map, status_line
 from kvkeep.cli.options import is_given
 from kvkeep.cli.output import counted, megabytes, say
-from kvkeep.client import Client
+from kvkeep.client import Client, RemoteSession
+from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
-from kvkeep.session.conversation import Conversation
+from kvkeep.session.conversation import Conversation, turns_in
 
 _LOCAL_ONLY = (  # options without meaning for a session on a server
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
@@ -28,7 +28,9 @@ _SETTINGS = (
     *("policy", "max_kv_size", "keep", "discard", "group", "window", "method", "ratio"),
     *("kv_bits", "far_bits"),
 )
+_API_NAMES = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
 _ENDLESS = 1_000_000  # the most tokens that a server generates at once
+_MAX_TOKENS = 4096  # in one response
 
 
 def chat_at_server(
@@ -94,18 +96,82 @@ def _flag(option: str) -> str:
 
 def _sampling(settings: ChatSettings) -> dict[str, Any]:
     """Return the sampling parameters by the names of the server's API."""
-    choice = settings.sampling
-    parameters: dict[str, Any] = {
-        "temperature": choice.temperature,
-        "top_k": choice.top_k,
-        "top_p": choice.top_p,
-        "min_p": choice.min_p,
-        "repeat_penalty": choice.repetition_penalty,
-        "repeat_last_n": choice.repetition_window,
-        "stop": list(choice.stop),
-        "max_tokens": _ENDLESS if settings.max_tokens is None else settings.max_tokens,
-    }
-    return parameters if choice.seed is None else {**parameters, "seed": choice.seed}
+    options = asdict(settings.sampling).items()
+    parameters = {_API_NAMES.get(name, name): value for name, value in options if value is not None}
+    limit = _ENDLESS if settings.max_tokens is None else settings.max_tokens
+    return {**parameters, "max_tokens": limit}
+
+
+class RemoteCodec:
+    """The text of token ids, decoded by the server's tokenizer."""
+
+    def __init__(self, client: Client):
+        self._client = client
+
+    def decode(self, ids: Sequence[int]) -> str:
+        response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
+        return str(response["content"])
+
+
+class RemoteChatSession(RemoteSession):
+    """A session on a server, with the attributes of `Session` that commands use.
+
+    Every access is a request: nothing is cached.
+    """
+
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        spans = self.memory()["spans"]
+        return {name: (span["start"], span["end"]) for name, span in spans.items()}
+
+    @property
+    def tokens(self) -> list[int]:
+        total, ids = self.info()["tokens"], list[int]()
+        while len(ids) < total:
+            pieces = self.text(len(ids), min(total, len(ids) + _MAX_TOKENS))["pieces"]
+            ids += [piece["id"] for piece in pieces]
+        return ids
+
+    def remembered(self, start: int, end: int) -> int:
+        """Return how many of these tokens have a cell of their own."""
+        count = 0
+        for run in self.memory()["runs"]:
+            if run["standing"] not in ("compressed", "forgotten"):
+                run_end = run["start"] + run["count"]
+                count += max(0, min(end, run_end) - max(start, run["start"]))
+        return count
+
+    def replace(self, *arguments: Any, **options: Any) -> Any:
+        """Replace tokens; return the cost with the attributes of an `EditReport`."""
+        return SimpleNamespace(**super().replace(*arguments, **options)["result"])
+
+
+class RemoteConversation:
+    """A conversation in a session on a server. Turns are spans, as in a `Conversation`."""
+
+    system: str | None = None  # not needed: the server stores the system prompt
+
+    def __init__(self, client: Client, session_name: str):
+        self._client = client
+        self.session = RemoteChatSession(client, session_name)
+        self.codec = RemoteCodec(client)
+
+    @property
+    def turns(self) -> list[int]:
+        return turns_in(self.session.places)
+
+    def fork(self, name: str | None = None) -> "RemoteConversation":
+        return RemoteConversation(self._client, self.session.fork(name).name)
+
+    def undo(self) -> int:
+        """Rewind the last turn and return its number of tokens."""
+        memory = self.session.memory()
+        turns = turns_in(memory["spans"])
+        if not turns:
+            raise InvalidArgument("there is no turn to take back")
+        count = int(memory["tokens"] - memory["spans"][f"turn {turns[-1]}"]["start"])
+        self.session.rewind(count)
+        return count
 
 
 class RemoteChat(ChatLoop):
@@ -126,7 +192,6 @@ class RemoteChat(ChatLoop):
         self._abandoned = list[str]()  # sessions that the chat left, to be deleted
         self._saved = set[str]()  # sessions that stay after the chat
         self._name = session_name if is_named else ""  # of the chat; "": deleted at its end
-        self.commands = _remote_commands(self)
 
     def title(self) -> str:
         tokens = self._session.info()["tokens"]
@@ -134,14 +199,17 @@ class RemoteChat(ChatLoop):
         return f"session {self._session.name}{past}"
 
     @property
-    def _sessions(self) -> dict[str, RemoteChatSession]:
-        """The session of each branch."""
-        conversations = self.branches.conversations.items()
-        return {name: cast(RemoteConversation, c).session for name, c in conversations}
+    def _conversation(self) -> RemoteConversation:
+        return cast(RemoteConversation, self.branches.current)
 
     @property
     def _session(self) -> RemoteChatSession:
-        return self._sessions[self.branches.name]
+        return self._conversation.session
+
+    def _sessions(self) -> dict[str, RemoteChatSession]:
+        """Return the session of each branch."""
+        conversations = self.branches.conversations.items()
+        return {name: cast(RemoteConversation, c).session for name, c in conversations}
 
     def turn(self, message: str) -> None:
         """Run a turn on the server. Ctrl-C stops it there too; the text so far stays."""
@@ -162,18 +230,17 @@ class RemoteChat(ChatLoop):
         self.warn_if_forgotten()
 
     def regenerate_turn(self, turn: int) -> None:
-        conversation = self.branches.current
-        start, end = conversation.session.places[f"turn {turn} question"]
-        question = conversation.codec.decode(conversation.session.tokens[start:end])
-        conversation.undo()
+        start, end = self._session.places[f"turn {turn} question"]
+        question = self._conversation.codec.decode(self._session.tokens[start:end])
+        self._conversation.undo()
         self.turn(question)
 
-    def save(self, name: str) -> str:
-        session = self._session
-        if not name or name == session.name:
+    def do_save(self, argument: str) -> str:
+        session, name = self._session, argument
+        if name in ("", session.name):
             session.save()
             return f"session {session.name} is on the server's disk"
-        conversation = cast(RemoteConversation, self.branches.current).fork(name)
+        conversation = self._conversation.fork(name)
         conversation.session.save()
         if not self._is_named:
             self._abandoned.append(session.name)
@@ -186,24 +253,27 @@ class RemoteChat(ChatLoop):
         memory = self._session.memory()
         return status_line(_token_status(memory), _cells(memory))
 
-    def memory_map(self) -> str:
+    def do_memory(self, argument: str) -> str:
         memory = self._session.memory()
         description = f"{_cells(memory)}; policy {memory['policy']}"
         return "\n".join([*draw_map(_token_status(memory)), description])
 
-    def branch_lines(self) -> str:
+    def do_branches(self, argument: str) -> str:
         return "\n".join(
             f"{'*' if name == self.branches.name else ' '} {name}: session {session.name}, "
             f"{counted(session.info()['tokens'], 'token')}"
-            for name, session in self._sessions.items()
+            for name, session in self._sessions().items()
         )
+
+    def do_keep(self, argument: str) -> NoReturn:
+        raise InvalidArgument("on a server, --keep can only be given when a session is created")
 
     def close(self) -> None:
         """Save the branches of a named chat, and delete the sessions that are not to stay."""
         if self._name and self.branches.others:
-            for branch, session in self._sessions.items():
+            for branch, session in self._sessions().items():
                 say(f"branch {branch} is session {self._keep_branch(branch, session)}")
-        unnamed = [] if self._is_named else [session.name for session in self._sessions.values()]
+        unnamed = [] if self._is_named else [session.name for session in self._sessions().values()]
         for name in [*self._abandoned, *unnamed]:
             if name not in self._saved:
                 with suppress(KvkeepError):  # the session or the server is gone
@@ -227,27 +297,11 @@ class RemoteChat(ChatLoop):
         return name
 
 
-def _remote_commands(chat: RemoteChat) -> Mapping[str, Command]:
-    """Return the commands, with those replaced that a server does in another way."""
-
-    def refuse_keep(target: CommandTarget, argument: str) -> NoReturn:
-        raise InvalidArgument("on a server, --keep can only be given when a session is created")
-
-    return {
-        **COMMANDS,
-        "/memory": replace(COMMANDS["/memory"], run=lambda target, argument: chat.memory_map()),
-        "/branches": replace(COMMANDS["/branches"], run=lambda *_: chat.branch_lines()),
-        "/keep": replace(COMMANDS["/keep"], run=refuse_keep),
-    }
-
-
 def _token_status(memory: dict[str, Any]) -> list[Any]:
-    """Return the status of each token in a response of the memory route."""
     return [run["standing"] for run in memory["runs"] for _ in range(run["count"])]
 
 
 def _cells(memory: dict[str, Any]) -> str:
-    """Describe the cells and bytes in a response of the memory route."""
     shared = f" ({megabytes(memory['bytes_shared'])} shared)" if memory["bytes_shared"] else ""
     size = megabytes(memory["bytes"])
     return f"{memory['cells']:,} of {memory['max_kv_size']:,} cells, {size}{shared}"
