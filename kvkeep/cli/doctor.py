@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.options import JSON
-from kvkeep.cli.output import megabytes
+from kvkeep.cli.output import echo_facts, echo_json, megabytes
 from kvkeep.cli.store import session_folder
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, model_names
 from kvkeep.models.hub.library import home
@@ -48,10 +48,9 @@ def doctor(
 
     findings = examine(name, dtype, weights, measure)
     if as_json:
-        click.echo(json.dumps(asdict(findings), indent=2, ensure_ascii=False))
-        return
-    for what, value in _lines(findings):
-        click.echo(f"{what:<12} {value}")
+        echo_json(asdict(findings))
+    else:
+        echo_facts(_lines(findings))
 
 
 def _lines(findings: "Findings") -> _Lines:

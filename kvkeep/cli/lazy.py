@@ -12,7 +12,7 @@ import click
 class LazyCommand:
     """A command that is imported on first use.
 
-    target: "module:attribute". summary: its line in the help of the group.
+    target: "module:attribute", below kvkeep.cli. summary: its line in the help of the group.
     """
 
     target: str
@@ -21,7 +21,7 @@ class LazyCommand:
     def load(self) -> click.Command:
         """Import the module and return the command."""
         module, _, attribute = self.target.partition(":")
-        command = getattr(import_module(module), attribute)
+        command = getattr(import_module(f"kvkeep.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
         return command
 

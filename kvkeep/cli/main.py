@@ -19,33 +19,23 @@ BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells report it
 PIPE_CLOSED = 128 + 13  # SIGPIPE
 COMMANDS = {
-    "generate": LazyCommand("kvkeep.cli.generate:generate", "Continue a text."),
-    "chat": LazyCommand("kvkeep.cli.chat:chat", "Talk with a model, for as long as you like."),
-    "batch": LazyCommand("kvkeep.cli.batch:batch", "Answer many prompts at once."),
-    "serve": LazyCommand("kvkeep.cli.serve:serve", "Serve a model to many over HTTP."),
-    "fleet": LazyCommand("kvkeep.cli.fleet:fleet", "Serve a model from several servers."),
-    "sessions": LazyCommand(
-        "kvkeep.cli.sessions:sessions", "List, check, copy and remove saved sessions."
-    ),
-    "prefixes": LazyCommand(
-        "kvkeep.cli.prefixes:prefixes", "List and clear what prompts began with."
-    ),
-    "why": LazyCommand(
-        "kvkeep.cli.prefixes:why", "Say why a prompt is not taken from the prefix cache."
-    ),
-    "models": LazyCommand("kvkeep.cli.models:models", "List, show, export and remove models."),
-    "pull": LazyCommand("kvkeep.cli.models:pull", "Fetch a model now, and say where it is."),
-    "calibrate": LazyCommand(
-        "kvkeep.cli.compression:calibrate", "Measure what compression needs to know."
-    ),
-    "evaluate": LazyCommand("kvkeep.cli.evaluate:evaluate", "Measure what a memory still knows."),
+    "generate": LazyCommand("generate:generate", "Continue a text."),
+    "chat": LazyCommand("chat:chat", "Talk with a model, for as long as you like."),
+    "batch": LazyCommand("batch:batch", "Answer many prompts at once."),
+    "serve": LazyCommand("serve:serve", "Serve a model to many over HTTP."),
+    "fleet": LazyCommand("fleet:fleet", "Serve a model from several servers."),
+    "sessions": LazyCommand("sessions:sessions", "List, check, copy and remove saved sessions."),
+    "prefixes": LazyCommand("prefixes:prefixes", "List and clear what prompts began with."),
+    "why": LazyCommand("prefixes:why", "Say why a prompt is not taken from the prefix cache."),
+    "models": LazyCommand("models:models", "List, show, export and remove models."),
+    "pull": LazyCommand("models:pull", "Fetch a model now, and say where it is."),
+    "calibrate": LazyCommand("compression:calibrate", "Measure what compression needs to know."),
+    "evaluate": LazyCommand("evaluate:evaluate", "Measure what a memory still knows."),
     # The commands of `evaluate` are also available at the top level.
     **EVALUATIONS,
-    "doctor": LazyCommand(
-        "kvkeep.cli.doctor:doctor", "Say what computes here, and why nothing faster."
-    ),
-    "disk": LazyCommand("kvkeep.cli.doctor:disk", "Say what kvkeep takes on disk, and where."),
-    "completion": LazyCommand("kvkeep.cli.main:completion", "Let a shell complete commands."),
+    "doctor": LazyCommand("doctor:doctor", "Say what computes here, and why nothing faster."),
+    "disk": LazyCommand("doctor:disk", "Say what kvkeep takes on disk, and where."),
+    "completion": LazyCommand("main:completion", "Let a shell complete commands."),
 }
 
 

@@ -1,8 +1,7 @@
 """`kvkeep models` and `kvkeep pull`: list, show, fetch, export and remove models."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import click
 
 from kvkeep.cli.lazy import OF_MODELS, LazyCommand, LazyGroup
 from kvkeep.cli.options import JSON
-from kvkeep.cli.output import echo_table, megabytes, say
+from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.known_models import KNOWN_MODELS
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from kvkeep.model_facts import GroupFacts, ModelFacts
 
 MODELS = {
-    "show": LazyCommand("kvkeep.cli.models:show", "Show what a model is, and what it takes."),
-    "export": LazyCommand("kvkeep.cli.models:export", "Write a model for other programs."),
-    "rm": LazyCommand("kvkeep.cli.models:rm", "Remove models, and what was made of them."),
+    "show": LazyCommand("models:show", "Show what a model is, and what it takes."),
+    "export": LazyCommand("models:export", "Write a model for other programs."),
+    "rm": LazyCommand("models:rm", "Remove models, and what was made of them."),
 }
 
 
@@ -34,37 +33,21 @@ def models(context: click.Context, as_json: bool) -> None:
     """List models that are here or have a name; show, export or remove one."""
     if context.invoked_subcommand is not None:
         return
-    rows = _rows()
+    pulled = pulled_models()
+    rows: list[tuple[str, int | None, str, str | None]]
+    rows = [(model.name, model.bytes, model.source, str(model.folder)) for model in pulled]
+    names = {model.name for model in pulled}
+    known = [pair for pair in KNOWN_MODELS.items() if pair[0] not in names]
+    rows += [(name, None, model.requirement, None) for name, model in known]
     if as_json:
-        click.echo(json.dumps([vars(row) for row in rows], indent=2, ensure_ascii=False))
+        keys = ("name", "bytes", "source", "folder")
+        echo_json([dict(zip(keys, row, strict=True)) for row in rows])
         return
     table = [("NAME", "SIZE", "SOURCE", "FOLDER")]
-    for row in rows:
-        size = megabytes(row.bytes) if row.bytes is not None else "-"
-        table.append((row.name, size, row.source, row.folder or "(not pulled)"))
+    for name, size, source, folder in rows:
+        shown_size = "-" if size is None else megabytes(size)
+        table.append((name, shown_size, source, folder or "(not pulled)"))
     echo_table(table, right_aligned=[1])
-
-
-@dataclass(frozen=True)
-class _ModelRow:
-    """A line of `kvkeep models`. folder, bytes: None for a model that was not pulled."""
-
-    name: str
-    bytes: int | None
-    source: str
-    folder: str | None
-
-
-def _rows() -> list[_ModelRow]:
-    """Return the pulled models, then the known models that were not pulled."""
-    pulled = pulled_models()
-    rows = [_ModelRow(m.name, m.bytes, m.source, str(m.folder)) for m in pulled]
-    names = {model.name for model in pulled}
-    return rows + [
-        _ModelRow(name, None, known.requirement, None)
-        for name, known in KNOWN_MODELS.items()
-        if name not in names
-    ]
 
 
 @click.command()
@@ -81,10 +64,9 @@ def show(name: str, dtype: str, weights: str | None, as_json: bool) -> None:
 
     facts = model_facts(name, dtype, weights)
     if as_json:
-        click.echo(json.dumps(asdict(facts), indent=2, ensure_ascii=False))
-        return
-    for what, value in _lines(facts):
-        click.echo(f"{what:<12} {value}")
+        echo_json(asdict(facts))
+    else:
+        echo_facts(_lines(facts))
 
 
 def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:

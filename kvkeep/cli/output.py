@@ -1,8 +1,9 @@
 """Output of commands: messages, tables, streamed text, and counts and sizes in words."""
 
+import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
 import click
@@ -37,6 +38,16 @@ def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) ->
             for column, (cell, width) in enumerate(zip(cells, widths, strict=False))
         ]
         click.echo("  ".join([*padded, last_cell]))
+
+
+def echo_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Print names and values in two columns."""
+    for name, value in facts:
+        click.echo(f"{name:<12} {value}")
+
+
+def echo_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def counted(count: int, noun: str) -> str:

@@ -25,9 +25,9 @@ from kvkeep.storage.prefixes.inventory import (
 from kvkeep.types import DtypeName
 
 PREFIXES = {
-    "list": LazyCommand("kvkeep.cli.prefixes:list_", "List prompts, the one used last first."),
-    "clear": LazyCommand("kvkeep.cli.prefixes:clear", "Remove all of them."),
-    "gc": LazyCommand("kvkeep.cli.prefixes:gc", "Remove those used longest ago, down to a size."),
+    "list": LazyCommand("prefixes:list_", "List prompts, the one used last first."),
+    "clear": LazyCommand("prefixes:clear", "Remove all of them."),
+    "gc": LazyCommand("prefixes:gc", "Remove those used longest ago, down to a size."),
 }
 
 

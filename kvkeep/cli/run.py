@@ -4,11 +4,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Never
+from dataclasses import dataclass
+from typing import Any, Never
 
 from tqdm import tqdm
 
@@ -22,68 +21,6 @@ from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss
 from kvkeep.session.streaming import SEAM, TextStream
 from kvkeep.storage.files.atomic import write_atomic
-
-
-@dataclass(frozen=True)
-class Report:
-    """The closing numbers of a command: one line, and the JSON file of `--report`.
-
-    Null in JSON: not measured, or not applicable to the command.
-
-    prompt_tokens: prompt tokens evaluated in this run. reused_tokens: those restored from a file or
-    the prefix cache. prefix_differs_at: the first token at which the nearest prompt in the prefix
-    cache differs, if more of it could have been reused. saved_bytes: the size of the file that the
-    session was last saved to. kv_bits, far_bits: bits of cells, "8", "8/4" or "4".
-    settings: the policy's, such as an archive's method and ratio.
-    keep, kv_cells: tokens. kv_bytes: memory that keys and values take at the end. seed: the one
-    that was used. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
-    "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
-    """
-
-    command: str
-    model: str
-    policy: str
-    max_kv_size: int
-    keep: int
-    settings: dict[str, int | float | str]
-    kv_bits: str | None
-    far_bits: str | None
-    seed: int | None
-    prompt_tokens: int
-    prefill_tokens_per_s: float | None
-    generated_tokens: int
-    decode_tokens_per_s: float | None
-    peak_rss_bytes: int
-    kv_cells: int
-    kv_bytes: int
-    reused_tokens: int
-    prefix_differs_at: int | None
-    saved_bytes: int | None
-    perplexity: float | None
-    finish_reason: str
-
-    def line(self) -> str:
-        parts = [f"prompt {self.prompt_tokens}{_at(self.prefill_tokens_per_s)}"]
-        if self.reused_tokens or self.prefix_differs_at is not None:
-            differs = f", first differs at token {self.prefix_differs_at}"
-            reused = f"reused {counted(self.reused_tokens, 'token')}"
-            parts.append(reused + (differs if self.prefix_differs_at else ""))
-        parts += [
-            f"generated {self.generated_tokens}{_at(self.decode_tokens_per_s)}",
-            f"cells {self.kv_cells} of {self.max_kv_size}, {megabytes(self.kv_bytes)}",
-            f"peak RAM {megabytes(self.peak_rss_bytes)}",
-        ]
-        if self.finish_reason == "interrupt":
-            parts.append("interrupted")
-        return " | ".join(parts)
-
-    def write(self, path: Path) -> None:
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
-        write_atomic(path, f"{text}\n".encode())
-
-
-def _at(rate: float | None) -> str:
-    return f" at {rate:,.1f} tok/s" if rate is not None else " tokens"
 
 
 @dataclass
@@ -209,38 +146,68 @@ class Run:
             self._report(finish_reason)
 
     def _report(self, finish_reason: str) -> None:
-        report = self._make_report(finish_reason)
+        numbers = self._numbers(finish_reason)
         if not self.output.quiet:
             outcome = self.writer.outcome if self.writer else ""
-            say(report.line() + (f" | {outcome}" if outcome else ""))
+            say(_closing_line(numbers) + (f" | {outcome}" if outcome else ""))
             if gains_from_calibration(self.session) and not is_given("method"):
                 say(UNCALIBRATED_ARCHIVE)
         if self.output.report is not None:
-            report.write(self.output.report)
+            text = json.dumps(numbers, indent=2, ensure_ascii=False, allow_nan=False)
+            write_atomic(self.output.report, f"{text}\n".encode())
 
-    def _make_report(self, finish_reason: str) -> Report:
-        session, perplexity = self.session, self.perplexity
-        is_saved = self.writer is not None and not self.writer.unsaved
-        return Report(
-            command=self._command,
-            model=self.model.name,
-            policy=session.policy,
-            max_kv_size=session.max_kv_size,
-            keep=session.keep,
-            settings=session.settings,
-            kv_bits=session.bits.kv,
-            far_bits=session.bits.far,
-            seed=self._seed,
-            prompt_tokens=self.prefill.tokens,
-            prefill_tokens_per_s=self.prefill.rate,
-            generated_tokens=self.decode.tokens,
-            decode_tokens_per_s=self.decode.rate,
-            peak_rss_bytes=peak_rss(),
-            kv_cells=session.cache.cells,
-            kv_bytes=session.cache.nbytes,
-            reused_tokens=self.reused,
-            prefix_differs_at=self.differs_at,
-            saved_bytes=self.writer.saved_bytes if self.writer and is_saved else None,
-            perplexity=perplexity if perplexity and math.isfinite(perplexity) else None,
-            finish_reason=finish_reason,
-        )
+    def _numbers(self, finish_reason: str) -> dict[str, Any]:
+        """Return the closing numbers; None: not measured, or not applicable to the command.
+
+        settings: the policy's, such as an archive's method and ratio. prompt_tokens: those
+        evaluated in this run. reused_tokens: those restored from a file or the prefix cache.
+        prefix_differs_at: the first token at which the nearest prompt in the prefix cache differs,
+        if more of it could have been reused. saved_bytes: the size of the file that the session was
+        last saved to. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
+        "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
+        """
+        session, writer, perplexity = self.session, self.writer, self.perplexity
+        return {
+            "command": self._command,
+            "model": self.model.name,
+            "policy": session.policy,
+            "max_kv_size": session.max_kv_size,
+            "keep": session.keep,
+            "settings": session.settings,
+            "kv_bits": session.bits.kv,
+            "far_bits": session.bits.far,
+            "seed": self._seed,
+            "prompt_tokens": self.prefill.tokens,
+            "prefill_tokens_per_s": self.prefill.rate,
+            "generated_tokens": self.decode.tokens,
+            "decode_tokens_per_s": self.decode.rate,
+            "peak_rss_bytes": peak_rss(),
+            "kv_cells": session.cache.cells,
+            "kv_bytes": session.cache.nbytes,
+            "reused_tokens": self.reused,
+            "prefix_differs_at": self.differs_at,
+            "saved_bytes": None if writer is None or writer.unsaved else writer.saved_bytes,
+            "perplexity": perplexity if perplexity and math.isfinite(perplexity) else None,
+            "finish_reason": finish_reason,
+        }
+
+
+def _closing_line(numbers: Mapping[str, Any]) -> str:
+    parts = [f"prompt {numbers['prompt_tokens']}{_at(numbers['prefill_tokens_per_s'])}"]
+    if numbers["reused_tokens"] or numbers["prefix_differs_at"] is not None:
+        differs_at = numbers["prefix_differs_at"]
+        differs = f", first differs at token {differs_at}" if differs_at else ""
+        parts.append(f"reused {counted(numbers['reused_tokens'], 'token')}{differs}")
+    cells = f"cells {numbers['kv_cells']} of {numbers['max_kv_size']}"
+    parts += [
+        f"generated {numbers['generated_tokens']}{_at(numbers['decode_tokens_per_s'])}",
+        f"{cells}, {megabytes(numbers['kv_bytes'])}",
+        f"peak RAM {megabytes(numbers['peak_rss_bytes'])}",
+    ]
+    if numbers["finish_reason"] == "interrupt":
+        parts.append("interrupted")
+    return " | ".join(parts)
+
+
+def _at(rate: float | None) -> str:
+    return f" at {rate:,.1f} tok/s" if rate is not None else " tokens"

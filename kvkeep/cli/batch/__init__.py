@@ -95,19 +95,19 @@ def batch(
         assert folder is not None
         assert question is not None
         requests = read_folder(folder, question, system)
-    from kvkeep.cli.batch.run import BatchJob, open_results
+    from kvkeep.cli.batch.run import BatchReport, open_results, run_batch
 
     with open_results(out, requests, again) as results:
         remaining = [request for request in requests if request.digest not in results.done]
-        job = BatchJob(results, len(requests), len(remaining), output)
+        report = BatchReport(len(requests), before=len(requests) - len(remaining))
         if remaining:
             model = memory.load(output.progress)
             resolved = sampling.resolve(saved_seed=0)  # so that a resumed batch samples the same
             pairs = [(r, r.generation_request(model, resolved, max_tokens)) for r in remaining]
             _require_room(model, memory, [request for _, request in pairs], memory_bytes)
             with _engine(model, memory, prefixes, memory_bytes, at_once) as engine:
-                job.run(engine, pairs, at_once)
-        job.close()
+                run_batch(engine, pairs, at_once, results, report, output)
+        report.close(output)
 
 
 def _engine(

@@ -20,17 +20,8 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
-_KNOWN = {
-    *_SAMPLING_FIELDS,
-    *_MAX_TOKENS_FIELDS,
-    "messages",
-    "prompt",
-    "stop",
-    "model",
-    "user",
-    "id",
-    "metadata",
-}
+_OTHER_FIELDS = ("messages", "prompt", "stop", "model", "user", "id", "metadata")
+_KNOWN = {*_SAMPLING_FIELDS, *_MAX_TOKENS_FIELDS, *_OTHER_FIELDS}
 # Fields that are accepted only with their default value.
 _DEFAULTS = {"n": 1, "stream": False, "logprobs": False, "tools": [], "echo": False}
 

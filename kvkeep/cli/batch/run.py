@@ -7,8 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
@@ -30,7 +29,7 @@ from kvkeep.engine import (
 from kvkeep.errors import InvalidArgument, Locked, NoRoom
 from kvkeep.storage.files.atomic import write_atomic
 
-_OWNER = "0"
+PreparedRequest = tuple[BatchRequest, GenerationRequest]
 
 
 class BatchResults:
@@ -106,13 +105,9 @@ class BatchAnswer:
 
     request: BatchRequest
     generation: GenerationRequest
-    texts: list[str] = field(default_factory=list)
+    text: str = ""
     end: Finished | None = None
     error: BaseException | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
 
     def line(self, model: str) -> dict[str, Any]:
         """Return the request's line in the results file, in OpenAI's format if it came in that."""
@@ -146,59 +141,6 @@ class BatchAnswer:
         return {**ids, "response": response, "error": None, **digest}
 
 
-def answers(
-    engine: Engine,
-    requests: Sequence[tuple[BatchRequest, GenerationRequest]],
-    at_once: int,
-    on_event: Callable[[GenerationEvent], None],
-) -> Iterator[BatchAnswer]:
-    """Yield each answer when it is complete or has failed.
-
-    on_event: called for every event of every request. A prompt is submitted when the one before it
-    is prefilled: it can then reuse their common prefix, and no time is lost since the engine
-    prefills one prompt at a time. Requests are sorted so that common prefixes are adjacent.
-    """
-    waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)
-    events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
-    running, prefilling = 0, None
-    while waiting or running:
-        if waiting and prefilling is None and running < at_once:
-            answer = BatchAnswer(*waiting[-1])
-            listener = partial(_enqueue, events, answer)
-            try:
-                engine.submit(answer.generation, owner=_OWNER, listener=listener).result()
-            except Exception as error:
-                if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
-                    waiting.pop()  # this request cannot be answered; others can
-                    answer.error = error
-                    yield answer
-                    continue
-            else:
-                waiting.pop()
-                running, prefilling = running + 1, answer
-        answer, event = events.get()
-        on_event(event)
-        if answer is prefilling and not (
-            isinstance(event, PrefillProgress) and event.done < event.total
-        ):
-            prefilling = None
-        if isinstance(event, (GeneratedToken, Finished)):
-            answer.texts.append(event.text)
-        if isinstance(event, (Finished, Failed)):
-            running -= 1
-            answer.end = event if isinstance(event, Finished) else None
-            answer.error = event.error if isinstance(event, Failed) else None
-            yield answer
-
-
-def _enqueue(
-    events: "SimpleQueue[tuple[BatchAnswer, GenerationEvent]]",
-    answer: BatchAnswer,
-    event: GenerationEvent,
-) -> None:
-    events.put((answer, event))
-
-
 @dataclass
 class BatchReport:
     """The closing numbers of a batch.
@@ -216,6 +158,14 @@ class BatchReport:
     seconds: float = 0.0
     finish_reason: str = "end"
 
+    def count(self, answer: BatchAnswer) -> None:
+        if answer.end is None:
+            self.failed += 1
+            say(f"{answer.request.where}: {answer.error}")
+        else:
+            self.prompt_tokens += answer.end.usage.prompt
+            self.reused_tokens += answer.end.usage.reuse.tokens
+
     def line(self) -> str:
         done = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
         failed = f", {self.failed} failed" if self.failed else ""
@@ -225,68 +175,90 @@ class BatchReport:
             f"generated {self.generated_tokens}{rate} | {self.seconds:,.1f} s"
         )
 
-
-class BatchJob:
-    """The requests of this run: progress, results and counts.
-
-    total: requests of the batch. remaining: those that an earlier run did not answer.
-    """
-
-    def __init__(self, results: BatchResults, total: int, remaining: int, output: OutputChoice):
-        self._results, self._output = results, output
-        self._report = BatchReport(total, total - remaining)
-
-    def run(
-        self,
-        engine: Engine,
-        requests: Sequence[tuple[BatchRequest, GenerationRequest]],
-        at_once: int,
-    ) -> None:
-        """Answer the requests, each of which is on disk as soon as it is complete."""
-        report, begun = self._report, time.perf_counter()
-        bar = tqdm(
-            total=report.requests,
-            initial=report.before,
-            unit=" answers",
-            disable=None if self._output.progress else True,
-        )
-        try:
-            with bar:
-                for answer in answers(engine, requests, at_once, self._count_token):
-                    self._results.add(answer.line(engine.model.name))
-                    self._count(answer)
-                    bar.update()
-        except KeyboardInterrupt:
-            report.finish_reason = "interrupt"
-            raise
-        finally:
-            report.seconds = time.perf_counter() - begun
-            if report.finish_reason == "interrupt":
-                self.close()
-                say("the same command goes on from here")
-
-    def _count_token(self, event: GenerationEvent) -> None:
-        self._report.generated_tokens += isinstance(event, GeneratedToken)
-
-    def _count(self, answer: BatchAnswer) -> None:
-        report = self._report
-        if answer.end is None:
-            report.failed += 1
-            say(f"{answer.request.where}: {answer.error}")
-            return
-        report.prompt_tokens += answer.end.usage.prompt
-        report.reused_tokens += answer.end.usage.reuse.tokens
-
-    def close(self) -> None:
+    def close(self, output: OutputChoice) -> None:
         """Write the report and print the closing line.
 
         Raises InvalidArgument if any request failed.
         """
-        self._report.answered = self._results.added
-        if self._output.report is not None:
-            text = json.dumps({"command": "batch", **asdict(self._report)}, indent=2)
-            write_atomic(self._output.report, f"{text}\n".encode())
-        if not self._output.quiet:
-            say(self._report.line())
-        if self._report.failed:
-            raise InvalidArgument(f"{counted(self._report.failed, 'request')} failed; see above")
+        if output.report is not None:
+            text = json.dumps({"command": "batch", **asdict(self)}, indent=2)
+            write_atomic(output.report, f"{text}\n".encode())
+        if not output.quiet:
+            say(self.line())
+        if self.failed:
+            raise InvalidArgument(f"{counted(self.failed, 'request')} failed; see above")
+
+
+def run_batch(
+    engine: Engine,
+    requests: Sequence[PreparedRequest],
+    at_once: int,
+    results: BatchResults,
+    report: BatchReport,
+    output: OutputChoice,
+) -> None:
+    """Answer the requests, each of which is on disk as soon as it is complete.
+
+    at_once: how many answers are decoded together.
+    """
+    begun, disable = time.perf_counter(), None if output.progress else True
+    bar = tqdm(total=report.requests, initial=report.before, unit=" answers", disable=disable)
+    try:
+        with bar:
+            for answer in _answers(engine, requests, at_once, report):
+                results.add(answer.line(engine.model.name))
+                report.count(answer)
+                bar.update()
+    except KeyboardInterrupt:
+        report.finish_reason = "interrupt"
+        raise
+    finally:
+        report.seconds, report.answered = time.perf_counter() - begun, results.added
+        if report.finish_reason == "interrupt":
+            report.close(output)
+            say("the same command goes on from here")
+
+
+def _answers(
+    engine: Engine, requests: Sequence[PreparedRequest], at_once: int, report: BatchReport
+) -> Iterator[BatchAnswer]:
+    """Yield each answer when it is complete or has failed, and count generated tokens meanwhile.
+
+    A prompt is submitted when the one before it is prefilled: it can then reuse their common
+    prefix, and no time is lost since the engine prefills one prompt at a time. Requests are sorted
+    so that common prefixes are adjacent.
+    """
+    waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)
+    events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
+    running, prefilling = 0, None
+
+    def listener_for(answer: BatchAnswer) -> Callable[[GenerationEvent], None]:
+        return lambda event: events.put((answer, event))
+
+    while waiting or running:
+        if waiting and prefilling is None and running < at_once:
+            answer = BatchAnswer(*waiting[-1])
+            try:
+                engine.submit(answer.generation, listener=listener_for(answer)).result()
+            except Exception as error:
+                if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
+                    waiting.pop()  # this request cannot be answered; others can
+                    answer.error = error
+                    yield answer
+                    continue
+            else:
+                waiting.pop()
+                running, prefilling = running + 1, answer
+        answer, event = events.get()
+        if answer is prefilling and not (
+            isinstance(event, PrefillProgress) and event.done < event.total
+        ):
+            prefilling = None
+        report.generated_tokens += isinstance(event, GeneratedToken)
+        if isinstance(event, (GeneratedToken, Finished)):
+            answer.text += event.text
+        if isinstance(event, (Finished, Failed)):
+            running -= 1
+            answer.end = event if isinstance(event, Finished) else None
+            answer.error = event.error if isinstance(event, Failed) else None
+            yield answer

@@ -5,18 +5,14 @@ import click
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 
 EVALUATIONS = {
-    "perplexity": LazyCommand(
-        "kvkeep.cli.perplexity:perplexity", "Measure the perplexity of a text."
-    ),
+    "perplexity": LazyCommand("perplexity:perplexity", "Measure the perplexity of a text."),
     "passkey": LazyCommand(
-        "kvkeep.cli.evaluate.recall:passkey", "Hide a key in a long text, compress, ask for it."
+        "evaluate.recall:passkey", "Hide a key in a long text, compress, ask for it."
     ),
     "needle": LazyCommand(
-        "kvkeep.cli.evaluate.recall:needle", "Hide a sentence in real text, compress, ask for it."
+        "evaluate.recall:needle", "Hide a sentence in real text, compress, ask for it."
     ),
-    "grid": LazyCommand(
-        "kvkeep.cli.evaluate.grid:grid", "Measure all methods of compression on all tasks."
-    ),
+    "grid": LazyCommand("evaluate.grid:grid", "Measure all methods of compression on all tasks."),
 }
 
 

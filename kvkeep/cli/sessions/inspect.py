@@ -1,18 +1,16 @@
 """`kvkeep sessions list`, `show` and `verify`."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.cli.options import JSON
-from kvkeep.cli.output import counted, echo_table, megabytes, say
+from kvkeep.cli.output import counted, echo_json, echo_table, megabytes, say
 from kvkeep.cli.session_file import UNREAD, checked_notes
 from kvkeep.cli.store import saved_sessions, session_names, store_option
 from kvkeep.cli.which_model import SAVED_MODEL, require_local
@@ -26,6 +24,9 @@ if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
 
 
+_HEADER_FIELDS = ("model", "policy", "max_kv_size", "tokens", "cells")
+
+
 @click.command("list")
 @JSON
 @store_option
@@ -36,63 +37,44 @@ def list_(as_json: bool) -> None:
     """
     rows = [row for path in saved_sessions().newest() if (row := _row(path)) is not None]
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
-        return
-    if not rows:
+        echo_json(rows)
+    elif not rows:
         say("no sessions; --session NAME of generate and chat begins one")
-        return
-    titles = ("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL")
-    echo_table([titles, *map(_table_row, rows)], right_aligned=range(1, 5))
+    else:
+        titles = ("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL")
+        echo_table([titles, *map(_table_row, rows)], right_aligned=range(1, 5))
 
 
-@dataclass(frozen=True)
-class _SessionRow:
-    """A line of `kvkeep sessions list`.
+def _row(path: Source) -> dict[str, Any] | None:
+    """Read the row of a session; None if it was removed meanwhile.
 
-    saved: seconds since 1970. error: why the file cannot be read; the other fields are then None.
+    saved: seconds since 1970. error: why the file cannot be read; what its header says is then
+    None.
     """
-
-    name: str
-    bytes: int
-    saved: float
-    kind: str | None = None
-    model: str | None = None
-    policy: str | None = None
-    max_kv_size: int | None = None
-    tokens: int | None = None
-    cells: int | None = None
-    error: str | None = None
-
-
-def _row(path: Source) -> _SessionRow | None:
-    """Read the row of a session; None if it was removed meanwhile."""
+    header, error = dict[str, Any].fromkeys(("kind", *_HEADER_FIELDS)), None
     try:
         status = path.stat()
+        summary = read_summary(path)
     except FileNotFoundError:
         return None
-    row = _SessionRow(path.stem, status.st_size, status.st_mtime)
-    try:
-        header = read_summary(path)
-    except StoreError as error:
-        return replace(row, error=str(error)) if path.exists() else None
-    return replace(
-        row,
-        kind="chat" if CHAT in header.notes else "text",
-        model=header.model,
-        policy=header.policy,
-        max_kv_size=header.max_kv_size,
-        tokens=header.tokens,
-        cells=header.cells,
-    )
+    except StoreError as unreadable:
+        if not path.exists():
+            return None
+        error = str(unreadable)
+    else:
+        header = {name: getattr(summary, name) for name in _HEADER_FIELDS}
+        header = {"kind": "chat" if CHAT in summary.notes else "text", **header}
+    file = {"name": path.stem, "bytes": status.st_size, "saved": status.st_mtime}
+    return {**file, **header, "error": error}
 
 
-def _table_row(row: _SessionRow) -> tuple[str, ...]:
-    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.saved))
-    file = (row.name, saved, megabytes(row.bytes))
-    if row.error is not None:
-        return (*file, "-", "-", "-", f"({row.error})")
-    cells = f"{row.cells:,} of {row.max_kv_size:,}"
-    return (*file, f"{row.tokens:,}", cells, str(row.policy), str(row.model))
+def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"]))
+    file = (row["name"], saved, megabytes(row["bytes"]))
+    if row["error"] is not None:
+        return (*file, "-", "-", "-", f"({row['error']})")
+    cells = f"{row['cells']:,} of {row['max_kv_size']:,}"
+    return (*file, f"{row['tokens']:,}", cells, row["policy"], row["model"])
 
 
 @click.command()
