@@ -9,12 +9,13 @@ import torch
 
 from kvkeep.executors import ComputePath, path_of
 from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import NORM
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.end_of_turn import end_token_ids
 from kvkeep.models.weights.packed_file import checksum_of
 from kvkeep.models.weights.packing import format_name
-from kvkeep.models.weights.tensors import NORM, tensor_shapes
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint
 from kvkeep.version import __version__
 

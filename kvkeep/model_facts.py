@@ -15,6 +15,8 @@ from kvkeep.executors import path_of
 from kvkeep.loader import BY_TRANSFORMERS
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import local_folder
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import EMBEDDING, HEAD
 from kvkeep.models.spec.cells import UNDO_TOKENS, group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
@@ -22,15 +24,7 @@ from kvkeep.models.weights.checkpoint import decoder_shapes
 from kvkeep.models.weights.packed import WEIGHTS, converted_file, rounded_formats
 from kvkeep.models.weights.packed_file import read_packed
 from kvkeep.models.weights.packing import PackedMatrix, format_name, packed_shapes
-from kvkeep.models.weights.tensors import (
-    EMBEDDING,
-    HEAD,
-    check_tensors,
-    matrices,
-    matrices_per_token,
-    read_shapes,
-    tensor_shapes,
-)
+from kvkeep.models.weights.tensors import check_tensors, matrices, matrices_per_token, read_shapes
 
 CELL_BITS = (None, "8", "8/4", "4")
 

@@ -18,8 +18,8 @@ from tiers import EXTENDED
 from kvkeep.model import Model, load_model
 from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
 from kvkeep.models.hub.source import DEFAULT_MODEL, pull
+from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.config import read_spec
-from kvkeep.models.weights.tensors import tensor_shapes
 
 # A shell without job control makes background jobs ignore SIGINT, and the processes that tests
 # interrupt would inherit that.

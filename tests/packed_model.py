@@ -12,10 +12,12 @@ from small_models import small_tokenizer
 
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import HEAD
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packing import MatrixBits, PackedMatrix, pack, quantise
-from kvkeep.models.weights.tensors import HEAD, is_router, matrices, tensor_shapes
+from kvkeep.models.weights.tensors import is_router, matrices
 
 VOCABULARY = 264  # not a multiple of 16
 

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.weights.tensors import tensor_shapes
 
 HEAD_DIM = 16
 VOCABULARY = 256

@@ -22,10 +22,11 @@ from kvkeep.compiled.step import describe_step
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.network import Network
+from kvkeep.models.layers.primitives import HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import GROUP
 from kvkeep.models.weights.packing import Matrix, as_tensor
-from kvkeep.models.weights.tensors import HEAD, is_router, matrices, matrices_per_token
+from kvkeep.models.weights.tensors import is_router, matrices, matrices_per_token
 
 
 def can_decode(spec: ModelSpec, layout: Layout) -> bool:

@@ -11,10 +11,10 @@ import torch
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import ModelOperands, require
 from kvkeep.models.layers.experts import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE
+from kvkeep.models.layers.gemma import LAYER_PARTS, PROJECTION, PROJECTION_NORM, TABLE
 from kvkeep.models.layers.network import embedding_multiplier, per_layer_multiplier
-from kvkeep.models.layers.per_layer import LAYER_PARTS, NORM, PROJECTION, TABLE
+from kvkeep.models.layers.primitives import EMBEDDING, HEAD
 from kvkeep.models.spec.model_spec import GATINGS, LayerGroup, ModelSpec
-from kvkeep.models.weights.tensors import EMBEDDING, HEAD
 
 _MATRICES = {
     "query": "self_attn.q_proj",
@@ -142,7 +142,7 @@ def _per_layer(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c.CPe
     return c.CPerLayerEmbedding(
         operands.matrix(TABLE, sampled=False),
         operands.matrix(PROJECTION, sampled),
-        operands.vector(NORM),
+        operands.vector(PROJECTION_NORM),
         spec.per_layer_size,
         per_layer_multiplier(spec, torch.bfloat16),
     )

@@ -15,9 +15,11 @@ from kvkeep.cache import Ragged
 from kvkeep.cache.quantised import SCALE, KVTensor, scale_count
 from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import EMBEDDING, HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix, packed_shapes
-from kvkeep.models.weights.tensors import EMBEDDING, HEAD, is_router, tensor_shapes
+from kvkeep.models.weights.tensors import is_router
 
 
 def address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:

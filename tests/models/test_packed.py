@@ -15,6 +15,8 @@ from small_models import write_small_folder
 import kvkeep
 from kvkeep.compiled.binding import library
 from kvkeep.errors import BadModelFile, InvalidArgument
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import EMBEDDING
 from kvkeep.models.weights.packed import (
     converted_file,
     converted_path,
@@ -23,7 +25,7 @@ from kvkeep.models.weights.packed import (
 )
 from kvkeep.models.weights.packed_file import StoredMatrix, checksum_of, read_packed, write_packed
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, quantise
-from kvkeep.models.weights.tensors import EMBEDDING, matrices, tensor_shapes
+from kvkeep.models.weights.tensors import matrices
 
 compiled = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 SPEC = spec_of()

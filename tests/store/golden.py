@@ -14,7 +14,7 @@ from small_models import small_model, small_spec
 from kvkeep import Sampling
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.models.weights.tensors import tensor_shapes
+from kvkeep.models.layers.network import tensor_shapes
 
 PATH = Path(__file__).parent.parent / "data" / "golden-v1.kvkeep"
 TEXT = list(b"This was said long ago, and is not forgotten: the file is old, the reader new.")

@@ -28,9 +28,9 @@ from kvkeep.integrations.transformers.interface import body_name
 from kvkeep.model import DTYPES, Model, on_device
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.primitives import NORM
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packed import converted_file
-from kvkeep.models.weights.tensors import NORM
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.worker import computing
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weights_digest

@@ -19,6 +19,7 @@ from kvkeep.models.gguf.file import GgufFile, PackedTensor
 from kvkeep.models.gguf.tensors import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.gguf.vocabulary import special_token
+from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.config import spec_from_config
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.checkpoint import (
@@ -31,7 +32,7 @@ from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
 from kvkeep.models.weights.packed_file import StoredMatrix, byte_bar, write_packed
 from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packable
-from kvkeep.models.weights.tensors import check_tensors, tensor_shapes
+from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
 
 _CHUNK = 1 << 24  # numbers that are converted at a time

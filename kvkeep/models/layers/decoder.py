@@ -8,11 +8,10 @@ from torch import Tensor
 from kvkeep.cache import Bits, KVCache
 from kvkeep.cache.step import ChunkStep
 from kvkeep.models.layers.executor import AnyStep, Executor, TorchExecutor
-from kvkeep.models.layers.network import Network
+from kvkeep.models.layers.network import Network, tensor_shapes
 from kvkeep.models.spec.cells import new_cache
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix
-from kvkeep.models.weights.tensors import tensor_shapes
 
 
 class Decoder:

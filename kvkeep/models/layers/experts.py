@@ -6,14 +6,15 @@ index), and their outputs are summed, weighted by their shares of the softmax.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.models.layers.primitives import Linear, NamedWeights, Norm, Product
-from kvkeep.models.spec.model_spec import Gating, ModelSpec
+from kvkeep.models.spec.model_spec import Gating
 
 
 def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
@@ -41,6 +42,29 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape."""
         return self.down(GATED[self.gating](self.gate(x), self.up(x)))
+
+
+@dataclass(frozen=True)
+class SparseGate:
+    """An MLP gate of Gemma 3n, which keeps only values far above their mean (arXiv:2506.06644).
+
+    The bound follows from a normal distribution, so that nothing is sorted: 5% of it lie above
+    1.645 standard deviations, and a sparsity of 0.95 keeps these, less the bound.
+
+    gate: `[intermediate_size, hidden_size]`. deviations: standard deviations from the mean of a
+    token's values to the bound.
+    """
+
+    gate: Callable[[Tensor], Tensor]
+    deviations: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[n, hidden_size]` to `[n, intermediate_size]`."""
+        values = self.gate(x)
+        wide = values.float()  # few values are kept, and they depend on the bound's last bits
+        spread = wide.std(dim=-1, correction=0, keepdim=True)
+        bound = wide.mean(dim=-1, keepdim=True) + self.deviations * spread
+        return F.relu(wide - bound).to(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -147,60 +171,52 @@ class ParallelExperts:
         return self.mlp_norm(mlp_output) + self.output_norm(experts_output)
 
 
-def make_mlp(weights: NamedWeights, layer: int) -> Mlp | Experts:
-    """Return a layer's MLP, or the experts in its place."""
+def make_mlp(weights: NamedWeights, layer: int) -> Mlp:
+    """Return a layer's MLP."""
     spec = weights.spec
-    if spec.experts_beside or not spec.is_sparse(layer):
-        return _make_gated_mlp(weights, "mlp")
-    return _make_experts(weights)
+    mlp = _make_gated_mlp(weights, "mlp", spec.mlp_width(layer), spec.mlp_bias)
+    sparsity = spec.activation_sparsity[layer] if spec.activation_sparsity else 0
+    if not sparsity:
+        return mlp
+    return replace(mlp, gate=SparseGate(mlp.gate, NormalDist().inv_cdf(sparsity)))
 
 
-def make_parallel_experts(weights: NamedWeights) -> ParallelExperts | None:
-    """Return the experts beside a layer's MLP; None if the model has none."""
-    if not weights.spec.experts_beside:
-        return None
-    norms = {field: weights.norm(f"{name}.weight") for field, name in PARALLEL_NORMS.items()}
-    return ParallelExperts(
-        experts=_make_experts(weights),
-        **norms,
-        router_scale=weights.tensor(ROUTER_SCALE).float(),
-        expert_scales=weights.tensor(EXPERT_SCALES).float(),
-        eps=weights.spec.norm_eps,
+def make_experts(weights: NamedWeights) -> Experts:
+    """Return a layer's mixture of experts."""
+    spec, hidden, shared = weights.spec, weights.spec.hidden_size, None
+    bias = spec.clamped_experts
+    router = weights.float32_linear("mlp.gate.weight", spec.experts, hidden, bias)
+    experts = tuple(
+        _make_gated_mlp(weights, f"mlp.experts.{i}", spec.expert_size, bias)
+        for i in range(spec.experts)
     )
-
-
-def parallel_experts_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's tensors for parallel experts, besides matrices, by name."""
-    if not spec.experts_beside:
-        return {}
-    norms = {f"{name}.weight": (spec.hidden_size,) for name in PARALLEL_NORMS.values()}
-    return {**norms, ROUTER_SCALE: (spec.hidden_size,), EXPERT_SCALES: (spec.experts,)}
-
-
-def _make_experts(weights: NamedWeights) -> Experts:
-    spec, shared = weights.spec, None
     if spec.shared_expert_size:
-        gate = _make_router(weights, "mlp.shared_expert_gate", 1)
-        shared = SharedExpert(_make_gated_mlp(weights, "mlp.shared_expert"), gate)
-    return Experts(
-        router=_make_router(weights, "mlp.gate", spec.experts),
-        experts=tuple(_make_gated_mlp(weights, f"mlp.experts.{i}") for i in range(spec.experts)),
-        per_token=spec.experts_per_token,
-        norm_topk=spec.norm_topk,
-        shared=shared,
+        mlp = _make_gated_mlp(weights, "mlp.shared_expert", spec.shared_expert_size, bias=False)
+        gate = weights.float32_linear("mlp.shared_expert_gate.weight", 1, hidden)
+        shared = SharedExpert(mlp, gate)
+    return Experts(router, experts, spec.experts_per_token, spec.norm_topk, shared)
+
+
+def make_parallel_experts(weights: NamedWeights, experts: Experts) -> ParallelExperts:
+    """Return a layer's experts as they compute beside its MLP."""
+    spec, hidden = weights.spec, weights.spec.hidden_size
+    norms = {
+        field: weights.norm(f"{name}.weight", hidden) for field, name in PARALLEL_NORMS.items()
+    }
+    return ParallelExperts(
+        experts,
+        **norms,
+        router_scale=weights.tensor(ROUTER_SCALE, hidden).float(),
+        expert_scales=weights.tensor(EXPERT_SCALES, spec.experts).float(),
+        eps=spec.norm_eps,
     )
 
 
-def _make_router(weights: NamedWeights, name: str, rows: int) -> Linear:
-    weight, bias = weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
-    if weight is None:
-        all_rows = torch.arange(rows, dtype=torch.int64, device="cpu")
-        weight = weights.product(f"{name}.weight").take_rows(all_rows)
-    return Linear(weight.float(), None if bias is None else bias.float())
-
-
-def _make_gated_mlp(weights: NamedWeights, name: str) -> Mlp:
-    gate, up, down = (
-        weights.product(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")
+def _make_gated_mlp(weights: NamedWeights, name: str, width: int, bias: bool) -> Mlp:
+    hidden = weights.spec.hidden_size
+    return Mlp(
+        weights.product(f"{name}.gate_proj.weight", width, hidden, bias),
+        weights.product(f"{name}.up_proj.weight", width, hidden, bias),
+        weights.product(f"{name}.down_proj.weight", hidden, width, bias),
+        weights.spec.gating,
     )
-    return Mlp(gate, up, down, weights.spec.gating)

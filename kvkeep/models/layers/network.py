@@ -18,25 +18,30 @@ from kvkeep.models.layers.experts import (
     Experts,
     Mlp,
     ParallelExperts,
+    make_experts,
     make_mlp,
     make_parallel_experts,
 )
-from kvkeep.models.layers.gemma3n import (
+from kvkeep.models.layers.gemma import (
     AltUp,
     Laurel,
+    PerLayerInput,
     make_altup,
     make_laurel,
-    make_streams,
-    with_sparse_gate,
-)
-from kvkeep.models.layers.per_layer import (
-    PerLayerInput,
     make_per_layer_embedding,
     make_per_layer_input,
+    make_streams,
 )
-from kvkeep.models.layers.primitives import NamedWeights, Norm, Product
+from kvkeep.models.layers.primitives import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    DeclaredTensors,
+    NamedWeights,
+    Norm,
+    Product,
+)
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.tensors import EMBEDDING, HEAD, NORM
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,18 @@ class Network:
     ):
         self.spec = spec
         weights, dtype = NamedWeights(spec, tensors, products or {}), tensors[NORM].dtype
-        self.embedding = weights.product(EMBEDDING)
-        self.layers = [_make_layer(weights, i) for i in range(spec.layers)]
-        self.norm = weights.norm(NORM)
+        self.embedding = weights.product(EMBEDDING, spec.vocab_size, spec.hidden_size)
+        self.layers = [_make_layer(weights.layer(i), i) for i in range(spec.layers)]
+        self.norm = weights.norm(NORM, spec.hidden_size)
         self._embedding_multiplier = embedding_multiplier(spec, dtype)
         self._per_layer = make_per_layer_embedding(weights, per_layer_multiplier(spec, dtype))
         self._streams = make_streams(weights)
         self._head_dims = [spec.group_of(i).head_dim for i in range(spec.layers)]
         scales = [spec.group_of(i).query_scale(i) for i in range(spec.layers)]
         self._query_scales = [tensors[NORM].new_tensor(x) if x else None for x in scales]
-        self.head = self.embedding if spec.tied_head else weights.product(HEAD)
+        self.head = self.embedding
+        if not spec.tied_head:
+            self.head = weights.product(HEAD, spec.vocab_size, spec.hidden_size)
 
     def forward(self, tokens: Tensor, step: LayerAttention, norms: Tensor | None = None) -> Tensor:
         """Evaluate `tokens: [n]`. Each layer calls `step.attend` once.
@@ -190,32 +197,75 @@ def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
 
 
-def _make_layer(model_weights: NamedWeights, index: int) -> DecoderLayer:
-    spec, weights = model_weights.spec, model_weights.layer(index)
-    own_cells, altup = spec.kv_source(index) == index, make_altup(weights)
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tensor that the forward pass needs.
+
+    Checksums depend on their order.
+    """
+    declared = DeclaredTensors(spec, {}, {})
+    declared.tensor(EMBEDDING, spec.vocab_size, spec.hidden_size)
+    shapes_by_kind: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
+    for index in range(spec.layers):  # layers of a kind are alike
+        local, has_cells = index in spec.local_layers, spec.kv_source(index) == index
+        kind = (spec.is_sparse(index), local, has_cells, spec.mlp_width(index))
+        if kind not in shapes_by_kind:
+            layer = DeclaredTensors(spec, {}, {})
+            _make_layer(layer, index)
+            shapes_by_kind[kind] = layer.shapes
+        for name, shape in shapes_by_kind[kind].items():
+            declared.shapes[f"model.layers.{index}.{name}"] = shape
+    declared.tensor(NORM, spec.hidden_size)
+    make_per_layer_embedding(declared, factor=1.0)
+    make_streams(declared)
+    if not spec.tied_head:
+        declared.tensor(HEAD, spec.vocab_size, spec.hidden_size)
+    return declared.shapes
+
+
+def _make_layer(weights: NamedWeights, index: int) -> DecoderLayer:
+    """Build a layer, its modules in the order of `tensor_shapes`."""
+    spec, group, hidden = weights.spec, weights.spec.group_of(index), weights.spec.hidden_size
+    own_cells = spec.kv_source(index) == index
     own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)
+    queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
 
-    def matrix(name: str) -> Product:
-        return weights.product(f"self_attn.{name}.weight")
+    def norm(name: str, exists: bool, width: int = hidden) -> Norm | None:
+        return weights.norm(f"{name}.weight", width) if exists else None
 
-    def norm(name: str, exists: bool) -> Norm | None:
-        return weights.norm(f"{name}.weight") if exists else None
+    def projection(name: str, rows: int) -> Product:
+        return weights.product(f"self_attn.{name}.weight", rows, hidden, spec.qkv_bias)
 
+    norms = {
+        "attention_norm": norm("input_layernorm", spec.norms_before),
+        "mlp_norm": norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
+        "attention_output_norm": norm("post_self_attn_layernorm", spec.norms_after),
+        "mlp_output_norm": norm("post_mlp_layernorm", spec.norms_after),
+    }
+    query = projection("q_proj", queries)
+    key = projection("k_proj", keys) if own_cells else None
+    value = projection("v_proj", keys) if own_values else None
+    output = weights.product("self_attn.o_proj.weight", hidden, queries, spec.output_bias)
+    in_place = spec.is_sparse(index) and not spec.experts_beside
+    mlp = make_experts(weights) if in_place else make_mlp(weights, index)
+    experts_beside = make_experts(weights) if spec.experts_beside else None
+    widths = (queries, keys) if spec.qk_norm_whole else (group.head_dim, group.head_dim)
+    norms["query_norm"] = norm("self_attn.q_norm", spec.qk_norm, widths[0])
+    norms["key_norm"] = norm("self_attn.k_norm", spec.qk_norm and own_cells, widths[1])
+    if spec.sinks:  # the cache has them
+        weights.tensor("self_attn.sinks", spec.heads)
+    parallel_experts = make_parallel_experts(weights, experts_beside) if experts_beside else None
+    per_layer_input = make_per_layer_input(weights)
+    altup = make_altup(weights, per_layer_input)
     return DecoderLayer(
-        attention_norm=norm("input_layernorm", spec.norms_before),
-        query=matrix("q_proj"),
-        key=matrix("k_proj") if own_cells else None,
-        value=matrix("v_proj") if own_values else None,
-        output=matrix("o_proj"),
-        query_norm=norm("self_attn.q_norm", spec.qk_norm),
-        key_norm=norm("self_attn.k_norm", spec.qk_norm and own_cells),
-        attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
-        mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
-        mlp=with_sparse_gate(spec, index, make_mlp(weights, index)),
-        parallel_experts=make_parallel_experts(weights),
-        mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
-        per_layer_input=None if altup else make_per_layer_input(weights),
-        scale=weights.tensor("layer_scalar") if spec.layer_scales else None,
-        laurel=make_laurel(weights),
+        **norms,
+        query=query,
+        key=key,
+        value=value,
+        output=output,
+        mlp=mlp,
+        parallel_experts=parallel_experts,
+        per_layer_input=None if altup else per_layer_input,
         altup=altup,
+        laurel=make_laurel(weights),
+        scale=weights.tensor("layer_scalar", 1) if spec.layer_scales else None,
     )

@@ -1,4 +1,4 @@
-"""Matrix products, norms, access to weights by name, and the check for non-finite numbers.
+"""Matrix products, norms, weights by name, and the check for non-finite numbers.
 
 PyTorch's CPU library compiles a matrix product anew for each number of rows, and keeps every
 compiled product, so that each turn of a chat with a new length would add memory. So `Linear` pads
@@ -12,7 +12,7 @@ same bits.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from kvkeep.errors import NonFiniteLogits
 from kvkeep.models.spec.model_spec import ModelSpec
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NORM = "model.norm.weight"
 # (most rows, multiple): up to so many rows, the row count is rounded up to this multiple.
 _ROW_MULTIPLES = ((32, 4), (96, 8), (256, 16), (512, 32))
 _MULTIPLE_BEYOND = 128
@@ -89,6 +91,8 @@ class Norm:
 class NamedWeights:
     """A model's weights by Hugging Face name, or one layer's by what follows its prefix.
 
+    Modules state the shape of each tensor that they take; `tensor_shapes` collects them.
+
     Attributes:
         tensors: all of one dtype and on one device.
         products: matrices that are not stored as tensors.
@@ -104,28 +108,45 @@ class NamedWeights:
         """Return the weights of one layer."""
         return replace(self, prefix=f"model.layers.{index}.")
 
-    def get(self, name: str) -> Tensor | None:
-        """Return a tensor; None if there is none of that name."""
-        return self.tensors.get(self.prefix + name)
-
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor, which has this shape."""
         return self.tensors[self.prefix + name]
 
-    def product(self, name: str) -> Product:
-        """Return a matrix, with the bias that belongs to it, if any."""
-        full_name = self.prefix + name
-        if full_name in self.products:
-            return self.products[full_name]
-        return Linear(self.tensors[full_name], self.get(f"{name.removesuffix('weight')}bias"))
+    def product(self, name: str, rows: int, columns: int, bias: bool = False) -> Product:
+        """Return a matrix, with its bias."""
+        product = self.products.get(self.prefix + name)
+        return self._linear(name, rows, columns, bias, None) if product is None else product
 
-    def norm(self, name: str, dtype: torch.dtype | None = None) -> Norm:
+    def float32_linear(self, name: str, rows: int, columns: int, bias: bool = False) -> Linear:
+        """Return a matrix with its bias, computed in float32."""
+        return self._linear(name, rows, columns, bias, torch.float32)
+
+    def _linear(
+        self, name: str, rows: int, columns: int, bias: bool, dtype: torch.dtype | None
+    ) -> Linear:
+        weight = self.tensor(name, rows, columns).to(dtype)
+        bias_name = f"{name.removesuffix('weight')}bias"
+        return Linear(weight, self.tensor(bias_name, rows).to(dtype) if bias else None)
+
+    def norm(self, name: str, width: int, dtype: torch.dtype | None = None) -> Norm:
         """Return a norm, computed in `dtype` or that of its weight.
 
         In some families the stored weight is the factor less 1.
         """
-        weight = self.tensor(name).to(dtype)
+        weight = self.tensor(name, width).to(dtype)
         factor = 1 + weight.float() if self.spec.unit_norms else weight
         return Norm(factor, self.spec.norm_eps, self.spec.centred_norms)
+
+
+@dataclass(frozen=True)
+class DeclaredTensors(NamedWeights):
+    """Stands in for weights while modules are built, and records the shapes that they state."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self.shapes[self.prefix + name] = shape
+        return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def require_finite(x: Tensor) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import AttentionConfig, Bits, KVCache, LayerPlacement, Layout, Rope, Window
+from kvkeep.models.layers.primitives import NORM
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
-from kvkeep.models.weights.tensors import NORM
 
 # Cells that local layers hold beyond their window: so many of the newest tokens can be taken back
 # and the window is still whole.

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.expert_stacks import (
@@ -28,7 +29,6 @@ from kvkeep.models.weights.expert_stacks import (
     split_stacks,
     stored_expert_name,
 )
-from kvkeep.models.weights.tensors import tensor_shapes
 
 _T = TypeVar("_T")
 _LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")

@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
+from kvkeep.models.layers.primitives import NORM
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import FORMATS, GROUP
-from kvkeep.models.weights.tensors import NORM
 
 Shape = tuple[int, ...]
 

@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
 from kvkeep.models.hub.library import home
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import EMBEDDING, HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed_file import (
@@ -41,7 +43,7 @@ from kvkeep.models.weights.packing import (
     quantise,
     row_chunks,
 )
-from kvkeep.models.weights.tensors import EMBEDDING, HEAD, is_router, matrices, tensor_shapes
+from kvkeep.models.weights.tensors import is_router, matrices
 
 WEIGHTS = ("bf16", "int8", "int4")  # values of the option `weights`
 

@@ -1,9 +1,8 @@
-"""A model's tensors: memory-mapped reading from safetensors files, and expected shapes."""
+"""A model's tensors: memory-mapped reading from safetensors files, and checks."""
 
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,16 +10,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.layers import gemma3n
-from kvkeep.models.layers.experts import parallel_experts_shapes
-from kvkeep.models.layers.per_layer import TABLE, per_layer_embedding_shapes, per_layer_input_shapes
+from kvkeep.models.layers.gemma import TABLE
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import EMBEDDING, HEAD
 from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.runtime.signals import interrupts_deferred
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-NORM = "model.norm.weight"
-_LinearShape: TypeAlias = tuple[str, int, int, bool]  # name, rows, columns, has a bias
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -128,27 +124,6 @@ def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> 
         )
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor that the forward pass needs."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
-    shapes_by_kind: dict[
-        tuple[int, ...], dict[str, tuple[int, ...]]
-    ] = {}  # layers of a kind are alike
-    for layer in range(spec.layers):
-        local, has_cells = layer in spec.local_layers, spec.kv_source(layer) == layer
-        kind = (spec.is_sparse(layer), local, has_cells, spec.mlp_width(layer))
-        if kind not in shapes_by_kind:
-            shapes_by_kind[kind] = _layer_shapes(spec, layer)
-        for name, shape in shapes_by_kind[kind].items():
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    shapes[NORM] = (spec.hidden_size,)
-    shapes |= per_layer_embedding_shapes(spec) | gemma3n.streams_shapes(spec)
-    if not spec.tied_head:
-        shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
-    return shapes
-
-
 def matrices_per_token(spec: ModelSpec) -> list[str]:
     """Return the matrices that a decode step reads for one token.
 
@@ -168,71 +143,6 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     shapes[HEAD] = shapes.pop(EMBEDDING)
     shapes.pop(TABLE, None)  # read by lookup
     return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
-
-
-def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one layer's tensors. Checksums depend on their order."""
-    hidden, group = spec.hidden_size, spec.group_of(layer)
-    queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
-    sparse = spec.is_sparse(layer)
-    dense = not sparse or spec.experts_beside
-    shapes: dict[str, tuple[int, ...]] = {}
-    if spec.norms_before:
-        shapes["input_layernorm.weight"] = (hidden,)
-        if not spec.parallel:
-            shapes["post_attention_layernorm.weight"] = (hidden,)
-    if spec.norms_after:  # under GLM-4's names
-        shapes["post_self_attn_layernorm.weight"] = (hidden,)
-        shapes["post_mlp_layernorm.weight"] = (hidden,)
-    for name, rows, columns, bias in (
-        ("self_attn.q_proj", queries, hidden, spec.qkv_bias),
-        ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
-        ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
-        ("self_attn.o_proj", hidden, queries, spec.output_bias),
-        *(_mlp_shapes("mlp", hidden, spec.mlp_width(layer), spec.mlp_bias) if dense else []),
-        *(_expert_shapes(spec) if sparse else []),
-    ):
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-    if spec.qk_norm:
-        all_heads = spec.qk_norm_whole
-        shapes["self_attn.q_norm.weight"] = (queries if all_heads else group.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (keys if all_heads else group.head_dim,)
-    if spec.sinks:
-        shapes["self_attn.sinks"] = (spec.heads,)
-    shapes |= parallel_experts_shapes(spec) | per_layer_input_shapes(spec)
-    shapes |= gemma3n.layer_shapes(spec)
-    if spec.layer_scales:
-        shapes["layer_scalar"] = (1,)
-    missing = (
-        "kv"
-        if spec.kv_source(layer) != layer
-        else "v"
-        if spec.keys_as_values and group.window is None
-        else ""
-    )
-    absent = tuple(f"self_attn.{letter}_" for letter in missing)
-    return {name: shape for name, shape in shapes.items() if not name.startswith(absent)}
-
-
-def _mlp_shapes(name: str, hidden: int, inner: int, bias: bool) -> list[_LinearShape]:
-    return [
-        (f"{name}.gate_proj", inner, hidden, bias),
-        (f"{name}.up_proj", inner, hidden, bias),
-        (f"{name}.down_proj", hidden, inner, bias),
-    ]
-
-
-def _expert_shapes(spec: ModelSpec) -> list[_LinearShape]:
-    hidden, shared, bias = spec.hidden_size, spec.shared_expert_size, spec.clamped_experts
-    shapes: list[_LinearShape] = [("mlp.gate", spec.experts, hidden, bias)]
-    for expert in range(spec.experts):
-        shapes += _mlp_shapes(f"mlp.experts.{expert}", hidden, spec.expert_size, bias)
-    if shared:
-        shapes += _mlp_shapes("mlp.shared_expert", hidden, shared, bias=False)
-        shapes.append(("mlp.shared_expert_gate", 1, hidden, False))
-    return shapes
 
 
 def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:

@@ -1,4 +1,8 @@
-"""The parts of Gemma 3n that no other family has: AltUp streams, LAuReL, and sparse MLP gates.
+"""Parts of Gemma 3n and 4 alone: per-layer embeddings, and 3n's AltUp streams and LAuReL.
+
+Per-layer embeddings: a token has a short vector for each layer: a row of a table plus a projection
+of its embedding. After its MLP a layer adds its vector, gated by the residual stream, to the
+residual stream.
 
 AltUp (arXiv:2301.13310): a token has several residual streams, each as wide as its embedding, of
 which each layer computes one. Before a layer all streams are predicted from all of them; the layer
@@ -15,20 +19,60 @@ layer passes through all later layers.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from statistics import NormalDist
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.experts import Experts, Mlp
-from kvkeep.models.layers.per_layer import PerLayerInput, make_per_layer_input
+from kvkeep.models.layers.experts import GATED
 from kvkeep.models.layers.primitives import Linear, NamedWeights, Norm, Product
-from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.model_spec import Gating
 
-_OUTPUT_SCALE = "altup.correct_output_scale"
-_LAUREL_PARTS = ("laurel.linear_left", "laurel.linear_right", "laurel.post_laurel_norm")
+TABLE = "model.embed_tokens_per_layer.weight"
+PROJECTION = "model.per_layer_model_projection.weight"
+PROJECTION_NORM = "model.per_layer_projection_norm.weight"
+# Tensor names behind a layer's prefix: gate, projection and norm of `PerLayerInput`.
+LAYER_PARTS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+
+
+@dataclass(frozen=True)
+class PerLayerEmbedding:
+    """The vectors of all layers.
+
+    Attributes:
+        size: elements of one vector.
+        factor: multiplies the table's rows.
+        rows: of the table; a token id beyond them takes row 0.
+    """
+
+    table: Product
+    projection: Product
+    norm: Norm
+    size: int
+    factor: float
+    rows: int
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """Return `[n, size]` for each layer. tokens: `[n]`, x: embeddings `[n, hidden_size]`."""
+        shape = (len(tokens), -1, self.size)
+        indices = torch.where(tokens < self.rows, tokens, 0)
+        looked_up = (self.table.take_rows(indices) * self.factor).view(shape)
+        projected = (self.projection(x) * x.shape[-1] ** -0.5).view(shape)
+        return ((self.norm(projected) + looked_up) * math.sqrt(0.5)).unbind(1)
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """The part of a layer that reads its per-layer vectors. gating: as in its MLP."""
+
+    gate: Product
+    projection: Product
+    norm: Norm
+    gating: Gating
+
+    def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
+        """Return the update of the residual stream x, `[n, hidden_size]`. vectors: `[n, size]`."""
+        return self.norm(self.projection(GATED[self.gating](self.gate(x), vectors)))
 
 
 @dataclass(frozen=True)
@@ -121,104 +165,79 @@ class Laurel:
         return (x + branch) * math.sqrt(0.5)
 
 
-@dataclass(frozen=True)
-class SparseGate:
-    """An MLP gate that keeps only values far above their mean (arXiv:2506.06644).
+def make_per_layer_embedding(weights: NamedWeights, factor: float) -> PerLayerEmbedding | None:
+    """Return the model's per-layer embedding; None if it has none."""
+    spec = weights.spec
+    size, all_layers = spec.per_layer_size, spec.layers * spec.per_layer_size
+    rows = spec.per_layer_vocab or spec.vocab_size
+    if not size:
+        return None
+    return PerLayerEmbedding(
+        weights.product(TABLE, rows, all_layers),
+        weights.product(PROJECTION, all_layers, spec.hidden_size),
+        weights.norm(PROJECTION_NORM, size),
+        size,
+        factor,
+        rows,
+    )
 
-    The bound follows from a normal distribution, so that nothing is sorted: 5% of it lie above
-    1.645 standard deviations, and a sparsity of 0.95 keeps these, less the bound.
 
-    gate: `[intermediate_size, hidden_size]`. deviations: standard deviations from the mean of a
-    token's values to the bound.
-    """
-
-    gate: Callable[[Tensor], Tensor]
-    deviations: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map `[n, hidden_size]` to `[n, intermediate_size]`."""
-        values = self.gate(x)
-        wide = values.float()  # few values are kept, and they depend on the bound's last bits
-        spread = wide.std(dim=-1, correction=0, keepdim=True)
-        bound = wide.mean(dim=-1, keepdim=True) + self.deviations * spread
-        return F.relu(wide - bound).to(values.dtype)
+def make_per_layer_input(weights: NamedWeights) -> PerLayerInput | None:
+    """Return a layer's per-layer input; None if the model has none."""
+    spec, size, hidden = weights.spec, weights.spec.per_layer_size, weights.spec.hidden_size
+    if not size:
+        return None
+    gate, projection, norm = (f"{name}.weight" for name in LAYER_PARTS)
+    return PerLayerInput(
+        weights.product(gate, size, hidden),
+        weights.product(projection, hidden, size),
+        weights.norm(norm, hidden),
+        spec.gating,
+    )
 
 
 def make_streams(weights: NamedWeights) -> AltUpStreams | None:
     """Return the model's streams; None if it has one residual stream."""
-    names = _stream_projections(weights.spec)
-    opening, closing = (tuple(map(weights.product, projections)) for projections in names)
-    return AltUpStreams(opening, closing) if weights.spec.altup_inputs else None
-
-
-def make_altup(weights: NamedWeights) -> AltUp | None:
-    """Return a layer's AltUp; None if the model has one residual stream."""
-    if not weights.spec.altup_inputs:
+    inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
+    if not inputs:
         return None
+    opening, closing = (
+        tuple(
+            weights.product(f"model.{name}.{index}.weight", hidden, hidden)
+            for index in range(inputs - 1)
+        )
+        for name in ("altup_projections", "altup_unembed_projections")
+    )
+    return AltUpStreams(opening, closing)
 
-    def linear(name: str) -> Linear:
-        return Linear(weights.tensor(f"altup.{name}.weight").float(), None)
 
-    per_layer_input = make_per_layer_input(weights)
+def make_altup(weights: NamedWeights, per_layer_input: PerLayerInput | None) -> AltUp | None:
+    """Return a layer's AltUp; None if the model has one residual stream."""
+    inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
+    if not inputs:
+        return None
     assert per_layer_input is not None, "the config reader requires per-layer embeddings"
     return AltUp(
-        active=weights.spec.altup_active,
-        norm=weights.norm("altup.router_norm.weight", torch.float32),
-        router=linear("modality_router"),
-        prediction=linear("prediction_coefs"),
-        correction=linear("correction_coefs"),
-        output_scale=weights.tensor(_OUTPUT_SCALE).float(),
+        weights.spec.altup_active,
+        router=weights.float32_linear("altup.modality_router.weight", inputs, hidden),
+        prediction=weights.float32_linear("altup.prediction_coefs.weight", inputs**2, inputs),
+        correction=weights.float32_linear("altup.correction_coefs.weight", inputs, inputs),
+        norm=weights.norm("altup.router_norm.weight", hidden, torch.float32),
+        output_scale=weights.tensor("altup.correct_output_scale", hidden).float(),
         per_layer_input=per_layer_input,
     )
 
 
 def make_laurel(weights: NamedWeights) -> Laurel | None:
     """Return a layer's LAuReL branch; None if the model has none."""
-    if not weights.spec.laurel_rank:
+    rank, hidden = weights.spec.laurel_rank, weights.spec.hidden_size
+    if not rank:
         return None
-    left, right, norm = (f"{name}.weight" for name in _LAUREL_PARTS)
-    return Laurel(weights.product(left), weights.product(right), weights.norm(norm))
-
-
-def with_sparse_gate(spec: ModelSpec, layer: int, mlp: Mlp | Experts) -> Mlp | Experts:
-    """Return a layer's MLP, with a sparse gate if the model has one in this layer."""
-    sparsity = spec.activation_sparsity[layer] if spec.activation_sparsity else 0
-    if not sparsity or isinstance(mlp, Experts):
-        return mlp
-    return replace(mlp, gate=SparseGate(mlp.gate, NormalDist().inv_cdf(sparsity)))
-
-
-def streams_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of AltUp tensors that belong to no layer, by name."""
-    opening, closing = _stream_projections(spec)
-    return dict.fromkeys((*opening, *closing), (spec.hidden_size, spec.hidden_size))
-
-
-def _stream_projections(spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """Return names of the projections of streams 1 and on: from embeddings, and to outputs."""
-    streams = range(1, spec.altup_inputs)
-    return (
-        [f"model.altup_projections.{stream - 1}.weight" for stream in streams],
-        [f"model.altup_unembed_projections.{stream - 1}.weight" for stream in streams],
+    return Laurel(
+        weights.product("laurel.linear_left.weight", rank, hidden),
+        weights.product("laurel.linear_right.weight", hidden, rank),
+        weights.norm("laurel.post_laurel_norm.weight", hidden),
     )
-
-
-def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's AltUp and LAuReL tensors, by name behind its prefix."""
-    inputs, rank, hidden = spec.altup_inputs, spec.laurel_rank, spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    if inputs:
-        shapes |= {
-            "altup.modality_router.weight": (inputs, hidden),
-            "altup.prediction_coefs.weight": (inputs * inputs, inputs),
-            "altup.correction_coefs.weight": (inputs, inputs),
-            "altup.router_norm.weight": (hidden,),
-            _OUTPUT_SCALE: (hidden,),
-        }
-    if rank:
-        laurel = ((rank, hidden), (hidden, rank), (hidden,))
-        shapes |= {f"{n}.weight": shape for n, shape in zip(_LAUREL_PARTS, laurel, strict=True)}
-    return shapes
 
 
 def _scaled_to_norm(x: Tensor, reference: Tensor) -> Tensor:
