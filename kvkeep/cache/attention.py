@@ -5,6 +5,7 @@ and the log of its softmax denominator, by which the parts are combined (the spl
 of Milakov and Gimelshein, arXiv:1805.02867, which flash attention uses between its blocks).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,10 +117,15 @@ def attend_cells(
     return Part(hadamard(out) if transformed else out, log_sum)
 
 
-def hiding_bias(hidden: Tensor) -> Tensor:
-    """Return the float32 bias that hides cells: `HIDDEN` where `hidden` is true, else 0."""
-    bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    return bias.masked_fill_(hidden, HIDDEN)
+def range_bias(ranks: Tensor, visible: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return the bias `[n, cells]` float32 that hides cells whose rank a query does not see.
+
+    ranks: `[cells]` int64. visible: for each query, the range (first, end) of ranks.
+    """
+    bounds = torch.tensor(visible, dtype=torch.int64, device="cpu")
+    hidden = (ranks < bounds[:, :1]) | (ranks >= bounds[:, 1:])
+    bias = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu")
+    return bias.masked_fill_(hidden, HIDDEN).to(device)
 
 
 def attend_by_flash(

@@ -136,9 +136,9 @@ class KVCache:
             self.local._finish_step(step.local, count)
 
     def _open_step(self, count: int) -> DecodeStep | ChunkStep:
-        if count == 1:
-            return DecodeStep(self.segments, self.window, self.time, self.attention)
-        return ChunkStep(self.segments, self.window, self.time, count, self.attention)
+        step_class = DecodeStep if count == 1 else ChunkStep
+        times = range(self.time, self.time + count)
+        return step_class(self.segments, self.window, times, self.attention)
 
     def _open_local_step(self, parent: "KVCache", count: int) -> DecodeStep | ChunkStep:
         """Open the step of a local cache that goes with a step of the cache that it belongs to."""

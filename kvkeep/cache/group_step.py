@@ -7,7 +7,6 @@ queries are the rows of one attention call.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -56,51 +55,46 @@ def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
     return [_shared_view(group) for group in _by_storage(readers)]
 
 
+@dataclass(frozen=True)
 class GroupStep:
     """A step of several caches at once: the i-th token of the forward goes to the i-th of them.
 
-    steps: one that each cache has opened, and will commit or discard. heads: number of query heads.
-    sampled: as `Step.sampled`, for all of them.
+    steps: one that each cache has opened, and will commit or discard.
     """
 
-    def __init__(self, steps: Sequence[DecodeStep], heads: int):
-        self.steps = steps
-        self.sampled = all(step.sampled for step in steps)
-        self._heads = heads
+    steps: Sequence[DecodeStep]
 
-    @cached_property
-    def _attention(self) -> "_GroupAttention":
-        return _GroupAttention(self.steps, self._heads)
+    @property
+    def sampled(self) -> bool:
+        """As `Step.sampled`, for all of them."""
+        return all(step.sampled for step in self.steps)
 
     @property
     def layer_attention(self) -> LayerAttention:
         """The attention of all decoder layers; see `Step.layer_attention`."""
+        attention = GroupAttention(self.steps)
         local = [step.local for step in self.steps if isinstance(step.local, DecodeStep)]
         if not local:
-            return self
-        return LayerDispatch(self.steps[0].placements, self, GroupStep(local, self._heads))
-
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Attend as `Step.attend` does, with one row for each cache."""
-        return self._attention.attend(layer, q, k, v)
+            return attention
+        return LayerDispatch(self.steps[0].placements, attention, GroupAttention(local))
 
 
-class _GroupAttention:
-    """The rotations and views of a group's queries, prepared once and used by every layer."""
+class GroupAttention:
+    """The attention of a group's queries: rotations and views, prepared once for all layers."""
 
-    def __init__(self, steps: Sequence[DecodeStep], heads: int):
+    def __init__(self, steps: Sequence[DecodeStep]):
         self._steps = steps
         self._config = steps[0].attention
         layout = steps[0].newest.layout
         device, self._kv_heads = layout.device, layout.kv_heads
-        self._groups = heads // layout.kv_heads
-        sources = list(range(len(steps)))  # for each row, the cache of its query
-        positions = [step.query_positions[0][0] for step in steps]
+        self._groups = self._config.heads // layout.kv_heads
+        # For each row, the cache of its query, and its position.
+        rows = [(index, step.query_positions[0][0]) for index, step in enumerate(steps)]
         for index, step in enumerate(steps):
-            sources += [index] * (len(step.query_positions) - 1)
-            positions += [towards[0] for towards in step.query_positions[1:]]
-        self._sources = torch.tensor(sources, dtype=torch.int64, device=device)
-        self._rotation = self._config.rope.at(positions)
+            rows += [(index, positions[0]) for positions in step.query_positions[1:]]
+        caches, positions = zip(*rows, strict=True)
+        self._caches = torch.tensor(caches, dtype=torch.int64, device=device)
+        self._rotation = self._config.rope.at(list(positions))
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
@@ -119,15 +113,15 @@ class _GroupAttention:
         self._parts, self._absent = _parts_by_cache(owners, len(steps), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Attend to all that each query sees; the new cells are written to their slots first."""
+        """Attend as `Step.attend` does, with one row for each cache."""
         for step, row in zip(self._steps, torch.split(q, 1), strict=True):
             step.observe(layer, row)
         rope = self._config.rope
         if k is not None and v is not None:
-            keys = rope.rotate_layer(layer, k, self._key_rotation)
-            for step, key, value in zip(self._steps, keys.unbind(0), v.unbind(0), strict=True):
+            keys = torch.split(rope.rotate_layer(layer, k, self._key_rotation), 1)
+            for step, key, value in zip(self._steps, keys, torch.split(v, 1), strict=True):
                 step.write(layer, key, value)
-        queries = rope.rotate_layer(layer, q[self._sources], self._rotation)
+        queries = rope.rotate_layer(layer, q[self._caches], self._rotation)
         parts = [
             view.attend(layer, self._as_one_query(queries[rows]), self._config)
             for view, rows in self._views

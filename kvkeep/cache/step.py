@@ -13,19 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import (
-    AttentionConfig,
-    Part,
-    attend_cells,
-    combine,
-    hiding_bias,
-    merge_heads,
-)
+from kvkeep.cache.attention import AttentionConfig, combine, merge_heads, range_bias
 from kvkeep.cache.block import Cells
 from kvkeep.cache.quantised import KVTensor, copy_stored
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.segment import Segment
-from kvkeep.cache.view import View, visibility_bias
+from kvkeep.cache.view import View
 from kvkeep.cache.window import Window
 
 
@@ -73,7 +66,10 @@ class Step:
 
     query_positions: the different lists of positions, one for each query, that the queries take
         towards segments; the first is that of the new tokens themselves.
+    views: the segments as the queries see them. attended: all that they see, new cells included.
     queries: `[layers, n, heads, head_dim]` to record the queries in; None if none are wanted.
+    log_sums: `[layers, heads, n]` float32 to store the natural log of the sum in each query's
+        softmax denominator; None if it is not wanted.
     sampled: whether the model has just sampled the token; else it was given from outside, as in a
         prompt. The cache does not depend on it, but executors may choose other weights by it.
     local: the step of the local layers' cache, if the decoder has such layers.
@@ -86,33 +82,31 @@ class Step:
     local: "Step | None" = None
     placements: Sequence[LayerPlacement] = ()
     recurrent: Mapping[str, Tensor] = MappingProxyType({})
+    queries: Tensor | None = None
+    log_sums: Tensor | None = None
+    _written = 0  # new cells that are in the newest segment's storage already
 
     def __init__(
-        self,
-        segments: Sequence[Segment],
-        window: Window,
-        time: int,
-        count: int,
-        attention: AttentionConfig,
+        self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig
     ):
         self.segments = segments
         self.newest = segments[-1]
         self.window = window
-        self.count = count
+        self.times = times
+        self.count = len(times)
         self.attention = attention
-        self.times = range(time, time + count)
         self._window_cells = sum(s.length for s in segments if not s.anchor)
-        added = [0 if self.newest.anchor else i + 1 for i in range(count)]  # to the window
+        added = [0 if self.newest.anchor else i + 1 for i in range(self.count)]  # to the window
         self.evicted = [window.evicted(self._window_cells + n) for n in added]
-        self.query_positions: list[list[int]] = [[self.newest.map(t) for t in self.times]]
+        self.query_positions: list[list[int]] = [[self.newest.map(t) for t in times]]
         self.views: list[View] = []
-        self.queries: Tensor | None = None
         preceding = 0  # window cells in segments before this one
         for segment in segments:
             view = self._view_segment(segment, preceding)
             if view is not None:
                 self.views.append(view)
             preceding += 0 if segment.anchor else segment.length
+        self.attended = self.views
 
     @property
     def layer_attention(self) -> LayerAttention:
@@ -127,58 +121,33 @@ class Step:
     def _view_segment(self, segment: Segment, preceding: int) -> View | None:
         """Return what the queries see of a segment; None if they see none of it.
 
-        preceding: the number of window cells in the segments before it.
+        preceding: the number of window cells in the segments before it. Those evicted beyond them
+        are cells of this segment; or, if it is an anchor, were between it and the queries, which
+        come that much closer. With `window.moves`, they have only moved to an anchor.
         """
-        if segment.anchor and segment.length:
-            return self._view_anchor(segment, preceding)
-        # The i-th query no longer sees the `hidden[i]` oldest cells of this segment. In the
-        # example above it has 3 cells, hidden is [1, 2], and the view is of the 2 newest.
-        hidden = [max(0, evicted - preceding) for evicted in self.evicted]
-        first, count = hidden[0], segment.length - hidden[0]
-        if count <= 0:
-            return None
-        visible = [(n, segment.length) for n in hidden] if hidden[-1] > first else None
+        length = segment.length + (self._written if segment is self.newest else 0)
+        evicted = [max(0, n - preceding) for n in self.evicted]
         positions = [segment.map(time) for time in self.times]
-        return self._view(segment, first, count, positions, visible)
-
-    def _view_anchor(self, segment: Segment, preceding: int) -> View:
-        """Return what the queries see of an anchor.
-
-        Window cells evicted beyond the `preceding` ones were between it and the queries, which
-        come that much closer. With `window.moves`, evicted cells have only moved to an anchor.
-        Of the cells that arrive in this step, a query sees those that are evicted before it: with
-        10 cells, 2 of them arriving, and evicted [1, 2], the first query sees 9 and the second 10.
-        """
-        closer = [0 if self.window.moves else max(0, n - preceding) for n in self.evicted]
-        positions = [segment.map(time) - n for time, n in zip(self.times, closer, strict=True)]
-        settled = segment.length - segment.arriving
-        visible = [(0, settled + n) for n in self.evicted] if segment.arriving else None
-        return self._view(segment, 0, segment.length, positions, visible)
-
-    def _view(
-        self,
-        segment: Segment,
-        first: int,
-        count: int,
-        positions: list[int],
-        visible: list[tuple[int, int]] | None,
-    ) -> View:
-        """Return the view of `count` cells from the `first`-oldest on.
-
-        positions: of each query. visible: for each query, the range (first, end) of the segment's
-        cells that it sees; None if all queries see all of these cells.
-        """
-        slots = segment.slots(first, count)
-        span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
+        first, visible = 0, None
+        if not segment.anchor:
+            # In the example above the window has 3 cells, evicted is [1, 2], and the view is of
+            # the 2 newest.
+            first = evicted[0]
+            visible = [(n, length) for n in evicted] if evicted[-1] > first else None
+        else:
+            if not self.window.moves:
+                positions = [p - n for p, n in zip(positions, evicted, strict=True)]
+            if segment.arriving:
+                # Of arriving cells, a query sees those that are evicted before it: with 10 cells,
+                # 2 of them arriving, and evicted [1, 2], the first sees 9 and the second 10.
+                settled = length - segment.arriving
+                visible = [(0, settled + n) for n in self.evicted]
+        if length <= first:
+            return None
         if positions not in self.query_positions:
             self.query_positions.append(positions)
-        return View(
-            slots=segment.block.slots,
-            span=span,
-            rotation=self.query_positions.index(positions),
-            bias=visibility_bias(segment, span, first, count, visible),
-            origin=segment.block.origin,
-        )
+        rotation = self.query_positions.index(positions)
+        return View.of_segment(segment, first, length, rotation, visible)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Store the new cells of a layer and attend to all that its queries see.
@@ -187,67 +156,61 @@ class Step:
         None for a layer that reads the cells of another one. All are unrotated: positions are the
         step's concern. Returns `[n, heads * head_dim]`.
         """
-        raise NotImplementedError
-
-    def commit(self, serial: int) -> None:
-        """Add the new cells to the cache; the first one's token has that serial."""
-        raise NotImplementedError
+        self.observe(layer, q)
+        attention = self.attention
+        if k is not None and v is not None:
+            self.write(layer, attention.rope.rotate_layer(layer, k, self.rotations[0]), v)
+        queries = [attention.rope.rotate_layer(layer, q, rotation) for rotation in self.rotations]
+        parts = [view.attend(layer, queries[view.rotation], attention) for view in self.attended]
+        part = attention.with_sinks(layer, combine(parts), self.count)
+        if self.log_sums is not None:
+            self.log_sums[layer] = part.log_sum.transpose(0, 1).flatten(0, 1)
+        return merge_heads(part.out, self.count).to(q.dtype)
 
     def observe(self, layer: int, q: Tensor) -> None:
         """Record the queries of a layer, `[n, heads, head_dim]`, if they are wanted."""
         if self.queries is not None:
             self.queries[layer].copy_(q)
 
-    def _rotated(self, layer: int, q: Tensor) -> list[Tensor]:
-        return [self.attention.rope.rotate_layer(layer, q, rotation) for rotation in self.rotations]
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write the new cells of a layer; both `[n, kv_heads, head_dim]`, keys rotated."""
+        raise NotImplementedError
 
-    def _attend_views(self, layer: int, queries: list[Tensor]) -> list[Part]:
-        return [view.attend(layer, queries[view.rotation], self.attention) for view in self.views]
+    def commit(self, serial: int) -> None:
+        """Add the new cells to the cache; the first one's token has that serial."""
+        raise NotImplementedError
 
 
 class DecodeStep(Step):
     """A step of one token, whose cell is written first, into the slot where it will stay.
+
+    In a full ring, that was the slot of the oldest cell.
 
     slot: of the newest segment.
     slot_tensors: the key and value in that slot, both `[layers, kv_heads, head_dim]`.
     in_full_ring: whether the slot is that of the oldest cell.
     """
 
+    _written = 1
+
     def __init__(
-        self, segments: Sequence[Segment], window: Window, time: int, attention: AttentionConfig
+        self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig
     ):
         newest = segments[-1]
         self.slot = newest.next_slot()
         slots = newest.block.slots
         self.slot_tensors = [x[:, :, self.slot] for x in (slots.stored_keys, slots.stored_values)]
         self.in_full_ring = newest.length == newest.capacity
-        super().__init__(segments, window, time, 1, attention)
-
-    def _view_segment(self, segment: Segment, preceding: int) -> View | None:
-        if segment is not self.newest:
-            return super()._view_segment(segment, preceding)
-        # The new cell counts as written; in a full ring, it has replaced the oldest.
-        first = 0 if segment.anchor else max(0, self.evicted[0] - preceding)
-        count = segment.length + 1 - first
-        return self._view(segment, first, count, self.query_positions[0], None)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        self.observe(layer, q)
-        if k is not None and v is not None:
-            key = self.attention.rope.rotate_layer(layer, k, self.rotations[0])[0]
-            self.write(layer, key, v[0])
-        part = combine(self._attend_views(layer, self._rotated(layer, q)))
-        return merge_heads(self.attention.with_sinks(layer, part, 1).out, 1).to(q.dtype)
+        super().__init__(segments, window, times, attention)
 
     @cached_property
     def _layer_slots(self) -> list[tuple[KVTensor, ...]]:
         return [x.unbind() for x in self.slot_tensors]
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write the new cell of a layer; key and value: `[kv_heads, head_dim]`, key rotated."""
-        keys, values = self._layer_slots
-        copy_stored(keys[layer], key)
-        copy_stored(values[layer], value)
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        key_slots, value_slots = self._layer_slots
+        copy_stored(key_slots[layer], keys[0])
+        copy_stored(value_slots[layer], values[0])
 
     def commit(self, serial: int) -> None:
         self.window.evict(self.segments, max(0, self.evicted[-1] - self.window.spare))
@@ -260,53 +223,24 @@ class ChunkStep(Step):
     So the first tokens still see old cells that the last ones do not.
 
     new_cells: their cells.
-    new_cells_bias: `[n, n]` among the new tokens; None if each query sees all new tokens before it.
-    log_sums: `[layers, heads, n]` float32 to store the natural log of the sum in each query's
-        softmax denominator; None if it is not wanted.
     """
 
     def __init__(
-        self,
-        segments: Sequence[Segment],
-        window: Window,
-        time: int,
-        count: int,
-        attention: AttentionConfig,
+        self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig
     ):
-        super().__init__(segments, window, time, count, attention)
-        self.new_cells = Cells.zeros(self.newest.layout.plain, count)
-        self.log_sums: Tensor | None = None
-        self.new_cells_bias = self._banded_bias() if self.evicted[-1] > self._window_cells else None
+        super().__init__(segments, window, times, attention)
+        self.new_cells = Cells.zeros(self.newest.layout.plain, self.count)
+        bias = None  # each query sees all new tokens before it, unless the chunk fills the window
+        if self.evicted[-1] > self._window_cells:
+            ranks = torch.arange(self.count, dtype=torch.int64, device="cpu")
+            seen = [(n - self._window_cells, i + 1) for i, n in enumerate(self.evicted)]
+            bias = range_bias(ranks, seen, self.newest.layout.device)
+        new = View(self.new_cells, slice(0, self.count), 0, bias, 0, causal=bias is None)
+        self.attended = [new, *self.views]
 
-    def _banded_bias(self) -> Tensor:
-        """Return `[n, n]` that hides the oldest cells of a chunk longer than the window."""
-        order = torch.arange(self.count, dtype=torch.int64, device="cpu")
-        floors = torch.tensor(self.evicted, dtype=torch.int64, device="cpu") - self._window_cells
-        seen = (order <= order[:, None]) & (order >= floors[:, None])
-        return hiding_bias(~seen).to(self.new_cells.keys.device)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        self.observe(layer, q)
-        keys, values = self.new_cells.keys[layer], self.new_cells.values[layer]
-        if k is not None and v is not None:
-            rotated = self.attention.rope.rotate_layer(layer, k, self.rotations[0])
-            keys.copy_(rotated.transpose(0, 1))
-            values.copy_(v.transpose(0, 1))
-        queries = self._rotated(layer, q)
-        among_new_cells = attend_cells(
-            queries[0],
-            keys,
-            values,
-            scale=self.attention.scale,
-            bias=self.new_cells_bias,
-            causal=self.new_cells_bias is None,
-            softcap=self.attention.softcap,
-        )
-        part = combine([among_new_cells, *self._attend_views(layer, queries)])
-        part = self.attention.with_sinks(layer, part, self.count)
-        if self.log_sums is not None:
-            self.log_sums[layer] = part.log_sum.transpose(0, 1).flatten(0, 1)
-        return merge_heads(part.out, self.count).to(q.dtype)
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.new_cells.keys[layer].copy_(keys.transpose(0, 1))
+        self.new_cells.values[layer].copy_(values.transpose(0, 1))
 
     def commit(self, serial: int) -> None:
         positions = torch.tensor(self.query_positions[0], dtype=torch.int64, device="cpu")

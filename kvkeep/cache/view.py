@@ -1,12 +1,12 @@
 """Stored cells as the queries of one step see them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import AttentionConfig, Part, attend_cells, hiding_bias
+from kvkeep.cache.attention import AttentionConfig, Part, attend_cells, range_bias
 from kvkeep.cache.block import Cells
 from kvkeep.cache.quantised import KVTensor
 from kvkeep.cache.ragged import Ragged
@@ -20,6 +20,7 @@ class View:
     slots, span: the storage of the cells, and their range in it. origin: the place of its slot 0.
     rotation: index of the step's rotation that the queries take towards these cells.
     bias: `[n, cells]` float32, or None where every query sees every cell, as with ragged cells.
+    causal: whether query i sees cells 0 ... i only; there is no bias then.
     """
 
     slots: Cells
@@ -27,6 +28,32 @@ class View:
     rotation: int
     bias: Tensor | None
     origin: int
+    causal: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def of_segment(
+        cls,
+        segment: Segment,
+        first: int,
+        end: int,
+        rotation: int,
+        visible: list[tuple[int, int]] | None,
+    ) -> "View":
+        """Return the view of a segment's cells `first ... end - 1`, 0 for the oldest.
+
+        visible: for each query, the range (first, end) of cells that it sees, within the view's;
+        None if every query sees all of the view.
+        """
+        slots = segment.slots(first, end - first)
+        span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
+        bias = None
+        if visible or end - first < span.stop - span.start:
+            span_slots = torch.arange(span.start, span.stop, dtype=torch.int64, device="cpu")
+            # A cell that is being written comes last, whether its slot was free or that of an
+            # evicted cell.
+            ranks = (span_slots - segment.start - first) % segment.capacity + first
+            bias = range_bias(ranks, visible or [(first, end)], segment.layout.device)
+        return cls(segment.block.slots, span, rotation, bias, segment.block.origin)
 
     @cached_property
     def keys(self) -> tuple[KVTensor, ...]:
@@ -53,27 +80,7 @@ class View:
             self.values[layer],
             scale=attention.scale,
             bias=self.bias,
-            causal=False,
+            causal=self.causal,
             cell_bias=self.cell_bias[layer],
             softcap=attention.softcap,
         )
-
-
-def visibility_bias(
-    segment: Segment, span: slice, first: int, count: int, visible: list[tuple[int, int]] | None
-) -> Tensor | None:
-    """Return the bias `[n, cells]` of the slots of `span`; None if every query sees every cell.
-
-    first, count: which of the segment's cells are in these slots, 0 for the oldest.
-    visible: for each query, the range (first, end) of cells that it sees; None for all of them.
-    """
-    if visible is None and count == span.stop - span.start:
-        return None
-    slots = torch.arange(span.start, span.stop, dtype=torch.int64, device="cpu")
-    # 0 for the oldest cell. A cell that is being written comes last, whether its slot was free or
-    # that of an evicted cell.
-    order = (slots - segment.start - first) % segment.capacity + first
-    bounds = torch.tensor(visible or [(first, first + count)], dtype=torch.int64, device="cpu")
-    seen = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
-    seen &= (order >= first) & (order < first + count)
-    return hiding_bias(~seen).to(segment.layout.device)

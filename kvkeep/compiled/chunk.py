@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import LayerAttention, Layout, Ragged
-from kvkeep.cache.quantised import KVTensor
 from kvkeep.cache.step import ChunkStep, LayerDispatch
 from kvkeep.cache.view import View
 from kvkeep.compiled import binding as c
@@ -98,10 +97,7 @@ class ChunkAttention:
         q = q.contiguous()
         k, v = (None if x is None else x.contiguous() for x in (k, v))
         require((k is None) == (v is None), "keys with values, or neither", (k, v))
-        new = _view(
-            keys, values, new_shape, n, 0, step.new_cells_bias, causal=step.new_cells_bias is None
-        )
-        views = [new, *(_stored_view(view, layer, new_shape) for view in step.views)]
+        views = [_describe_view(view, layer, new_shape) for view in step.attended]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
         rotations, attention = len(step.query_positions), step.attention
         angles = self._zero_angles if layer in attention.rope.unrotated else self._angles
@@ -138,42 +134,30 @@ class ChunkAttention:
         return out
 
 
-def _stored_view(view: View, layer: int, new_shape: tuple[int, int, int]) -> c.CChunkView:
-    """Describe stored cells of one layer. new_shape: `[kv_heads, n, head_dim]` of the chunk."""
+def _describe_view(view: View, layer: int, new_shape: tuple[int, int, int]) -> c.CChunkView:
+    """Describe cells of one layer. new_shape: `[kv_heads, n, head_dim]` of the chunk."""
     kv_heads, n, head_dim = new_shape
     cells = view.slots
     if isinstance(cells, Ragged):
-        keys, values, bias, offsets = ragged_cells(cells, cells.counts.shape[0], kv_heads, head_dim)
+        keys, values, biases, offsets = ragged_cells(
+            cells, cells.counts.shape[0], kv_heads, head_dim
+        )
         offsets += layer * kv_heads * cells.offsets.itemsize
         most = int(cells.counts[layer].max())
-        return c.CChunkView(keys, values, most, view.rotation, 0, 0, None, bias, 0, offsets)
+        return c.CChunkView(keys, values, most, view.rotation, 0, 0, None, biases, 0, offsets)
     layer_keys, layer_values = view.keys[layer], view.values[layer]
-    shape, cell_bias = (kv_heads, layer_keys.shape[1], head_dim), view.cell_bias[layer]
-    return _view(layer_keys, layer_values, shape, n, view.rotation, view.bias, False, cell_bias)
-
-
-def _view(
-    keys: KVTensor,
-    values: KVTensor,
-    shape: tuple[int, int, int],
-    n: int,
-    rotation: int,
-    bias: Tensor | None,
-    causal: bool,
-    cell_bias: Tensor | None = None,
-) -> c.CChunkView:
-    """Describe cells of one layer. shape: `[kv_heads, cells, head_dim]`. n: queries."""
-    kv_heads, cells, _ = shape
+    count, bias, cell_bias = layer_keys.shape[1], view.bias, view.cell_bias[layer]
+    shape = (kv_heads, count, head_dim)
     rows = 1 if bias is None or bias.shape[0] == 1 else n
     return c.CChunkView(
-        stored_cells(keys, shape, 0),
-        stored_cells(values, shape, 0),
-        cells,
-        rotation,
-        int(causal),
-        0 if rows == 1 else cells,
-        None if bias is None else address(bias, "a bias", torch.float32, (rows, cells)),
-        None if cell_bias is None else cell_bias_address(cell_bias, (kv_heads, cells)),
+        stored_cells(layer_keys, shape, 0),
+        stored_cells(layer_values, shape, 0),
+        count,
+        view.rotation,
+        int(view.causal),
+        0 if rows == 1 else count,
+        None if bias is None else address(bias, "a bias", torch.float32, (rows, count)),
+        None if cell_bias is None else cell_bias_address(cell_bias, (kv_heads, count)),
         0 if cell_bias is None else cell_bias.stride(0),
         None,
     )

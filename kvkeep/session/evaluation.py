@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.segment import GROWTH
-from kvkeep.cache.step import DecodeStep, Step
+from kvkeep.cache.step import DecodeStep
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
@@ -74,14 +74,11 @@ class StepTransaction:
             self._cache_steps.enter_context(memory.cache.step(len(chunk), sampled))
             for memory, chunk in zip(memories, chunks, strict=True)
         ]
-        self.step = self._group_step(steps) if grouped else steps[0]
+        decode_steps = [step for step in steps if isinstance(step, DecodeStep)]
+        self.step = GroupStep(decode_steps) if grouped else steps[0]
         ids = [token for chunk in chunks for token in chunk]
         device = memories[0].cache.layout.device
         self.tokens = torch.tensor(ids, dtype=torch.int64, device=device)
-
-    def _group_step(self, steps: Sequence[Step]) -> GroupStep:
-        decode_steps = [step for step in steps if isinstance(step, DecodeStep)]
-        return GroupStep(decode_steps, self._memories[0].decoder.spec.heads)
 
     def __enter__(self) -> "StepTransaction":
         return self

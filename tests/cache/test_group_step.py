@@ -43,7 +43,7 @@ def feed(cache: KVCache, count: int, seed: int = 0) -> KVCache:
 
 
 def new_cache(window: int | None = None) -> KVCache:
-    cache = KVCache(LAYOUT, AttentionConfig(2 * LAYOUT.kv_heads, ROPE, 0.3))
+    cache = KVCache(LAYOUT, AttentionConfig(HEADS, ROPE, 0.3))
     if window is not None:
         cache.window = Window(window)
         cache.segments.append(Segment(LAYOUT, window))
@@ -95,9 +95,11 @@ def unrelated_caches() -> list[KVCache]:
 def decode_together(caches: list[KVCache], seed: int) -> tuple[list[Tensor], GroupStep]:
     """Decode one token of each cache in one group step; one output for each layer."""
     contexts = [cache.step(1) for cache in caches]
-    step = GroupStep([each.__enter__() for each in contexts], HEADS)  # type: ignore[misc]
+    step = GroupStep([each.__enter__() for each in contexts])  # type: ignore[misc]
+    attention = step.layer_attention
     outs = [
-        step.attend(layer, *random_qkv(len(caches), seed + layer)) for layer in range(LAYOUT.layers)
+        attention.attend(layer, *random_qkv(len(caches), seed + layer))
+        for layer in range(LAYOUT.layers)
     ]
     for each in contexts:
         each.__exit__(None, None, None)

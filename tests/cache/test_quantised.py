@@ -252,13 +252,14 @@ def test_a_group_step_equals_single_steps(bits: str) -> None:
     alone = torch.stack([feed(fork, 1, seed=60 + i)[:, 0] for i, fork in enumerate(forks())])
     together = forks()
     steps = [fork.step(1) for fork in together]
-    group = GroupStep([step.__enter__() for step in steps], HEADS)  # type: ignore[misc]
+    step_of_all = GroupStep([step.__enter__() for step in steps])  # type: ignore[misc]
+    attention = step_of_all.layer_attention
     for layer in range(2):
         q, k, v = (
             torch.cat([random(1, n, 16, seed=60 + i + layer * 9 + n) for i in range(3)])
             for n in (HEADS, 2, 2)
         )
-        actual = group.attend(layer, q, k, v)
+        actual = attention.attend(layer, q, k, v)
         torch.testing.assert_close(actual, alone[:, layer], rtol=1e-4, atol=1e-4)
 
 

@@ -100,7 +100,7 @@ def test_a_static_step_depends_on_its_buffers_alone() -> None:
         assert isinstance(step, DecodeStep)
         static = StaticStep(step)
         static.load(step)
-        buffers = [static.slot, static.cosine, static.sine]
+        buffers = [static.slot_index, static.cosine, static.sine]
         addresses = [buffer.data_ptr() for buffer in buffers]
         for layer in range(LAYOUT.layers):
             static.attend(layer, *random_qkv(1, layer))
