@@ -15,7 +15,7 @@ from kvkeep.storage.snapshots.header import check_output_path
 from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
-    from kvkeep import Calibration, Model, Session, Snapshot
+    from kvkeep import Calibration, Model, Session
 
 # Listed here because the modules that define them import torch, which would slow down --help.
 METHOD_NAMES = (
@@ -108,48 +108,6 @@ def archive_calibration(
     if file is not None or method not in (None, "kvzap"):
         return load_calibration_file(file, model)
     return model.calibration
-
-
-def original_calibration(
-    saved: object, snapshot: "Snapshot", file: Path | None, model: "Model"
-) -> "Calibration | None":
-    """Return the calibration that a saved session was created with.
-
-    It is the given file, or else the one stored for the model.
-    saved: the session or file, for messages. Raises InvalidArgument if the session needs a
-    calibration and neither of these is the one.
-    """
-    needed = snapshot.policy.get("calibrated_by")
-    if file is not None or not needed:
-        return load_calibration_file(file, model)
-    stored = model.calibration
-    if stored is None or stored.digest != needed:
-        raise _needs_calibration(saved)
-    return stored
-
-
-def check_original_calibration(saved: object, snapshot: "Snapshot", file: Path | None) -> None:
-    """Check, before the model is loaded, whether a calibration is missing or superfluous.
-
-    Raises InvalidArgument.
-    """
-    from kvkeep.compression.calibration.calibration import any_default_calibration
-
-    needed = snapshot.policy.get("calibrated_by")
-    if needed and file is None and not any_default_calibration():
-        raise _needs_calibration(saved)
-    if file is not None and not needed:
-        raise InvalidArgument(
-            f"{saved} was created without a calibration and continues without one; leave "
-            "--calibration out, or start a new session"
-        )
-
-
-def _needs_calibration(saved: object) -> InvalidArgument:
-    return InvalidArgument(
-        f"{saved} compresses by a calibration: give the file that it was created with as "
-        "--calibration"
-    )
 
 
 def gains_from_calibration(session: "Session") -> bool:

@@ -10,23 +10,19 @@ from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import (
     CODEC_NAMES,
     WHOLE_PROMPT,
-    MemoryChoice,
-    PrefixChoice,
+    SessionChoice,
     keep_option,
-    memory_options,
-    prefix_options,
+    session_options,
 )
 from kvkeep.cli.options import (
     SPECIAL,
     OutputChoice,
-    SamplingChoice,
     choice_option,
     file_option,
     integer_option,
     is_given,
     output_options,
     read_prompt,
-    sampling_options,
 )
 from kvkeep.cli.session_file import (
     FIRST_PROMPT,
@@ -36,7 +32,7 @@ from kvkeep.cli.session_file import (
     apply_keep,
     resume,
 )
-from kvkeep.cli.store import saved_sessions, session_names, store_option
+from kvkeep.cli.store import saved_sessions, session_names
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.snapshots.header import check_output_path
 
@@ -66,12 +62,9 @@ if TYPE_CHECKING:
     "For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
     default=CODEC_NAMES[0],
 )
-@memory_options(
+@session_options(
     keep_option("First tokens never forgotten; -1: the first prompt.", minimum=WHOLE_PROMPT)
 )
-@store_option
-@prefix_options
-@sampling_options
 @click.option("--ignore-eos", is_flag=True, help="Write on after the model's end of text.")
 @output_options
 def generate(
@@ -84,9 +77,7 @@ def generate(
     cache_prompt: Path | None,
     restore_prompt: Path | None,
     codec: "Codec",
-    memory: MemoryChoice,
-    prefixes: PrefixChoice,
-    sampling: SamplingChoice,
+    choice: SessionChoice,
     output: OutputChoice,
 ) -> None:
     """Continue a text.
@@ -100,8 +91,7 @@ def generate(
     model writes on from there. Model, --policy and --max-kv-size are then as they were saved.
     """
     output.check()
-    sampling.resolve()
-    memory.check()
+    choice.check()
     if session is not None and (cache_prompt or restore_prompt):
         raise InvalidArgument(
             "--session already loads and saves: leave --cache-prompt and --restore-prompt out "
@@ -120,17 +110,18 @@ def generate(
         from kvkeep.cli.run import Run
 
         if source is not None:
-            opened = resume(source, memory, output.progress)
+            opened = resume(source, choice.memory, output.progress)
         else:
-            model = memory.load(output.progress)
-            opened = OpenedSession(model, memory.session(model, store=prefixes.store(model)))
-        resolved = sampling.resolve(opened.seed)
+            model = choice.memory.load(output.progress)
+            prefix_store = choice.prefixes.store(model)
+            opened = OpenedSession(model, choice.memory.session(model, store=prefix_store))
+        resolved = choice.sampling.resolve(opened.seed)
         run = Run("generate", opened, output, resolved.seed)
         if session_file is not None:
             what = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, what, opened.notes)
         if source is not None:
-            apply_keep(opened, memory.keep)
+            apply_keep(opened, choice.memory.keep)
         with run.reported():
             _prefill(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:

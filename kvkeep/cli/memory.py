@@ -1,6 +1,5 @@
 """Options for the model, the policy and budget of its memory, and the prefix cache."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,13 +16,15 @@ from kvkeep.cli.compression import (
 )
 from kvkeep.cli.options import (
     Decorator,
+    SamplingChoice,
     choice_option,
     collect_options,
     integer_option,
     is_given,
+    sampling_options,
 )
 from kvkeep.cli.output import say
-from kvkeep.cli.store import named_secret, named_store, secret_option
+from kvkeep.cli.store import named_secret, named_store, secret_option, store_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
 from kvkeep.models.hub.source import home
@@ -171,6 +172,20 @@ class PrefixChoice:
             return None
 
 
+@dataclass(frozen=True)
+class SessionChoice:
+    """The options for the sessions that a command prefills and samples in."""
+
+    memory: MemoryChoice
+    prefixes: PrefixChoice
+    sampling: SamplingChoice
+
+    def check(self) -> None:
+        """Check everything that can be checked without the model. Raises InvalidArgument."""
+        self.sampling.resolve()
+        self.memory.check()
+
+
 def warn_without_prefixes(error: str) -> None:
     """Print that the prefix cache is not used, and why."""
     say(f"going on without the prefix cache: {error}")
@@ -283,8 +298,13 @@ _PREFIX_OPTIONS = (
     ),
     integer_option("--prefix-cache-bytes", default=PREFIX_BYTES, help="Most disk space for that."),
 )
+_prefix_options = collect_options(PrefixChoice, "prefixes", _PREFIX_OPTIONS)
 
 
-def prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a `PrefixChoice`, passed on as `prefixes`, and `--secret-file`."""
-    return collect_options(PrefixChoice, "prefixes", _PREFIX_OPTIONS)(secret_option(command))
+def session_options(keep: Decorator) -> Decorator:
+    """Return a decorator that adds the options of a `SessionChoice`, passed on as `choice`.
+
+    keep: the `--keep` option.
+    """
+    options = [memory_options(keep), store_option, _prefix_options, secret_option, sampling_options]
+    return collect_options(SessionChoice, "choice", options)

@@ -18,7 +18,6 @@ from kvkeep.storage.objects import is_url
 
 if TYPE_CHECKING:
     from kvkeep import Model
-    from kvkeep.engine import Engine
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Other requests wait for a step, so it is shorter than in commands for one user.
@@ -89,15 +88,8 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
     memory.check()
     if options["store"] is not None and is_url(options["store"]):
         _serve_shared(memory, options)
-        return
-    engine = _engine(memory, options)
-    from kvkeep.server.keys import ApiKeys
-    from kvkeep.server.lifecycle import serve_on
-
-    try:
-        serve_on(engine, ApiKeys.read(options["api_key_file"], options["folder"]), options)
-    finally:
-        engine.close()
+    else:
+        _serve_folder(memory, options)
 
 
 def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
@@ -120,30 +112,29 @@ def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
         limits=Limits(memory=options["max_bytes"]),
         prefixes=uses_prefixes(memory, options["prefix_cache"]),
     )
-    try:
+    with server.engine:
         keys = ApiKeys.shared(options["api_key_file"], secret)
         serve_on(server.engine, keys, options, server.middleware, server.leases.drain)
-    finally:
-        server.engine.close()
 
 
-def _engine(memory: MemoryChoice, options: dict[str, Any]) -> "Engine":
-    """Load the model and start an engine whose sessions are in a folder."""
+def _serve_folder(memory: MemoryChoice, options: dict[str, Any]) -> None:
+    """Serve sessions from a folder."""
     model = memory.load(progress=not options["quiet"])
     from kvkeep.engine import Engine, Limits
+    from kvkeep.server.keys import ApiKeys
+    from kvkeep.server.lifecycle import serve_on
 
     folder = Path(options["store"]) if options["store"] else home() / "server"
-    engine = Engine(
+    with Engine(
         model,
         settings=session_settings(memory, model, options["max_bytes"]),
         limits=Limits(memory=options["max_bytes"]),
         folder=folder / "sessions",
         stores=folder / "prefixes" if uses_prefixes(memory, options["prefix_cache"]) else None,
-    )
-    options["folder"] = folder
-    for line in engine.losses:
-        say(line)
-    return engine
+    ) as engine:
+        for line in engine.losses:
+            say(line)
+        serve_on(engine, ApiKeys.read(options["api_key_file"], folder), options)
 
 
 def session_settings(memory: MemoryChoice, model: "Model", max_bytes: int) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The session that a command works on: opened from its file, and saved to it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvkeep.cli.compression import check_original_calibration, original_calibration
+from kvkeep.cli.compression import load_calibration_file
 from kvkeep.cli.memory import WHOLE_PROMPT, MemoryChoice
 from kvkeep.cli.options import is_given
 from kvkeep.cli.output import megabytes, say
@@ -61,15 +62,17 @@ def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
 
     snapshot = Snapshot.load(file)
     _require_agreement(file, snapshot, memory)
-    check_original_calibration(file, snapshot, memory.calibration)
-    if not is_given("model"):
-        require_local(snapshot.model, file)
-        memory = replace(memory, model=snapshot.model)
     if not is_given("dtype"):
         memory = replace(memory, dtype=dtype_name(snapshot.layout.dtype))
-    model = memory.load(progress)
-    calibration = original_calibration(file, snapshot, memory.calibration, model)
-    session = model.restore(snapshot, calibration=calibration)
+    name = memory.model if is_given("model") else None
+    model, session = restore(
+        file,
+        file,
+        snapshot,
+        name,
+        memory.calibration,
+        load=lambda name: replace(memory, model=name).load(progress),
+    )
     if not session.exactness.bit_exact:
         say(
             f"{file} does not go on to the bit here ({'; '.join(session.exactness.differs)}): what "
@@ -79,6 +82,45 @@ def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
         session.prefill_step = memory.prefill_step
     notes, seed = checked_notes(file, snapshot), snapshot.sampler.get("seed")
     return OpenedSession(model, session, notes, len(snapshot.tokens), seed)
+
+
+def restore(
+    file: Source,
+    label: object,
+    snapshot: "Snapshot",
+    model_name: str | None,
+    calibration: Path | None,
+    load: Callable[[str], "Model"],
+) -> tuple["Model", "Session"]:
+    """Restore a session, with the calibration that it was created with.
+
+    label: the session or file, for messages. model_name: None for the one that it was saved with.
+    calibration: the file of `--calibration`; None for what is stored for the model. load: loads a
+    model by name, once everything is checked that can be without it. Raises as `resume`.
+    """
+    from kvkeep.compression.calibration.calibration import any_default_calibration
+
+    digest = snapshot.policy.get("calibrated_by")
+    missing = InvalidArgument(
+        f"{label} compresses by a calibration: give the file that it was created with as "
+        "--calibration"
+    )
+    if calibration is not None and not digest:
+        raise InvalidArgument(
+            f"{label} was created without a calibration and continues without one; leave "
+            "--calibration out, or start a new session"
+        )
+    if digest and calibration is None and not any_default_calibration():
+        raise missing
+    if model_name is None:
+        require_local(snapshot.model, file)
+    model = load(model_name or snapshot.model)
+    original = load_calibration_file(calibration, model)
+    if digest and original is None:
+        original = model.calibration
+        if original is None or original.digest != digest:
+            raise missing
+    return model, model.restore(snapshot, calibration=original)
 
 
 def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:

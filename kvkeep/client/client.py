@@ -2,25 +2,42 @@
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+import re
+from collections.abc import AsyncIterator, Iterator
+from operator import itemgetter
 from typing import Any
 
 import httpx
 
 from kvkeep import errors
-from kvkeep.client.remote import ApiRequest, Convert, RemoteSession, Text, given_fields, text_fields
+from kvkeep.client.remote import (
+    ApiClient,
+    ApiRequest,
+    Convert,
+    RemoteSession,
+    Text,
+    given_fields,
+    text_fields,
+)
 
 URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
 _TIMEOUT = httpx.Timeout(10.0, read=None)  # prefill of a long prompt has no time limit
 _TRIES = 3  # of a request whose response is lost
+_data = itemgetter("data")  # the items of a listing
+_ERRORS: dict[Any, type[errors.KvkeepError]] = {  # by code
+    "session_not_found": errors.NoSuchSession,
+    "session_busy": errors.Busy,
+    "key_at_work": errors.Busy,
+    "wrong_revision": errors.WrongRevision,
+    "exceed_context_size_error": errors.ContextFull,
+    "cancelled": errors.Cancelled,
+    "locked": errors.Locked,
+}
 
 
-class _Requests:
+class _Requests(ApiClient):
     """The requests of both clients. Methods return responses, or awaitables of them."""
-
-    send: Callable[..., Any]
-    stream: Callable[[ApiRequest], Any]
 
     def session(self, name: str) -> RemoteSession:
         """Return an existing session; no request is sent yet."""
@@ -99,10 +116,9 @@ class Client(_Requests):
         self._http.close()
 
     def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
-        options = request.httpx_options
         for tries_left in reversed(range(_TRIES)):
             try:
-                response = self._http.request(request.method, request.path, **options)
+                response = self._http.request(**request.arguments())
                 return convert(_checked(response))
             except httpx.TransportError as error:
                 _require_retry(error, tries_left, self._http.base_url)
@@ -110,9 +126,9 @@ class Client(_Requests):
 
     def stream(self, request: ApiRequest) -> Iterator[ServerEvent]:
         """Yield events. Closing the iterator cancels the generation."""
-        parser, options = _EventParser(), request.httpx_options
+        parser = _EventParser()
         try:
-            with self._http.stream(request.method, request.path, **options) as response:
+            with self._http.stream(**request.arguments()) as response:
                 if not response.is_success:
                     response.read()
                     _checked(response)
@@ -140,10 +156,9 @@ class AsyncClient(_Requests):
         await self._http.aclose()
 
     async def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
-        options = request.httpx_options
         for tries_left in reversed(range(_TRIES)):
             try:
-                response = await self._http.request(request.method, request.path, **options)
+                response = await self._http.request(**request.arguments())
                 return convert(_checked(response))
             except httpx.TransportError as error:
                 _require_retry(error, tries_left, self._http.base_url)
@@ -151,9 +166,9 @@ class AsyncClient(_Requests):
 
     async def stream(self, request: ApiRequest) -> AsyncIterator[ServerEvent]:
         """Yield events. Closing the iterator cancels the generation."""
-        parser, options = _EventParser(), request.httpx_options
+        parser = _EventParser()
         try:
-            async with self._http.stream(request.method, request.path, **options) as response:
+            async with self._http.stream(**request.arguments()) as response:
                 if not response.is_success:
                     await response.aread()
                     _checked(response)
@@ -167,10 +182,6 @@ class AsyncClient(_Requests):
 def _http_options(url: str, key: str | None, options: dict[str, Any]) -> dict[str, Any]:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return {"base_url": url, "headers": headers, "timeout": _TIMEOUT, **options}
-
-
-def _data(listing: dict[str, Any]) -> Any:
-    return listing["data"]
 
 
 def _require_retry(error: httpx.TransportError, tries_left: int, url: object) -> None:
@@ -192,26 +203,13 @@ def _checked(response: httpx.Response) -> Any:
         message, code = str(error["message"]), error.get("code")
     except (ValueError, KeyError, TypeError, AttributeError):
         message, code = f"the server answered with status {response.status_code}", None
-    status = response.status_code
-    if status == 429:
-        raise errors.NoRoom(message, _seconds(response.headers.get("Retry-After")))
+    if response.status_code == 429:
+        seconds = response.headers.get("Retry-After", "")
+        raise errors.NoRoom(message, float(seconds) if re.fullmatch("[0-9]+", seconds) else 1.0)
     if code == "too_large":
         raise errors.NoRoom(message, math.inf)
-    by_code: dict[Any, type[errors.KvkeepError]] = {
-        "session_not_found": errors.NoSuchSession,
-        "session_busy": errors.Busy,
-        "key_at_work": errors.Busy,
-        "wrong_revision": errors.WrongRevision,
-        "exceed_context_size_error": errors.ContextFull,
-        "cancelled": errors.Cancelled,
-        "locked": errors.Locked,
-    }
-    by_status = {400: errors.InvalidArgument, 404: errors.InvalidArgument}
-    raise by_code.get(code, by_status.get(status, errors.ServerError))(message)
-
-
-def _seconds(text: str | None) -> float:
-    return float(text) if text is not None and text.isascii() and text.isdigit() else 1.0
+    by_status = errors.InvalidArgument if response.status_code in (400, 404) else errors.ServerError
+    raise _ERRORS.get(code, by_status)(message)
 
 
 class _EventParser:

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 Text = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages
 Convert = Callable[[Any], Any]
@@ -21,26 +21,21 @@ class ApiRequest:
     # The idempotency key: the server makes a change once, however often the request is sent.
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
-    @property
-    def headers(self) -> dict[str, str]:
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments for a request or a stream of httpx."""
         headers = {} if self.method == "GET" else {"Idempotency-Key": self.key}
         if self.revision is not None:
             headers["If-Match"] = f'"{self.revision}"'
-        return headers
-
-    @property
-    def httpx_options(self) -> dict[str, Any]:
         body = None if self.method in ("GET", "DELETE") else dict(self.body or {})
-        params = {name: value for name, value in (self.params or {}).items() if value is not None}
-        return {"headers": self.headers, "json": body, "params": params}
+        content = {"headers": headers, "json": body, "params": given_fields(**(self.params or {}))}
+        return {"method": self.method, "url": self.path, **content}
 
 
-class ApiClient(Protocol):
+class ApiClient:
     """The part of a client that a session uses; synchronous or asynchronous."""
 
-    def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any: ...
-
-    def stream(self, request: ApiRequest) -> Any: ...
+    send: Callable[..., Any]
+    stream: Callable[[ApiRequest], Any]
 
 
 class RemoteSession:

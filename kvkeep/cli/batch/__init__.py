@@ -7,24 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.batch.requests import read_folder, read_jsonl
-from kvkeep.cli.memory import (
-    MemoryChoice,
-    PrefixChoice,
-    keep_option,
-    memory_options,
-    prefix_options,
-    uses_prefixes,
-)
-from kvkeep.cli.options import (
-    OutputChoice,
-    SamplingChoice,
-    integer_option,
-    output_options,
-    sampling_options,
-    size_option,
-)
+from kvkeep.cli.memory import SessionChoice, keep_option, session_options, uses_prefixes
+from kvkeep.cli.options import OutputChoice, integer_option, output_options, size_option
 from kvkeep.cli.output import shown_bytes
-from kvkeep.cli.store import store_option
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -57,10 +42,7 @@ if TYPE_CHECKING:
 @integer_option("-n", "--max-tokens", default=256, help="Of an answer.")
 @integer_option("--at-once", default=16, help="Answers written together.")
 @size_option("--memory-bytes", default="4GB", help="For the cells of all of them.")
-@memory_options(keep_option("First tokens kept."))
-@store_option
-@prefix_options
-@sampling_options
+@session_options(keep_option("First tokens kept."))
 @output_options
 def batch(
     file: Path | None,
@@ -72,9 +54,7 @@ def batch(
     max_tokens: int,
     at_once: int,
     memory_bytes: int,
-    memory: MemoryChoice,
-    prefixes: PrefixChoice,
-    sampling: SamplingChoice,
+    choice: SessionChoice,
     output: OutputChoice,
 ) -> None:
     """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.
@@ -87,8 +67,7 @@ def batch(
     if (file is None) == (folder is None) or (folder is None) != (question is None):
         raise InvalidArgument("give FILE.jsonl, or --each FOLDER with --ask TEXT")
     output.check()
-    sampling.resolve()
-    memory.check()
+    choice.check()
     if file is not None:
         requests = read_jsonl(file)
     else:
@@ -101,40 +80,36 @@ def batch(
         remaining = [request for request in requests if request.digest not in results.done]
         report = BatchReport(len(requests), before=len(requests) - len(remaining))
         if remaining:
-            model = memory.load(output.progress)
-            resolved = sampling.resolve(saved_seed=0)  # so that a resumed batch samples the same
-            pairs = [(r, r.generation_request(model, resolved, max_tokens)) for r in remaining]
-            _require_room(model, memory, [request for _, request in pairs], memory_bytes)
-            with _engine(model, memory, prefixes, memory_bytes, at_once) as engine:
+            model = choice.memory.load(output.progress)
+            sampling = choice.sampling.resolve(saved_seed=0)  # a resumed batch samples the same
+            pairs = [(r, r.generation_request(model, sampling, max_tokens)) for r in remaining]
+            _require_room(model, choice, [request for _, request in pairs], memory_bytes)
+            with _engine(model, choice, memory_bytes, at_once) as engine:
                 run_batch(engine, pairs, at_once, results, report, output)
         report.close(output)
 
 
-def _engine(
-    model: "Model", memory: MemoryChoice, prefixes: PrefixChoice, max_bytes: int, at_once: int
-) -> "Engine":
+def _engine(model: "Model", choice: SessionChoice, max_bytes: int, at_once: int) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
-    store = prefixes.store(model) if uses_prefixes(memory, prefixes.prefix_cache) else None
+    use_prefixes = uses_prefixes(choice.memory, choice.prefixes.prefix_cache)
+    store = choice.prefixes.store(model) if use_prefixes else None
     return Engine(
         model,
-        settings=memory.settings(model),
+        settings=choice.memory.settings(model),
         limits=Limits(memory=max_bytes, running=at_once, running_per_owner=at_once),
         stores=None if store is None else lambda owner: store,
     )
 
 
 def _require_room(
-    model: "Model",
-    memory: MemoryChoice,
-    requests: "Sequence[GenerationRequest]",
-    max_bytes: int,
+    model: "Model", choice: SessionChoice, requests: "Sequence[GenerationRequest]", max_bytes: int
 ) -> None:
     """Raise InvalidArgument if not even the smallest request fits in the memory."""
     from kvkeep.engine.record import max_session_bytes
 
     tokens = min(len(request.prompt) + (request.max_tokens or 0) for request in requests)
-    needed = max_session_bytes(memory.session(model), tokens)
+    needed = max_session_bytes(choice.memory.session(model), tokens)
     if needed > max_bytes:
         raise InvalidArgument(
             f"the smallest request takes up to {shown_bytes(needed)}, and --memory-bytes is "

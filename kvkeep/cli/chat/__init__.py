@@ -7,24 +7,10 @@ import click
 
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import (
-    SINKS,
-    MemoryChoice,
-    PrefixChoice,
-    keep_option,
-    memory_options,
-    prefix_options,
-)
-from kvkeep.cli.options import (
-    OutputChoice,
-    SamplingChoice,
-    integer_option,
-    output_options,
-    require_utf8,
-    sampling_options,
-)
+from kvkeep.cli.memory import SINKS, MemoryChoice, SessionChoice, keep_option, session_options
+from kvkeep.cli.options import OutputChoice, integer_option, output_options, require_utf8
 from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
-from kvkeep.cli.store import saved_sessions, session_names, store_option
+from kvkeep.cli.store import saved_sessions, session_names
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT, Conversation, system_tokens
 from kvkeep.storage.objects.paths import Source
@@ -53,10 +39,7 @@ if TYPE_CHECKING:
 @integer_option(
     "-n", "--max-tokens", minimum=-1, default=1024, help="Most tokens of an answer; -1: no end."
 )
-@memory_options(keep_option(default=None))
-@store_option
-@prefix_options
-@sampling_options
+@session_options(keep_option(default=None))
 @output_options
 def chat(
     session: str | None,
@@ -65,9 +48,7 @@ def chat(
     server: str | None,
     api_key: str | None,
     max_tokens: int,
-    memory: MemoryChoice,
-    prefixes: PrefixChoice,
-    sampling: SamplingChoice,
+    choice: SessionChoice,
     output: OutputChoice,
 ) -> None:
     """Talk with a model, for as long as you like.
@@ -83,14 +64,13 @@ def chat(
     if system is not None:
         require_utf8(system, "the system prompt")
     output.check()
-    sampling.resolve()
-    memory.check()
+    choice.check()
     limit = None if max_tokens < 0 else max_tokens
     if server is not None:
         from kvkeep.cli.chat.remote import chat_at_server
 
-        settings = ChatSettings(sampling, limit)
-        chat_at_server(server, api_key, session, system, memory, settings)
+        settings = ChatSettings(choice.sampling, limit)
+        chat_at_server(server, api_key, session, system, choice.memory, settings)
         return
     if resumed:
         session = _latest(session)
@@ -102,15 +82,15 @@ def chat(
         from kvkeep.cli.run import Run
 
         source = session_file if session_file is not None and session_file.exists() else None
-        opened, conversation = _open(source, system, memory, prefixes, output)
-        settings = ChatSettings(sampling, limit, opened.seed)
+        opened, conversation = _open(source, system, choice, output.progress)
+        settings = ChatSettings(choice.sampling, limit, opened.seed)
         run = Run("chat", opened, output, settings.resolved.seed)
         if session_file is not None:
             what = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, what, opened.notes)
             run.writer.follow(opened.session, {CHAT: conversation.notes})
         if source is not None:
-            apply_keep(opened, memory.keep)
+            apply_keep(opened, choice.memory.keep)
         with run.reported():
             LocalChat(run, conversation, settings, locks).talk()
         run.close("end")
@@ -138,26 +118,23 @@ def _latest(session: str | None) -> str:
 
 
 def _open(
-    source: Source | None,
-    system: str | None,
-    memory: MemoryChoice,
-    prefixes: PrefixChoice,
-    output: OutputChoice,
+    source: Source | None, system: str | None, choice: SessionChoice, progress: bool
 ) -> tuple[OpenedSession, Conversation]:
     """Open the session and the conversation in it.
 
     Raises InvalidArgument for another system prompt than the saved one, and for a session with a
     prompt that was interrupted.
     """
+    memory, saved_system = choice.memory, system
     if source is None:
-        model = memory.load(output.progress)
+        model = memory.load(progress)
         memory.require_room_for_a_chat(model)
         keep = _kept_tokens(memory, model, system)
-        opened = OpenedSession(model, memory.session(model, keep, prefixes.store(model)))
+        opened = OpenedSession(model, memory.session(model, keep, choice.prefixes.store(model)))
     else:
-        opened = resume(source, memory, output.progress)
-    saved = opened.notes.get(CHAT, {}).get("system") if source is not None else system
-    if system is not None and system != saved:
+        opened = resume(source, memory, progress)
+        saved_system = opened.notes.get(CHAT, {}).get("system")
+    if system not in (None, saved_system):
         raise InvalidArgument(
             "--system comes first in a conversation, and this one began without it or with "
             "another; leave it out, or start a new session"
@@ -168,7 +145,7 @@ def _open(
             "rest with `kvkeep generate --session NAME -n 0`"
         )
     codec, eos = opened.model.text, opened.model.end_token_ids
-    return opened, Conversation(opened.session, codec, eos, saved)
+    return opened, Conversation(opened.session, codec, eos, saved_system)
 
 
 def _kept_tokens(memory: MemoryChoice, model: "Model", system: str | None) -> int:

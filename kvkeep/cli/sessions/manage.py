@@ -3,22 +3,19 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import (
-    calibration_option,
-    check_original_calibration,
-    original_calibration,
-)
+from kvkeep.cli.compression import calibration_option
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.options import choice_option, integer_option
 from kvkeep.cli.output import counted, megabytes
-from kvkeep.cli.session_file import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
+from kvkeep.cli.session_file import FIRST_PROMPT, UNREAD, checked_notes, dtype_name, restore
 from kvkeep.cli.store import named_store, saved_sessions, session_names, store_option
-from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_local
+from kvkeep.cli.which_model import SAVED_MODEL, load_named
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import atomic_writer, sweep_temporaries
@@ -27,7 +24,6 @@ from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
-    from kvkeep import Snapshot
     from kvkeep.storage.sessions.shared import SessionPath
     from kvkeep.storage.snapshots.codec import Codec
 
@@ -58,27 +54,13 @@ def fork(
         if at is None or at == total:
             _copy(file, place)
         else:
-            check_original_calibration(source, snapshot, calibration)
-            if model is None:
-                require_local(snapshot.model, file)
-            notes = checked_notes(file, snapshot)
-            model = model or snapshot.model
-            rewound = _rewound(source, snapshot, at, calibration, model)
-            replace(rewound, notes=_notes_at(notes, at)).save(place)
+            notes, dtype = checked_notes(file, snapshot), dtype_name(snapshot.layout.dtype)
+            load = partial(load_named, dtype=dtype, device="cpu", weights=None, progress=False)
+            _, session = restore(file, source, snapshot, model, calibration, load)
+            session.rewind(total - at)
+            replace(session.snapshot(), notes=_notes_at(notes, at)).save(place)
         tokens = counted(total if at is None else at, "token")
         click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
-
-
-def _rewound(
-    source: str, snapshot: "Snapshot", count: int, calibration: Path | None, name: str
-) -> "Snapshot":
-    """Return the snapshot of session `source` rewound to its first `count` tokens."""
-    dtype = dtype_name(snapshot.layout.dtype)
-    model = load_named(name, dtype, "cpu", weights=None, progress=False)
-    loaded = original_calibration(source, snapshot, calibration, model)
-    session = model.restore(snapshot, calibration=loaded)
-    session.rewind(len(snapshot.tokens) - count)
-    return session.snapshot()
 
 
 def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
