@@ -94,4 +94,4 @@ def slowness(path: ComputePath) -> str:
 def warn_of(slowness: str) -> None:
     """Warn with SlowPathWarning, once per process and text; not for ""."""
     if slowness:
-        warnings.warn(slowness, SlowPathWarning, stacklevel=4)  # the caller of kvkeep.load_model
+        warnings.warn(slowness, SlowPathWarning, stacklevel=3)  # the caller of kvkeep.load_model

@@ -1,12 +1,35 @@
 """`load_model`: loads a model by name, computed by kvkeep or by transformers."""
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from kvkeep import validation
+from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument, ModelError
-from kvkeep.model import Model
-from kvkeep.model import load_model as load_own
-from kvkeep.models.hub.source import DEFAULT_MODEL
+from kvkeep.executors import new_decoder, slowness, warn_of
+from kvkeep.model import DTYPES, Model, on_device
+from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.spec.cells import cell_layout
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors, is_text
+from kvkeep.models.weights.packed import (
+    WEIGHTS,
+    converted_file,
+    load_converted,
+    load_rounded,
+    load_unpacked,
+)
+from kvkeep.models.weights.packing import Matrix, PackedMatrix
+from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
+from kvkeep.runtime.cpu import fit_threads
+from kvkeep.runtime.memory import trim
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
@@ -45,17 +68,29 @@ def load_model(
             are no compiled kernels for them.
     """
     name = str(validation.path("model", model))
-    if not name.startswith(BY_TRANSFORMERS):
-        return load_own(name, dtype=dtype, device=device, weights=weights, progress=progress)
+    if name.startswith(BY_TRANSFORMERS):
+        if weights is not None:
+            raise InvalidArgument(
+                f"weights={weights!r} are read by kvkeep's own forwards, and {name} is computed by "
+                "transformers: leave weights out"
+            )
+        return _load_by_transformers(name, dtype, device, progress)
+    dtype = validation.one_of("dtype", dtype, DTYPES)
+    fit_threads()
+    target, progress = on_device(device), validation.flag("progress", progress)
+    folder = resolve(name, progress)
+    spec = read_spec(folder)
     if weights is not None:
-        raise InvalidArgument(
-            f"weights={weights!r} are read by kvkeep's own forwards, and {name} is computed by "
-            "transformers: leave weights out"
-        )
-    return _by_transformers(name, dtype, device, progress)
+        weights = validation.one_of("weights", weights, WEIGHTS)
+    text = TextCodec.open(folder)
+    decoder = _load_decoder(folder, spec, DTYPES[dtype], target, weights, progress)
+    loaded = Model(name, folder, decoder, text)
+    warn_of(slowness(loaded.path))
+    trim()  # reading a tokenizer leaves as much free memory as it takes
+    return loaded
 
 
-def _by_transformers(
+def _load_by_transformers(
     name: str, dtype: DtypeName, device: str, progress: bool
 ) -> "TransformersModel":
     try:
@@ -65,3 +100,59 @@ def _by_transformers(
             f'{name} is computed by transformers: pip install "kvkeep[transformers]" ({error})'
         ) from error
     return load_folder(name, name.removeprefix(BY_TRANSFORMERS), dtype, device, progress)
+
+
+def _load_decoder(
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: WeightsName | None,
+    progress: bool,
+) -> Decoder:
+    converted, packed = converted_file(folder), dict[str, Matrix]()
+    if converted is None:
+        tensors = _read_tensors(folder, spec, dtype, device, progress)
+    else:
+        stored = load_converted(converted, spec)
+        tensors, packed = _split_packed(stored, dtype, device)
+    kernels = can_decode(spec, cell_layout(spec, tensors))
+    if converted is not None and (weights or not kernels):
+        unpacked = load_unpacked(converted, spec, stored, dtype, progress)
+        tensors, packed = {name: tensor.to(device) for name, tensor in unpacked.items()}, {}
+    if weights in ("int8", "int4"):
+        if not kernels:
+            raise InvalidArgument(
+                f'weights="{weights}" is read by compiled kernels, and there are none for this '
+                'model, dtype, device and processor: use weights="bf16"'
+            )
+        packed = load_rounded(folder, spec, weights, tensors, progress)
+    return new_decoder(spec, tensors, packed)
+
+
+def _read_tensors(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
+) -> dict[str, Tensor]:
+    """Read and check the tensors of a folder in Hugging Face layout."""
+    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
+    read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
+    tensors = decoder_tensors(spec, read)
+    check_tied(spec, tensors, folder)
+    return tensors
+
+
+def _split_packed(
+    stored: dict[str, Matrix], dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
+    """Split a converted model into tensors of the dtype, and matrices in other forms."""
+    packed = {
+        name: matrix
+        for name, matrix in stored.items()
+        if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
+    }
+    tensors = {
+        name: matrix.to(device=device, dtype=dtype)
+        for name, matrix in stored.items()
+        if isinstance(matrix, Tensor) and name not in packed
+    }
+    return tensors, packed

@@ -1,42 +1,20 @@
 """A loaded model, and the sessions that it makes."""
 
-from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.cache.layout import bits_name
-from kvkeep.compiled.decoder import can_decode
 from kvkeep.compression.calibration.calibration import Calibration, default_calibration
 from kvkeep.errors import InvalidArgument
-from kvkeep.executors import new_decoder, slowness, warn_of
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
-from kvkeep.models.spec.cells import cell_layout
-from kvkeep.models.spec.config import read_spec
-from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors, is_text
-from kvkeep.models.weights.packed import (
-    WEIGHTS,
-    converted_file,
-    load_converted,
-    load_rounded,
-    load_unpacked,
-)
-from kvkeep.models.weights.packing import Matrix, PackedMatrix
-from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
 from kvkeep.policies import Policy, PolicySettings, longest, make_policy
-from kvkeep.runtime.cpu import fit_threads
-from kvkeep.runtime.memory import trim
 from kvkeep.session.session import WHOLE_PROMPT, Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
-from kvkeep.types import DtypeName, KvBits, PolicyName, WeightsName
+from kvkeep.types import KvBits, PolicyName
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -154,74 +132,6 @@ class Model(LoadedModel):
 
 def _names_given(**settings: object) -> list[str]:
     return [name for name, value in settings.items() if value is not None]
-
-
-def load_model(
-    model: str = DEFAULT_MODEL,
-    *,
-    dtype: DtypeName = "bfloat16",
-    device: str = "cpu",
-    weights: WeightsName | None = None,
-    progress: bool = False,
-) -> Model:
-    """Load a model that kvkeep computes; arguments and errors as for `kvkeep.load_model`."""
-    model, dtype = str(validation.path("model", model)), validation.one_of("dtype", dtype, DTYPES)
-    fit_threads()
-    target, progress = on_device(device), validation.flag("progress", progress)
-    folder = resolve(model, progress)
-    spec = read_spec(folder)
-    if weights is not None:
-        weights = validation.one_of("weights", weights, WEIGHTS)
-    text = TextCodec.open(folder)
-    converted, packed = converted_file(folder), dict[str, Matrix]()
-    if converted is None:
-        tensors = _read_tensors(folder, spec, DTYPES[dtype], target, progress)
-    else:
-        stored = load_converted(converted, spec)
-        tensors, packed = _split_packed(stored, DTYPES[dtype], target)
-    kernels = can_decode(spec, cell_layout(spec, tensors))
-    if converted is not None and (weights or not kernels):
-        unpacked = load_unpacked(converted, spec, stored, DTYPES[dtype], progress)
-        tensors, packed = {name: tensor.to(target) for name, tensor in unpacked.items()}, {}
-    if weights in ("int8", "int4"):
-        if not kernels:
-            raise InvalidArgument(
-                f'weights="{weights}" is read by compiled kernels, and there are none for this '
-                'model, dtype, device and processor: use weights="bf16"'
-            )
-        packed = load_rounded(folder, spec, weights, tensors, progress)
-    loaded = Model(model, folder, new_decoder(spec, tensors, packed), text)
-    warn_of(slowness(loaded.path))
-    trim()  # reading a tokenizer leaves as much free memory as it takes
-    return loaded
-
-
-def _read_tensors(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
-) -> dict[str, Tensor]:
-    """Read and check the tensors of a folder in Hugging Face layout."""
-    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
-    read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
-    tensors = decoder_tensors(spec, read)
-    check_tied(spec, tensors, folder)
-    return tensors
-
-
-def _split_packed(
-    stored: dict[str, Matrix], dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
-    """Split a converted model into tensors of the dtype, and matrices in other forms."""
-    packed = {
-        name: matrix
-        for name, matrix in stored.items()
-        if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
-    }
-    tensors = {
-        name: matrix.to(device=device, dtype=dtype)
-        for name, matrix in stored.items()
-        if isinstance(matrix, Tensor) and name not in packed
-    }
-    return tensors, packed
 
 
 def on_device(name: str) -> torch.device:

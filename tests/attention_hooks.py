@@ -28,8 +28,8 @@ def attending(decoder: Decoder, attend: Attend) -> Iterator[None]:
             return attend(self.step, layer, q, k, v)
 
     class ReplacedExecutor:
-        def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-            return original.hidden(tokens, ReplacedStep(step))  # type: ignore[arg-type]
+        def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+            return original.hidden(tokens, ReplacedStep(step), norms)  # type: ignore[arg-type]
 
         def logits(self, hidden: Tensor) -> Tensor:
             return original.logits(hidden)

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 from tiers import EXTENDED
 
-from kvkeep.model import Model, load_model
+from kvkeep.loader import load_model
+from kvkeep.model import Model
 from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
 from kvkeep.models.hub.source import DEFAULT_MODEL, pull
 from kvkeep.models.layers.network import tensor_shapes

@@ -12,7 +12,7 @@ from small_models import small_model
 
 from kvkeep import PrefixStore, Sampling, Session, SessionGroup, Snapshot, calibrate
 from kvkeep.errors import InvalidArgument
-from kvkeep.model import load_model
+from kvkeep.loader import load_model
 
 MODEL = small_model()
 PROMPT = list(range(1, 40))

@@ -47,9 +47,9 @@ def watched(decoder: Decoder, observe: Callable[[], object]) -> Iterator[None]:
     executor = decoder.executor
 
     class Watched:
-        def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
             observe()
-            return executor.hidden(tokens, step)
+            return executor.hidden(tokens, step, norms)
 
         def logits(self, hidden: Tensor) -> Tensor:
             return executor.logits(hidden)

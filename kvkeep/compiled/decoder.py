@@ -155,18 +155,14 @@ class CompiledExecutor:
         """Return a matrix that is packed alone as `[rows, columns]` bfloat16."""
         return self._products[name].dense()
 
-    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         """Return the final hidden states of a step, `[tokens, hidden]` bfloat16."""
         if isinstance(step, ChunkStep):
-            return self.chunk(tokens, step, None)
+            with shared_scratch():
+                return self._network.forward(tokens, chunk_attention(step, self._kernels), norms)
         model = self._decode_model if step.sampled else self._prompt_model
         steps = [step] if isinstance(step, DecodeStep) else step.steps
         return self._decode(tokens.tolist(), steps, model)
-
-    def chunk(self, tokens: Tensor, step: ChunkStep, norms: Tensor | None) -> Tensor:
-        """Return the final hidden states of a prompt's chunk, as `hidden`."""
-        with shared_scratch():
-            return self._network.forward(tokens, chunk_attention(step, self._kernels), norms)
 
     def _decode(self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: CModel) -> Tensor:
         spec = self.spec

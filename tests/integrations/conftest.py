@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.peers.unpacked import unpacked_folder as unpack
 from kvkeep.integrations.transformers import unhook
-from kvkeep.model import Model, load_model
+from kvkeep.loader import load_model
+from kvkeep.model import Model
 from kvkeep.models.hub.source import home
 
 

@@ -11,7 +11,8 @@ from server.conftest import RunningServer, running_server
 from small_models import write_small_folder
 from topics import topic_text
 
-from kvkeep.model import Model, load_model
+from kvkeep.loader import load_model
+from kvkeep.model import Model
 
 PROMPT = "The capital of France is"
 LONG = topic_text()[:2000]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvkeep import Sampling
 from kvkeep.errors import ContextFull
-from kvkeep.model import Model, load_model
+from kvkeep.loader import load_model
+from kvkeep.model import Model
 from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot

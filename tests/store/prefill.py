@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvkeep.model import load_model
+from kvkeep.loader import load_model
 from kvkeep.storage.prefixes.store import PrefixStore
 
 

@@ -18,7 +18,8 @@ from store.prefill import prompt
 from topics import topic_ids
 
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.model import Model, load_model
+from kvkeep.loader import load_model
+from kvkeep.model import Model
 from kvkeep.storage.files.atomic import TEMPORARY
 from kvkeep.storage.prefixes import store as prefix_store
 from kvkeep.storage.prefixes.block import FORMAT, KIND

@@ -15,7 +15,8 @@ from store.continuation import NEXT, POLICIES, SAMPLINGS, TEXT, continue_session
 from topics import topic_ids
 from torch import Tensor
 
-from kvkeep.model import Model, load_model
+from kvkeep.loader import load_model
+from kvkeep.model import Model
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.step import ChunkStep
 from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.integrations.transformers.adapter import adapt
 from kvkeep.integrations.transformers.interface import (
@@ -108,27 +107,22 @@ class TransformersExecutor:
         vars(self).update(state)
         self._codecs = WeakKeyDictionary()
 
-    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         self.require_not_moved()
         is_group = isinstance(step, GroupStep)
         runner = StepRunner(self.adapted, step)
         cache = runner.new_cache(self.configs[0])
-        with use_backend(runner, self.configs), torch.inference_mode():
+        recording = nullcontext() if norms is None else self._record_norms(norms)
+        with recording, use_backend(runner, self.configs), torch.inference_mode():
             ids = tokens[:, None] if is_group else tokens[None]
             output = self.body(input_ids=ids, past_key_values=cache, use_cache=True)
             runner.finish(cache)
         hidden: Tensor = output.last_hidden_state
         return hidden[:, 0] if is_group else hidden[0]
 
-    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        if lengths is None:
-            return self.hidden(tokens, step)
-        with self._record_norms(lengths):
-            return self.hidden(tokens, step)
-
     @contextmanager
-    def _record_norms(self, lengths: Tensor) -> Iterator[None]:
-        """Write the norms of each layer's input to `lengths[layer]`, one number for each token.
+    def _record_norms(self, norms: Tensor) -> Iterator[None]:
+        """Write the norms of each layer's input to `norms[layer]`, one number for each token.
 
         The layer is the parent module of the attention module.
         """
@@ -136,7 +130,7 @@ class TransformersExecutor:
 
         def record(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
             layer_input = args[0] if args else kwargs["hidden_states"]
-            lengths[index] = layer_input[0].float().norm(dim=-1)
+            norms[index] = layer_input[0].float().norm(dim=-1)
 
         handles = [
             self.body.get_submodule(

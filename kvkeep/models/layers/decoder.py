@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Bits, KVCache
-from kvkeep.cache.step import ChunkStep
 from kvkeep.models.layers.executor import AnyStep, Executor, TorchExecutor
 from kvkeep.models.layers.network import Network, tensor_shapes
 from kvkeep.models.spec.cells import new_cache
@@ -41,17 +40,9 @@ class Decoder:
         """All weights as tensors; a matrix that is stored packed only is unpacked on access."""
         return _Weights(self)
 
-    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-        """Evaluate `tokens: [n]` into a cache's step; return `[n, hidden_size]`, normed."""
-        return self.executor.hidden(tokens, step)
-
-    def chunk(self, tokens: Tensor, step: ChunkStep, norms: Tensor | None = None) -> Tensor:
-        """Evaluate a chunk as `hidden` does.
-
-        norms: `[layers, n]` float32, filled with the norm of the residual stream that each layer
-            reads.
-        """
-        return self.executor.chunk(tokens, step, norms)
+    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+        """Evaluate `tokens: [n]` into a cache's step, as `Executor.hidden` does."""
+        return self.executor.hidden(tokens, step, norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""

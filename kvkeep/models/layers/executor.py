@@ -27,11 +27,12 @@ class Executor(Protocol):
 
     name: str
 
-    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-        """Evaluate `tokens: [n]` into the step; return `[n, hidden_size]`, normed."""
+    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+        """Evaluate `tokens: [n]` into the step; return `[n, hidden_size]`, normed.
 
-    def chunk(self, tokens: Tensor, step: ChunkStep, norms: Tensor | None) -> Tensor:
-        """Evaluate a chunk as `hidden` does. norms: see `Network.forward`."""
+        norms: for a chunk only, `[layers, n]` float32, filled with the norm of the residual stream
+            that each layer reads.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""
@@ -48,10 +49,7 @@ class TorchExecutor:
     def __init__(self, network: Network):
         self._network = network
 
-    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-        return self._network.forward(tokens, step.layer_attention)
-
-    def chunk(self, tokens: Tensor, step: ChunkStep, norms: Tensor | None) -> Tensor:
+    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         return self._network.forward(tokens, step.layer_attention, norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -76,9 +74,9 @@ class GraphExecutor(TorchExecutor):
         self._graph: DecodeGraph | None = None
         self._last_geometry: Geometry | None = None
 
-    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         replayed = self.replayed(tokens, step) if isinstance(step, DecodeStep) else None
-        return super().hidden(tokens, step) if replayed is None else replayed
+        return super().hidden(tokens, step, norms) if replayed is None else replayed
 
     def replayed(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
         """Return hidden states as `hidden` does; None if there is no graph for this step."""
