@@ -23,7 +23,7 @@ from kvkeep.models.weights.packed import (
     load_converted,
     load_rounded,
 )
-from kvkeep.models.weights.packed_file import StoredMatrix, checksum_of, read_packed, write_packed
+from kvkeep.models.weights.packed_file import NewMatrix, checksum_of, read_packed, write_packed
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, quantise
 from kvkeep.models.weights.tensors import matrices
 
@@ -111,12 +111,12 @@ def converted_file_with(tmp_path: Path) -> tuple[Path, dict[str, Matrix]]:
     found: dict[str, Matrix] = dict(model.decoder.tensors)
     found |= {name: of for name, of in model.decoder.packed.items() if name in found}
     found[EMBEDDING] = model.decoder.packed["lm_head.weight"]
-    path, stored, each = converted_path(tmp_path), {}, {}
+    path, new = converted_path(tmp_path), {}
     for name, shape in tensor_shapes(SPEC).items():
-        one = found[name]
-        kind = one.format if isinstance(one, PackedMatrix) else one.dtype
-        stored[name], each[name] = StoredMatrix(kind, shape), iter([one])
-    write_packed(path, stored, each)
+        matrix = found[name]
+        stored_format = matrix.format if isinstance(matrix, PackedMatrix) else matrix.dtype
+        new[name] = NewMatrix(stored_format, shape, iter([matrix]))
+    write_packed(path, new, "converting", progress=False)
     return path, found
 
 

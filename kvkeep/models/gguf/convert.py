@@ -30,7 +30,7 @@ from kvkeep.models.weights.checkpoint import (
 )
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
-from kvkeep.models.weights.packed_file import StoredMatrix, byte_bar, write_packed
+from kvkeep.models.weights.packed_file import NewMatrix, write_packed
 from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packable
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
@@ -101,14 +101,11 @@ def _write_weights(
 ) -> None:
     """Write all tensors, in their own formats where there are kernels for these."""
     sources, shapes = _sources(tensors, spec), tensor_shapes(spec)
-    stored = {
-        name: StoredMatrix(_stored_format(tensor), shapes[name])
-        for name, (tensor, _) in sources.items()
-    }
+    formats = {name: _stored_format(tensor) for name, (tensor, _) in sources.items()}
     unpacked = {
         sources[name][0].quantisation
-        for name, matrix in stored.items()
-        if matrix.format is torch.bfloat16 and sources[name][0].quantisation != "BF16"
+        for name, kind in formats.items()
+        if kind is torch.bfloat16 and sources[name][0].quantisation != "BF16"
     }
     if unpacked:
         warnings.warn(
@@ -118,17 +115,17 @@ def _write_weights(
             RuntimeWarning,
             stacklevel=2,
         )
-    total = sum(tensor.data.nbytes for tensor in tensors.values())
-    bar = byte_bar(total, "taking the model over", progress)
 
     def converted_chunks(name: str) -> Iterator[Matrix]:
         tensor, rows = sources[name]
         for chunk in _row_chunks(rows, tensor):
-            yield _converted(tensor, stored[name].format, chunk, _norm_offset(spec, name))
-            bar.update(tensor.data.nbytes * len(chunk) // tensor.shape[0])
+            yield _converted(tensor, formats[name], chunk, _norm_offset(spec, name))
 
-    with bar:
-        write_packed(path, stored, {name: converted_chunks(name) for name in stored})
+    new = {
+        name: NewMatrix(kind, shapes[name], converted_chunks(name))
+        for name, kind in formats.items()
+    }
+    write_packed(path, new, "taking the model over", progress)
 
 
 def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:

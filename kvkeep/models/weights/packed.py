@@ -11,13 +11,10 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
 from kvkeep.models.hub.library import home
@@ -26,8 +23,7 @@ from kvkeep.models.layers.primitives import EMBEDDING, HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed_file import (
-    StoredMatrix,
-    byte_bar,
+    NewMatrix,
     checksum_of,
     read_checksum,
     read_packed,
@@ -109,7 +105,15 @@ def load_rounded(
         if read_checksum(path):  # otherwise another version has packed it
             message = f"{path} is damaged: it is packed anew from the model's tensors"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-    checksum = _write_rounded(path, spec, formats, tensors, progress)
+
+    def rounded(name: str) -> Iterator[Matrix]:
+        source = EMBEDDING if name == HEAD and spec.tied_head else name
+        yield pack(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
+
+    new = {name: NewMatrix(formats[name], shape, rounded(name)) for name, shape in shapes.items()}
+    description = f"packing to {next(iter(formats.values())).name}"
+    advice = ', or use weights="bf16"'
+    checksum = _write_file(path, new, description, progress, "packed", advice)
     loaded = read_packed(path, shapes)
     if checksum_of(loaded) != checksum:
         raise BadModelFile(
@@ -137,18 +141,12 @@ def load_unpacked(
         with contextlib.suppress(BadModelFile):  # cut short, or of another version
             return _only_tensors(read_packed(path, shapes))
     _remove_outdated(path.parent, converted.parent.name)
-    bar = byte_bar(
-        sum(map(prod, shapes.values())) * dtype.itemsize, f"unpacking to {dtype_name}", progress
-    )
 
     def unpacked(name: str) -> Iterator[Matrix]:
-        for rows in row_chunks(packed[name]):
-            tensor = as_tensor(rows, dtype)
-            yield tensor
-            bar.update(tensor.nbytes)
+        return (as_tensor(rows, dtype) for rows in row_chunks(packed[name]))
 
-    stored = {name: StoredMatrix(dtype, shape) for name, shape in shapes.items()}
-    _write_file(path, stored, {name: unpacked(name) for name in shapes}, bar, "unpacked", "")
+    new = {name: NewMatrix(dtype, shape, unpacked(name)) for name, shape in shapes.items()}
+    _write_file(path, new, f"unpacking to {dtype_name}", progress, "unpacked")
     return _only_tensors(read_packed(path, shapes))
 
 
@@ -156,47 +154,18 @@ def _only_tensors(loaded: dict[str, Matrix]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
 
 
-def _write_rounded(
-    path: Path,
-    spec: ModelSpec,
-    formats: Mapping[str, Format],
-    tensors: Mapping[str, Tensor],
-    progress: bool,
-) -> str:
-    shapes = matrices(spec)
-    stored = {
-        name: StoredMatrix(weight_format, shapes[name]) for name, weight_format in formats.items()
-    }
-    bar = tqdm(
-        total=len(stored),
-        desc=f"packing to {next(iter(formats.values())).name}",
-        disable=None if progress else True,
-    )
-
-    def rounded(name: str) -> Iterator[Matrix]:
-        source = EMBEDDING if name == HEAD and spec.tied_head else name
-        yield pack(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
-        bar.update()
-
-    advice = ', or use weights="bf16"'
-    return _write_file(
-        path, stored, {name: rounded(name) for name in stored}, bar, "packed", advice
-    )
-
-
 def _write_file(
     path: Path,
-    stored: Mapping[str, StoredMatrix],
-    chunks: Mapping[str, Iterator[Matrix]],
-    bar: "tqdm[NoReturn]",
+    new: Mapping[str, NewMatrix],
+    description: str,
+    progress: bool,
     form: str,
-    advice: str,
+    advice: str = "",
 ) -> str:
     """Write a file under kvkeep's home; return its checksum. Raises ModelError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with bar:
-            return write_packed(path, stored, chunks)
+        return write_packed(path, new, description, progress)
     except (OSError, StoreError) as error:
         raise ModelError(
             f"cannot write {form} weights to {path.parent} ({error}); free some space, or set "

@@ -31,11 +31,16 @@ _KIND = "packed weights"
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
-    """The form of a matrix in a file. format: a packed format, or the dtype of a plain tensor."""
+class NewMatrix:
+    """A matrix to write.
+
+    format: a packed format, or the dtype of a plain tensor. chunks: the matrix in that format, some
+    rows at a time: whole blocks of 16, except the last.
+    """
 
     format: Format | torch.dtype
     shape: tuple[int, ...]
+    chunks: Iterator[Matrix]
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
         """Return the entries of the file's header."""
@@ -90,16 +95,18 @@ def byte_bar(total: int, description: str, progress: bool) -> "tqdm[NoReturn]":
 
 
 def write_packed(
-    path: Path, stored: Mapping[str, StoredMatrix], chunks: Mapping[str, Iterator[Matrix]]
+    path: Path, matrices: Mapping[str, NewMatrix], description: str, progress: bool
 ) -> str:
     """Write a file atomically, and the checksum beside it; return the checksum.
 
-    chunks: for every name of `stored`, the matrix some rows at a time: whole blocks of 16, except
-        the last. The scales of a packed matrix are held in memory until its codes are written.
+    The scales of a packed matrix are held in memory until its codes are written.
+
+    description: of the progress bar.
     """
     entries: dict[str, TensorEntry] = {}
-    for name, matrix in stored.items():
+    for name, matrix in matrices.items():
         entries |= matrix.entries(name)
+    bar = byte_bar(sum(entry.nbytes for entry in entries.values()), description, progress)
     checksum, hashed_names = blake3(max_threads=blake3.AUTO), set[str]()
 
     def hashed(name: str, tensor: Tensor) -> bytes:
@@ -108,21 +115,23 @@ def write_packed(
             checksum.update(f"{name}\n".encode())
         data = tensor_bytes(tensor)
         checksum.update(data)
+        bar.update(len(data))
         return data
 
     def pieces() -> Iterator[bytes]:
-        for name in stored:
+        for name, matrix in matrices.items():
             all_scales = []
-            for matrix in chunks[name]:
-                first, *scales = _stored_tensors(name, matrix)
+            for chunk in matrix.chunks:
+                first, *scales = _stored_tensors(name, chunk)
                 all_scales += scales
                 yield hashed(*first)
             yield from (hashed(*scales) for scales in all_scales)
 
-    formats = {n: m.format.name for n, m in stored.items() if isinstance(m.format, Format)}
+    formats = {n: m.format.name for n, m in matrices.items() if isinstance(m.format, Format)}
     metadata = {"kvkeep": _KIND, "version": _VERSION, "formats": json.dumps(formats)}
     _checksum_path(path).unlink(missing_ok=True)  # before the file that it belongs to is replaced
-    write_tensors(path, entries, pieces(), metadata)
+    with bar:
+        write_tensors(path, entries, pieces(), metadata)
     with contextlib.suppress(OSError, StoreError):  # without a checksum the file is not trusted
         write_atomic(_checksum_path(path), f"{checksum.hexdigest()}\n".encode())
     return checksum.hexdigest()
