@@ -24,7 +24,7 @@ from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
-from kvkeep.models.hub.source import home
+from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import write_json
 
 QUESTION = "\n\nIn one sentence, the text above is about"

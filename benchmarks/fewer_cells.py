@@ -28,7 +28,7 @@ from kvkeep import Calibration, Session, load_calibration, load_model
 from kvkeep.evaluate.haystack import docstrings_text, manual_text
 from kvkeep.evaluate.recall import parse_method
 from kvkeep.model import Model
-from kvkeep.models.hub.source import pull
+from kvkeep.models.hub.source import resolve
 from kvkeep.storage.files.atomic import write_json
 
 RATIOS = (2.0, 4.0, 8.0)
@@ -124,7 +124,7 @@ def _with_longer_context(name: str, tokens: int) -> Iterator[Model]:
         return
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "longer"
-        shutil.copytree(pull(name, progress=True), copy)
+        shutil.copytree(resolve(name, progress=True, refresh_hub=True), copy)
         config = json.loads((copy / "config.json").read_text())
         config["max_position_embeddings"] = tokens
         (copy / "config.json").write_text(json.dumps(config))

@@ -125,11 +125,11 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     parameters = sum(map(prod, tensor_shapes(spec).values()))
     sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
     names, shapes = matrices_per_token(spec), matrices(spec)
-    usage = _plain_usage(spec, dtype, itemsize)
-    if weights in ("int8", "int4"):
-        usage = _rounded_usage(spec, weights, usage, itemsize)
-    elif converted is not None and not weights and not unsupported:
-        usage = _converted_usage(spec, converted)
+    read_packed_as_is = not weights and not unsupported
+    bytes_held, sizes = _weight_sizes(
+        spec, layout.dtype, weights, converted if read_packed_as_is else None
+    )
+    decoded = [sizes[name] for name in names]
     return ModelFacts(
         name=name,
         folder=str(folder),
@@ -150,9 +150,9 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         experts_per_token=spec.experts_per_token if sparse_layers else 0,
         sparse_layers=sparse_layers,
         weight_bytes=itemsize * parameters,
-        weight_bytes_held=usage.bytes_held,
-        formats=dict(sorted(Counter(usage.formats.values()).items())),
-        bytes_per_token=usage.bytes_per_token,
+        weight_bytes_held=bytes_held,
+        formats=dict(sorted(Counter(name for name, _ in decoded).items())),
+        bytes_per_token=sum(nbytes for _, nbytes in decoded),
         decode=str(path_of(spec, layout)),
         prefill=f"torch in {dtype if unsupported else str(prompt_dtype()).removeprefix('torch.')}",
         attention="torch" if unsupported else "compiled kernels",
@@ -196,53 +196,34 @@ def _group_facts(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> Grou
     )
 
 
-@dataclass(frozen=True)
-class _WeightUsage:
-    """Weights in memory, and those that a decode step reads.
+def _weight_sizes(
+    spec: ModelSpec, dtype: torch.dtype, weights: str | None, converted: Path | None
+) -> tuple[int, dict[str, tuple[str, int]]]:
+    """Return the bytes of all weights held, and the format and bytes of each matrix.
 
-    formats: the format of each matrix that a decode step reads, by name.
+    weights: "int8" and "int4" add packed copies of matrices; routers stay plain. converted: the
+        file of a converted model whose matrices are read as they are; norms are held as bfloat16.
     """
-
-    formats: dict[str, str]
-    bytes_held: int
-    bytes_per_token: int
-
-
-def _plain_usage(spec: ModelSpec, dtype: str, itemsize: int) -> _WeightUsage:
-    names, shapes = matrices_per_token(spec), matrices(spec)
-    return _WeightUsage(
-        dict.fromkeys(names, dtype),
-        itemsize * sum(map(prod, tensor_shapes(spec).values())),
-        itemsize * sum(prod(shapes[name]) for name in names),
-    )
-
-
-def _rounded_usage(
-    spec: ModelSpec, weights: str, plain: _WeightUsage, itemsize: int
-) -> _WeightUsage:
-    """Return the usage with packed copies of matrices beside the plain ones; routers stay plain."""
-    packed, shapes = rounded_formats(spec, weights), matrices(spec)
-    packed_bytes = {
-        name: sum(map(prod, packed_shapes(packing, *shapes[name])))
-        for name, packing in packed.items()
-    }
-    return _WeightUsage(
-        plain.formats | {name: packed[name].name for name in plain.formats if name in packed},
-        plain.bytes_held + sum(packed_bytes.values()),
-        sum(packed_bytes.get(name, itemsize * prod(shapes[name])) for name in plain.formats),
-    )
-
-
-def _converted_usage(spec: ModelSpec, path: Path) -> _WeightUsage:
-    """Return the usage of a converted model's matrices as they are; norms are held as bfloat16."""
-    stored = read_packed(path, tensor_shapes(spec))
-    bytes_held = sum(
-        matrix.nbytes if isinstance(matrix, PackedMatrix) or matrix.dim() > 1 else 2 * len(matrix)
-        for matrix in stored.values()
-    )
-    decoded = {
-        name: stored[EMBEDDING if name == HEAD and spec.tied_head else name]
-        for name in matrices_per_token(spec)
-    }
-    formats = {name: format_name(matrix) for name, matrix in decoded.items()}
-    return _WeightUsage(formats, bytes_held, sum(matrix.nbytes for matrix in decoded.values()))
+    shapes = matrices(spec)
+    if converted is not None:
+        stored = read_packed(converted, tensor_shapes(spec))
+        bytes_held = sum(
+            matrix.nbytes
+            if isinstance(matrix, PackedMatrix) or matrix.dim() > 1
+            else 2 * len(matrix)
+            for matrix in stored.values()
+        )
+        if spec.tied_head:
+            stored[HEAD] = stored[EMBEDDING]
+        return bytes_held, {n: (format_name(stored[n]), stored[n].nbytes) for n in shapes}
+    bytes_held = dtype.itemsize * sum(map(prod, tensor_shapes(spec).values()))
+    plain_format = str(dtype).removeprefix("torch.")
+    sizes = {name: (plain_format, dtype.itemsize * prod(shape)) for name, shape in shapes.items()}
+    if weights in ("int8", "int4"):
+        rounded = {
+            name: (packing.name, sum(map(prod, packed_shapes(packing, *shapes[name]))))
+            for name, packing in rounded_formats(spec, weights).items()
+        }
+        bytes_held += sum(nbytes for _, nbytes in rounded.values())
+        sizes |= rounded
+    return bytes_held, sizes

@@ -17,8 +17,7 @@ from tiers import EXTENDED
 
 from kvkeep.loader import load_model
 from kvkeep.model import Model
-from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
-from kvkeep.models.hub.source import DEFAULT_MODEL, pull
+from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, fetch_known_model, resolve
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.config import read_spec
 
@@ -70,7 +69,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """The default model in the user's kvkeep home, downloaded once."""
-    return pull(DEFAULT_MODEL, progress=True)
+    return resolve(DEFAULT_MODEL, progress=True, refresh_hub=True)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.peers.llama_library import load_library
 from kvkeep.errors import ModelError
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
-from kvkeep.models.hub.source import home
+from kvkeep.models.hub.library import home
+from kvkeep.models.hub.source import KNOWN_MODELS, fetch_known_model
 
 REQUANTISED = ("Q4_0", "Q8_0")
 

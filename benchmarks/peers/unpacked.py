@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvkeep.models.hub.source import home
+from kvkeep.models.hub.library import home
 from kvkeep.models.weights.export import export
 from kvkeep.models.weights.packed import converted_file
 

@@ -27,7 +27,7 @@ from kvkeep.cli.output import say
 from kvkeep.cli.store import named_secret, named_store, secret_option, store_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
-from kvkeep.models.hub.source import home
+from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.types import BitsName, DtypeName, PolicyName, WeightsName
 

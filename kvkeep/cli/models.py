@@ -12,9 +12,8 @@ from kvkeep.cli.options import JSON
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.hub.known_models import KNOWN_MODELS
 from kvkeep.models.hub.library import PulledModel, pulled_models, remove_model
-from kvkeep.models.hub.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS
 
 if TYPE_CHECKING:
     from kvkeep.model_facts import GroupFacts, ModelFacts
@@ -161,9 +160,9 @@ def pull(name: str, with_calibration: bool, quiet: bool) -> None:
     NAME is a known name, a hub id such as owner/name, or a GGUF file to convert. Every command
     that takes --model does the same when it needs a model that is not here yet.
     """
-    from kvkeep.models.hub.source import pull as fetch
+    from kvkeep.models.hub.source import resolve
 
-    folder = fetch(name, progress=not quiet)
+    folder = resolve(name, progress=not quiet, refresh_hub=True)
     click.echo(f"{name} is in {folder}")
     if not with_calibration:
         return

@@ -13,7 +13,7 @@ from kvkeep.cli.options import file_option, size_option
 from kvkeep.cli.output import say, shown_bytes
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.hub.source import home
+from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from click.shell_completion import CompletionItem
 from kvkeep.cli.options import Decorator, choice_option, integer_option, require_utf8
 from kvkeep.cli.output import say
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.hub.known_models import KNOWN_MODELS
 from kvkeep.models.hub.library import pulled_models
-from kvkeep.models.hub.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:

