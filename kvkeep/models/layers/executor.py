@@ -4,7 +4,7 @@ A small model's decode step is hundreds of small kernels, and launching them one
 than running them. A CUDA graph, recorded once and replayed for each token, launches all at once.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -85,25 +85,19 @@ class GraphExecutor(TorchExecutor):
         if current is None or current != previous:
             self._graph = None
             return None
-        if self._graph is None or self._graph.geometry != current:
-            self._graph = DecodeGraph(self._network.forward, step, current)
+        if self._graph is None:
+            self._graph = DecodeGraph(self._network, step)
         return self._graph.hidden(tokens, step)
 
 
 class DecodeGraph:
-    """One session's decode step, valid while its geometry stays the same.
+    """One session's decode step, valid while its geometry stays the same."""
 
-    forward: maps tokens `[1]` and the step to hidden states `[1, hidden_size]`.
-    """
-
-    def __init__(
-        self, forward: Callable[[Tensor, StaticStep], Tensor], step: DecodeStep, geometry: Geometry
-    ):
-        self.geometry = geometry
-        self._forward = forward
+    def __init__(self, network: Network, step: DecodeStep):
         self._static = StaticStep(step)
         device = step.newest.layout.device
         self._tokens = torch.zeros(1, dtype=torch.int64, device=device)
+        self._forward = partial(network.forward, self._tokens, self._static)
         self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its hidden states
 
     def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor:
@@ -111,15 +105,12 @@ class DecodeGraph:
         self._static.load(step)
         self._tokens.copy_(tokens)
         if self._tokens.device.type != "cuda":
-            return self._run()  # the same code without a graph
+            return self._forward()  # the same code without a graph
         if self._recorded is None:
             self._recorded = self._record()
         graph, hidden = self._recorded
         graph.replay()
         return hidden.clone()
-
-    def _run(self) -> Tensor:
-        return self._forward(self._tokens, self._static)
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # Run once beforehand on a side stream, so that libraries initialise outside the recording.
@@ -127,9 +118,9 @@ class DecodeGraph:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._run()
+            self._forward()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            hidden = self._run()
+            hidden = self._forward()
         return graph, hidden

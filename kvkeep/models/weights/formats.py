@@ -7,6 +7,7 @@ without loss; their layouts are those of GGML (`ggml-quants.c`, and `gguf/quants
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -112,18 +113,12 @@ def _fifth_bits(x: Tensor) -> Tensor:
     return ((x.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
 
-def _split_simple(minimum: bool, fifth: bool) -> Callable[[Tensor], Parts]:
-    """Return a splitter of blocks: scale, minimum and fifth bits if present, 32 nibbles."""
-
-    def split(blocks: Tensor) -> Parts:
-        codes, parts = _nibbles(blocks[..., -16:]), [_as_float16(blocks[..., :2])]
-        if minimum:
-            parts.append(_as_float16(blocks[..., 2:4]))
-        if fifth:
-            codes = codes | _fifth_bits(blocks[..., -20:-16])
-        return codes, tuple(parts)
-
-    return split
+def _split_simple(blocks: Tensor, minimum: bool, fifth: bool) -> Parts:
+    """Split blocks of a scale, a minimum and fifth bits if present, and 32 nibbles."""
+    codes, scale = _nibbles(blocks[..., -16:]), _as_float16(blocks[..., :2])
+    if fifth:
+        codes = codes | _fifth_bits(blocks[..., -20:-16])
+    return codes, (scale, _as_float16(blocks[..., 2:4])) if minimum else (scale,)
 
 
 def _split_q8_0(blocks: Tensor) -> Parts:
@@ -134,27 +129,18 @@ def _split_mxfp4(blocks: Tensor) -> Parts:
     return _nibbles(blocks[..., 1:]), (blocks[..., :1].contiguous(),)
 
 
-def _split_k(fifth: bool) -> Callable[[Tensor], Parts]:
-    """Return a splitter of Q4_K or Q5_K: scale, minimum, codes of both, fifth bits, nibbles."""
-
-    def split(blocks: Tensor) -> Parts:
-        low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-        scale_codes = torch.cat((low & 63, (mixed & 15) | ((low >> 2) & 48)), -1)
-        minimum_codes = torch.cat((high & 63, (mixed >> 4) | ((high >> 2) & 48)), -1)
-        codes = _nibbles(split_last(blocks[..., -128:], 4, 32))
-        codes = split_last(codes, 2, 32).flatten(-3, -2)  # [..., 8 groups, 32]
-        if fifth:
-            shifts = _arange(0, 8, 1, _U8).unsqueeze(-1)
-            codes = codes | ((blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1) << 4
-        parts = (
-            _as_float16(blocks[..., :2]),
-            _as_float16(blocks[..., 2:4]),
-            scale_codes,
-            minimum_codes,
-        )
-        return codes.flatten(-2), parts
-
-    return split
+def _split_k(blocks: Tensor, fifth: bool) -> Parts:
+    """Split blocks of Q4_K or Q5_K: scale, minimum, codes of both, fifth bits, nibbles."""
+    low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scale_codes = torch.cat((low & 63, (mixed & 15) | ((low >> 2) & 48)), -1)
+    minimum_codes = torch.cat((high & 63, (mixed >> 4) | ((high >> 2) & 48)), -1)
+    codes = _nibbles(split_last(blocks[..., -128:], 4, 32))
+    codes = split_last(codes, 2, 32).flatten(-3, -2)  # [..., 8 groups, 32]
+    if fifth:
+        shifts = _arange(0, 8, 1, _U8).unsqueeze(-1)
+        codes = codes | ((blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1) << 4
+    scale, minimum = _as_float16(blocks[..., :2]), _as_float16(blocks[..., 2:4])
+    return codes.flatten(-2), (scale, minimum, scale_codes, minimum_codes)
 
 
 def _split_q6_k(blocks: Tensor) -> Parts:
@@ -190,17 +176,22 @@ _MXFP4 = _float_table(*_E2M1, *(-x for x in _E2M1))
 _SCALE = ((_F16, 1),)
 _SCALE_MINIMUM = ((_F16, 1), (_F16, 1))
 _K_PARTS = (*_SCALE_MINIMUM, (_U8, 8), (_U8, 8))
+_split_q4_0 = partial(_split_simple, minimum=False, fifth=False)
+_split_q4_1 = partial(_split_simple, minimum=True, fifth=False)
+_split_q5_0 = partial(_split_simple, minimum=False, fifth=True)
+_split_q5_1 = partial(_split_simple, minimum=True, fifth=True)
+_split_q4_k, _split_q5_k = partial(_split_k, fifth=False), partial(_split_k, fifth=True)
 
 _ALL = (
     Format("Q8_0", 3, 8, None, 32, 32, _SCALE, 34, _split_q8_0),
-    Format("Q4_0", 4, 4, _integers(-8, 4), 32, 32, _SCALE, 18, _split_simple(False, False)),
-    Format("Q4_1", 5, 4, _integers(0, 4), 32, 32, _SCALE_MINIMUM, 20, _split_simple(True, False)),
-    Format("Q5_0", 6, 5, _integers(-16, 5), 32, 32, _SCALE, 22, _split_simple(False, True)),
-    Format("Q5_1", 7, 5, _integers(0, 5), 32, 32, _SCALE_MINIMUM, 24, _split_simple(True, True)),
-    Format("Q4_K", 8, 4, _integers(0, 4), 256, 32, _K_PARTS, 144, _split_k(False)),
-    Format("Q5_K", 9, 5, _integers(0, 5), 256, 32, _K_PARTS, 176, _split_k(True)),
+    Format("Q4_0", 4, 4, _integers(-8, 4), 32, 32, _SCALE, 18, _split_q4_0),
+    Format("Q4_1", 5, 4, _integers(0, 4), 32, 32, _SCALE_MINIMUM, 20, _split_q4_1),
+    Format("Q5_0", 6, 5, _integers(-16, 5), 32, 32, _SCALE, 22, _split_q5_0),
+    Format("Q5_1", 7, 5, _integers(0, 5), 32, 32, _SCALE_MINIMUM, 24, _split_q5_1),
+    Format("Q4_K", 8, 4, _integers(0, 4), 256, 32, _K_PARTS, 144, _split_q4_k),
+    Format("Q5_K", 9, 5, _integers(0, 5), 256, 32, _K_PARTS, 176, _split_q5_k),
     Format("Q6_K", 10, 6, _integers(-32, 6), 256, 16, (*_SCALE, (_I8, 16)), 210, _split_q6_k),
-    Format("IQ4_NL", 11, 4, _IQ4, 32, 32, _SCALE, 18, _split_simple(False, False)),
+    Format("IQ4_NL", 11, 4, _IQ4, 32, 32, _SCALE, 18, _split_q4_0),
     Format("IQ4_XS", 12, 4, _IQ4, 256, 32, (*_SCALE, (_I8, 8)), 136, _split_iq4_xs),
     Format("MXFP4", 13, 4, _MXFP4, 32, 32, ((_U8, 1),), 17, _split_mxfp4),
 )
