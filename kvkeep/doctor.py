@@ -59,9 +59,9 @@ class MemoryFacts:
 class Torch:
     """The PyTorch installation.
 
-    capability: the instruction set that torch uses. libraries: its matrix product libraries.
-    multiplies_bf16: whether oneDNN has bfloat16 products for this processor; None without oneDNN.
-    prompts: the dtype of matrix products during prefill of a bfloat16 model.
+    capability: its instruction set. libraries: for matrix products. multiplies_bf16: whether oneDNN
+    has bfloat16 products for this processor; None without oneDNN. prompts: the dtype of matrix
+    products during prefill of a bfloat16 model.
     """
 
     version: str
@@ -83,8 +83,8 @@ class Cuda:
 class Kernels:
     """The compiled kernels in use.
 
-    name: of the instruction set, or "torch". against: why each faster instruction set is not used,
-    by name. environment: the variables that select kernels, if set.
+    name: of the instruction set, or "torch". against: why each faster one is not used, by name.
+    environment: the variables that select kernels, if set.
     """
 
     name: str
@@ -97,9 +97,8 @@ class Threads:
     """The threads and cores in use.
 
     used: threads of torch and the kernels. cores: those that this process may run on. quota: the
-    cgroup CPU quota in cores; None for no limit. load: the machine's load average of the last
-    minute; None if the system has none. environment: the variables that select the number of
-    threads, if set.
+    cgroup CPU quota in cores, if any. load: the load average of the last minute, if the system has
+    one. environment: the variables that select the number of threads, if set.
     """
 
     used: int
@@ -113,10 +112,9 @@ class Threads:
 class Outlook:
     """The decode speed of a model on this machine.
 
-    decode: the executor of decode steps, and why a faster one is not used. bytes_per_token: weights
-    read for each token. most_tokens_per_s: the limit set by memory bandwidth while few cells are
-    held, since each token reads all these weights and the cells. measured_tokens_per_s: None if not
-    measured.
+    decode: the executor, and why a faster one is not used. bytes_per_token: weights read for each
+    token. most_tokens_per_s: the limit that memory bandwidth sets while few cells are held.
+    measured_tokens_per_s: None if not measured.
     """
 
     name: str
@@ -156,12 +154,13 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
         facts = model_facts(name, dtype, weights)
     except KvkeepError as error:
         no_model = str(error)
-    memory = _describe_memory(facts.bytes_per_token if facts else _DEFAULT_READ_SIZE)
+    memory = _measure_memory(facts.bytes_per_token if facts else _DEFAULT_READ_SIZE)
     if facts:
         limit = memory.read_per_s / facts.bytes_per_token
         measured = _decode_speed(name, dtype, weights) if measure else None
         model = Outlook(facts.name, facts.decode, facts.bytes_per_token, limit, measured)
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return Findings(
         kvkeep=__version__,
         python=platform.python_version(),
@@ -171,7 +170,7 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
         threads=Threads(torch.get_num_threads(), cores(), quota(), load, _set_variables(CHOSEN_BY)),
         memory=memory,
         torch=_describe_torch(),
-        cuda=_describe_cuda(),
+        cuda=Cuda(torch.version.cuda, tuple(map(torch.cuda.get_device_name, devices))),
         model=model,
         no_model=no_model,
     )
@@ -230,10 +229,8 @@ def processor_name(facts: dict[str, str]) -> str:
     return name or platform.machine()
 
 
-def _describe_memory(read_size: int) -> MemoryFacts:
-    """Describe the memory and measure its bandwidth: the fastest pass within half a second.
-
-    Decoding with a large model is mostly limited by this bandwidth.
+def _measure_memory(read_size: int) -> MemoryFacts:
+    """Measure the bandwidth of memory, which limits decoding: the fastest pass in half a second.
 
     read_size: bytes that all torch threads read in one pass; at least 32 MiB, since less would fit
     in the processor's caches, and at most 1 GiB or a quarter of free memory.
@@ -262,8 +259,3 @@ def _describe_torch() -> Torch:
         multiplies_bf16,
         str(dtype).removeprefix("torch."),
     )
-
-
-def _describe_cuda() -> Cuda:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Cuda(torch.version.cuda, tuple(map(torch.cuda.get_device_name, range(count))))

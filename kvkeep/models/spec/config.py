@@ -11,7 +11,6 @@ from kvkeep.models.spec.config_fields import ConfigFields, is_whole, read_json
 from kvkeep.models.spec.config_gemma import (
     gemma3n_fields,
     gemma4_fields,
-    merge_widths,
     split_head_sizes,
 )
 from kvkeep.models.spec.config_layers import expert_fields, layer_kind_fields, model_window
@@ -67,8 +66,6 @@ def spec_from_config(
     config = ConfigFields({**family.defaults, **values}, path)
     refuse_unsupported_fields(config, architecture)
     local_head_fields: dict[str, int] = {}
-    if family.gemma3n:
-        config = merge_widths(config)
     if family.gemma4:
         config, local_head_fields = split_head_sizes(config)
     fields: dict[str, Any] = _head_fields(config, local_head_fields)
@@ -79,14 +76,12 @@ def spec_from_config(
         fields |= gemma4_fields(config, fields["local_layers"])
     if family.gemma3n:
         fields |= gemma3n_fields(config, fields["local_layers"])
-    mlp_width = "intermediate_size"
-    if architecture == GRANITE_HYBRID:
-        mlp_width = "shared_intermediate_size"
+    else:
+        fields["intermediate_size"] = config.positive_int(family.mlp_width_field)
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.positive_int("vocab_size"),
         hidden_size=config.positive_int("hidden_size"),
-        intermediate_size=config.positive_int(mlp_width),
         layers=config.layers,
         norm_eps=config.positive_float(family.norm_eps_field, default=1e-6),
         max_positions=min(trained, model_window(config, family) or trained),
@@ -176,7 +171,9 @@ def _multipliers(config: ConfigFields, family: Family) -> dict[str, Any]:
     fields = {
         "embedding_multiplier": math.sqrt(config.positive_int("hidden_size")),
         "embedding_multiplier_rounded": True,
-        "attention_multiplier": config.positive_float("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_multiplier": 1.0
+        if family.gemma3n  # published files state another one, which the forward ignores
+        else config.positive_float("query_pre_attn_scalar", 256) ** -0.5,
         "attention_softcap": config.positive_float("attn_logit_softcapping", default=0.0),
     }
     if not family.no_logits_softcap:

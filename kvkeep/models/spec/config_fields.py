@@ -61,7 +61,7 @@ class ConfigFields:
 
     def positive_int(self, key: str, default: int | None = None) -> int:
         """Return a field as a whole number from 1 to `LARGEST`."""
-        value = self._value(key, default)
+        value = default if self.get(key) is None else self.get(key)
         if value is None:
             raise BadModelFile(f"{self.path} lacks the field {key}; fetch the model again")
         if not is_whole(value, minimum=1):
@@ -70,7 +70,8 @@ class ConfigFields:
 
     def non_negative_int(self, key: str, default: int) -> int:
         """Return a field as a whole number from 0 to `LARGEST`."""
-        return 0 if self._value(key, default) == 0 else self.positive_int(key, default)
+        stated = default if self.get(key) is None else self.get(key)
+        return 0 if stated == 0 else self.positive_int(key, default)
 
     def positive_float(self, key: str, default: float) -> float:
         """Return a field as a finite number above 0; the default is not checked."""
@@ -92,10 +93,6 @@ class ConfigFields:
         return UnsupportedModel(
             f"{self.path}: {reason}, which is not supported; use a published model of the family"
         )
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.get(key)
-        return default if value is None else value
 
 
 def is_positive(value: Any) -> bool:

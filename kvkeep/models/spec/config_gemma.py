@@ -1,7 +1,7 @@
 """Config fields that only Gemma 3n and Gemma 4 have.
 
-`merge_widths` (Gemma 3n) and `split_head_sizes` (Gemma 4) rewrite a config so that the common code
-can read it; `gemma3n_fields` and `gemma4_fields` return `ModelSpec` fields as keyword arguments.
+`split_head_sizes` rewrites a Gemma 4 config so that the common code can read it. `gemma3n_fields`
+and `gemma4_fields` return `ModelSpec` fields as keyword arguments.
 """
 
 from collections.abc import Mapping
@@ -21,31 +21,8 @@ _GLOBAL_FIELDS = {
 }
 
 
-def merge_widths(config: ConfigFields) -> ConfigFields:
-    """Return a Gemma 3n config with one MLP width, and with the attention scale that is in effect.
-
-    `intermediate_size` becomes the widest of the layers; where layers differ, "mlp_widths" holds
-    each layer's. Published files state an attention scale (query_pre_attn_scalar) that the forward
-    ignores: it becomes 1.
-
-    Raises BadModelFile.
-    """
-    widths, layers = config.get("intermediate_size"), config.layers
-    changes: dict[str, Any] = {"mlp_widths": (), "query_pre_attn_scalar": 1}
-    if isinstance(widths, list):
-        if len(widths) != layers or not all(is_whole(width, minimum=1) for width in widths):
-            expected = f"a whole number of at least 1 for each of {layers} layers, or one for all"
-            raise config.invalid("intermediate_size", expected)
-        changes["intermediate_size"] = max(widths)
-        if len(set(widths)) > 1:
-            changes["mlp_widths"] = tuple(widths)
-    return config.updated(changes)
-
-
 def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return the fields that only Gemma 3n has.
-
-    config: as `merge_widths` returns it.
+    """Return the fields that only Gemma 3n has, and its MLP widths.
 
     Raises BadModelFile, and UnsupportedModel for variants that are not supported.
     """
@@ -60,12 +37,24 @@ def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[
         "altup_active": active,
         "laurel_rank": config.positive_int("laurel_rank"),
         "activation_sparsity": _sparsity(config),
-        "mlp_widths": config.get("mlp_widths"),
+        **_mlp_widths(config),
         "shared_kv_layers": _shared_kv_layers(config, local_layers),
         "values_normed": True,
         "per_layer_size": config.positive_int("hidden_size_per_layer_input"),
         "per_layer_vocab": 0 if per_layer_vocab == config.get("vocab_size") else per_layer_vocab,
     }
+
+
+def _mlp_widths(config: ConfigFields) -> dict[str, Any]:
+    """Return the largest width as intermediate_size, and mlp_widths if layers differ."""
+    widths, layers = config.get("intermediate_size"), config.layers
+    if not isinstance(widths, list):
+        return {"intermediate_size": config.positive_int("intermediate_size")}
+    if len(widths) != layers or not all(is_whole(width, minimum=1) for width in widths):
+        expected = f"a whole number of at least 1 for each of {layers} layers, or one for all"
+        raise config.invalid("intermediate_size", expected)
+    differ = len(set(widths)) > 1
+    return {"intermediate_size": max(widths), "mlp_widths": tuple(widths) if differ else ()}
 
 
 def _sparsity(config: ConfigFields) -> tuple[float, ...]:

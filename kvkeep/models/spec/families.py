@@ -164,6 +164,7 @@ FAMILIES: dict[str, Family] = {
     # Granite 4 without state layers and experts (-micro, -1b, -350m); the others are refused.
     "GraniteMoeHybridForCausalLM": Family(
         granite_multipliers=True,
+        mlp_width_field="shared_intermediate_size",
         fused_gate_up="shared_mlp.input_linear",
         renamed_tensors={"shared_mlp.output_linear": "mlp.down_proj"},
     ),

@@ -65,7 +65,7 @@ class Family:
     layer_pattern: for families whose layers are not all alike.
     qk_norm, qk_norm_whole, norms_before, norms_after, centred_norms, parallel, unit_norms,
         sinks: as in ModelSpec.
-    norm_eps_field, activation_field: the config fields that state these.
+    norm_eps_field, activation_field, mlp_width_field: the config fields that state these.
     gemma4, gemma3n: the config has the fields that `config_gemma.py` reads.
     granite_multipliers: the config has Granite's four multipliers.
     cohere_logit_scale: the config has Cohere's `logit_scale`.
@@ -97,6 +97,7 @@ class Family:
     sinks: bool = False
     norm_eps_field: str = "rms_norm_eps"
     activation_field: str = "hidden_act"
+    mlp_width_field: str = "intermediate_size"
     gemma4: bool = False
     gemma3n: bool = False
     granite_multipliers: bool = False

@@ -185,15 +185,17 @@ class _Scaling:
         """Return radians per position for each rotated pair, `[rotary_dim / 2]`."""
         rotary_dim = self.rotary_dim
         unscaled = [self.theta ** (-pair / rotary_dim) for pair in range(0, rotary_dim, 2)]
-        if self.kind == "default":
-            return unscaled
-        scaled = {
-            "linear": self._linear,
-            "llama3": self._llama3,
-            "yarn": self._yarn,
-            "longrope": self._longrope_short,
-        }
-        return scaled[self.kind](unscaled)
+        match self.kind:
+            case "linear":
+                factor = self._number("factor")
+                return [frequency / factor for frequency in unscaled]
+            case "llama3":
+                return self._llama3(unscaled)
+            case "yarn":
+                return self._yarn(unscaled)
+            case "longrope":
+                return self._longrope_short(unscaled)
+        return unscaled
 
     def attention_scaling(self) -> float:
         """Return yarn's or longrope's factor on cosine and sine; 1 for other kinds."""
@@ -220,10 +222,6 @@ class _Scaling:
             f"RoPE kind {self.kind!r} has settings that give no table ({reason}); repair the "
             "model's config.json or fetch it again"
         )
-
-    def _linear(self, unscaled: list[float]) -> list[float]:
-        factor = self._number("factor")
-        return [frequency / factor for frequency in unscaled]
 
     def _llama3(self, unscaled: list[float]) -> list[float]:
         """Scale as Llama 3.1: divide low frequencies by `factor`, keep high ones, blend others."""
