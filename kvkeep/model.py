@@ -11,7 +11,8 @@ from kvkeep.compression.calibration.calibration import Calibration, default_cali
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy, PolicySettings, longest, make_policy
-from kvkeep.session.session import WHOLE_PROMPT, Session
+from kvkeep.session.core import WHOLE_PROMPT
+from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import KvBits, PolicyName

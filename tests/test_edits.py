@@ -262,9 +262,9 @@ def test_an_edit_that_is_prepared_has_changed_nothing(recompute) -> None:
     prepared = prepare_edit(session.core.memory, 9, 16, TEXT[:4], recompute, 512)
     assert same(state(session), before)
     successor = session.core.memory.successor()
-    memory, report = prepared.apply(successor)
+    memory, _ = prepared.apply(successor)
     assert memory.tokens == TEXT[:9] + TEXT[:4] + TEXT[16:]
-    assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == report.tokens_evaluated
+    assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == prepared.tokens_evaluated
     assert torch.equal(memory.logits(), done.logits)
     successor.cache.rollback()
     assert same(state(session), before)

@@ -92,10 +92,10 @@ def test_a_sessions_tokens_are_no_copy_and_stay_what_they_were() -> None:
     session.feed([4, 5])
     fork.feed([6])
     assert (before, session.tokens, fork.tokens) == ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 6])
-    storage = session.tokens._storage
+    storage = session.tokens._numbers
     for _ in range(50):
         session.next_token()
-    assert session.tokens._storage is storage  # a token more copied nothing
+    assert session.tokens._numbers is storage  # a token more copied nothing
     long = session.tokens
     session.rewind(5)
     assert session.tokens == long[:-5]

@@ -19,7 +19,7 @@ from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.session.evaluation import evaluate, rewind
+from kvkeep.session.evaluation import evaluate_all, rewind
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import cell_tokens, reconstruction
 
@@ -318,7 +318,6 @@ def newest_queries(memory: Memory) -> Queries | None:
     tokens, fork = memory.tokens[-count:], memory.fork()
     rewind(fork, count)
     fork.cache.observe()
-    for _ in evaluate(fork, tokens, count):
-        pass
+    evaluate_all(fork, tokens, count)
     assert fork.cache.observer is not None
     return fork.cache.observer.queries()

@@ -19,6 +19,8 @@ from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.spans import TokenRange
 from kvkeep.storage.prefixes.block import PrefixCache
 
+WHOLE_PROMPT = -1  # keep: all of the first prompt
+
 
 @dataclass
 class SessionState:
@@ -46,6 +48,11 @@ class SessionState:
         fork = shallow_copy(self)
         fork.memory = self.memory.fork()
         return fork
+
+    @property
+    def keep(self) -> int:
+        """The count of first tokens that are never evicted; see `Session.keep`."""
+        return WHOLE_PROMPT if self.keep_whole_prompt else self.memory.policy.keep
 
     def check_prompt(self, count: int) -> None:
         """Raise InvalidArgument if a first prompt of `count` tokens could not be kept whole."""
@@ -181,15 +188,14 @@ def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionSt
         change = StateChange(cores)
         try:
             yield change.states
-            change.apply()
+            change.commit()
         except BaseException:
             change.rollback()
             raise
-        change.commit()
 
 
 class StateChange:
-    """Successors of the states of sessions, to be applied and committed, or rolled back.
+    """Successors of the states of sessions, to be committed or rolled back.
 
     The caller holds the compute lock and defers Ctrl-C meanwhile, as `session_transaction` does.
 
@@ -201,19 +207,19 @@ class StateChange:
         self._before = [core.state for core in cores]
         self.states = [state.successor() for state in self._before]
 
-    def apply(self) -> None:
-        """Make the successors the states of the sessions."""
+    def commit(self) -> None:
+        """Make the successors the states of the sessions, and release the states before them."""
         for core, state in zip(self._cores, self.states, strict=True):
             core.state = state
-
-    def commit(self) -> None:
-        """Release the states before, and storage that only they used. `rollback` ends here."""
-        self._before.clear()  # a reference to them would keep that storage
+        self._before.clear()  # a reference to them would keep storage that only they used
         for state in self.states:
             state.memory.commit()
 
     def rollback(self) -> None:
-        """Make the sessions what they were, and put back every cell that was overwritten."""
-        for core, old, state in zip(self._cores, self._before, self.states, strict=True):
+        """Make the sessions what they were, and put back every cell that was overwritten.
+
+        Does nothing after a commit.
+        """
+        for core, old, state in zip(self._cores, self._before, self.states, strict=False):
             core.state = old
             state.memory.cache.rollback()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.runtime.worker import computes
-from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_step
+from kvkeep.session.core import SessionCore, SessionState, session_transaction
+from kvkeep.session.evaluation import StepTransaction, evaluate_step
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.streaming import TextStream
@@ -25,12 +25,37 @@ def next_token(core: SessionCore, sampling: Sampling) -> int:
     if logits is None:
         raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
     core.memory.require_room(1)
-    with session_transaction([core]) as (state,):
-        token = state.sample(logits, sampling)
-        evaluate_step(state.memory, [token], 0, 1, sampled=True)
-    if sampling.constraint is not None:
-        sampling.constraint.accept(token)
-    return token
+    return decode_step([core], [logits], [sampling])[0]
+
+
+def decode_step(
+    cores: Sequence[SessionCore],
+    logits: Sequence[Tensor],
+    samplings: Sequence[Sampling],
+    grouped: bool = False,
+) -> list[int]:
+    """Sample a token for each session, and append all of them by one forward: all or none.
+
+    logits: `[vocab]` float32 of each session's last token. grouped: see `StepTransaction`.
+    """
+    with session_transaction(cores) as states:
+        tokens = list(map(SessionState.sample, states, logits, samplings))
+        _append_sampled([state.memory for state in states], tokens, grouped)
+    for token, sampling in zip(tokens, samplings, strict=True):
+        if sampling.constraint is not None:
+            sampling.constraint.accept(token)
+    return tokens
+
+
+@torch.inference_mode()
+def _append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: bool) -> None:
+    for memory in memories:
+        memory.policy.open(memory.cache, 1)
+    decoder, chunks = memories[0].decoder, [[token] for token in tokens]
+    with StepTransaction(memories, chunks, sampled=True, grouped=grouped) as opened:
+        hidden = decoder.hidden(opened.tokens, opened.step)
+        logits = decoder.logits(hidden)
+    opened.append(hidden, logits)
 
 
 def stream_text(

@@ -9,8 +9,9 @@ from typing import Literal, get_args
 from kvkeep import validation
 from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
+from kvkeep.runtime.worker import computes_itself
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate, rewind
+from kvkeep.session.evaluation import evaluate_all, rewind
 from kvkeep.session.in_place_edit import EditScope, InPlaceEdit
 from kvkeep.session.memory import Memory
 from kvkeep.session.spans import after_edit
@@ -32,62 +33,93 @@ class EditReport:
     recompute: Recompute
 
 
-def delete(
-    core: SessionCore, start: int | str, end: int | None, recompute: Recompute
-) -> EditReport:
-    """Remove a range of tokens or a named span; see `Session.delete`."""
-    first, last = core.token_range(start, end)
-    if recompute == "none" and first == last:
-        core.set_span(str(start), None)
-        return EditReport(0, 0, 0.0, recompute)
-    if recompute == "none" and core.is_forgotten((first, last)):
-        return _remove_forgotten(core, first, last)
-    return edit(core, first, last, [], recompute)
+class SessionEdits:
+    """The methods of a `Session` that edit its text."""
 
+    core: SessionCore
 
-def insert(
-    core: SessionCore, at: int, text: str | Sequence[int], recompute: Recompute, special: bool
-) -> EditReport:
-    """Insert text or token ids before token `at`; see `Session.insert`."""
-    at = validation.integer("at", at)
-    return edit(core, at, at, core.encode(text, special), recompute)
+    @computes_itself
+    def delete(
+        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
+    ) -> EditReport:
+        """Remove tokens `start ... end - 1`, or a named span.
 
+        recompute: "none" leaves later cells as they were computed, so that the edit costs little;
+            "suffix" evaluates everything after it again, which is exact.
 
-def replace(
-    core: SessionCore,
-    start: int | str,
-    end: int | None,
-    text: str | Sequence[int],
-    recompute: Recompute,
-    special: bool,
-) -> EditReport:
-    """Replace a range of tokens or a named span by others; see `Session.replace`."""
-    (first, last), ids = core.token_range(start, end), core.encode(text, special)
-    return edit(core, first, last, ids, recompute, start if isinstance(start, str) else None)
+        With "none", a range without any cell left is removed from `tokens`, and an empty span from
+        `spans`, without evaluating anything. Raises InvalidArgument if there is no such range or
+        span, or some of it is no longer remembered.
+        """
+        core, (first, last) = self.core, self.core.token_range(start, end)
+        if recompute == "none" and first == last:
+            core.set_span(str(start), None)
+            return EditReport(0, 0, 0.0, recompute)
+        if recompute == "none" and core.is_forgotten((first, last)):
+            return _remove_forgotten(core, first, last)
+        return _edit(core, first, last, [], recompute)
 
+    @computes_itself
+    def insert(
+        self,
+        at: int,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+        special: bool = False,
+    ) -> EditReport:
+        """Insert text or token ids before token `at`; see `delete`, and `feed` for `special`.
 
-def make_room(core: SessionCore, count: int, bridge: str, first: int) -> EditReport:
-    """Remove old tokens after the first ones so that `count` more fit; see `Session.make_room`.
+        Raises ContextFull if it does not fit.
+        """
+        at = validation.integer("at", at)
+        return _edit(self.core, at, at, self.core.encode(text, special), recompute)
 
-    first: how many of the first tokens stay.
-    """
-    ids, memory = core.encode(bridge, special=False), core.memory
-    free = len(memory.tokens) - first - len(ids) - 1
-    if not 1 <= count <= free or first < 0:
-        raise InvalidArgument(
-            f"make_room takes 1 to {free} tokens here, with the first {first} kept and a "
-            f"bridge of {len(ids)}; found {count}"
+    @computes_itself
+    def replace(
+        self,
+        start: int | str,
+        end: int | None,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+        special: bool = False,
+    ) -> EditReport:
+        """Replace a range, or a named span (`end` None), by text or token ids; see `insert`.
+
+        A pinned or kept range stays pinned or kept. A span that is replaced by its name becomes the
+        range of the new tokens, even if it was empty.
+        """
+        (first, last), ids = self.core.token_range(start, end), self.core.encode(text, special)
+        return _edit(
+            self.core, first, last, ids, recompute, start if isinstance(start, str) else None
         )
-    end = first + count + len(ids)
-    if memory.pins & set(memory.serials[first:end]):
-        raise InvalidArgument(
-            f"make_room would remove tokens {first} to {end}, and some of them are pinned: "
-            "unpin them, or keep more"
-        )
-    return edit(core, first, end, ids, "none")
+
+    @computes_itself
+    def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
+        """Remove old tokens so that `count` more fit, and insert `bridge` in their place.
+
+        The first `keep` tokens stay: by default those that the policy keeps, or 4.
+        """
+        count, keep = validation.integer("count", count), validation.optional_integer("keep", keep)
+        core, memory = self.core, self.core.memory
+        if keep is None:
+            keep = min(core.state.keep, 4) if memory.policy.name == "full" else core.state.keep
+        ids = core.encode(bridge, special=False)
+        free = len(memory.tokens) - keep - len(ids) - 1
+        if not 1 <= count <= free or keep < 0:
+            raise InvalidArgument(
+                f"make_room takes 1 to {free} tokens here, with the first {keep} kept and a "
+                f"bridge of {len(ids)}; found {count}"
+            )
+        end = keep + count + len(ids)
+        if memory.pins & set(memory.serials[keep:end]):
+            raise InvalidArgument(
+                f"make_room would remove tokens {keep} to {end}, and some of them are pinned: "
+                "unpin them, or keep more"
+            )
+        return _edit(core, keep, end, ids, "none")
 
 
-def edit(
+def _edit(
     core: SessionCore,
     start: int,
     end: int,
@@ -99,16 +131,18 @@ def edit(
 
     name: of the span that is replaced; it names `ids` afterwards.
     """
+    started = time.perf_counter()
     core.memory.require_no_states("edited")
     core.state.check_prompt(len(ids))
     prepared = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
     with session_transaction([core]) as (state,):
-        state.memory, report = prepared.apply(state.memory)
+        state.memory, moved = prepared.apply(state.memory)
         state.keep_prompt(len(ids))
         state.move_spans(lambda span: after_edit(span, start, end, len(ids)))
         if name is not None and ids:
             state.spans = {**state.spans, name: (start, start + len(ids))}
-    return report
+    seconds = time.perf_counter() - started
+    return EditReport(moved, prepared.tokens_evaluated, seconds, recompute)
 
 
 def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
@@ -120,36 +154,9 @@ def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
             "cells, which they share with others: compressed tokens cannot be removed"
         )
     with session_transaction([core]) as (state,):
-        state.memory.remove_from_history(start, end)
+        state.memory.replace_tokens(start, end, ())
         state.move_spans(lambda span: after_edit(span, start, end, 0))
     return EditReport(0, 0, 0.0, "none")
-
-
-@dataclass(frozen=True)
-class PreparedEdit:
-    """An edit of which all but the last token is evaluated, so that one step completes it.
-
-    result: the edited memory, or an edit in place that is still to be applied. evaluated: tokens in
-    all. started: the time of `time.perf_counter` at which it began.
-    """
-
-    result: Memory | InPlaceEdit
-    evaluated: int
-    recompute: Recompute
-    started: float
-
-    def apply(self, successor: Memory) -> tuple[Memory, EditReport]:
-        """Return the edited memory and the report.
-
-        successor: of the memory that the edit was prepared for; an edit in place modifies it.
-        """
-        memory, moved = successor, 0
-        if isinstance(self.result, InPlaceEdit):
-            moved = self.result.apply(successor)
-        else:
-            memory = self.result
-        seconds = time.perf_counter() - self.started
-        return memory, EditReport(moved, self.evaluated, seconds, self.recompute)
 
 
 def prepare_edit(
@@ -159,16 +166,17 @@ def prepare_edit(
     ids: Sequence[int],
     recompute: Recompute,
     prefill_step: int,
-) -> PreparedEdit:
+) -> "SuffixEdit | InPlaceEdit":
     """Evaluate what it takes to put `ids` in place of tokens `start ... end - 1`.
 
-    The memory does not change. recompute: as for `Session.delete`; with "none", earlier cells are
-    seen from other distances, and later ones stay as they were computed.
+    Only the last token is left, so that one step completes the edit. The memory does not change.
+    recompute: as for `Session.delete`; with "none", earlier cells are seen from other distances,
+    and later ones stay as they were computed.
 
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
     """
-    started, total = time.perf_counter(), len(memory.tokens)
+    total = len(memory.tokens)
     if recompute not in get_args(Recompute):
         raise InvalidArgument(f'recompute must be "none" or "suffix"; found {recompute!r}')
     if not 0 <= start <= end <= total:
@@ -178,38 +186,41 @@ def prepare_edit(
         )
     if start == end and not ids:
         raise InvalidArgument(f"nothing to do: no token between {start} and {end}, none to put in")
-    result: Memory | InPlaceEdit
     if end == total or recompute == "suffix":
-        result = _evaluate_suffix(memory, start, end, ids, prefill_step)
-        evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
-    else:
-        result = InPlaceEdit.prepare(memory, start, end, ids, prefill_step)
-        evaluated = len(ids) + 1
-    return PreparedEdit(result, evaluated, recompute, started)
+        return SuffixEdit.prepare(memory, start, end, ids, prefill_step)
+    return InPlaceEdit.prepare(memory, start, end, ids, prefill_step)
 
 
-def _evaluate_suffix(
-    memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
-) -> Memory:
-    """Return a memory that is rewound to `start` and has `ids` and the later tokens evaluated."""
-    removed = len(memory.tokens) - start
-    memory.require_room(len(ids) - (end - start))
-    memory.require_rewind(removed)
-    edited = memory.fork()
-    exact_cells = sum(s.length for s in memory.cache.segments if not s.compressed)
-    scope = EditScope.locate(memory, start, end, ids, exact_cells - removed)
-    following = [*ids, *memory.tokens[end:]]
-    are_pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
-    rewind(edited, removed)
-    if memory.is_bounded:
-        edited.change_policy(keep=scope.keep)
-    done = 0
-    for pinned, run in itertools.groupby(are_pinned):
-        count = len(list(run))
-        for _ in evaluate(edited, following[done : done + count], prefill_step):
-            pass
-        if pinned:
-            edited.pin(len(edited.tokens) - count, len(edited.tokens))
-        done += count
-    edited.cache.segments = merge_small_segments(edited.cache.segments)
-    return edited
+@dataclass(frozen=True)
+class SuffixEdit:
+    """An edit after which all later tokens were evaluated again, in a fork of the memory."""
+
+    edited: Memory
+    tokens_evaluated: int
+
+    @classmethod
+    def prepare(
+        cls, memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
+    ) -> "SuffixEdit":
+        """Rewind a fork to `start`, and evaluate `ids` and the later tokens."""
+        total = len(memory.tokens)
+        memory.require_room(len(ids) - (end - start))
+        memory.require_rewind(total - start)
+        edited, done = memory.fork(), 0
+        exact_cells = sum(s.length for s in memory.cache.segments if not s.compressed)
+        scope = EditScope.locate(memory, start, end, ids, exact_cells - (total - start))
+        following = [*ids, *memory.tokens[end:]]
+        are_pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
+        rewind(edited, total - start)
+        if memory.is_bounded:
+            edited.change_policy(keep=scope.keep)
+        for pinned, run in itertools.groupby(are_pinned):
+            count = len(list(run))
+            evaluate_all(edited, following[done : done + count], prefill_step, pinned)
+            done += count
+        edited.cache.segments = merge_small_segments(edited.cache.segments)
+        return cls(edited, len(following) + (1 if 0 < start < total else 0))
+
+    def apply(self, _successor: Memory) -> tuple[Memory, int]:
+        """Return the edited memory, and that no cell is seen from another distance."""
+        return self.edited, 0

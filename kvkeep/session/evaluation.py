@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,16 +37,15 @@ class StepResult:
 class StepTransaction:
     """One forward whose tokens are appended to one or several memories, all of them or none.
 
-    It opens a step of each memory's cache. The caller evaluates `tokens` with `step`, under
-    `torch.inference_mode()`, and then calls `commit` or `rollback`. As a context manager it rolls
-    back if the block raises:
+    It opens a step of each memory's cache, and ends them with its block:
 
-        with StepTransaction([memory], [[17]]) as step:
-            hidden = step.forward()
-            step.commit(hidden, decoder.logits(hidden))     # token 17 is in the memory
+        with StepTransaction([memory], [[17]]) as opened:
+            hidden = decoder.hidden(opened.tokens, opened.step)
+            logits = decoder.logits(hidden)
+        opened.append(hidden, logits)     # token 17 is in the memory
 
-    After a rollback the memories must be discarded: they are successors or forks that a
-    `session_transaction` or the caller drops.
+    All of it under `torch.inference_mode()`. If that raises, the memories must be discarded: they
+    are successors or forks that a `session_transaction` or the caller drops.
 
     step: a step of n tokens of one memory, or a GroupStep of one token of each.
     tokens: `[n]` int64 on the cache's device: of one memory, or one of each.
@@ -69,7 +68,6 @@ class StepTransaction:
         self._memories, self._chunks = memories, chunks
         self._cells_before = [memory.cache.cells for memory in memories]
         self._cache_steps = ExitStack()
-        # If one of these raises, the open steps are garbage, and they are never committed.
         steps = [
             self._cache_steps.enter_context(memory.cache.step(len(chunk), sampled))
             for memory, chunk in zip(memories, chunks, strict=True)
@@ -83,50 +81,30 @@ class StepTransaction:
     def __enter__(self) -> "StepTransaction":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self.rollback()
+    def __exit__(self, *error: Any) -> None:
+        """End the steps of the caches, which keep the cells unless the block raised."""
+        self._cache_steps.__exit__(*error)
 
-    def forward(self) -> Tensor:
-        """Evaluate the tokens; return the hidden states, `[n, hidden_size]`."""
-        return self._memories[0].decoder.hidden(self.tokens, self.step)
+    def append(self, hidden: Tensor, logits: Tensor | None) -> list[StepResult]:
+        """Append the tokens to the memories and let the policies settle.
 
-    def commit(self, hidden: Tensor, logits: Tensor | None) -> list[StepResult]:
-        """Keep the tokens' cells, append the tokens to the memories and let the policies settle.
-
-        hidden: `[n, hidden_size]` of `tokens`. logits: `[memories, vocab]`, finite, of the last
-        token of each memory; None to compute them when they are first needed. Then `hidden` is
-        checked instead. Raises NonFiniteLogits.
+        hidden: `[n, hidden_size]` of `tokens`. logits: `[memories, vocab]` of the last token of
+        each memory; None to compute them when they are first needed. Either has only finite values.
         """
-        if logits is None:
-            require_finite(hidden)
-        self._cache_steps.close()
-        results, several = [], len(self._memories) > 1
+        results, first, several = [], 0, len(self._memories) > 1
         for index, (memory, chunk) in enumerate(zip(self._memories, self._chunks, strict=True)):
+            count = len(chunk)
+            end = first + count
             # Rows are copied: the last row of one session must not keep those of all in memory.
-            rows = hidden[index : index + 1].clone() if several else hidden
             last_logits = None
             if logits is not None:
                 last_logits = logits[index].clone() if several else logits[0]
-            memory.append(chunk, rows if several else rows[-1:].clone(), last_logits)
-            count = len(chunk)
+            memory.append(chunk, hidden[end - 1 : end].clone(), last_logits)
             peak = self._cells_before[index] + count if count > 1 else memory.cache.cells
-            results.append(StepResult(rows, peak, memory.policy.settle(memory.cache)))
+            compressions = memory.policy.settle(memory.cache)
+            results.append(StepResult(hidden[first:end], peak, compressions))
+            first = end
         return results
-
-    def rollback(self) -> None:
-        """End the cache steps without committing them. Does nothing after a commit."""
-        failed = _StepRolledBackError()
-        self._cache_steps.__exit__(type(failed), failed, None)
-
-
-class _StepRolledBackError(Exception):
-    """Ends a cache step that is not to be committed."""
 
 
 def evaluate(memory: Memory, ids: Sequence[int], prefill_step: int) -> Iterator[StepResult]:
@@ -138,23 +116,40 @@ def evaluate(memory: Memory, ids: Sequence[int], prefill_step: int) -> Iterator[
         yield result
 
 
+def evaluate_all(
+    memory: Memory, ids: Sequence[int], prefill_step: int, pinned: bool = False
+) -> None:
+    """Evaluate token ids into a memory. pinned: whether they are pinned then."""
+    for _ in evaluate(memory, ids, prefill_step):
+        pass
+    if pinned:
+        memory.pin(len(memory.tokens) - len(ids), len(memory.tokens))
+
+
 @torch.inference_mode()
 def evaluate_step(
     memory: Memory, ids: Sequence[int], done: int, prefill_step: int, sampled: bool = False
 ) -> StepResult:
-    """Evaluate at most `prefill_step` of the ids, of which the first `done` are in the memory.
+    """Evaluate the next step of the ids, of which the first `done` are in the memory.
 
-    Steps end at multiples of `prefill_step`, whatever the policy made of those before: two prompts
-    with a common beginning are evaluated in the same steps for as long as they are equal. With
-    `prefill_step` 512 and 300 tokens in the memory, the next step is of 212.
+    prefill_step: see `open_step`; 1 if `sampled`: whether the model itself has chosen the ids.
+    """
+    chunk = open_step(memory, ids, done, prefill_step)
+    return evaluate_chunk(memory, chunk, done + len(chunk) == len(ids), sampled)
 
-    sampled: whether the model itself has chosen the ids; `prefill_step` must be 1 then.
+
+def open_step(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) -> Sequence[int]:
+    """Have the policy open the cache for the ids of the next step; return these.
+
+    They are at most `prefill_step`. Steps end at multiples of it, whatever the policy made of those
+    before: two prompts with a common beginning are evaluated in the same steps for as long as they
+    are equal. With `prefill_step` 512 and 300 tokens in the memory, the next step is of 212.
     """
     size = min(len(ids) - done, prefill_step - done % prefill_step)
     # Space for an answer to a long prompt is reserved, or its first token would move all cells.
     reserved = GROWTH if len(ids) > GROWTH else 0
     count = memory.policy.open(memory.cache, size, len(ids) - done - size + reserved)
-    return evaluate_chunk(memory, ids[done : done + count], done + count == len(ids), sampled)
+    return ids[done : done + count]
 
 
 def evaluate_chunk(
@@ -164,43 +159,37 @@ def evaluate_chunk(
 
     last: whether no more tokens follow, so that logits are computed. sampled: see `evaluate_step`.
     """
-    with StepTransaction([memory], [chunk], sampled) as step:
-        hidden = step.forward()
+    with StepTransaction([memory], [chunk], sampled) as opened:
+        hidden = memory.decoder.hidden(opened.tokens, opened.step)
         logits = memory.decoder.logits(hidden[-1:]) if last else None
-        (result,) = step.commit(hidden, logits)
-    return result
+        if logits is None:
+            require_finite(hidden)
+    return opened.append(hidden, logits)[0]
 
 
 def rewind(memory: Memory, count: int) -> list[int]:
     """Remove and return the last `count` tokens; the new last one is re-evaluated for its logits.
 
-    Raises InvalidArgument for a negative count, and if that token is no longer held.
+    The caller has checked by `Memory.require_rewind` that they can be removed.
     """
-    memory.require_rewind(count)
     if count == 0:
         return []
     removed = memory.remove_newest(count)
-    last, pinned = memory.pop_last()
-    reevaluate(memory, last, pinned)
+    reevaluate_last(memory)
     return removed
 
 
-def reevaluate(
-    memory: Memory, last: Sequence[int], pinned: bool, max_local: int | None = None
-) -> None:
-    """Evaluate the last token anew, over the cells that are there now.
+def reevaluate_last(memory: Memory, max_local: int | None = None) -> None:
+    """Evaluate the last token, if there is one, anew over the cells that are there now.
 
     It is evaluated as a token of a prompt, even if it was sampled, so that the result is that of a
     session that was fed these tokens.
 
-    last, pinned: what `Memory.pop_last` returned.
     max_local: the most tokens that are evaluated to refill local layers; None for no limit.
     """
+    last, pinned = memory.pop_last()
     _refill_local(memory, max_local)
-    for _ in evaluate(memory, last, 1):
-        pass
-    if pinned:
-        memory.pin(len(memory.tokens) - 1, len(memory.tokens))
+    evaluate_all(memory, last, 1, pinned)
 
 
 def _refill_local(memory: Memory, max_tokens: int | None) -> None:

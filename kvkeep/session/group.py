@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 from kvkeep.runtime.worker import computes
-from kvkeep.session.core import session_transaction
-from kvkeep.session.evaluation import StepTransaction
+from kvkeep.session.decoding import decode_step
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import GREEDY, Session
@@ -84,16 +82,7 @@ class SessionGroup:
         require_own_constraints(samplings)
         cores = [session.core for session in self.sessions]
         logits = [_require_ready(index, core.memory) for index, core in enumerate(cores)]
-        with session_transaction(cores) as states:
-            tokens = [
-                state.sample(row, parameters)
-                for state, row, parameters in zip(states, logits, samplings, strict=True)
-            ]
-            _evaluate([state.memory for state in states], tokens)
-        for token, parameters in zip(tokens, samplings, strict=True):
-            if parameters.constraint is not None:
-                parameters.constraint.accept(token)
-        return tokens
+        return decode_step(cores, logits, samplings, grouped=True)
 
     def _samplings(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):
@@ -116,15 +105,3 @@ def _require_ready(index: int, memory: Memory) -> Tensor:
         )
     memory.require_room(1)
     return logits
-
-
-@torch.inference_mode()
-def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
-    """Append a token to each memory by one forward."""
-    decoder = memories[0].decoder
-    for memory in memories:
-        memory.policy.open(memory.cache, 1)
-    chunks = [[token] for token in tokens]
-    with StepTransaction(memories, chunks, sampled=True, grouped=True) as step:
-        hidden = step.forward()
-        step.commit(hidden, decoder.logits(hidden))

@@ -13,40 +13,55 @@ class History(Sequence[int]):
     """
 
     __hash__ = None  # type: ignore[assignment]
-    __slots__ = ("_length", "_storage")
+    __slots__ = ("_end", "_length", "_numbers")
 
     def __init__(self, typecode: str, numbers: Iterable[int] = ()):
         """typecode: of `array`, such as "i" for 32 bits."""
-        self._storage = _Storage(array(typecode, numbers))
-        self._length = len(self._storage.numbers)
+        self._numbers = array(typecode, numbers)
+        self._length = len(self._numbers)
+        # The count of shared numbers, as a lock: a thread pops it while it appends, and another one
+        # that finds none makes a copy instead of waiting.
+        self._end = [self._length]
 
     def extended(self, numbers: Sequence[int]) -> "History":
-        """Return a history with more numbers at its end."""
-        return History._of(self._storage.extended(self._length, numbers), self._length, numbers)
+        """Return a history with more numbers at its end, in place if it reaches to the shared end.
+
+        Costs a copy otherwise.
+        """
+        added = array(self._numbers.typecode, numbers)  # raises for anything that is no number
+        try:
+            end = self._end.pop()
+        except IndexError:
+            return History(added.typecode, self.array() + added)
+        if end != self._length:
+            self._end.append(end)
+            return History(added.typecode, self.array() + added)
+        self._numbers.extend(added)
+        self._end.append(end + len(added))
+        return self._sharing(end + len(added))
 
     def first(self, count: int) -> "History":
         """Return a history of the first `count` numbers."""
-        return History._of(self._storage, min(count, self._length))
+        return self._sharing(min(count, self._length))
+
+    def _sharing(self, length: int) -> "History":
+        history = History.__new__(History)
+        history._numbers, history._end, history._length = self._numbers, self._end, length
+        return history
 
     def replaced(self, start: int, end: int, numbers: Sequence[int]) -> "History":
         """Return a history with other numbers in place of `start ... end - 1`. Costs a copy."""
         copied = self.array()
         copied[start:end] = array(copied.typecode, numbers)
-        return History._of(_Storage(copied), len(copied))
+        return History(copied.typecode, copied)
 
     def array(self) -> "array[int]":
         """Return a copy as an array."""
-        return self._storage.numbers[: self._length]
+        return self._numbers[: self._length]
 
     def tolist(self) -> list[int]:
         """Return a copy as a list."""
         return self.array().tolist()
-
-    @classmethod
-    def _of(cls, storage: "_Storage", length: int, more: Sequence[int] = ()) -> "History":
-        history = cls.__new__(cls)
-        history._storage, history._length = storage, length + len(more)
-        return history
 
     def __len__(self) -> int:
         return self._length
@@ -60,10 +75,10 @@ class History(Sequence[int]):
             start, stop, step = index.indices(self._length)
             if step < 0:
                 return self.array()[index].tolist()
-            return self._storage.numbers[start:stop:step].tolist()
+            return self._numbers[start:stop:step].tolist()
         if not -self._length <= index < self._length:
             raise IndexError(f"expected an index below {self._length}; found {index}")
-        return self._storage.numbers[index % self._length]
+        return self._numbers[index % self._length]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.array())
@@ -77,33 +92,3 @@ class History(Sequence[int]):
 
     def __repr__(self) -> str:
         return repr(self.tolist())
-
-
-class _Storage:
-    """Numbers shared by histories. Only a history that reaches to their end appends in place."""
-
-    __slots__ = ("_end", "numbers")
-
-    def __init__(self, numbers: "array[int]"):
-        self.numbers = numbers
-        # The count of numbers, as a lock: a thread pops it while it appends, and another one that
-        # finds none makes a copy instead of waiting.
-        self._end = [len(numbers)]
-
-    def extended(self, length: int, numbers: Sequence[int]) -> "_Storage":
-        """Return storage with the first `length` numbers followed by others."""
-        added = array(self.numbers.typecode, numbers)  # raises for anything that is no number
-        end = self._take_end()
-        if end == length:
-            self.numbers.extend(added)
-            self._end.append(length + len(added))
-            return self
-        if end is not None:
-            self._end.append(end)
-        return _Storage(self.numbers[:length] + added)
-
-    def _take_end(self) -> int | None:
-        try:
-            return self._end.pop()
-        except IndexError:
-            return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.session.evaluation import fill_cache, local_segments, reevaluate
+from kvkeep.session.evaluation import fill_cache, local_segments, reevaluate_last
 from kvkeep.session.memory import Memory, count_newest_held
 
 _LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without earlier cells
@@ -105,11 +105,15 @@ class InPlaceEdit:
             inserted = [_evaluate_ids(memory, before, scope, end_position, anchor, prefill_step)]
         return cls(scope, end_position, evicted, inserted)
 
+    @property
+    def tokens_evaluated(self) -> int:
+        return len(self.scope.ids) + 1
+
     @torch.inference_mode()
-    def apply(self, memory: Memory) -> int:
+    def apply(self, memory: Memory) -> tuple[Memory, int]:
         """Apply the edit to a successor of the memory that it was prepared for.
 
-        Returns how many cells are seen from another distance.
+        Returns the successor, and how many cells are seen from another distance.
         """
         scope, cache = self.scope, memory.cache
         before, after = _split_segments(cache, scope, self.end_position, self.evicted)
@@ -125,9 +129,8 @@ class InPlaceEdit:
             cache.segments = [segment for segment in cache.segments if segment.length]
         if cache.local is not None:
             cache.local.keep_newest(following)
-        last, pinned = memory.pop_last()
-        reevaluate(memory, last, pinned, _local_reach(cache))
-        return sum(segment.length for segment in before) if scope.growth else 0
+        reevaluate_last(memory, _local_reach(cache))
+        return memory, sum(segment.length for segment in before) if scope.growth else 0
 
 
 def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:

@@ -185,8 +185,10 @@ class Memory:
             done = end
         self.append(ids, None, None)
 
-    def replace_tokens(self, start: int, end: int, ids: Sequence[int], pinned: bool) -> None:
-        """List `ids`, whose cells are the cache's newest, in place of tokens `start ... end - 1`.
+    def replace_tokens(
+        self, start: int, end: int, ids: Sequence[int], pinned: bool = False
+    ) -> None:
+        """List `ids`, whose serials are the newest, in place of tokens `start ... end - 1`.
 
         pinned: whether they are pinned.
         """
@@ -196,11 +198,6 @@ class Memory:
             self.pins |= set(serials)
         self.tokens = self.tokens.replaced(start, end, ids)
         self.serials = self.serials.replaced(start, end, serials)
-
-    def remove_from_history(self, start: int, end: int) -> None:
-        """Remove tokens of which no cell is held from the lists of tokens and serials."""
-        self.tokens = self.tokens.replaced(start, end, ())
-        self.serials = self.serials.replaced(start, end, ())
 
     def _newest_serials(self, count: int) -> range:
         return range(self.cache.serial - count, self.cache.serial)

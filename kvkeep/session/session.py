@@ -23,15 +23,15 @@ from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.runtime.memory import trim
 from kvkeep.runtime.worker import computes, computes_itself
-from kvkeep.session import decoding, editing
+from kvkeep.session import decoding
 from kvkeep.session.compression import (
     CompressionPlan,
     CompressionReport,
     compress_memory,
     default_method,
 )
-from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.editing import EditReport, Recompute
+from kvkeep.session.core import WHOLE_PROMPT, SessionCore, session_transaction
+from kvkeep.session.editing import SessionEdits
 from kvkeep.session.evaluation import rewind
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
@@ -43,10 +43,9 @@ from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 GREEDY = Sampling()
-WHOLE_PROMPT = -1  # keep: all of the first prompt
 
 
-class Session:
+class Session(SessionEdits):
     """One model's live memory of a text: its policy decides which tokens stay in the cache.
 
     A call that is refused changes nothing. A prompt is evaluated in steps, each committed or rolled
@@ -172,8 +171,11 @@ class Session:
         """
         with session_transaction([self.core]) as (state,):
             count, memory = validation.integer("count", count), state.memory
-            everything = count == len(memory.tokens) > memory.rewindable
-            removed = memory.clear() if everything else rewind(memory, count)
+            if count == len(memory.tokens) > memory.rewindable:
+                removed = memory.clear()
+            else:
+                memory.require_rewind(count)
+                removed = rewind(memory, count)
             state.truncate_spans(len(memory.tokens))
         return removed
 
@@ -194,63 +196,7 @@ class Session:
         with session_transaction([self.core]) as (state,):
             state.sampler = Sampler()
 
-    # Editing and compressing
-
-    @computes_itself
-    def delete(
-        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
-    ) -> EditReport:
-        """Remove tokens `start ... end - 1`, or a named span.
-
-        recompute: "none" leaves later cells as they were computed, so that the edit costs little;
-            "suffix" evaluates everything after it again, which is exact.
-
-        With "none", a range without any cell left is removed from `tokens`, and an empty span from
-        `spans`, without evaluating anything. Raises InvalidArgument if there is no such range or
-        span, or some of it is no longer remembered.
-        """
-        return editing.delete(self.core, start, end, recompute)
-
-    @computes_itself
-    def insert(
-        self,
-        at: int,
-        text: str | Sequence[int],
-        recompute: Recompute = "none",
-        special: bool = False,
-    ) -> EditReport:
-        """Insert text or token ids before token `at`; see `delete`, and `feed` for `special`.
-
-        Raises ContextFull if it does not fit.
-        """
-        return editing.insert(self.core, at, text, recompute, special)
-
-    @computes_itself
-    def replace(
-        self,
-        start: int | str,
-        end: int | None,
-        text: str | Sequence[int],
-        recompute: Recompute = "none",
-        special: bool = False,
-    ) -> EditReport:
-        """Replace a range, or a named span (`end` None), by text or token ids; see `insert`.
-
-        A pinned or kept range stays pinned or kept. A span that is replaced by its name becomes the
-        range of the new tokens, even if it was empty.
-        """
-        return editing.replace(self.core, start, end, text, recompute, special)
-
-    @computes_itself
-    def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
-        """Remove old tokens so that `count` more fit, and insert `bridge` in their place.
-
-        The first `keep` tokens stay: by default those that the policy keeps, or 4.
-        """
-        count, keep = validation.integer("count", count), validation.optional_integer("keep", keep)
-        if keep is None:
-            keep = min(self.keep, 4) if self.policy == "full" else self.keep
-        return editing.make_room(self.core, count, bridge, keep)
+    # Compressing
 
     @computes_itself
     def compress(
@@ -448,7 +394,7 @@ class Session:
 
         Setting a larger number pins the oldest cells still held; a smaller one lets them go.
         """
-        return WHOLE_PROMPT if self.core.state.keep_whole_prompt else self.core.memory.policy.keep
+        return self.core.state.keep
 
     @keep.setter
     def keep(self, keep: int) -> None:
