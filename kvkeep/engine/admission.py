@@ -3,19 +3,18 @@
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvkeep.engine.events import GenerationEvent, Reuse
 from kvkeep.engine.generation import Generation, GenerationRequest
-from kvkeep.engine.operations import RecentLog, Totals
+from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import CacheMiss, best_match, cache_miss
 from kvkeep.engine.scheduler import Scheduler, SchedulingPolicy
 from kvkeep.errors import Cancelled, InvalidArgument
-from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
 
@@ -26,28 +25,24 @@ _LOGGED_MISSES = 50  # of one owner
 class Admission:
     """Generations from their submission to their end. Used in the engine's thread.
 
-    new_session: creates one for an owner. log: logs an operation on a session: what was done, with
-    how many tokens, in how many seconds.
+    new_session: creates one for an owner. cache_misses: the newest of each owner, the newest first.
     """
 
     def __init__(
         self,
-        model: Model,
         registry: SessionRegistry,
         policy: SchedulingPolicy,
         new_session: Callable[[str], Session],
-        log: Callable[[SessionRecord, str, int, float], None],
+        log: OperationLog,
     ):
-        self._model, self._registry, self._policy = model, registry, policy
-        self._new_session, self._log_operation = new_session, log
-        self.scheduler = Scheduler(
-            policy, model.end_token_ids, self._fork_followers, self._release_session
-        )
-        self.cache_misses = RecentLog[CacheMiss](_LOGGED_MISSES)
+        self._registry, self._policy = registry, policy
+        self._new_session, self._operations = new_session, log
+        self.scheduler = Scheduler(policy, self._fork_followers, self._release_session)
+        self.cache_misses = defaultdict[str, deque[CacheMiss]](lambda: deque(maxlen=_LOGGED_MISSES))
         # Generations that wait until the prompt that they share with another is prefilled.
         self._followers: dict[Generation, list[Generation]] = {}
         self._end_reasons = Counter[str]()
-        self._sums = Counter[str]()  # tokens, and microseconds of prefill and decode
+        self._totals = Totals(self._end_reasons)
 
     def admit(
         self,
@@ -62,13 +57,15 @@ class Admission:
         self._policy.admit(owner, self.scheduler.running, self.scheduler.step_seconds)
         if session is None:
             assert isinstance(request, GenerationRequest)
-            _require_tokens(request, 0)
-            self._require_prompt_limit(request)
+            self._check_prompt(request, held=0)
             record, reuse = self._session_for_prompt(request, owner)
         else:
-            record, reuse = self._registry.find(session, owner), Reuse()
-            request = self._request_for(request, record, revision)
-            _require_tokens(request, len(record.live.tokens))
+            record, reuse = self._registry.load_idle(session, owner, revision), Reuse()
+            if callable(request):
+                length = len(record.live.tokens)
+                request = request(record)
+                record.note_truncation(length)
+            self._check_prompt(request, held=len(record.live.tokens))
         try:
             require_own_constraints([request.sampling], self._samplings())
             prompt, limit = request.prompt, request.max_tokens
@@ -80,7 +77,7 @@ class Admission:
             if not record.named and record.revision == 0:  # it was created for this prompt
                 self._registry.remove(record)
             raise
-        generation = Generation(request, record, self._model.text, listener)
+        generation = Generation(request, record, listener)
         record.activity = "generating"
         record.last_used = time.monotonic()
         generation.start(feeding, reuse)
@@ -99,7 +96,7 @@ class Admission:
         requests = [replace(request, sampling=sampling) for sampling in samplings]
         first = self.admit(requests[0], None, owner, listeners[0], copies=len(requests))
         followers = [
-            Generation(other, first.record, self._model.text, listener)
+            Generation(other, first.record, listener)
             for other, listener in zip(requests[1:], listeners[1:], strict=True)
         ]
         self._followers[first] = followers
@@ -111,13 +108,9 @@ class Admission:
         """Return what was done until now, and what is held."""
         records = list(self._registry)
         in_memory = sum(record.session is not None for record in records)
-        return Totals(
+        return replace(
+            self._totals,
             ended=dict(self._end_reasons),
-            prefilled=self._sums["prefilled"],
-            reused=self._sums["reused"],
-            generated=self._sums["generated"],
-            prefill_seconds=self._sums["prefill microseconds"] / 1e6,
-            decode_seconds=self._sums["decode microseconds"] / 1e6,
             running=len(self.scheduler.running),
             in_memory=in_memory,
             on_disk=len(records) - in_memory,
@@ -127,49 +120,33 @@ class Admission:
 
     # A session for a request
 
-    def _request_for(
-        self,
-        request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
-        record: SessionRecord,
-        revision: int | None,
-    ) -> GenerationRequest:
-        """Return the request to an existing session, which is loaded."""
-        record.require_idle()
-        record.require_revision(revision)
-        self._registry.reserve(record, 0)
-        if callable(request):
-            length = len(record.live.tokens)
-            request = request(record)
-            record.note_truncation(length)
-        self._require_prompt_limit(request)
-        return request
-
     def _session_for_prompt(
         self, request: GenerationRequest, owner: str
     ) -> tuple[SessionRecord, Reuse]:
         """Return an unnamed session for a prompt, and what of the prompt is in it."""
-        fresh = self._new_session(owner)
-        match = best_match(request.prompt, self._registry.of(owner), fresh)
-        reason = "" if match.tokens == len(request.prompt) else match.reason
-        differs_at = match.common if match.common < len(request.prompt) else None
-        source = match.record
-        reuse = Reuse(match.tokens, "session" if source else "", reason, differs_at)
+        fresh, prompt = self._new_session(owner), request.prompt
+        match = best_match(prompt, self._registry.of(owner), fresh)
         if not match.resumes_session:
-            self.cache_misses.add(owner, cache_miss(request.prompt, match))
+            self.cache_misses[owner].appendleft(cache_miss(prompt, match))
+        differs_at = match.common if match.common < len(prompt) else None
+        source = match.record
         if source is None:
-            return self._registry.add(fresh, owner, named=False), reuse
-        reuse = replace(reuse, session=source.name)
-        if match.resumes_session and not source.named:
-            source.live.draw_anew()
-            return source, reuse
-        prefix = source.live.beginning(match.tokens)
-        record = self._registry.add(prefix, owner, parent=source.name, named=False)
-        record.exact_tokens = min(source.exact_tokens, match.tokens)
-        record.sampled_length = match.tokens if match.resumes_session else 0
+            reuse = Reuse(0, "", match.reason, differs_at)
+        else:
+            reuse = Reuse(match.tokens, "session", match.reason, differs_at, source.name)
+            if match.resumes_session and not source.named:
+                source.live.draw_anew()
+                return source, reuse
+        record = self._registry.add(match.session(fresh), owner, named=False)
+        record.parent = reuse.session
+        match.describe(record)
         return record, reuse
 
-    def _require_prompt_limit(self, request: GenerationRequest) -> None:
+    def _check_prompt(self, request: GenerationRequest, held: int) -> None:
+        """Raise InvalidArgument for a prompt that is too long, or empty with no tokens `held`."""
         limit = self._policy.limits.prompt_tokens
+        if not request.prompt and not held:
+            raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
         if len(request.prompt) > limit:
             raise InvalidArgument(
                 f"a prompt has at most {limit:,} tokens here; found "
@@ -221,7 +198,7 @@ class Admission:
             return
         record.mark_changed()
         seconds = usage.prefill_seconds + usage.decode_seconds
-        self._log_operation(record, "generate", usage.evaluated + usage.generated, seconds)
+        self._operations.add(record, "generate", usage.evaluated + usage.generated, seconds)
 
     def _call_on_end(
         self, generation: Generation, on_end: Callable[[Session, int, int], None]
@@ -237,16 +214,11 @@ class Admission:
 
     def _add_to_totals(self, generation: Generation) -> None:
         usage = generation.usage
+        totals = self._totals
         self._end_reasons[generation.end_reason] += 1
         # A prompt that was cancelled counts as far as it was prefilled.
-        self._sums["prefilled"] += max(0, usage.evaluated - generation.unprefilled)
-        self._sums["reused"] += usage.reuse.tokens
-        self._sums["generated"] += usage.generated
-        self._sums["prefill microseconds"] += round(1e6 * usage.prefill_seconds)
-        self._sums["decode microseconds"] += round(1e6 * usage.decode_seconds)
-
-
-def _require_tokens(request: GenerationRequest, held: int) -> None:
-    """Raise InvalidArgument if neither the request nor the session, with `held` tokens, has any."""
-    if not request.prompt and not held:
-        raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
+        totals.prefilled += max(0, usage.evaluated - generation.unprefilled)
+        totals.reused += usage.reuse.tokens
+        totals.generated += usage.generated
+        totals.prefill_seconds += usage.prefill_seconds
+        totals.decode_seconds += usage.decode_seconds

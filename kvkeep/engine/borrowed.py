@@ -7,7 +7,7 @@ from typing import TypeVar
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.thread import EngineThread, in_engine_thread
-from kvkeep.errors import StoreError
+from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.model import Model
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -44,7 +44,12 @@ class BorrowedSessions:
         model, InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
         """
         session = self._model.restore(snapshot)
-        record = self._registry.add_borrowed(session, owner, name, snapshot.notes)
+        if previous := self._registry.get(name, owner):
+            if not previous.borrowed:
+                raise InvalidArgument(f"this server has a session {name!r} of its own")
+            self._registry.remove(previous)
+        record = self._registry.add(session, owner, name)
+        record.resume(snapshot.notes)
         record.borrowed, record.leases = True, 1
         return record
 
@@ -76,7 +81,7 @@ class BorrowedSessions:
     @in_engine_thread
     def mark_saved(self, record: SessionRecord, revision: int) -> None:
         """Note that the store has that revision."""
-        self._registry.mark_saved(record, revision)
+        record.mark_saved(revision)
 
     @in_engine_thread
     def revision(self, record: SessionRecord) -> int:

@@ -91,9 +91,7 @@ class Engine:
         self._operations = SessionOperations(
             model, self._registry, policy, self._log, self._saver, self._new_session
         )
-        self._admission = Admission(
-            model, self._registry, policy, self._new_session, self._operations.log
-        )
+        self._admission = Admission(self._registry, policy, self._new_session, self._log)
         self._scheduler = self._admission.scheduler
         self._deadline = 0.0
         self.borrowed = BorrowedSessions(model, self._registry, self._thread, self._discard)
@@ -207,11 +205,11 @@ class Engine:
 
     def cache_misses(self, owner: str = "0") -> Future[list[CacheMiss]]:
         """Return the newest prompts that continued no session, the newest first."""
-        return self.call(lambda: self._admission.cache_misses.of(owner))
+        return self.call(lambda: list(self._admission.cache_misses[owner]))
 
     def operations(self, owner: str = "0") -> Future[list[Operation]]:
         """Return the newest operations, the newest first."""
-        return self.call(lambda: self._log.recent.of(owner))
+        return self.call(lambda: list(self._log.recent[owner]))
 
     def totals(self) -> Future[Totals]:
         """Return what was done until now, and what is held."""

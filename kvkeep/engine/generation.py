@@ -25,7 +25,6 @@ from kvkeep.engine.events import (
 )
 from kvkeep.engine.record import SessionRecord, prefill_step_at
 from kvkeep.errors import Cancelled, InvalidArgument
-from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import GREEDY, Session
@@ -85,13 +84,12 @@ class Generation(Iterator[GenerationEvent]):
         self,
         request: GenerationRequest,
         record: SessionRecord,
-        codec: TextCodec,
         listener: Callable[[GenerationEvent], None] | None = None,
     ):
         """listener: gets each event in the engine's thread, which it must not block; iterating then
         yields nothing."""
         self.number = next(_generation_numbers)
-        self.request, self.record, self._codec = request, record, codec
+        self.request, self.record = request, record
         self.phase: Phase = "waiting"
         self.reuse = Reuse()
         self.cancelled = False
@@ -101,6 +99,7 @@ class Generation(Iterator[GenerationEvent]):
         self.unprefilled = self.age = 0
         self._feeding: Feeding | None = None
         self._exact = False
+        self._logprobs: Tensor | None = None  # `[vocab]`: of the next token, if requested
         self._submitted = time.perf_counter()
         self._prefill_began: float | None = None
         self._prefill_ended: float | None = None
@@ -172,46 +171,27 @@ class Generation(Iterator[GenerationEvent]):
             self.finish("full")
         return self.phase == "decode"
 
-    def logprobs(self) -> tuple[Tensor | None, Sequence[TokenLogprob]]:
-        """Return the log-probabilities of the next token, `[vocab]`, and the top ones requested.
-
-        None and an empty sequence if the request does not ask for them.
-        """
+    def note_logprobs(self) -> None:
+        """Keep the log-probabilities of the next token, if the request asks for them."""
         logits = None if self.request.logprobs is None else self.record.live.logits
-        if logits is None:
-            return None, ()
-        logprobs = torch.log_softmax(logits.float().cpu(), -1)
-        values, ids = logprobs.topk(min(self.request.logprobs or 0, logprobs.shape[0]))
-        top = zip(ids.tolist(), values.tolist(), strict=True)
-        return logprobs, [TokenLogprob(*pair) for pair in top]
+        if logits is not None:
+            self._logprobs = torch.log_softmax(logits.float().cpu(), -1)
 
-    def add_token(
-        self,
-        token: int,
-        end_tokens: Sequence[int],
-        logprobs: Tensor | None,
-        top: Sequence[TokenLogprob],
-    ) -> None:
-        """Report a token that the session has sampled, and end the generation if it was the last.
-
-        end_tokens: ids that end a text. logprobs, top: as `logprobs` gave them before the token.
-        """
+    def add_token(self, token: int) -> None:
+        """Report a token that was sampled, and end the generation if it was the last."""
         self.generated.append(token)
-        logprob = None
-        if logprobs is not None:
-            value = float(logprobs[token])  # JSON cannot express minus infinity
-            logprob = TokenLogprob(token, value if math.isfinite(value) else _LEAST_LOGPROB)
-        if token in end_tokens and not self.request.ignore_eos:
+        request, model = self.request, self.record.live.core.model
+        if token in model.end_token_ids and not request.ignore_eos:
             self.finish("eos")
             return
         stream = self._stream()
         text = "".join(stream.push(token))
-        self._emit(GeneratedToken(token, text, logprob, top))
+        self._emit(GeneratedToken(token, text, *self._reported_logprobs(token)))
         if stream.stopped:
             self.finish("stop")
-        elif self.request.sampling.complete:
+        elif request.sampling.complete:
             self.finish("eos")
-        elif len(self.generated) == self.request.max_tokens:
+        elif len(self.generated) == request.max_tokens:
             self.finish("length")
 
     def finish(self, reason: EndReason) -> None:
@@ -267,9 +247,21 @@ class Generation(Iterator[GenerationEvent]):
         done, seconds = total - self.prefill_remaining, time.perf_counter() - self._submitted
         self._emit(PrefillProgress(done, total, self.reuse, seconds))
 
+    def _reported_logprobs(self, token: int) -> tuple[TokenLogprob | None, Sequence[TokenLogprob]]:
+        """Return the log-probabilities of a sampled token and of the most likely ones."""
+        logprobs = self._logprobs
+        if logprobs is None:
+            return None, ()
+        value = float(logprobs[token])  # JSON cannot express minus infinity
+        logprob = TokenLogprob(token, value if math.isfinite(value) else _LEAST_LOGPROB)
+        values, ids = logprobs.topk(min(self.request.logprobs or 0, logprobs.shape[0]))
+        top = zip(ids.tolist(), values.tolist(), strict=True)
+        return logprob, [TokenLogprob(*pair) for pair in top]
+
     def _stream(self) -> TextStream:
         if self._text is None:
             session = self.record.live
             context = session.tokens.first(len(session.tokens) - len(self.generated))
-            self._text = TextStream(self._codec, self.request.sampling.stop, context)
+            stop, codec = self.request.sampling.stop, session.core.model.text
+            self._text = TextStream(codec, stop, context)
         return self._text

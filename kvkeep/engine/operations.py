@@ -1,15 +1,13 @@
 """The operation log of an engine, and its totals."""
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from kvkeep.engine.record import SessionRecord
 
-T = TypeVar("T")
 _LOGGED = 200  # operations of one owner
 
 
@@ -27,52 +25,42 @@ class Operation:
     when: float = field(default_factory=time.time)  # in seconds since 1970
 
 
-@dataclass(frozen=True)
+@dataclass
 class Totals:
     """Counts of an engine since it started, and of its present work."""
 
     ended: dict[str, int]  # generations by the reason of their end
-    prefilled: int  # tokens
-    reused: int
-    generated: int
-    prefill_seconds: float  # of all generations
-    decode_seconds: float
-    running: int  # generations now
-    in_memory: int  # sessions
-    on_disk: int
-    nbytes: int  # held or reserved
-    memory_limit: int
-
-
-class RecentLog(Generic[T]):
-    """The newest entries of each owner, up to a limit."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._entries: dict[str, deque[T]] = {}
-
-    def add(self, owner: str, entry: T) -> None:
-        self._entries.setdefault(owner, deque(maxlen=self._limit)).append(entry)
-
-    def of(self, owner: str) -> list[T]:
-        """Return an owner's entries, the newest first."""
-        return list(reversed(self._entries.get(owner, ())))
+    prefilled: int = 0  # tokens
+    reused: int = 0
+    generated: int = 0
+    prefill_seconds: float = 0.0  # of all generations
+    decode_seconds: float = 0.0
+    running: int = 0  # generations now
+    in_memory: int = 0  # sessions
+    on_disk: int = 0
+    nbytes: int = 0  # held or reserved
+    memory_limit: int = 0
 
 
 class OperationLog:
-    """The newest operations of each owner, and their listeners. Used in the engine's thread."""
+    """Operations that have changed sessions, and their listeners. Used in the engine's thread.
+
+    recent: the newest operations of each owner, the newest first.
+    """
 
     def __init__(self) -> None:
-        self.recent = RecentLog[Operation](_LOGGED)
+        self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_LOGGED))
         self._listeners: list[Callable[[Operation], None]] = []
 
-    def add(self, record: SessionRecord, what: str, tokens: int, seconds: float) -> None:
+    def add(self, record: SessionRecord, what: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """Log an operation and pass it to the listeners. One that raises is removed."""
+        if not record.removed:
+            record.mark_unsaved()
         nbytes = record.session.cache.nbytes if record.session else 0
         operation = Operation(
             record.owner, record.name, what, record.revision, tokens, seconds, nbytes
         )
-        self.recent.add(record.owner, operation)
+        self.recent[record.owner].appendleft(operation)
         for listener in list(self._listeners):
             try:
                 listener(operation)

@@ -4,11 +4,11 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from kvkeep.cache.segment import GROWTH
-from kvkeep.errors import Busy, WrongRevision
+from kvkeep.engine.session_files import NOTES, SessionFile, other_notes
+from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.session import Session
 
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
@@ -41,7 +41,7 @@ class SessionRecord:
     name: str
     owner: str  # only requests of this owner see the session
     named: bool  # created by name, and kept until it is deleted
-    file: Path | None  # where it is saved; None for memory alone
+    file: SessionFile | None  # where it is saved; None for memory alone
     session: Session | None  # None while it is on disk only
     revision: int = 0  # grows with each change
     saved_revision: int | None = None  # on disk; None for none
@@ -81,41 +81,62 @@ class SessionRecord:
         return self.named and self.session is not None and self.saved_revision != self.revision
 
     @property
-    def droppable(self) -> bool:
-        """Whether eviction drops it without saving: nothing is lost, or losing it is allowed."""
-        return not self.named or self.borrowed or self.evictable
+    def expendable(self) -> bool:
+        """Whether it may be dropped to make room although it has a name."""
+        return self.borrowed or self.evictable
 
     @property
     def can_leave_memory(self) -> bool:
         """Whether it may be evicted, and can be loaded again if it is to be kept."""
         if self.session is None or self.busy or self.leases:
             return False
-        if self.borrowed or self.evictable:
-            return True
-        return not self.pinned and (not self.named or self.file is not None)
+        recoverable = not self.named or self.file is not None
+        return self.expendable or (recoverable and not self.pinned)
 
     @property
     def ends_sampled(self) -> bool:
         """Whether its last token was sampled, rather than prefilled or evaluated again."""
         return 0 < self.sampled_length == len(self.live.tokens)
 
-    def noted_fields(self) -> dict[str, Any]:
-        """Return the fields that a snapshot holds, by their keys in its notes."""
+    def snapshot_notes(self) -> dict[str, Any]:
+        """Return the notes of a snapshot, from which another record can `resume`."""
         fields = {key: getattr(self, name) for key, name in _NOTED_FIELDS.items()}
-        return {"name": self.name, "revision": self.revision, **fields}
+        noted = {"name": self.name, "revision": self.revision, **fields}
+        return {**self.notes, NOTES: noted}
 
-    def resume(self, noted: Mapping[str, Any]) -> None:
-        """Continue the record whose `noted_fields` these are."""
+    def resume(self, notes: Mapping[str, Any]) -> None:
+        """Continue the record that these `snapshot_notes` are of."""
+        noted, self.notes = notes.get(NOTES, {}), other_notes(notes)
         self.revision = self.saved_revision = noted.get("revision", 0)
         for key, name in _NOTED_FIELDS.items():
             setattr(self, name, noted.get(key, getattr(self, name)))
 
-    def derive_from(self, noted: Mapping[str, Any]) -> None:
-        """Describe a new session that was restored from a snapshot with these `noted_fields`."""
+    def derive_from(self, notes: Mapping[str, Any]) -> None:
+        """Describe a new session that was restored from a snapshot with these notes."""
+        noted, self.notes = notes.get(NOTES, {}), other_notes(notes)
         self.exact_tokens = noted.get("evaluated", 0)
         self.sampled_length = noted.get("sampled", 0)
         self.edit = noted.get("changed", "")
         self.parent = noted.get("name")
+
+    def require_file(self) -> SessionFile:
+        """Return where it is saved. Raises InvalidArgument if it is in memory alone."""
+        if self.file is None:
+            raise InvalidArgument(
+                f"session {self.name!r} cannot be saved: the engine has no folder for sessions"
+            )
+        return self.file
+
+    def mark_saved(self, revision: int) -> None:
+        """Note that a revision is saved."""
+        self.saved_revision = revision
+        if not self.dirty and self.file is not None:
+            self.file.clear_marker()
+
+    def mark_unsaved(self) -> None:
+        """Note on disk that it has changed, in case the engine is killed before the save."""
+        if self.file is not None:
+            self.file.write_marker(self.revision, len(self.live.tokens))
 
     def require_idle(self) -> None:
         """Raise Busy if a generation or a change is running in the session."""

@@ -4,28 +4,29 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvkeep.cache.storage import nbytes
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
-    NOTES,
-    SessionFiles,
+    SessionFile,
     SnapshotLabels,
-    clear_marker,
-    other_notes,
-    require_owner,
-    write_marker,
+    is_owner,
+    session_folders,
+    take_orphaned_markers,
 )
-from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession
+from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.snapshots.snapshot import Snapshot
+from kvkeep.storage.sessions.folder import SessionFolder
+from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 
 class SessionRegistry:
-    """The records of all sessions. Used in the engine's thread only."""
+    """The records of all sessions. Used in the engine's thread only.
+
+    losses: descriptions of what earlier sessions in the folder have lost, a line for each.
+    """
 
     def __init__(
         self,
@@ -37,30 +38,41 @@ class SessionRegistry:
         """folder: where sessions are saved and evicted to; None for nowhere: named ones then stay
         in memory, and all are lost with the process. snapshots: gives an owner's snapshots by
         label; None for those in the folder."""
-        self._model, self._policy = model, policy
-        self._files = None if folder is None else SessionFiles(folder)
-        if snapshots is None and self._files is not None:
-            snapshots = self._files.snapshots
+        self._model, self._policy, self._folder = model, policy, folder
         self._snapshots = snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
-        for record in self._files.recover() if self._files else ():
-            self._records[record.owner, record.name] = record
+        self.losses: list[str] = []
+        for owner_folder in session_folders(folder) if folder else ():
+            self._recover(owner_folder)
 
-    @property
-    def losses(self) -> list[str]:
-        """Descriptions of what earlier sessions in the folder have lost, a line for each."""
-        unreadable = self._files.unreadable if self._files else {}
-        never_saved = self._files.never_saved if self._files else []
-        return [
-            *(f"{file} is left where it is: {why}" for file, why in unreadable.items()),
-            *(f"session {name!r} was never saved, and is lost" for _, name in never_saved),
-            *(
-                f"session {record.name!r} goes on from revision {record.saved_revision}: what came "
-                f"after it, up to {record.lost_revision}, was not saved"
-                for record in self
-                if record.lost_revision is not None
-            ),
-        ]
+    def _recover(self, folder: SessionFolder) -> None:
+        """Register the sessions in an owner's folder; none of them is in memory.
+
+        Raises Locked if a running engine uses one of them.
+        """
+        owner = folder.place.name
+        folder.sweep()
+        for name in folder.names():
+            file = SessionFile(folder, name)
+            try:
+                notes = describe(file.path).get("notes", {})
+            except StoreError as error:
+                self.losses.append(f"{file.path} is left where it is: {error}")
+                continue
+            file.lock()  # before the marker is read: the engine that holds the lock writes it
+            record = SessionRecord(name, owner, True, file, None)
+            record.resume(notes)
+            marked = file.marked_revision()
+            if marked > record.revision:
+                record.lost_revision = marked
+                self.losses.append(
+                    f"session {name!r} goes on from revision {record.revision}: what came "
+                    f"after it, up to {marked}, was not saved"
+                )
+            file.clear_marker()
+            self._records[owner, name] = record
+        for name in take_orphaned_markers(folder):
+            self.losses.append(f"session {name!r} was never saved, and is lost")
 
     # By name
 
@@ -75,11 +87,12 @@ class SessionRegistry:
     def get(self, name: str, owner: str) -> SessionRecord | None:
         return self._records.get((owner, name))
 
-    def find(self, name: str, owner: str) -> SessionRecord:
-        """Raises NoSuchSession, also for the name of another owner's session."""
+    def find(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
+        """Raises NoSuchSession, also for another owner's session, and WrongRevision."""
         record = self.get(name, owner)
         if record is None:
             raise NoSuchSession(f"there is no session {name!r}")
+        record.require_revision(revision)
         return record
 
     def add(
@@ -87,44 +100,29 @@ class SessionRegistry:
         session: Session,
         owner: str,
         name: str | None = None,
-        parent: str | None = None,
         named: bool = True,
-        notes: dict[str, Any] | None = None,
     ) -> SessionRecord:
         """Register a session. name: None for a generated one.
 
         Raises InvalidArgument for a name that is not valid or is taken, Locked if another process
         uses a session of that name in the same folder, NoRoom.
         """
-        require_owner(owner)
+        if not is_owner(owner):
+            raise InvalidArgument(f"an owner is 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or f"s-{secrets.token_hex(8)}"
-        file = self._files.path(owner, name) if named and self._files else None
+        file = None
+        if named and self._folder is not None:
+            file = SessionFile(SessionFolder(self._folder / owner), name)
         if self.get(name, owner):
             raise InvalidArgument(f"there is a session {name!r} already")
-        record = SessionRecord(name, owner, named, file, session, parent=parent, notes=notes or {})
+        record = SessionRecord(name, owner, named, file, session)
         # With snapshots in a store and sessions in no folder, what must last is in the store.
         record.evictable = named and file is None and self._snapshots is not None
         self.reserve(record, 0)
-        if file is not None and self._files is not None:
-            self._files.lock(record)
-            write_marker(record, file)
+        if file is not None:
+            file.lock()
+            record.mark_unsaved()
         self._records[owner, name] = record
-        return record
-
-    def add_borrowed(
-        self, session: Session, owner: str, name: str, notes: dict[str, Any]
-    ) -> SessionRecord:
-        """Register a session as another engine had it, in the place of a borrowed one of that name.
-
-        notes: of the snapshot that it was restored from. Raises Busy, NoRoom, and InvalidArgument
-        if the engine has a session of its own by that name.
-        """
-        if previous := self.get(name, owner):
-            if not previous.borrowed:
-                raise InvalidArgument(f"this server has a session {name!r} of its own")
-            self.remove(previous)
-        record = self.add(session, owner, name, notes=other_notes(notes))
-        record.resume(notes.get(NOTES, {}))
         return record
 
     def remove(self, record: SessionRecord) -> None:
@@ -132,8 +130,8 @@ class SessionRegistry:
         record.require_idle()
         del self._records[record.owner, record.name]
         record.session, record.removed = None, True
-        if record.file is not None and self._files is not None:
-            self._files.remove(record, record.file)
+        if record.file is not None:
+            record.file.remove()
 
     # Within the memory limit
 
@@ -182,14 +180,25 @@ class SessionRegistry:
             self.evict(victim)
         record.reserved = requested
 
-    def reserve_idle(self, record: SessionRecord) -> None:
-        """Reserve what a session takes as it is, and load it; a busy one has its reservation."""
-        if not record.busy:
+    def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
+        """Find a session and load it; it may be busy. Raises as `find`, NoRoom."""
+        record = self.find(name, owner, revision)
+        if not record.busy:  # a busy one has its reservation
             self.reserve(record, 0)
+        return record
+
+    def load_idle(
+        self, name: str, owner: str, revision: int | None = None, tokens: int = 0
+    ) -> SessionRecord:
+        """Find a session, load it, and reserve memory for so many more tokens. Raises Busy."""
+        self.find(name, owner).require_idle()
+        record = self.find(name, owner, revision)
+        self.reserve(record, tokens)
+        return record
 
     def evict(self, record: SessionRecord) -> None:
         """Remove an idle session from memory; save it first if it would be lost."""
-        if record.droppable:
+        if record.expendable or not record.named:
             self.remove(record)
             return
         if record.dirty:
@@ -205,46 +214,28 @@ class SessionRegistry:
         """
         if record.session is None:
             assert record.file is not None
-            record.session = self._model.restore(Snapshot.load(record.file))
+            record.session = self._model.restore(Snapshot.load(record.file.path))
         return record.session
 
-    def save(self, record: SessionRecord) -> int:
-        """Write the session to its file; returns its bytes. Raises StoreError."""
-        size = self.snapshot(record).save(self.file(record))
-        self.mark_saved(record, record.revision)
-        return size
+    def save(self, record: SessionRecord) -> None:
+        """Write the session to its file. Raises StoreError."""
+        self.snapshot(record).save(record.require_file().path)
+        record.mark_saved(record.revision)
 
     def snapshot(self, record: SessionRecord) -> Snapshot:
         """Return what `save` writes, for a caller that writes it and then calls `mark_saved`."""
-        notes = {**record.notes, NOTES: record.noted_fields()}
-        return replace(self.load(record).snapshot(), notes=notes)
-
-    def mark_saved(self, record: SessionRecord, revision: int) -> None:
-        """Note that a revision is saved."""
-        record.saved_revision = revision
-        if not record.dirty and record.file is not None:
-            clear_marker(record.file)
-
-    def mark_unsaved(self, record: SessionRecord) -> None:
-        """Note on disk that a session has changed, in case the engine is killed before the save."""
-        if record.file is not None:
-            write_marker(record, record.file)
-
-    def file(self, record: SessionRecord) -> Path:
-        """Return where a session is saved. Raises InvalidArgument if it is in memory alone."""
-        if record.file is None:
-            raise InvalidArgument(
-                f"session {record.name!r} cannot be saved: the engine has no folder for sessions"
-            )
-        return record.file
+        return replace(self.load(record).snapshot(), notes=record.snapshot_notes())
 
     def snapshots_of(self, owner: str) -> SnapshotLabels:
         """Raises InvalidArgument if the engine keeps nothing on disk."""
-        if self._snapshots is None:
+        if self._snapshots is not None:
+            return self._snapshots(owner)
+        if self._folder is None:
             raise InvalidArgument("the engine has no folder for snapshots")
-        return self._snapshots(owner)
+        return SessionFolder(self._folder / owner / "snapshots")
 
     def close(self) -> None:
         """Let other processes use the sessions."""
-        if self._files:
-            self._files.unlock_all()
+        for record in self:
+            if record.file is not None:
+                record.file.unlock()

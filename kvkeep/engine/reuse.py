@@ -58,6 +58,15 @@ class Match:
     reason: MissReason = "cold"
     nearest: Sequence[int] | None = None  # that text; None if no text begins like the prompt
 
+    def session(self, empty: Session) -> Session:
+        """Return a session that holds the reused tokens: `empty` if there are none."""
+        return self.record.live.beginning(self.tokens) if self.record else empty
+
+    def describe(self, record: SessionRecord) -> None:
+        """Note on the record of such a session how its tokens were evaluated."""
+        record.exact_tokens = min(self.record.exact_tokens, self.tokens) if self.record else 0
+        record.sampled_length = self.tokens if self.resumes_session else 0
+
 
 @dataclass(frozen=True)
 class TextDifference:

@@ -30,7 +30,7 @@ class SessionSaver:
 
         Raises InvalidArgument if the engine has no folder for sessions.
         """
-        file, result = self._registry.file(record), Future[int]()
+        file, result = record.require_file().path, Future[int]()
         snapshot, revision = self._registry.snapshot(record), record.revision
         record.saving_revision = revision
         self._pending += 1
@@ -78,6 +78,6 @@ class SessionSaver:
     def _settle(self, record: SessionRecord, revision: int, error: BaseException | None) -> None:
         self._pending -= 1
         if error is None:
-            self._registry.mark_saved(record, revision)
+            record.mark_saved(revision)
         else:  # tried again when it has changed, or when it is evicted
             _log.error("session %r could not be saved: %s", record.name, error)

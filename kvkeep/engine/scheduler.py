@@ -54,9 +54,7 @@ class SchedulingPolicy:
 
     def admit_session(self, records: Iterable[SessionRecord]) -> None:
         """Raise NoRoom if another named session would exceed the limit. records: of its owner."""
-        count = sum(
-            record.named and not (record.borrowed or record.evictable) for record in records
-        )
+        count = sum(record.named and not record.expendable for record in records)
         if count >= self.limits.sessions_per_owner:
             raise NoRoom(f"there are {count} sessions already: delete some", float("inf"))
 
@@ -109,15 +107,13 @@ class Scheduler:
     def __init__(
         self,
         policy: SchedulingPolicy,
-        end_tokens: Sequence[int],
         prefilled: Callable[[Generation], None],
         ended: Callable[[Generation], None],
     ):
-        """end_tokens: ids that end a text. prefilled, ended: called with each generation whose
-        prompt is prefilled, and that has ended."""
+        """prefilled, ended: called with each generation whose prompt is prefilled, and that has
+        ended."""
         self.step_seconds = 0.02
-        self._policy, self._end_tokens = policy, end_tokens
-        self._prefilled, self._ended = prefilled, ended
+        self._policy, self._prefilled, self._ended = policy, prefilled, ended
         self._running: list[Generation] = []
 
     @property
@@ -156,16 +152,17 @@ class Scheduler:
 
     def _decode(self, generations: Sequence[Generation]) -> None:
         ready = [generation for generation in generations if generation.may_decode()]
-        logprobs = [generation.logprobs() for generation in ready]
+        for generation in ready:
+            generation.note_logprobs()
         try:
             tokens: Sequence[int | Exception] = _next_tokens(ready)
         except Exception:  # none has changed: one by one, to find the one that fails
             tokens = [_next_token_or_error(generation) for generation in ready]
-        for generation, token, token_logprobs in zip(ready, tokens, logprobs, strict=True):
+        for generation, token in zip(ready, tokens, strict=True):
             if isinstance(token, Exception):
                 generation.fail(token)
             else:
-                generation.add_token(token, self._end_tokens, *token_logprobs)
+                generation.add_token(token)
 
     def _prefill(self) -> None:
         prefilling = self._in_phase("prefill")

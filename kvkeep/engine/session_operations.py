@@ -12,7 +12,6 @@ from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import SchedulingPolicy
-from kvkeep.engine.session_files import NOTES, other_notes
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -45,11 +44,6 @@ class SessionOperations:
         self._model, self._registry, self._policy = model, registry, policy
         self._log, self._saver, self._new_session = log, saver, new_session
 
-    def log(self, record: SessionRecord, what: str, tokens: int, seconds: float) -> None:
-        """Log an operation that has changed a session, which is then to be saved."""
-        self._registry.mark_unsaved(record)
-        self._log.add(record, what, tokens, seconds)
-
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
         """Return an owner's named sessions, the most recently used first. They are read-only.
 
@@ -79,8 +73,9 @@ class SessionOperations:
             session = self._new_session(owner, **settings)
         elif any(record.session is session for record in self._registry):
             raise InvalidArgument("the engine has that session already; give it a fork of it")
-        record = self._add(session, owner, name, notes=notes)
-        self.log(record, "create", 0, 0.0)
+        record = self._add(session, owner, name)
+        record.notes = notes or {}
+        self._log.add(record, "create")
         return record
 
     def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> int:
@@ -93,42 +88,37 @@ class SessionOperations:
         new = self._new_session(owner)
         existing = self._registry.get(name, owner)
         if existing:
-            existing.require_idle()
-            self._registry.reserve(existing, 0)
+            self._registry.load_idle(name, owner)
         target = existing or SessionRecord("", owner, False, None, new)
         match = best_match(prompt, self._registry.of(owner), new, target)
-        source = match.record
-        if match.resumes_session and source is existing and existing:
+        if match.resumes_session and existing and match.record is existing:
             existing.live.draw_anew()
             return match.tokens
-        session = source.live.beginning(match.tokens) if source else new
+        session = match.session(new)
+        record = existing or self._add(session, owner, name)
         if existing:
-            record = existing
             record.session, record.edit = session, ""
             record.mark_changed()
-        else:
-            record = self._add(session, owner, name)
-        record.exact_tokens = min(source.exact_tokens, match.tokens) if source else 0
-        record.sampled_length = match.tokens if match.resumes_session else 0
+        match.describe(record)
         return match.tokens
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
         """Store JSON values with a session; they replace those of the same keys."""
-        record = self._registry.find(name, owner)
+        record = self._registry.load_existing(name, owner)
         record.notes = {**record.notes, **notes}
-        self._metadata_changed(record)
+        record.mark_changed()
+        record.mark_unsaved()
 
     def pin(self, name: str, owner: str, pinned: bool, revision: int | None = None) -> None:
         """Set whether a session stays in memory, whatever others need."""
-        record = self._find(name, owner, revision)
+        record = self._registry.load_existing(name, owner, revision)
         record.pinned = pinned
-        self._metadata_changed(record)
+        record.mark_changed()
+        record.mark_unsaved()
 
     def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
         """Return a function's result for a session, which is loaded for it; it changes nothing."""
-        record = self._registry.find(name, owner)
-        self._registry.reserve_idle(record)
-        return function(record)
+        return function(self._registry.load_existing(name, owner))
 
     def change(
         self,
@@ -144,10 +134,7 @@ class SessionOperations:
         what: names the operation in the log. adds: how many tokens at most. A function that takes
         long passes `engine.yield_turn` on as `progress`: generations continue at each of its steps.
         """
-        record = self._registry.find(name, owner)
-        record.require_idle()
-        record.require_revision(revision)
-        self._registry.reserve(record, adds)
+        record = self._registry.load_idle(name, owner, revision, adds)
         start, length = time.perf_counter(), len(record.live.tokens)
         record.activity = "changing"
         try:
@@ -157,7 +144,7 @@ class SessionOperations:
         record.mark_changed("" if what in _NO_EDITS else what)
         record.note_truncation(length)
         added = len(record.live.tokens) - length
-        self.log(record, what, added, time.perf_counter() - start)
+        self._log.add(record, what, added, time.perf_counter() - start)
         return result
 
     def fork(
@@ -173,14 +160,13 @@ class SessionOperations:
 
         notes: None for those of the other.
         """
-        record = self._find(name, owner, revision)
-        self._registry.reserve_idle(record)
-        notes = dict(record.notes) if notes is None else notes
-        fork = self._add(record.live.fork(at), owner, new, record.name, notes)
+        record = self._registry.load_existing(name, owner, revision)
+        fork = self._add(record.live.fork(at), owner, new)
+        fork.notes = dict(record.notes) if notes is None else notes
+        fork.parent, fork.edit = record.name, record.edit
         fork.exact_tokens, fork.sampled_length = record.exact_tokens, record.sampled_length
-        fork.edit = record.edit
         fork.note_truncation(len(record.live.tokens))
-        self.log(fork, "fork", 0, 0.0)
+        self._log.add(fork, "fork")
         return fork
 
     def restore(
@@ -206,47 +192,27 @@ class SessionOperations:
             self._registry.reserve(record, 0)
         else:
             record = self._add(session, owner, name)
-        record.notes = other_notes(snapshot.notes)
-        record.derive_from(snapshot.notes.get(NOTES, {}))
-        self.log(record, "restore", 0, 0.0)
+        record.derive_from(snapshot.notes)
+        self._log.add(record, "restore")
         return record
 
     def delete(self, name: str, owner: str = "0", revision: int | None = None) -> None:
         """Forget a session, on disk too. Raises Busy while it has a generation."""
-        record = self._find(name, owner, revision)
+        record = self._registry.find(name, owner, revision)
         self._registry.remove(record)
-        self._log.add(record, "delete", 0, 0.0)
+        self._log.add(record, "delete")
 
     def save(self, name: str, owner: str, revision: int | None) -> Future[int]:
-        return self._saver.save(self._find(name, owner, revision))
+        return self._saver.save(self._registry.find(name, owner, revision))
 
     def snapshot(self, name: str, label: str, owner: str, revision: int | None) -> Future[int]:
-        record = self._find(name, owner, revision)
-        self._registry.reserve_idle(record)
+        record = self._registry.load_existing(name, owner, revision)
         path = self._registry.snapshots_of(owner).path(label)
         if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
         return self._saver.write(self._registry.snapshot(record), path)
 
-    def _find(self, name: str, owner: str, revision: int | None) -> SessionRecord:
-        record = self._registry.find(name, owner)
-        record.require_revision(revision)
-        return record
-
-    def _add(
-        self,
-        session: Session,
-        owner: str,
-        name: str | None,
-        parent: str | None = None,
-        notes: dict[str, Any] | None = None,
-    ) -> SessionRecord:
+    def _add(self, session: Session, owner: str, name: str | None) -> SessionRecord:
         """Register a named session. Raises NoRoom if the owner has as many as the limit allows."""
         self._policy.admit_session(self._registry.of(owner))
-        return self._registry.add(session, owner, name, parent, notes=notes)
-
-    def _metadata_changed(self, record: SessionRecord) -> None:
-        """Begin a new revision, with which notes and pins are saved."""
-        self._registry.reserve_idle(record)
-        record.mark_changed()
-        self._registry.mark_unsaved(record)
+        return self._registry.add(session, owner, name)

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -14,14 +13,7 @@ from kvkeep.runtime.worker import TEAM_PATIENCE, end_own_team, hosting
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass
-class _Call:
-    """A function to run in the thread, and the future of its result."""
-
-    function: Callable[[], Any]
-    future: Future[Any]
+_Call = tuple[Callable[[], Any], Future[Any]]  # the future is that of the function's result
 
 
 class EngineThread:
@@ -48,14 +40,14 @@ class EngineThread:
         if self.closing.is_set():
             future.set_exception(Cancelled("the engine has ended"))
         else:
-            self._calls.put(_Call(function, future))
+            self._calls.put((function, future))
             if self._ended.is_set():  # meanwhile, after its last look at the calls
                 self._refuse_calls()
         return future
 
     def post(self, function: Callable[[], None]) -> None:
         """Run a function in the thread, even while it is ending."""
-        self._calls.put(_Call(function, Future()))
+        self._calls.put((function, Future()))
 
     def close(self) -> None:
         """Accept no more calls, and wait for the end."""
@@ -81,25 +73,25 @@ class EngineThread:
         """Cancel the calls that came while the thread was ending."""
         with suppress(Empty):
             while True:
-                call = self._calls.get_nowait()
-                if call.future.set_running_or_notify_cancel():
-                    call.future.set_exception(Cancelled("the engine has ended"))
+                _, future = self._calls.get_nowait()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(Cancelled("the engine has ended"))
 
     def _run_calls(self, wait: bool) -> None:
         """Run all waiting calls. wait: for the first one, if there is none."""
         while True:
             try:
-                call = self._next_call(wait and not self.closing.is_set())
+                function, future = self._next_call(wait and not self.closing.is_set())
             except Empty:
                 return
             wait = False
-            if not call.future.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():
                 continue
             try:
-                call.future.set_result(call.function())
+                future.set_result(function())
             except BaseException as error:
-                call.future.set_exception(error)
-            del call  # it holds objects of the caller
+                future.set_exception(error)
+            del function, future  # they hold objects of the caller
 
     def _next_call(self, wait: bool) -> _Call:
         """Return the next call. Raises Empty if none comes while the thread may be idle."""

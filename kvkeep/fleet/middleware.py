@@ -237,9 +237,9 @@ class SessionMiddleware:
 def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     """Return a session's fields as last committed; None for one that is gone or damaged."""
     try:
-        notes = describe(path)["notes"][NOTES]
+        notes = describe(path)["notes"]
         record = SessionRecord(path.stem, "", True, None, None)
-        record.resume(notes)
+        record.resume({NOTES: notes[NOTES]})
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None

@@ -101,10 +101,9 @@ async def start_generations(
     context: RequestContext, request: GenerationRequest, samplings: list[Sampling]
 ) -> GenerationStream:
     """Submit a prompt without a session. One that does not fit is refused as by llama.cpp."""
-    stream = GenerationStream(len(samplings))
-    listeners = [stream.listener(index) for index in range(len(samplings))]
+    stream, submit_many = GenerationStream(len(samplings)), context.engine.submit_many
     try:
-        await stream.start(context.engine.submit_many(request, samplings, context.owner, listeners))
+        await stream.start(submit_many(request, samplings, context.owner, stream.listeners))
     except ContextFull as error:
         raise context_size_error(str(error), len(request.prompt), context.service) from error
     return stream

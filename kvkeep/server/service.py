@@ -1,10 +1,12 @@
 """The bridge between HTTP handlers, in an event loop, and the engine, in its own thread."""
 
 import asyncio
+from asyncio import wrap_future
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
@@ -81,16 +83,15 @@ class RequestContext:
 
     async def inspect(self, session: str, function: Callable[[SessionRecord], T]) -> T:
         """Return a function's result for a session. It runs in the engine's thread."""
-        return await asyncio.wrap_future(self.engine.inspect(session, self.owner, function))
+        return await wrap_future(self.engine.inspect(session, self.owner, function))
 
     async def generate(
         self, request: RequestOrFactory, session: str, revision: int | None = None
     ) -> "GenerationStream":
         """Submit a request to a session. Raises what `Engine.submit` does."""
         stream = GenerationStream(1)
-        await stream.start(
-            self.engine.submit(request, session, self.owner, stream.listener(0), revision)
-        )
+        (listener,) = stream.listeners
+        await stream.start(self.engine.submit(request, session, self.owner, listener, revision))
         return stream
 
     async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
@@ -100,21 +101,19 @@ class RequestContext:
         The request's body must have been read.
         """
 
-        def cancel() -> None:
-            for stream in streams:
-                stream.cancel()
-
         async def cancel_on_disconnect() -> None:
             while (await self.http_request.receive())["type"] != "http.disconnect":
                 pass
-            cancel()
+            for stream in streams:
+                stream.cancel()
 
         watcher = asyncio.create_task(cancel_on_disconnect())
         try:
             await asyncio.gather(*(stream.finish() for stream in streams))
         finally:
             watcher.cancel()
-            cancel()
+            for stream in streams:
+                stream.cancel()
         return [result for stream in streams for result in stream.results]
 
 
@@ -136,9 +135,13 @@ class GenerationResult:
 
 
 class GenerationStream:
-    """Generations in progress, as an event loop sees them. results: of each, so far."""
+    """Generations in progress, as an event loop sees them.
+
+    listeners: one for each generation, for the engine's thread. results: of each, so far.
+    """
 
     def __init__(self, count: int):
+        self.listeners = [partial(self._enqueue, index) for index in range(count)]
         self.generations: list[Generation] = []
         self.results = [GenerationResult() for _ in range(count)]
         self._loop = asyncio.get_running_loop()
@@ -146,16 +149,11 @@ class GenerationStream:
         self._available = asyncio.Event()
         self._wake_scheduled = False
 
-    def listener(self, index: int) -> Callable[[GenerationEvent], None]:
-        """Return a callback for the engine's thread that queues events under an index."""
-
-        def enqueue(event: GenerationEvent) -> None:
-            self._queue.append((index, event))
-            if not self._wake_scheduled:  # one wake-up for all events until the loop runs
-                self._wake_scheduled = True
-                self._loop.call_soon_threadsafe(self._wake)
-
-        return enqueue
+    def _enqueue(self, index: int, event: GenerationEvent) -> None:
+        self._queue.append((index, event))
+        if not self._wake_scheduled:  # one wake-up for all events until the loop runs
+            self._wake_scheduled = True
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._wake_scheduled = False
@@ -164,7 +162,7 @@ class GenerationStream:
     async def start(self, submission: Future[list[Generation]]) -> None:
         """Wait until the engine has admitted the generations."""
         try:
-            self.generations = await asyncio.wrap_future(submission)
+            self.generations = await wrap_future(submission)
         except asyncio.CancelledError:
             submission.add_done_callback(_cancel_generations)
             raise
