@@ -19,15 +19,14 @@ from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import CacheMiss, WholeSteps
 from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
-from kvkeep.engine.session_files import NOTES, SnapshotLabels
+from kvkeep.engine.session_files import SnapshotLabels
 from kvkeep.engine.session_operations import SessionOperations
 from kvkeep.engine.thread import EngineThread, flatten
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.store import PrefixStore
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,6 +58,8 @@ class Engine:
 
     A prompt without a session reuses what it can of its owner's sessions and of a prefix store.
     `owner` separates tenants: a short name, such as the digest of a key.
+
+    losses: descriptions of what earlier sessions in the folder have lost, a line for each.
     """
 
     def __init__(
@@ -84,12 +85,13 @@ class Engine:
         self._new_session("0")  # invalid settings are refused here, not at the first request
         policy = SchedulingPolicy(self.limits)
         self._registry = SessionRegistry(model, session_folder, policy, snapshots)
+        self.losses = self._registry.losses
         self._log = OperationLog()
         idle = self.limits.save_idle_after / 2 + 0.05
         self._thread = EngineThread(self._step, idle, self._end)
         self._saver = SessionSaver(self._registry, self._thread.post)
         self._operations = SessionOperations(
-            model, self._registry, policy, self._log, self._saver, self._new_session
+            model, self._registry, policy, self._log, self._new_session
         )
         self._admission = Admission(self._registry, policy, self._new_session, self._log)
         self._scheduler = self._admission.scheduler
@@ -102,11 +104,6 @@ class Engine:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-    @property
-    def losses(self) -> list[str]:
-        """Descriptions of what earlier sessions have lost, a line for each."""
-        return self._registry.losses
 
     # Generations
 
@@ -166,7 +163,8 @@ class Engine:
 
     def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
         """Save a session; the result is the revision on disk. Raises StoreError."""
-        return flatten(self.call(partial(self._operations.save, name, owner, revision)))
+        registry, save = self._registry, self._saver.save
+        return flatten(self.call(lambda: save(registry.find(name, owner, revision))))
 
     def snapshot(
         self, name: str, label: str, owner: str = "0", revision: int | None = None
@@ -175,8 +173,8 @@ class Engine:
 
         Raises InvalidArgument if the engine has no folder, StoreError.
         """
-        write = self._operations.snapshot
-        return flatten(self.call(partial(write, name, label, owner, revision)))
+        load, write = self._registry.load_existing, self._saver.snapshot
+        return flatten(self.call(lambda: write(load(name, owner, revision), label)))
 
     def discard(self, name: str, owner: str = "0") -> Future[None]:
         """Forget a session, and cancel its generation."""
@@ -195,11 +193,6 @@ class Engine:
     def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
         """Read a snapshot. Raises InvalidArgument if there is none, StoreError."""
         return Snapshot.load(self.snapshots(owner).existing(label))
-
-    def snapshot_session_name(self, file: Source) -> str | None:
-        """Return the name of the session that a snapshot was taken of. Raises StoreError."""
-        name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
-        return name if isinstance(name, str) else None
 
     # Statistics
 
@@ -241,7 +234,8 @@ class Engine:
     def _step(self) -> bool:
         """Run a scheduler step; returns whether there is more to do."""
         if self._thread.closing.is_set() and time.monotonic() >= self._deadline:
-            self._scheduler.cancel_all()
+            for generation in self._scheduler.running:
+                generation.cancel()
         self._scheduler.step()
         self._saver.save_idle(self.limits.save_idle_after)
         return len(self._scheduler.running) > 0

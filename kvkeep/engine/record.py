@@ -93,11 +93,6 @@ class SessionRecord:
         recoverable = not self.named or self.file is not None
         return self.expendable or (recoverable and not self.pinned)
 
-    @property
-    def ends_sampled(self) -> bool:
-        """Whether its last token was sampled, rather than prefilled or evaluated again."""
-        return 0 < self.sampled_length == len(self.live.tokens)
-
     def snapshot_notes(self) -> dict[str, Any]:
         """Return the notes of a snapshot, from which another record can `resume`."""
         fields = {key: getattr(self, name) for key, name in _NOTED_FIELDS.items()}

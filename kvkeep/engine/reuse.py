@@ -101,10 +101,10 @@ class WholeSteps:
     end are evaluated again, since a step of the uncached prompt would begin within them. There
     are no hits where no multiple of the step within the prompt is one of a block (256 tokens), too.
 
-    step: the prefill step of the session, in tokens.
     """
 
     def __init__(self, store: PrefixCache, step: int):
+        """step: the prefill step of the session, in tokens."""
         self._store, self._step = store, step
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
@@ -167,13 +167,6 @@ def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
     return CacheMiss(number, now, len(prompt), match.tokens, session, match.reason, difference)
 
 
-def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Return how many first numbers are equal."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
-
-
 def _match_record(
     ids: NDArray[np.int32], record: SessionRecord, required: Session, in_place: bool
 ) -> Match:
@@ -181,14 +174,15 @@ def _match_record(
     session = record.live
     # No more of it than the prompt is long: a session's text may be much longer.
     session_ids = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
-    common = common_length(ids, session_ids)
+    differs = ids[: len(session_ids)] != session_ids
+    common = int(differs.argmax()) if differs.any() else len(session_ids)
     if common == 0:
         return Match()
     if _settings(session) != _settings(required):
         return Match(common=common, reason="settings")
-    resumable = record.ends_sampled and not record.busy and not record.edit
-    # At least one token is evaluated, for its logits.
-    continues = common == len(session.tokens) < len(ids)
+    resumable = not record.busy and not record.edit
+    # The last token was sampled. At least one token is evaluated, for its logits.
+    continues = common == record.sampled_length == len(session.tokens) < len(ids)
     if resumable and continues and (in_place or session.holds_all):
         return Match(record, common, True, common, "differs")
     exact, reason = _exact_tokens(record, min(common, len(ids) - 1))

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.storage.objects.paths import ObjectPath
-from kvkeep.storage.snapshots.snapshot import Snapshot
 
 _log = logging.getLogger("kvkeep.engine")
 
@@ -61,9 +59,12 @@ class SessionSaver:
                 self.save(record)
                 return
 
-    def write(self, snapshot: Snapshot, path: Path | ObjectPath) -> "Future[int]":
-        """Write a snapshot elsewhere; the result is its size in bytes."""
-        return self._writer.submit(snapshot.save, path)
+    def snapshot(self, record: SessionRecord, label: str) -> "Future[int]":
+        """Write a snapshot of a session under a label; the result is its size in bytes."""
+        path = self._registry.snapshots_of(record.owner).path(label)
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return self._writer.submit(self._registry.snapshot(record).save, path)
 
     def save_all(self) -> None:
         """Finish what was begun, and save all other changes."""

@@ -139,10 +139,6 @@ class Scheduler:
         self._remove_ended()
         self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
 
-    def cancel_all(self) -> None:
-        for generation in self._running:
-            generation.cancel()
-
     def end_cancelled(self) -> None:
         """End the generations that were cancelled. Called between two steps."""
         for generation in self._running:

@@ -2,15 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import Match, best_match
-from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
@@ -19,11 +16,6 @@ from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
 _NO_EDITS = ("span", "rewind")  # changes that leave the remaining cells as they were
-
-
-class NewSession(Protocol):
-    def __call__(self, owner: str, **settings: Any) -> Session:
-        """Return an empty session for an owner. settings: override the engine's."""
 
 
 class SessionOperations:
@@ -38,11 +30,11 @@ class SessionOperations:
         registry: SessionRegistry,
         policy: SchedulingPolicy,
         log: OperationLog,
-        saver: SessionSaver,
-        new_session: NewSession,
+        new_session: Callable[..., Session],
     ):
+        """new_session: returns one for an owner and settings that override the engine's."""
         self._model, self._registry, self._policy = model, registry, policy
-        self._log, self._saver, self._new_session = log, saver, new_session
+        self._log, self._new_session = log, new_session
 
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
         """Return an owner's named sessions, the most recently used first. They are read-only.
@@ -201,16 +193,6 @@ class SessionOperations:
         record = self._registry.find(name, owner, revision)
         self._registry.remove(record)
         self._log.add(record, "delete")
-
-    def save(self, name: str, owner: str, revision: int | None) -> Future[int]:
-        return self._saver.save(self._registry.find(name, owner, revision))
-
-    def snapshot(self, name: str, label: str, owner: str, revision: int | None) -> Future[int]:
-        record = self._registry.load_existing(name, owner, revision)
-        path = self._registry.snapshots_of(owner).path(label)
-        if isinstance(path, Path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return self._saver.write(self._registry.snapshot(record), path)
 
     def _add(self, session: Session, owner: str, name: str | None) -> SessionRecord:
         """Register a named session. Raises NoRoom if the owner has as many as the limit allows."""

@@ -1,6 +1,8 @@
 """`/v1/chat/completions`: the assistant's next message."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -108,14 +110,10 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     samplings = constrain(context, body.samplings(body.n or 1), tools, schema, body.grammar)
     generations = await start_generations(context, request, samplings)
     common = {**completion_fields("chatcmpl", context.service), "system_fingerprint": FINGERPRINT}
+    output = _ChatOutput(body, tools, context.codec, common)
     if body.stream:
-        return sse_response(_ChatStream(generations, body, tools, common, context.codec).events())
-    results = await context.collect(generations)
-    choices = [
-        _choice(index, result, body, tools, context.codec) for index, result in enumerate(results)
-    ]
-    totals = usage_and_timings(results)
-    return {**common, "object": "chat.completion", "choices": choices, **totals}
+        return sse_response(output.events(generations))
+    return output.whole(await context.collect(generations))
 
 
 @router.post("/v1/chat/completions/input_tokens", response_model=None)
@@ -127,85 +125,75 @@ async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]
     return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
 
-def _choice(
-    index: int, result: GenerationResult, body: ChatRequest, tools: Tools, codec: TextCodec
-) -> dict[str, Any]:
-    """Return a choice of a response that does not stream."""
-    text, calls = tools.parse(result.text)
-    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-    if calls:
-        message["tool_calls"] = [call.openai_entry() for call in calls]
-    logprobs = [token_logprobs(codec, sampled) for sampled in result.tokens if sampled.logprob]
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": {"content": logprobs} if body.logprobs else None,
-        "finish_reason": _finish_reason(result.end, calls),
-    }
+@dataclass(frozen=True)
+class _ChatOutput:
+    """The choices of a response, whole or in chunks.
 
-
-class _ChatStream:
-    """The chunks of a streamed response.
-
-    Text that may turn out to be a tool call is held back until the generation has finished.
+    Streamed text that may turn out to be a tool call is held back until the generation has
+    finished. common: the fields of every chunk. sent: characters of each text that were sent.
     """
 
-    def __init__(
-        self,
-        generations: GenerationStream,
-        body: ChatRequest,
-        tools: Tools,
-        common: dict[str, Any],
-        codec: TextCodec,
-    ):
-        self._generations, self._body, self._tools, self._codec = generations, body, tools, codec
-        self._common = {**common, "object": "chat.completion.chunk"}
-        self._sent = [0] * len(generations.results)  # characters of each text sent to the client
+    body: ChatRequest
+    tools: Tools
+    codec: TextCodec
+    common: dict[str, Any]
+    sent: Counter[int] = field(default_factory=Counter)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        for index in range(len(self._sent)):
+    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        totals = usage_and_timings(results)
+        return {**self.common, "object": "chat.completion", "choices": choices, **totals}
+
+    def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        text, calls = self.tools.parse(result.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [call.openai_entry() for call in calls]
+        logprobs = [token_logprobs(self.codec, event) for event in result.tokens if event.logprob]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": logprobs} if self.body.logprobs else None,
+            "finish_reason": _finish_reason(result.end, calls),
+        }
+
+    async def events(self, generations: GenerationStream) -> AsyncIterator[bytes]:
+        for index in range(len(generations.results)):
             yield self._chunk(index, {"role": "assistant", "content": None})
-        async for index, progress in self._generations:
-            if isinstance(progress, Finished):
-                for chunk in self._last_chunks(index, progress):
+        async for index, event in generations:
+            text = generations.results[index].text
+            if isinstance(event, Finished):
+                for chunk in self._last_chunks(index, text, event):
                     yield chunk
-            elif isinstance(progress, GeneratedToken):
-                delta = self._next_text(index)
-                if delta or progress.logprob:
-                    yield self._chunk(index, delta, sampled=progress)
-            elif self._body.return_progress:
-                yield self._chunk(index, {}, prompt_progress=llamacpp_progress(progress))
-        options = self._body.stream_options
-        if options and options.include_usage:
-            totals = usage_and_timings(self._generations.results)
-            yield sse_event({**self._common, "choices": [], **totals})
+            elif isinstance(event, GeneratedToken):
+                start, end = self.sent[index], self._releasable(text)
+                self.sent[index] = max(start, end)
+                delta = {"content": text[start:end]} if end > start else {}
+                if delta or event.logprob:
+                    yield self._chunk(index, delta, sampled=event)
+            elif self.body.return_progress:
+                yield self._chunk(index, {}, prompt_progress=llamacpp_progress(event))
+        if self.body.stream_options and self.body.stream_options.include_usage:
+            yield self._event([], **usage_and_timings(generations.results))
         yield DONE
-
-    def _next_text(self, index: int) -> dict[str, Any]:
-        """Return the delta with the text that can be sent now; empty if there is none."""
-        text, sent = self._generations.results[index].text, self._sent[index]
-        end = self._sent[index] = max(sent, self._releasable(text))
-        return {"content": text[sent:end]} if end > sent else {}
 
     def _releasable(self, text: str) -> int:
         """Return how many characters cannot be part of a tool call."""
-        if not self._tools:
+        if not self.tools:
             return len(text)
-        if self._tools.forced or text.lstrip()[:1] in ("{", "["):
+        if self.tools.forced or text.lstrip()[:1] in ("{", "["):
             return 0
         at = text.find("<")
         return len(text) if at < 0 else at
 
-    def _last_chunks(self, index: int, end: Finished) -> list[bytes]:
-        text, calls = self._tools.parse(self._generations.results[index].text)
-        deltas: list[dict[str, Any]] = []
-        if rest := text[self._sent[index] :]:
-            deltas.append({"content": rest})
+    def _last_chunks(self, index: int, text: str, end: Finished) -> Iterator[bytes]:
+        text, calls = self.tools.parse(text)
+        if rest := text[self.sent[index] :]:
+            yield self._chunk(index, {"content": rest})
         for position, call in enumerate(calls):
-            deltas.append({"tool_calls": [{"index": position, **call.openai_entry()}]})
+            yield self._chunk(index, {"tool_calls": [{"index": position, **call.openai_entry()}]})
         reason, timings = _finish_reason(end, calls), llamacpp_timings(end.usage)
-        last = self._chunk(index, {}, reason, timings=timings)
-        return [*(self._chunk(index, delta) for delta in deltas), last]
+        yield self._chunk(index, {}, reason, timings=timings)
 
     def _chunk(
         self,
@@ -217,8 +205,12 @@ class _ChatStream:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
         if sampled and sampled.logprob:
-            choice["logprobs"] = {"content": [token_logprobs(self._codec, sampled)]}
-        return sse_event({**self._common, "choices": [choice], **extra})
+            choice["logprobs"] = {"content": [token_logprobs(self.codec, sampled)]}
+        return self._event([choice], **extra)
+
+    def _event(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:
+        fields = {**self.common, "object": "chat.completion.chunk", "choices": choices}
+        return sse_event({**fields, **extra})
 
 
 def _finish_reason(end: Finished, calls: Sequence[ToolCall]) -> str:

@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.engine import Engine
+from kvkeep.engine.session_files import NOTES
 from kvkeep.errors import StoreError
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody
 from kvkeep.server.service import ContextDep
@@ -20,6 +21,7 @@ from kvkeep.server.sessions.entry import (
     session_entry,
     session_response,
 )
+from kvkeep.storage.snapshots.snapshot import describe
 
 router = APIRouter()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -152,7 +154,8 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
             entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
             session = None
             with suppress(StoreError):  # restoring it reports that it is damaged
-                session = engine.snapshot_session_name(file)
+                name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
+                session = name if isinstance(name, str) else None
             entries.append({**entry, "session": session})
     return entries
 
