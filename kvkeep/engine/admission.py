@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvkeep.engine.events import GenerationEvent, Reuse
-from kvkeep.engine.generation import Generation, GenerationRequest
+from kvkeep.engine.generation import CANCELLED, Generation, GenerationRequest
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
@@ -51,9 +51,9 @@ class Admission:
         owner: str,
         listener: Callable[[GenerationEvent], None] | None,
         revision: int | None = None,
-        copies: int = 1,
+        followers: Sequence[Sampling] = (),
     ) -> Generation:
-        """Start a generation; see `Engine.submit`. copies: memory is reserved for so many of it."""
+        """Start a generation; see `Engine.submit`. followers: others that will fork its prompt."""
         self._policy.admit(owner, self.scheduler.running, self.scheduler.step_seconds)
         if session is None:
             assert isinstance(request, GenerationRequest)
@@ -67,10 +67,10 @@ class Admission:
                 record.note_truncation(length)
             self._check_prompt(request, held=len(record.live.tokens))
         try:
-            require_own_constraints([request.sampling], self._samplings())
+            require_own_constraints([request.sampling, *followers], self._samplings())
             prompt, limit = request.prompt, request.max_tokens
             tokens = None if limit is None else len(prompt) + limit
-            self._registry.reserve(record, tokens, copies)
+            self._registry.reserve(record, tokens, 1 + len(followers))
             rest = prompt[reuse.tokens :]
             feeding = record.live.feeding(rest) if rest else None
         except BaseException:
@@ -92,16 +92,13 @@ class Admission:
         listeners: Sequence[Callable[[GenerationEvent], None] | None],
     ) -> list[Generation]:
         """Start a generation for each sampling; the prompt is prefilled once for all of them."""
-        require_own_constraints(samplings, self._samplings())
         requests = [replace(request, sampling=sampling) for sampling in samplings]
-        first = self.admit(requests[0], None, owner, listeners[0], copies=len(requests))
+        first = self.admit(requests[0], None, owner, listeners[0], followers=samplings[1:])
         followers = [
             Generation(other, first.record, listener)
             for other, listener in zip(requests[1:], listeners[1:], strict=True)
         ]
         self._followers[first] = followers
-        if first.phase == "decode":
-            self._fork_followers(first)
         return [first, *followers]
 
     def totals(self) -> Totals:
@@ -128,15 +125,10 @@ class Admission:
         match = best_match(prompt, self._registry.of(owner), fresh)
         if not match.resumes_session:
             self.cache_misses[owner].appendleft(cache_miss(prompt, match))
-        differs_at = match.common if match.common < len(prompt) else None
-        source = match.record
-        if source is None:
-            reuse = Reuse(0, "", match.reason, differs_at)
-        else:
-            reuse = Reuse(match.tokens, "session", match.reason, differs_at, source.name)
-            if match.resumes_session and not source.named:
-                source.live.draw_anew()
-                return source, reuse
+        reuse, source = match.reuse(prompt), match.record
+        if source and match.resumes_session and not source.named:
+            source.live.draw_anew()
+            return source, reuse
         record = self._registry.add(match.session(fresh), owner, named=False)
         record.parent = reuse.session
         match.describe(record)
@@ -167,7 +159,7 @@ class Admission:
         record.reserved //= 1 + len(followers)
         for follower in followers:
             if follower.cancelled:
-                follower.fail_cancelled()
+                follower.fail(Cancelled(CANCELLED))
                 continue
             try:
                 fork = self._registry.add(record.live.fork(), record.owner, named=False)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -39,7 +39,7 @@ def _in_engine(
 
     @wraps(operation)
     def run(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self.call(partial(operation, self._operations, *args, **kwargs))
+        return self.call(operation, self._operations, *args, **kwargs)
 
     return run
 
@@ -96,7 +96,7 @@ class Engine:
         self._admission = Admission(self._registry, policy, self._new_session, self._log)
         self._scheduler = self._admission.scheduler
         self._deadline = 0.0
-        self.borrowed = BorrowedSessions(model, self._registry, self._thread, self._discard)
+        self.borrowed = BorrowedSessions(model, self._registry, self._discard)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -144,7 +144,7 @@ class Engine:
         """Start a generation for each sampling; the prompt is prefilled once for all of them."""
         listeners = listeners or [None] * len(samplings)
         admit = self._admission.admit_many
-        return self.call(partial(admit, request, samplings, owner, listeners))
+        return self.call(admit, request, samplings, owner, listeners)
 
     # Sessions: each method returns a future of what the operation returns
 
@@ -214,9 +214,9 @@ class Engine:
 
     # The thread
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function in the engine's thread, between two steps."""
-        return self._thread.call(function)
+        return self._thread.call(function, *args, **kwargs)
 
     def yield_turn(self, tokens: int = 0) -> None:
         """Let generations take a step in the middle of long work in the engine's thread.

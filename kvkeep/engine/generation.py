@@ -33,6 +33,7 @@ from kvkeep.session.streaming import TextStream
 # "waiting": for the prefill of a prompt that it shares with another generation.
 Phase = Literal["waiting", "prefill", "decode", "done"]
 
+CANCELLED = "the answer was cancelled"
 _LEAST_LOGPROB = -9999.0
 _generation_numbers = itertools.count(1)
 
@@ -199,16 +200,12 @@ class Generation(Iterator[GenerationEvent]):
         stream = self._stream()
         rest = "".join(stream.flush())
         reason = "stop" if stream.stopped else reason
-        self._end(Finished(reason, rest, self.usage, stream.found))
+        self._end(Finished(reason, rest, self.usage, stream.found), reason)
 
     def fail(self, error: BaseException) -> None:
         """End it with an error."""
         self.error = self.error or error
-        self._end(Failed(error))
-
-    def fail_cancelled(self) -> None:
-        """End it because it was cancelled."""
-        self.fail(Cancelled("the answer was cancelled"))
+        self._end(Failed(error), "cancelled" if isinstance(error, Cancelled) else "failed")
 
     @property
     def usage(self) -> Usage:
@@ -225,16 +222,11 @@ class Generation(Iterator[GenerationEvent]):
             max(0.0, now - ended),
         )
 
-    def _end(self, event: Finished | Failed) -> None:
-        if self.phase == "done":
-            return
-        self.phase, self.unprefilled = "done", self.prefill_remaining
-        if isinstance(event, Finished):
-            self.end_reason = event.reason
-        else:
-            self.end_reason = "cancelled" if isinstance(event.error, Cancelled) else "failed"
-        self._feeding = None
-        self._emit(event)
+    def _end(self, event: Finished | Failed, reason: str) -> None:
+        if self.phase != "done":
+            self.phase, self.end_reason = "done", reason
+            self.unprefilled, self._feeding = self.prefill_remaining, None
+            self._emit(event)
 
     def _emit(self, event: GenerationEvent) -> None:
         try:

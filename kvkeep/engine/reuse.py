@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvkeep.engine.events import Reuse
 from kvkeep.engine.record import SessionRecord
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache, PrefixMatch
@@ -58,6 +59,13 @@ class Match:
     reason: MissReason = "cold"
     nearest: Sequence[int] | None = None  # that text; None if no text begins like the prompt
 
+    def reuse(self, prompt: Sequence[int]) -> Reuse:
+        """Describe what of the prompt is reused, and why not more."""
+        differs_at = self.common if self.common < len(prompt) else None
+        if self.record is None:
+            return Reuse(0, "", self.reason, differs_at)
+        return Reuse(self.tokens, "session", self.reason, differs_at, self.record.name)
+
     def session(self, empty: Session) -> Session:
         """Return a session that holds the reused tokens: `empty` if there are none."""
         return self.record.live.beginning(self.tokens) if self.record else empty
@@ -88,9 +96,7 @@ class CacheMiss:
     number: int
     when: float  # seconds since 1970
     tokens: int  # of the prompt
-    reused: int  # of these
-    session: str | None  # that the reused tokens come from
-    reason: str  # a `MissReason`
+    reuse: Reuse
     difference: TextDifference | None  # None if no text begins like the prompt
 
 
@@ -161,10 +167,12 @@ def text_difference(prompt: Sequence[int], match: Match) -> TextDifference | Non
 
 def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
     """Describe why no more of a prompt was reused than `match` says."""
-    session = match.record.name if match.record else None
-    difference = text_difference(prompt, match)
-    number, now = next(_miss_numbers), time.time()
-    return CacheMiss(number, now, len(prompt), match.tokens, session, match.reason, difference)
+    number, reuse, difference = (
+        next(_miss_numbers),
+        match.reuse(prompt),
+        text_difference(prompt, match),
+    )
+    return CacheMiss(number, time.time(), len(prompt), reuse, difference)
 
 
 def _match_record(

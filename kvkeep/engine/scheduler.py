@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvkeep.engine.generation import Generation, Phase
+from kvkeep.engine.generation import CANCELLED, Generation, Phase
 from kvkeep.engine.record import STEP, SessionRecord
-from kvkeep.errors import NoRoom
+from kvkeep.errors import Cancelled, NoRoom
 from kvkeep.session.group import SessionGroup
 
 ROWS = 64  # of one forward pass: more of them delay each token and save nothing
@@ -143,7 +143,7 @@ class Scheduler:
         """End the generations that were cancelled. Called between two steps."""
         for generation in self._running:
             if generation.cancelled and generation.phase != "done":
-                generation.fail_cancelled()
+                generation.fail(Cancelled(CANCELLED))
         self._remove_ended()
 
     def _decode(self, generations: Sequence[Generation]) -> None:

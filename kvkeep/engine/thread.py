@@ -1,12 +1,12 @@
 """The thread in which an engine does everything: calls from other threads, and scheduler steps."""
 
-import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from kvkeep.errors import Cancelled
 from kvkeep.runtime.worker import TEAM_PATIENCE, end_own_team, hosting
@@ -34,13 +34,13 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function in the thread. The future has Cancelled if the thread is about to end."""
         future: Future[T] = Future()
         if self.closing.is_set():
             future.set_exception(Cancelled("the engine has ended"))
         else:
-            self._calls.put((function, future))
+            self._calls.put((partial(function, *args, **kwargs), future))
             if self._ended.is_set():  # meanwhile, after its last look at the calls
                 self._refuse_calls()
         return future
@@ -103,41 +103,18 @@ class EngineThread:
         return self._calls.get(timeout=self._idle)
 
 
-class ThreadCaller(Protocol):
-    """An object that can run functions in the engine's thread."""
-
-    def call(self, function: Callable[[], T]) -> Future[T]: ...
-
-
-CallerT = TypeVar("CallerT", bound=ThreadCaller)
-
-
-def in_engine_thread(
-    method: Callable[Concatenate[CallerT, P], T],
-) -> Callable[Concatenate[CallerT, P], Future[T]]:
-    """Decorate a method so that it runs in the engine's thread, and returns a future."""
-
-    @functools.wraps(method)
-    def call_in_thread(self: CallerT, /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self.call(functools.partial(method, self, *args, **kwargs))
-
-    return call_in_thread
-
-
 def flatten(outer: Future[Future[T]]) -> Future[T]:
     """Return a future of the result of the future that is the result of `outer`."""
     flat: Future[T] = Future()
 
-    def copy(inner: Future[T]) -> None:
-        error = inner.exception()
-        flat.set_result(inner.result()) if error is None else flat.set_exception(error)
-
-    def wait_for_inner(outer: Future[Future[T]]) -> None:
-        error = outer.exception()
+    def forward(future: Future[Any]) -> None:
+        error = future.exception()
         if error is not None:
             flat.set_exception(error)
+        elif future is outer:
+            future.result().add_done_callback(forward)
         else:
-            outer.result().add_done_callback(copy)
+            flat.set_result(future.result())
 
-    outer.add_done_callback(wait_for_inner)
+    outer.add_done_callback(forward)
     return flat

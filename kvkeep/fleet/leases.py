@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from kvkeep.engine import Engine, SessionRecord
@@ -22,6 +22,7 @@ from kvkeep.storage.sessions.protocol import VersionedHead
 from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LEASE_SECONDS = 2.0  # for which the sessions of a killed server stay leased
 _MAX_COPIES = 1_000
@@ -69,7 +70,7 @@ class SessionLeases:
     """
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
-        self._borrowed, self.sessions_of = engine.borrowed, sessions_of
+        self._engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
         self._copies: OrderedDict[_Key, _EngineCopy] = OrderedDict()
         self._being_written: dict[_Key, SessionRecord] = {}
         self._locks: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
@@ -84,6 +85,9 @@ class SessionLeases:
     async def in_store_thread(self, function: Callable[[], T]) -> T:
         """Run a function that waits for the store in a thread of the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def _in_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await wrap_future(self._engine.call(function, *args, **kwargs))
 
     @asynccontextmanager
     async def creating(self, owner: str, name: str) -> AsyncIterator[LeasedSession]:
@@ -129,7 +133,7 @@ class SessionLeases:
                 if not leased.in_sync or leased.lease.lost is not None:
                     await self._roll_back(leased)
                 elif leased.record is not None:
-                    await wrap_future(self._borrowed.release(leased.record))
+                    await self._in_engine(self._borrowed.release, leased.record)
             finally:
                 await self.in_store_thread(leased.lease.release)
                 if leased.key in self._copies:
@@ -140,7 +144,7 @@ class SessionLeases:
         await self._forget_copy(leased.key)
         if leased.loaded_revision is None and not leased.lease.head.snapshot:
             with suppress(KvkeepError):
-                await wrap_future(self._borrowed.discard(await self._record(leased)))
+                await self._in_engine(self._borrowed.discard, await self._record(leased))
             with suppress(StoreError):
                 await self.in_store_thread(leased.lease.remove)
 
@@ -154,13 +158,13 @@ class SessionLeases:
         such a request, because what is made of the session is to last. Raises NoSuchSession.
         """
         record = None if committed else self._being_written.get((owner, name))
-        if record is None or not await wrap_future(self._borrowed.acquire(record)):
+        if record is None or not await self._in_engine(self._borrowed.acquire, record):
             async with self._locks.setdefault((owner, name), asyncio.Lock()):
                 record = await self._load_latest(owner, name)
         try:
             yield record
         finally:
-            await wrap_future(self._borrowed.release(record))
+            await self._in_engine(self._borrowed.release, record)
 
     async def remove(self, owner: str, name: str, check: Callable[[SessionPath], None]) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
@@ -189,14 +193,14 @@ class SessionLeases:
         record = await self._record(leased)
         await self._idle_revision(record)
         responses = [*leased.responses, *([response] if response else [])]
-        snapshot, revision = await wrap_future(self._borrowed.snapshot(record))
+        snapshot, revision = await self._in_engine(self._borrowed.snapshot, record)
         snapshot = replace(snapshot, notes={**snapshot.notes, **notes_of(responses)})
         target = SessionPath(leased.lease.objects, leased.lease, release=True)
         await self.in_store_thread(lambda: snapshot.save(target))
         head, version = leased.lease.head, leased.lease.version
         copy = _EngineCopy(record, head.snapshot, version, revision, responses)
         self._remember(leased.key, copy)
-        await wrap_future(self._borrowed.mark_saved(record, revision))
+        await self._in_engine(record.mark_saved, revision)
         leased.in_sync = True
 
     @asynccontextmanager
@@ -217,7 +221,7 @@ class SessionLeases:
     async def _record(self, leased: LeasedSession) -> SessionRecord:
         """Return the engine's session, also one that was created since the lease began."""
         if leased.record is None:
-            leased.record = await wrap_future(self._borrowed.adopt(leased.name, leased.owner))
+            leased.record = await self._in_engine(self._borrowed.adopt, leased.name, leased.owner)
         if leased.record is None:
             raise StoreError(f"session {leased.name!r} went while it was made: send it again")
         return leased.record
@@ -266,16 +270,16 @@ class SessionLeases:
         key = owner, name
         copy = self._copies.get(key)
         if copy is not None and copy.snapshot == head.snapshot:
-            present = await wrap_future(self._borrowed.acquire(copy.record))
+            present = await self._in_engine(self._borrowed.acquire, copy.record)
             if present and copy.record.revision == copy.revision:
                 return copy
-            await wrap_future(self._borrowed.discard(copy.record))
+            await self._in_engine(self._borrowed.discard, copy.record)
         objects = self.sessions_of(owner).objects_of(name)
         path = ObjectPath(objects.objects, objects.key(head.snapshot))
         snapshot = await self.in_store_thread(lambda: Snapshot.load(path))
         responses = recorded_in(snapshot.notes)
         snapshot.notes.pop(NOTE, None)
-        record = await wrap_future(self._borrowed.load(snapshot, name, owner))
+        record = await self._in_engine(self._borrowed.load, snapshot, name, owner)
         version = copy.version if copy else None
         copy = _EngineCopy(record, head.snapshot, version, record.revision, responses)
         self._remember(key, copy)
@@ -292,7 +296,7 @@ class SessionLeases:
         deadline = time.monotonic() + _IDLE_TIMEOUT
         while True:
             try:
-                return await wrap_future(self._borrowed.revision(record))
+                return await self._in_engine(self._borrowed.revision, record)
             except Busy:
                 if time.monotonic() > deadline:
                     raise
@@ -302,4 +306,4 @@ class SessionLeases:
         """Drop the engine's copy of a session, and cancel what is running in it."""
         copy = self._copies.pop(key, None)
         if copy is not None:
-            await wrap_future(self._borrowed.discard(copy.record))
+            await self._in_engine(self._borrowed.discard, copy.record)

@@ -30,6 +30,7 @@ _ROUTES = (
     *(lifecycle, generate, editing, views),
 )
 _PAGE = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
+_EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _page_routes = APIRouter(include_in_schema=False)
 
@@ -58,9 +59,8 @@ def application(
         app.include_router(module.router)
     app.include_router(_page_routes)
     app.mount("/page", StaticFiles(directory=_PAGE))
-    for error_type in (ApiError, KvkeepError, RequestValidationError, HTTPException):
+    for error_type in (*_EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
-    app.add_exception_handler(Exception, _unexpected_error)
     inner = middleware(app)
     if origins:
         inner = CORSMiddleware(
@@ -86,9 +86,6 @@ async def page_settings(context: ContextDep) -> dict[str, Any]:
 
 
 async def _error_response(request: HttpRequest, error: Exception) -> JSONResponse:
-    return api_error_for(error).response(request.url.path)
-
-
-async def _unexpected_error(request: HttpRequest, error: Exception) -> JSONResponse:
-    _log.error("%s %s", request.method, request.url.path, exc_info=error)
+    if not isinstance(error, _EXPECTED_ERRORS):
+        _log.error("%s %s", request.method, request.url.path, exc_info=error)
     return api_error_for(error).response(request.url.path)

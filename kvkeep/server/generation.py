@@ -1,6 +1,6 @@
 """From an API request to generations: the prompt, constraints on the output, and submission."""
 
-import asyncio
+from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,7 +71,7 @@ async def prompt_ids(
             )
         return codec.chat_to_continue(rendered, functions)
 
-    return await asyncio.to_thread(encode)  # a long text would block the event loop
+    return await to_thread(encode)  # a long text would block the event loop
 
 
 def constrain(

@@ -1,6 +1,6 @@
 """Health, the served model, and Prometheus metrics."""
 
-import asyncio
+from asyncio import wrap_future
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +53,7 @@ async def model(name: str, context: ContextDep) -> dict[str, Any]:
 @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
 async def metrics(context: ContextDep) -> Response:
     """Return Prometheus metrics, summed over all owners."""
-    totals = await asyncio.wrap_future(context.engine.totals())
+    totals = await wrap_future(context.engine.totals())
     registry = CollectorRegistry()
     registry.register(_EngineCollector(totals, context.service.status_counts))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

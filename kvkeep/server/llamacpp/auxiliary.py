@@ -1,7 +1,7 @@
 """llama.cpp's endpoints beside `/completion`: tokens, templates, properties, and slots."""
 
-import asyncio
 import time
+from asyncio import to_thread, wrap_future
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
@@ -44,7 +44,7 @@ class SlotFile(RequestBody):
 async def tokenize(body: TokenizeRequest, context: ContextDep) -> dict[str, Any]:
     """Encode a text. Control tokens are parsed unless `parse_special` is false, as in llama.cpp."""
     codec = context.codec
-    ids = await asyncio.to_thread(codec.encode, body.content, body.parse_special)
+    ids = await to_thread(codec.encode, body.content, body.parse_special)
     ids = [*codec.opening_ids, *ids] if body.add_special else ids
     if not body.with_pieces:
         return {"tokens": ids}
@@ -100,7 +100,7 @@ async def props(context: ContextDep) -> dict[str, Any]:
 @router.get("/slots")
 async def list_slots(context: ContextDep) -> list[dict[str, Any]]:
     """List the slots; one without a session is idle."""
-    records = await asyncio.wrap_future(context.engine.sessions(context.owner))
+    records = await wrap_future(context.engine.sessions(context.owner))
     busy, size = {record.name for record in records if record.busy}, context.service.context_size
     return [
         {"id": slot, "n_ctx": size, "is_processing": slot_name(slot) in busy}
@@ -123,17 +123,17 @@ async def change_slot(
             tokens = await _token_count(context, name)
         except NoSuchSession:
             return {"id_slot": slot, "n_erased": 0}
-        await asyncio.wrap_future(engine.delete(name, owner))
+        await wrap_future(engine.delete(name, owner))
         return {"id_slot": slot, "n_erased": tokens}
     if action == "save":
-        size = await asyncio.wrap_future(engine.snapshot(name, label, owner))
+        size = await wrap_future(engine.snapshot(name, label, owner))
         counts = {"n_saved": await _token_count(context, name), "n_written": size}
         timings = {"save_ms": 1000 * (time.perf_counter() - start)}
     else:
-        snapshot = await asyncio.to_thread(engine.load_snapshot, label, owner)
-        await asyncio.wrap_future(engine.restore(snapshot, owner, name, replace=True))
+        snapshot = await to_thread(engine.load_snapshot, label, owner)
+        await wrap_future(engine.restore(snapshot, owner, name, replace=True))
         timings = {"restore_ms": 1000 * (time.perf_counter() - start)}
-        size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
+        size = await to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
         counts = {"n_restored": await _token_count(context, name), "n_read": size}
     return {"id_slot": slot, "filename": label, **counts, "timings": timings}
 

@@ -1,6 +1,6 @@
 """`/completion`: llama.cpp's native completion endpoint."""
 
-import asyncio
+from asyncio import to_thread, wrap_future
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -108,7 +108,7 @@ async def completion(
     body: LlamaCompletionRequest, context: ContextDep
 ) -> Response | dict[str, Any] | list[dict[str, Any]]:
     """Complete a prompt, or each of several."""
-    prompts = await asyncio.to_thread(body.encode_prompts, context.codec)
+    prompts = await to_thread(body.encode_prompts, context.codec)
     if not all(prompts):
         raise InvalidArgument("the prompt is empty")
     body = body.with_encoded_bias(context.codec)
@@ -144,7 +144,7 @@ async def _start(
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
     session = slot_name(body.id_slot)
-    cached = await asyncio.wrap_future(context.engine.prepare(ids, session, context.owner))
+    cached = await wrap_future(context.engine.prepare(ids, session, context.owner))
     return await context.generate(replace(request, prompt=request.prompt[cached:]), session)
 
 

@@ -1,7 +1,7 @@
 """`/v1/completions`: the continuation of a text."""
 
-import asyncio
 import codecs
+from asyncio import to_thread
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -54,7 +54,7 @@ class CompletionRequest(SamplingParams):
 async def completions(body: CompletionRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Continue a prompt, in `n` choices."""
     codec = context.codec
-    ids = await asyncio.to_thread(body.encode_prompt, codec)
+    ids = await to_thread(body.encode_prompt, codec)
     limit = context.service.max_tokens(body.max_tokens)
     request = GenerationRequest(
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from asyncio import wrap_future
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -92,7 +93,7 @@ async def retrieve(response: _ResponseId, context: ContextDep) -> dict[str, Any]
 async def delete(response: _ResponseId, context: ContextDep) -> dict[str, Any]:
     """Delete a stored response; those that continued it stay."""
     await _stored_notes(response, context)
-    await asyncio.wrap_future(context.engine.delete(response, context.owner))
+    await wrap_future(context.engine.delete(response, context.owner))
     return {"id": response, "object": "response", "deleted": True}
 
 
@@ -124,9 +125,9 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         )
     if body.previous_response_id is not None:
         fork = engine.fork(body.previous_response_id, owner, new=response_id, notes={})
-        await asyncio.wrap_future(fork)
+        await wrap_future(fork)
     try:
-        cached = await asyncio.wrap_future(engine.prepare(ids, response_id, owner))
+        cached = await wrap_future(engine.prepare(ids, response_id, owner))
         request = GenerationRequest(
             tuple(ids[cached:]), service.max_tokens(body.max_output_tokens), sampling
         )
@@ -157,7 +158,7 @@ async def _complete(
     if calls:
         message["tool_calls"] = [call.openai_entry() for call in calls]
     notes = {_RESPONSE: response, _MESSAGES: [*pending.messages, message]}
-    await asyncio.wrap_future(context.engine.set_notes(response_id, context.owner, notes))
+    await wrap_future(context.engine.set_notes(response_id, context.owner, notes))
     return response
 
 
@@ -211,7 +212,7 @@ async def _stream(pending: _PendingResponse, context: RequestContext) -> AsyncIt
 async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, Any]:
     """Return the notes with a finished response. Raises ApiError (404) if there is none."""
     try:
-        record = await asyncio.wrap_future(context.engine.find(response_id, context.owner))
+        record = await wrap_future(context.engine.find(response_id, context.owner))
     except NoSuchSession:
         message = f"there is no response {response_id!r}"
         raise ApiError(404, message, "not_found_error") from None
@@ -234,4 +235,4 @@ async def _discard(response_id: str, context: RequestContext) -> None:
     if pending is not None:
         pending.generations.cancel()
     with contextlib.suppress(KvkeepError):
-        await asyncio.wrap_future(context.engine.discard(response_id, context.owner))
+        await wrap_future(context.engine.discard(response_id, context.owner))

@@ -1,6 +1,7 @@
 """Changes of a live session's memory: edits, pins, spans, rewinds, compression."""
 
 import dataclasses
+from asyncio import to_thread
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -59,7 +60,9 @@ class CompressRequest(RequestBody):
 @router.post("/v1/sessions/{name}/edit", response_model=None)
 async def edit(body: EditRequest, session: SessionDep) -> Response:
     """Delete, insert or replace tokens. The suffix stays, or is evaluated again."""
-    new = session.codec.encode(body.text) if body.text is not None else body.tokens or []
+    new = body.tokens or []
+    if body.text is not None:  # a long text would block the event loop
+        new = await to_thread(session.codec.encode, body.text)
 
     def apply(live: Session) -> dict[str, Any]:
         if body.op == "insert":

@@ -1,6 +1,6 @@
 """A session as clients see it, and what the routes of one session have in common."""
 
-import asyncio
+from asyncio import wrap_future
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -43,7 +43,7 @@ class SessionContext(RequestContext):
 
     async def find(self) -> SessionRecord:
         """Return the session's record, without loading it from disk."""
-        return await asyncio.wrap_future(self.engine.find(self.name, self.owner))
+        return await wrap_future(self.engine.find(self.name, self.owner))
 
     async def change(
         self, operation: str, function: Callable[[Session], Any], adds: int = 0
@@ -55,7 +55,7 @@ class SessionContext(RequestContext):
         changed = self.engine.change(
             self.name, self.owner, operation, function, self.revision, adds
         )
-        result = await asyncio.wrap_future(changed)
+        result = await wrap_future(changed)
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
 

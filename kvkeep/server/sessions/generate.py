@@ -1,6 +1,6 @@
 """Feeding a session, generating in it, and chat turns in it."""
 
-import asyncio
+from asyncio import to_thread
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -68,7 +68,7 @@ class TurnRequest(SamplingParams):
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
 async def feed(body: FeedRequest, session: SessionDep) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
-    ids = await asyncio.to_thread(body.encode, session.codec, False)
+    ids = await to_thread(body.encode, session.codec, False)
     if not ids:
         raise InvalidArgument("nothing to prefill: give text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span)
@@ -78,7 +78,7 @@ async def feed(body: FeedRequest, session: SessionDep) -> Response | dict[str, A
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
 async def generate(body: GenerateRequest, session: SessionDep) -> Response | dict[str, Any]:
     """Prefill what is given, if anything, and generate."""
-    ids = await asyncio.to_thread(body.encode, session.codec, True)
+    ids = await to_thread(body.encode, session.codec, True)
     (sampling,) = body.samplings(temperature=0.0)
     request = GenerationRequest(
         ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span

@@ -1,6 +1,6 @@
 """Creating, listing, forking, saving and deleting sessions; and their snapshots."""
 
-import asyncio
+from asyncio import to_thread, wrap_future
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -77,17 +77,17 @@ async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
     engine, owner = context.engine, context.owner
     if body.from_snapshot is not None:
-        snapshot = await asyncio.to_thread(engine.load_snapshot, body.from_snapshot, owner)
+        snapshot = await to_thread(engine.load_snapshot, body.from_snapshot, owner)
         created = engine.restore(snapshot, owner, body.name)
     else:
         created = engine.create(owner, body.name, **body.settings())
-    return session_response(await asyncio.wrap_future(created), 201)
+    return session_response(await wrap_future(created), 201)
 
 
 @router.get("/v1/sessions")
 async def sessions(context: ContextDep, unnamed: bool = False) -> dict[str, Any]:
     """List sessions, the last used first; `unnamed` includes those made for a prompt."""
-    records = await asyncio.wrap_future(context.engine.sessions(context.owner, unnamed))
+    records = await wrap_future(context.engine.sessions(context.owner, unnamed))
     return {"object": "list", "data": [session_entry(record) for record in records]}
 
 
@@ -102,7 +102,7 @@ async def retrieve(session: SessionDep) -> Response:
 @router.delete("/v1/sessions/{name}")
 async def delete(session: SessionDep) -> dict[str, Any]:
     """Delete a session, on disk too."""
-    await asyncio.wrap_future(session.engine.delete(session.name, session.owner, session.revision))
+    await wrap_future(session.engine.delete(session.name, session.owner, session.revision))
     return {"name": session.name, "object": "session", "deleted": True}
 
 
@@ -110,38 +110,36 @@ async def delete(session: SessionDep) -> dict[str, Any]:
 async def fork(body: ForkRequest, session: SessionDep) -> Response:
     """Fork a session at its end, or after `at` tokens."""
     created = session.engine.fork(session.name, session.owner, body.at, body.name, session.revision)
-    return session_response(await asyncio.wrap_future(created), 201)
+    return session_response(await wrap_future(created), 201)
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
 async def save(session: SessionDep) -> Response:
     """Save a session; respond once it is on disk, where a kill of the server does not undo it."""
-    await asyncio.wrap_future(session.engine.save(session.name, session.owner, session.revision))
+    await wrap_future(session.engine.save(session.name, session.owner, session.revision))
     return session_response(await session.find())
 
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
 async def resident(body: ResidentRequest, session: SessionDep) -> Response:
     """Set whether a session stays in memory when others need room."""
-    await asyncio.wrap_future(
-        session.engine.pin(session.name, session.owner, body.resident, session.revision)
-    )
+    pin = session.engine.pin
+    await wrap_future(pin(session.name, session.owner, body.resident, session.revision))
     return session_response(await session.find())
 
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
 async def snapshot(body: SnapshotRequest, session: SessionDep) -> Response:
     """Write a snapshot under a name; respond once it is on disk."""
-    size = await asyncio.wrap_future(
-        session.engine.snapshot(session.name, body.name, session.owner, session.revision)
-    )
+    write = session.engine.snapshot
+    size = await wrap_future(write(session.name, body.name, session.owner, session.revision))
     return JSONResponse({"name": body.name, "object": "snapshot", "bytes": size}, 201)
 
 
 @router.get("/v1/snapshots")
 async def snapshots(context: ContextDep) -> dict[str, Any]:
     """List snapshots, each with the session that it was taken of."""
-    data = await asyncio.to_thread(_snapshot_entries, context.engine, context.owner)
+    data = await to_thread(_snapshot_entries, context.engine, context.owner)
     return {"object": "list", "data": data}
 
 
@@ -163,13 +161,13 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
 @router.delete("/v1/snapshots/{name}")
 async def delete_snapshot(name: SessionName, context: ContextDep) -> dict[str, Any]:
     """Delete a snapshot and report how many bytes that freed."""
-    freed = await asyncio.to_thread(context.engine.snapshots(context.owner).remove, name)
+    freed = await to_thread(context.engine.snapshots(context.owner).remove, name)
     return {"name": name, "object": "snapshot", "deleted": True, "bytes": freed}
 
 
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: SessionName, body: RestoreRequest, context: ContextDep) -> Response:
     """Create a session from a snapshot; it continues to the bit as the original would."""
-    snapshot = await asyncio.to_thread(context.engine.load_snapshot, name, context.owner)
+    snapshot = await to_thread(context.engine.load_snapshot, name, context.owner)
     created = context.engine.restore(snapshot, context.owner, body.name)
-    return session_response(await asyncio.wrap_future(created), 201)
+    return session_response(await wrap_future(created), 201)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from asyncio import to_thread, wrap_future
 from collections.abc import AsyncIterator
 from itertools import groupby
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import StreamingResponse
 
 from kvkeep.cache.ragged import Ragged
-from kvkeep.engine import Engine, Operation, SessionRecord, TextDifference, text_difference
+from kvkeep.engine import Engine, Operation, Reuse, SessionRecord, TextDifference, text_difference
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import ApiError
@@ -143,65 +144,62 @@ async def events(context: ContextDep) -> StreamingResponse:
 @router.get("/v1/operations")
 async def operations(context: ContextDep) -> dict[str, Any]:
     """List recent operations, the newest first."""
-    recent = await asyncio.wrap_future(context.engine.operations(context.owner))
+    recent = await wrap_future(context.engine.operations(context.owner))
     return {"object": "list", "data": [_entry(operation) for operation in recent]}
 
 
 @router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
 async def session_events(name: SessionName, context: ContextDep) -> StreamingResponse:
     """Stream each operation on one session, from now on."""
-    await asyncio.wrap_future(context.engine.find(name, context.owner))
+    await wrap_future(context.engine.find(name, context.owner))
     return sse_response(_stream(context, name))
 
 
 @router.post("/v1/prefix/explain")
 async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more. The model does not run."""
-    ids = await asyncio.to_thread(body.encode, context.codec, True)
+    ids = await to_thread(body.encode, context.codec, True)
     if not ids:
         raise ApiError(400, "give text, tokens or messages")
-    match = await asyncio.wrap_future(context.engine.explain(ids, context.owner))
-    return {
-        "prompt_tokens": len(ids),
-        "reused": match.tokens,
-        "session": match.record.name if match.record else None,
-        "reason": match.reason,
-        "differs_at": match.common if match.common < len(ids) else None,
-        **_difference_texts(text_difference(ids, match), context.codec),
-    }
+    match = await wrap_future(context.engine.explain(ids, context.owner))
+    difference = text_difference(ids, match)
+    return _reuse_entry(len(ids), match.reuse(ids), difference, context.codec)
 
 
 @router.get("/v1/prefix/misses")
 async def misses(context: ContextDep) -> dict[str, Any]:
     """List recent prompts that were reused in part or not at all, in the form of `explain`."""
-    recent = await asyncio.wrap_future(context.engine.cache_misses(context.owner))
+    recent = await wrap_future(context.engine.cache_misses(context.owner))
     data = [
         {
             "number": miss.number,
             "created": int(miss.when),
-            "prompt_tokens": miss.tokens,
-            "reused": miss.reused,
-            "session": miss.session,
-            "reason": miss.reason,
+            **_reuse_entry(miss.tokens, miss.reuse, miss.difference, context.codec),
             "differs_at": miss.difference.at if miss.difference else None,
-            **_difference_texts(miss.difference, context.codec),
         }
         for miss in recent
     ]
     return {"object": "list", "data": data}
 
 
-def _difference_texts(difference: TextDifference | None, codec: TextCodec) -> dict[str, str]:
-    """Return the text that both share before the first difference, and how each continues."""
-    if difference is None:
-        return {}
-    shared = difference.at - difference.start
-    decode = codec.decode if difference.start == 0 else codec.decode_inside
-    return {
-        "common_text": decode(difference.prompt[:shared]),
-        "prompt_text": codec.decode_inside(difference.prompt[shared:]),
-        "nearest_text": codec.decode_inside(difference.nearest[shared:]),
+def _reuse_entry(
+    tokens: int, reuse: Reuse, difference: TextDifference | None, codec: TextCodec
+) -> dict[str, Any]:
+    """Return what of a prompt is reused, and the texts on both sides of the first difference."""
+    entry: dict[str, Any] = {
+        "prompt_tokens": tokens,
+        "reused": reuse.tokens,
+        "session": reuse.session,
+        "reason": reuse.reason,
+        "differs_at": reuse.differs_at,
     }
+    if difference is not None:
+        shared = difference.at - difference.start
+        decode = codec.decode if difference.start == 0 else codec.decode_inside
+        entry["common_text"] = decode(difference.prompt[:shared])
+        entry["prompt_text"] = codec.decode_inside(difference.prompt[shared:])
+        entry["nearest_text"] = codec.decode_inside(difference.nearest[shared:])
+    return entry
 
 
 def _entry(operation: Operation) -> dict[str, Any]:
