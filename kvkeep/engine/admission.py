@@ -13,7 +13,7 @@ from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import CacheMiss, best_match, cache_miss
-from kvkeep.engine.scheduler import Scheduler, SchedulingPolicy
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
@@ -23,21 +23,16 @@ _LOGGED_MISSES = 50  # of one owner
 
 
 class Admission:
-    """Generations from their submission to their end. Used in the engine's thread.
-
-    new_session: creates one for an owner. cache_misses: the newest of each owner, the newest first.
-    """
+    """Generations from their submission to their end. Used in the engine's thread."""
 
     def __init__(
-        self,
-        registry: SessionRegistry,
-        policy: SchedulingPolicy,
-        new_session: Callable[[str], Session],
-        log: OperationLog,
+        self, registry: SessionRegistry, log: OperationLog, new_session: Callable[[str], Session]
     ):
-        self._registry, self._policy = registry, policy
-        self._new_session, self._operations = new_session, log
-        self.scheduler = Scheduler(policy, self._fork_followers, self._release_session)
+        """new_session: creates one for an owner."""
+        self._registry, self._policy = registry, registry.policy
+        self._operations, self._new_session = log, new_session
+        self.scheduler = Scheduler(registry.policy, self._fork_followers, self._release_session)
+        # Of each owner, the newest first.
         self.cache_misses = defaultdict[str, deque[CacheMiss]](lambda: deque(maxlen=_LOGGED_MISSES))
         # Generations that wait until the prompt that they share with another is prefilled.
         self._followers: dict[Generation, list[Generation]] = {}
@@ -81,7 +76,7 @@ class Admission:
         record.activity = "generating"
         record.last_used = time.monotonic()
         generation.start(feeding, reuse)
-        self.scheduler.add(generation)
+        self.scheduler.running.append(generation)
         return generation
 
     def admit_many(
@@ -171,7 +166,7 @@ class Admission:
             follower.record = fork
             reused = len(follower.request.prompt)
             follower.start(None, Reuse(reused, "session", session=record.name))
-            self.scheduler.add(follower)
+            self.scheduler.running.append(follower)
 
     def _release_session(self, generation: Generation) -> None:
         """Make the session of a generation idle, and log what was done."""

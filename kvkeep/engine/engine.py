@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.borrowed import BorrowedSessions
 from kvkeep.engine.events import GenerationEvent
 from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.operations import Operation, OperationLog, Totals
@@ -20,7 +19,7 @@ from kvkeep.engine.reuse import CacheMiss, WholeSteps
 from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_files import SnapshotLabels
-from kvkeep.engine.session_operations import SessionOperations
+from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.thread import EngineThread, flatten
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -54,12 +53,8 @@ class Engine:
     All methods may be called from any thread; results that take time are
     `concurrent.futures.Future`s. One thread computes: one token of all generations that decode,
     then a prefill step of one prompt. The number of generations changes the speed of each, and no
-    bit of its result.
-
-    A prompt without a session reuses what it can of its owner's sessions and of a prefix store.
-    `owner` separates tenants: a short name, such as the digest of a key.
-
-    losses: descriptions of what earlier sessions in the folder have lost, a line for each.
+    bit of its result. A prompt without a session reuses what it can of its owner's sessions and of
+    a prefix store. `owner` separates tenants: a short name, such as the digest of a key.
     """
 
     def __init__(
@@ -83,20 +78,19 @@ class Engine:
         session_folder = None if folder is None else validation.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # invalid settings are refused here, not at the first request
-        policy = SchedulingPolicy(self.limits)
-        self._registry = SessionRegistry(model, session_folder, policy, snapshots)
-        self.losses = self._registry.losses
+        self._registry = SessionRegistry(
+            model, session_folder, SchedulingPolicy(self.limits), snapshots
+        )
+        self.losses = self._registry.losses  # what earlier sessions have lost, a line for each
         self._log = OperationLog()
         idle = self.limits.save_idle_after / 2 + 0.05
         self._thread = EngineThread(self._step, idle, self._end)
         self._saver = SessionSaver(self._registry, self._thread.post)
-        self._operations = SessionOperations(
-            model, self._registry, policy, self._log, self._new_session
-        )
-        self._admission = Admission(self._registry, policy, self._new_session, self._log)
+        self._operations = SessionOperations(self._registry, self._log, self._new_session)
+        self._admission = Admission(self._registry, self._log, self._new_session)
         self._scheduler = self._admission.scheduler
         self._deadline = 0.0
-        self.borrowed = BorrowedSessions(model, self._registry, self._discard)
+        self.borrowed = BorrowedSessions(self._registry, self._discard)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -124,10 +118,8 @@ class Engine:
         """Start a generation, in a session or in one that is created for it.
 
         request: or, for a session, a function that returns it for the session as it is then.
-        listener: see `Generation`. revision: that the session must be at.
-
-        Raises InvalidArgument and ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy,
-        WrongRevision.
+        listener: see `Generation`. revision: that the session must be at. Raises InvalidArgument
+        and ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy, WrongRevision.
         """
         if not callable(request) or session is None:
             validation.instance("request", request, GenerationRequest)
@@ -169,10 +161,7 @@ class Engine:
     def snapshot(
         self, name: str, label: str, owner: str = "0", revision: int | None = None
     ) -> Future[int]:
-        """Write a snapshot of a session under a label of the owner's; the result is its bytes.
-
-        Raises InvalidArgument if the engine has no folder, StoreError.
-        """
+        """Write a snapshot under a label; the result is its bytes. Raises as `snapshots`."""
         load, write = self._registry.load_existing, self._saver.snapshot
         return flatten(self.call(lambda: write(load(name, owner, revision), label)))
 
@@ -187,7 +176,7 @@ class Engine:
     # Snapshots, in the caller's thread
 
     def snapshots(self, owner: str = "0") -> SnapshotLabels:
-        """Return the owner's snapshots by label."""
+        """Return the owner's snapshots by label. Raises InvalidArgument if there is no folder."""
         return self._registry.snapshots_of(owner)
 
     def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:

@@ -48,9 +48,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """A prefill step is done. done, total: prompt tokens, including those that were reused."""
+    """A prefill step is done."""
 
-    done: int
+    done: int  # prompt tokens, including those that were reused
     total: int
     reuse: Reuse
     seconds: float
@@ -66,29 +66,22 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """A token was generated.
-
-    text: what is certain now: whole characters, "" while a stop string or a character may continue.
-    logprob: of the token itself; top_logprobs: of the most likely tokens. Both if requested.
-    """
+    """A token was generated."""
 
     token: int
-    text: str
-    logprob: TokenLogprob | None = None
-    top_logprobs: Sequence[TokenLogprob] = ()
+    text: str  # that is certain now: "" while a stop string or a character may continue
+    logprob: TokenLogprob | None = None  # of the token itself, if requested
+    top_logprobs: Sequence[TokenLogprob] = ()  # of the most likely tokens, if requested
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The generation is complete.
-
-    text: what was held back until now. stop: the stop string that ended it.
-    """
+    """The generation is complete."""
 
     reason: EndReason
-    text: str
+    text: str  # that was held back until now
     usage: Usage
-    stop: str | None = None
+    stop: str | None = None  # the stop string that ended it
 
 
 @dataclass(frozen=True)

@@ -40,24 +40,18 @@ _generation_numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt to prefill and tokens to generate after it; either may be empty.
+    """A prompt to prefill and tokens to generate after it; either may be empty."""
 
-    prompt: token ids.
-    max_tokens: how many tokens are generated at most; None for as many as the model gives.
-    ignore_eos: whether generation continues after an end token.
-    logprobs: of how many of the most likely tokens the probabilities are reported; 0 for the
-        generated token alone, None for none.
-    priority: greater is sooner. A prompt that waits gains on those that came later.
-    on_end: called in the engine's thread when the generation has ended in any way, with the
-        session, how many tokens of the prompt were prefilled, and how many were generated.
-    """
-
-    prompt: tuple[int, ...] = ()
-    max_tokens: int | None = None
+    prompt: tuple[int, ...] = ()  # token ids
+    max_tokens: int | None = None  # None for as many as the model gives
     sampling: Sampling = GREEDY
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # whether generation continues after an end token
+    # How many of the most likely tokens are reported with their probabilities; 0 for the generated
+    # token alone, None for none.
     logprobs: int | None = None
-    priority: int = 0
+    priority: int = 0  # greater is sooner; a prompt that waits gains on those that came later
+    # Called in the engine's thread when the generation has ended in any way, with the session, how
+    # many tokens of the prompt were prefilled, and how many were generated.
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,12 +67,6 @@ class Generation(Iterator[GenerationEvent]):
     """A request that the engine has admitted. Iterating yields its events, in any thread.
 
     The last event is `Finished`, or an error is raised. `cancel` ends it after the current token.
-
-    phase: what it needs next. generated: token ids.
-    end_reason: how it ended; "failed" for an error, "" before.
-    number: of its submission, in ascending order.
-    unprefilled: prompt tokens that were not prefilled when it ended.
-    age: tokens that were prefilled for other prompts while this one waited.
     """
 
     def __init__(
@@ -89,15 +77,16 @@ class Generation(Iterator[GenerationEvent]):
     ):
         """listener: gets each event in the engine's thread, which it must not block; iterating then
         yields nothing."""
-        self.number = next(_generation_numbers)
+        self.number = next(_generation_numbers)  # in the order of submission
         self.request, self.record = request, record
-        self.phase: Phase = "waiting"
+        self.phase: Phase = "waiting"  # what it needs next
         self.reuse = Reuse()
         self.cancelled = False
         self.error: BaseException | None = None
-        self.end_reason = ""
-        self.generated: list[int] = []
-        self.unprefilled = self.age = 0
+        self.end_reason = ""  # "failed" for an error, "" before the end
+        self.generated: list[int] = []  # token ids
+        self.unprefilled = 0  # prompt tokens that were not prefilled when it ended
+        self.age = 0  # tokens that were prefilled for other prompts while this one waited
         self._feeding: Feeding | None = None
         self._exact = False
         self._logprobs: Tensor | None = None  # `[vocab]`: of the next token, if requested

@@ -43,12 +43,10 @@ class Totals:
 
 
 class OperationLog:
-    """Operations that have changed sessions, and their listeners. Used in the engine's thread.
-
-    recent: the newest operations of each owner, the newest first.
-    """
+    """Operations that have changed sessions, and their listeners. Used in the engine's thread."""
 
     def __init__(self) -> None:
+        # Of each owner, the newest first.
         self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_LOGGED))
         self._listeners: list[Callable[[Operation], None]] = []
 

@@ -23,10 +23,7 @@ from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 
 class SessionRegistry:
-    """The records of all sessions. Used in the engine's thread only.
-
-    losses: descriptions of what earlier sessions in the folder have lost, a line for each.
-    """
+    """The records of all sessions. Used in the engine's thread only."""
 
     def __init__(
         self,
@@ -38,10 +35,10 @@ class SessionRegistry:
         """folder: where sessions are saved and evicted to; None for nowhere: named ones then stay
         in memory, and all are lost with the process. snapshots: gives an owner's snapshots by
         label; None for those in the folder."""
-        self._model, self._policy, self._folder = model, policy, folder
-        self._snapshots = snapshots
+        self.model, self.policy = model, policy
+        self._folder, self._snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
-        self.losses: list[str] = []
+        self.losses: list[str] = []  # what earlier sessions in the folder have lost
         for owner_folder in session_folders(folder) if folder else ():
             self._recover(owner_folder)
 
@@ -107,6 +104,8 @@ class SessionRegistry:
         Raises InvalidArgument for a name that is not valid or is taken, Locked if another process
         uses a session of that name in the same folder, NoRoom.
         """
+        if named:
+            self.policy.admit_session(self.of(owner))
         if not is_owner(owner):
             raise InvalidArgument(f"an owner is 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or f"s-{secrets.token_hex(8)}"
@@ -166,12 +165,12 @@ class SessionRegistry:
         Raises NoRoom if every other session is pinned or busy.
         """
         session = self.load(record)
-        requested, limit = copies * max_session_bytes(session, tokens), self._policy.limits.memory
-        self._policy.admit_bytes(requested)
+        requested, limit = copies * max_session_bytes(session, tokens), self.policy.limits.memory
+        self.policy.admit_bytes(requested)
         counted = self.get(record.name, record.owner) is record and not record.busy
         held = session.cache.nbytes if counted else 0  # part of `nbytes`
         while self.nbytes - held + requested > limit:
-            victim = self._policy.victim(self, needed=record)
+            victim = self.policy.victim(self, needed=record)
             if victim is None:
                 raise NoRoom(
                     f"{requested / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "
@@ -214,7 +213,7 @@ class SessionRegistry:
         """
         if record.session is None:
             assert record.file is not None
-            record.session = self._model.restore(Snapshot.load(record.file.path))
+            record.session = self.model.restore(Snapshot.load(record.file.path))
         return record.session
 
     def save(self, record: SessionRecord) -> None:

@@ -78,14 +78,11 @@ class Match:
 
 @dataclass(frozen=True)
 class TextDifference:
-    """The first difference of a prompt and the nearest text, at token `at`.
-
-    prompt, nearest: the tokens of both around it, from token `start` on.
-    """
+    """The first difference of a prompt and the nearest text, at token `at`."""
 
     start: int
     at: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # from token `start` on
     nearest: tuple[int, ...]
 
 
@@ -103,10 +100,8 @@ class CacheMiss:
 class WholeSteps:
     """A `PrefixCache` that truncates hits to the end of a prefill step.
 
-    The rest of a prompt is then evaluated in the same steps as without a store. Blocks behind that
-    end are evaluated again, since a step of the uncached prompt would begin within them. There
-    are no hits where no multiple of the step within the prompt is one of a block (256 tokens), too.
-
+    The rest of a prompt is then evaluated in the same steps as without a store. There are no hits
+    where no multiple of the step within the prompt is one of a block (256 tokens), too.
     """
 
     def __init__(self, store: PrefixCache, step: int):

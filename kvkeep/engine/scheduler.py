@@ -101,7 +101,7 @@ class Scheduler:
     A generation that fails, fails alone. Company changes no bit of a generation: a prompt is always
     prefilled in the same steps, and the rows of a forward pass are independent.
 
-    step_seconds: how long a step took lately.
+    running: those that have not ended, the oldest first. step_seconds: how long a step took lately.
     """
 
     def __init__(
@@ -110,19 +110,10 @@ class Scheduler:
         prefilled: Callable[[Generation], None],
         ended: Callable[[Generation], None],
     ):
-        """prefilled, ended: called with each generation whose prompt is prefilled, and that has
-        ended."""
+        """prefilled, ended: called with generations whose prompt is prefilled, or that ended."""
         self.step_seconds = 0.02
         self._policy, self._prefilled, self._ended = policy, prefilled, ended
-        self._running: list[Generation] = []
-
-    @property
-    def running(self) -> Sequence[Generation]:
-        """The generations that have not ended, the oldest first."""
-        return tuple(self._running)
-
-    def add(self, generation: Generation) -> None:
-        self._running.append(generation)
+        self.running: list[Generation] = []
 
     def step(self) -> None:
         """Decode one token of each generation that decodes, then one prefill step of one prompt."""
@@ -134,14 +125,14 @@ class Scheduler:
                 self._decode(decoding[first : first + ROWS])
             self._prefill()
         except Exception as error:  # whatever it was, no caller may wait for ever
-            for generation in self._running:
+            for generation in self.running:
                 generation.fail(error)
         self._remove_ended()
         self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
 
     def end_cancelled(self) -> None:
         """End the generations that were cancelled. Called between two steps."""
-        for generation in self._running:
+        for generation in self.running:
             if generation.cancelled and generation.phase != "done":
                 generation.fail(Cancelled(CANCELLED))
         self._remove_ended()
@@ -178,12 +169,12 @@ class Scheduler:
 
     def _remove_ended(self) -> None:
         ended = self._in_phase("done")
-        self._running = [running for running in self._running if running.phase != "done"]
+        self.running = [running for running in self.running if running.phase != "done"]
         for generation in ended:
             self._ended(generation)
 
     def _in_phase(self, phase: Phase) -> list[Generation]:
-        return [generation for generation in self._running if generation.phase == phase]
+        return [generation for generation in self.running if generation.phase == phase]
 
 
 def _steps_left(generation: Generation) -> float:

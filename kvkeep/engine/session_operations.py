@@ -1,4 +1,4 @@
-"""Operations on an engine's sessions by name: create, change, fork, restore, save, delete."""
+"""Operations on an engine's sessions: on all by name, and on those borrowed from a store."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +8,7 @@ from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import Match, best_match
-from kvkeep.engine.scheduler import SchedulingPolicy
-from kvkeep.errors import InvalidArgument
-from kvkeep.model import Model
+from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -25,16 +23,10 @@ class SessionOperations:
     """
 
     def __init__(
-        self,
-        model: Model,
-        registry: SessionRegistry,
-        policy: SchedulingPolicy,
-        log: OperationLog,
-        new_session: Callable[..., Session],
+        self, registry: SessionRegistry, log: OperationLog, new_session: Callable[..., Session]
     ):
         """new_session: returns one for an owner and settings that override the engine's."""
-        self._model, self._registry, self._policy = model, registry, policy
-        self._log, self._new_session = log, new_session
+        self._registry, self._log, self._new_session = registry, log, new_session
 
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
         """Return an owner's named sessions, the most recently used first. They are read-only.
@@ -65,7 +57,7 @@ class SessionOperations:
             session = self._new_session(owner, **settings)
         elif any(record.session is session for record in self._registry):
             raise InvalidArgument("the engine has that session already; give it a fork of it")
-        record = self._add(session, owner, name)
+        record = self._registry.add(session, owner, name)
         record.notes = notes or {}
         self._log.add(record, "create")
         return record
@@ -87,7 +79,7 @@ class SessionOperations:
             existing.live.draw_anew()
             return match.tokens
         session = match.session(new)
-        record = existing or self._add(session, owner, name)
+        record = existing or self._registry.add(session, owner, name)
         if existing:
             record.session, record.edit = session, ""
             record.mark_changed()
@@ -153,7 +145,7 @@ class SessionOperations:
         notes: None for those of the other.
         """
         record = self._registry.load_existing(name, owner, revision)
-        fork = self._add(record.live.fork(at), owner, new)
+        fork = self._registry.add(record.live.fork(at), owner, new)
         fork.notes = dict(record.notes) if notes is None else notes
         fork.parent, fork.edit = record.name, record.edit
         fork.exact_tokens, fork.sampled_length = record.exact_tokens, record.sampled_length
@@ -175,7 +167,7 @@ class SessionOperations:
         """
         if not isinstance(snapshot, Snapshot):
             snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing(snapshot))
-        session = self._model.restore(snapshot)
+        session = self._registry.model.restore(snapshot)
         record = self._registry.get(name, owner) if replace and name else None
         if record:
             record.require_idle()
@@ -183,7 +175,7 @@ class SessionOperations:
             record.mark_changed()
             self._registry.reserve(record, 0)
         else:
-            record = self._add(session, owner, name)
+            record = self._registry.add(session, owner, name)
         record.derive_from(snapshot.notes)
         self._log.add(record, "restore")
         return record
@@ -194,7 +186,63 @@ class SessionOperations:
         self._registry.remove(record)
         self._log.add(record, "delete")
 
-    def _add(self, session: Session, owner: str, name: str | None) -> SessionRecord:
-        """Register a named session. Raises NoRoom if the owner has as many as the limit allows."""
-        self._policy.admit_session(self._registry.of(owner))
-        return self._registry.add(session, owner, name)
+
+class BorrowedSessions:
+    """What a caller that keeps sessions in a store does in the engine's thread (`Engine.call`).
+
+    A session stays while one of its leases is held. After that it may be evicted without being
+    saved: the caller that released it has it in the store.
+    """
+
+    def __init__(self, registry: SessionRegistry, discard: Callable[[SessionRecord], None]):
+        """discard: forgets a session, and cancels its generation."""
+        self._registry, self._discard = registry, discard
+
+    def load(self, snapshot: Snapshot, name: str, owner: str) -> SessionRecord:
+        """Restore a session as another engine had it, with a lease.
+
+        It replaces a borrowed session of that name. Raises StoreError for a snapshot of another
+        model, InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
+        """
+        session = self._registry.model.restore(snapshot)
+        if previous := self._registry.get(name, owner):
+            if not previous.borrowed:
+                raise InvalidArgument(f"this server has a session {name!r} of its own")
+            self._registry.remove(previous)
+        record = self._registry.add(session, owner, name)
+        record.resume(snapshot.notes)
+        record.borrowed, record.leases = True, 1
+        return record
+
+    def acquire(self, record: SessionRecord) -> bool:
+        """Add a lease; False if the session is not in the engine any more."""
+        record.leases += not record.removed
+        return not record.removed
+
+    def release(self, record: SessionRecord) -> None:
+        """Give a lease back."""
+        record.leases = max(0, record.leases - 1)
+
+    def adopt(self, name: str, owner: str) -> SessionRecord | None:
+        """Make a session that was created here a borrowed one, with a lease; None for none."""
+        record = self._registry.get(name, owner)
+        if record is not None:
+            record.borrowed, record.leases = True, record.leases + 1
+        return record
+
+    def snapshot(self, record: SessionRecord) -> tuple[Snapshot, int]:
+        """Return a snapshot to `load` elsewhere, and its revision. Raises as `revision`."""
+        revision = self.revision(record)
+        return self._registry.snapshot(record), revision
+
+    def revision(self, record: SessionRecord) -> int:
+        """Return the revision. Raises Busy, StoreError if it is not in the engine any more."""
+        if record.removed:
+            raise StoreError(f"session {record.name!r} went while it was worked on: send it again")
+        record.require_idle()
+        return record.revision
+
+    def discard(self, record: SessionRecord) -> None:
+        """Forget the session, and cancel its generation."""
+        if not record.removed:
+            self._discard(record)

@@ -20,7 +20,6 @@ class EngineThread:
     """Runs all waiting calls in the order in which they came, then a step, and so on.
 
     It is the thread that computes for the whole process while it runs (`kvkeep.runtime.worker`).
-
     step: returns whether there is more to do without another call. idle: seconds after which a step
     is due if there is not. end: called last, once `close` was called and the last step had no more.
     """

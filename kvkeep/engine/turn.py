@@ -22,9 +22,8 @@ def chat_turn(
     removed again.
 
     request: how the answer is generated; it has no prompt. system: the system prompt; None for the
-    one that the session began with, also if all of it was rewound.
-
-    The function raises InvalidArgument for a system prompt other than the session's.
+    one that the session began with, also if all of it was rewound. The function raises
+    InvalidArgument for another one.
     """
 
     def request_for(record: SessionRecord) -> GenerationRequest:

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -25,7 +25,7 @@ _STOP_REASONS = {
     "full": "max_tokens",
     "stop": "stop_sequence",
 }
-_EMPTY_TEXT = {"type": "text", "text": ""}
+_EMPTY_TEXT: dict[str, Any] = {"type": "text", "text": ""}
 _StopSequence = Annotated[str, Field(max_length=1000)]
 
 
@@ -106,7 +106,7 @@ async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[st
 
 def _message(common: dict[str, Any], result: GenerationResult, tools: Tools) -> dict[str, Any]:
     text, calls = tools.parse(result.text)
-    content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
+    content = [{**_EMPTY_TEXT, "text": text}] if text or not calls else []
     content += [_tool_use(call) for call in calls]
     usage = _usage(result.end.usage, result.end.usage.generated)
     return {**common, "content": content, **_stop_fields(result.end, calls), "usage": usage}
@@ -143,20 +143,16 @@ async def _stream(
     yield _event("message_stop")
 
 
-def _block_events(text: str, calls: Sequence[ToolCall]) -> list[bytes]:
-    """Return the events of complete content blocks: the text, if there is any, and the calls."""
-    blocks: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each without content; its content
-    if text:
-        blocks.append((_EMPTY_TEXT, {"type": "text_delta", "text": text}))
+def _block_events(text: str, calls: Sequence[ToolCall]) -> Iterator[bytes]:
+    """Yield the events of complete content blocks: the text, if there is any, and the calls."""
+    blocks = [(_EMPTY_TEXT, {"type": "text_delta", "text": text})] if text else []
     for call in calls:
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
         blocks.append(({**_tool_use(call), "input": {}}, delta))
-    events = []
     for index, (block, delta) in enumerate(blocks):
-        events.append(_event("content_block_start", index=index, content_block=block))
-        events.append(_event("content_block_delta", index=index, delta=delta))
-        events.append(_event("content_block_stop", index=index))
-    return events
+        yield _event("content_block_start", index=index, content_block=block)
+        yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
 
 
 def _stop_fields(end: Finished, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -207,8 +203,7 @@ def _template_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise InvalidArgument(f"role must be user or assistant; found {role!r}")
     if not isinstance(content, list):
         return [{"role": role, "content": _plain_text(content)}]
-    messages: list[dict[str, Any]] = []
-    texts, calls, thoughts = [], [], []
+    messages, texts, calls, thoughts = list[dict[str, Any]](), [], [], []
     for block in content:
         block_type = block.get("type") if isinstance(block, Mapping) else None
         if block_type == "tool_result":

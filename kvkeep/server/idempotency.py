@@ -25,16 +25,12 @@ MAX_KEY_LENGTH = 200  # characters
 
 @dataclass
 class _KeyedRequest:
-    """A request that came with a key.
+    """A request that came with a key."""
 
-    key: with its owner. digest: of the request. messages: of the response. complete: whether they
-    are the whole response.
-    """
-
-    key: tuple[str, str]
-    digest: str
-    messages: list[Message] = field(default_factory=list)
-    complete: bool = False
+    key: tuple[str, str]  # with its owner
+    digest: str  # of the request
+    messages: list[Message] = field(default_factory=list)  # of the response
+    complete: bool = False  # whether they are the whole response
 
 
 class IdempotencyMiddleware:

@@ -34,21 +34,16 @@ RequestOrFactory = GenerationRequest | Callable[[SessionRecord], GenerationReque
 
 @dataclass
 class Service:
-    """State shared by all routes.
-
-    name: the model's name as clients see it. created: start time, seconds since 1970. closing:
-    whether the server is shutting down, which ends endless streams. status_counts: HTTP responses
-    by status. allow_edit: whether the web UI may change sessions. pending_responses: OpenAI
-    responses in progress, by owner and id.
-    """
+    """State shared by all routes."""
 
     engine: Engine
-    name: str
+    name: str  # the model's name as clients see it
     keys: ApiKeys
-    created: int = 0
-    closing: bool = False
-    status_counts: Counter[int] = field(default_factory=Counter)
-    allow_edit: bool = False
+    created: int = 0  # start time, seconds since 1970
+    closing: bool = False  # the server is shutting down, which ends endless streams
+    status_counts: Counter[int] = field(default_factory=Counter)  # HTTP responses by status
+    allow_edit: bool = False  # the web UI may change sessions
+    # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
@@ -127,23 +122,21 @@ ContextDep = Annotated[RequestContext, Depends(_request_context)]
 
 @dataclass
 class GenerationResult:
-    """A generation's text and sampled tokens so far. end: how it ended, once it has."""
+    """A generation's text and sampled tokens so far."""
 
     text: str = ""
     tokens: list[GeneratedToken] = field(default_factory=list)
-    end: Finished = field(init=False)
+    end: Finished = field(init=False)  # once it has ended
 
 
 class GenerationStream:
-    """Generations in progress, as an event loop sees them.
-
-    listeners: one for each generation, for the engine's thread. results: of each, so far.
-    """
+    """Generations in progress, as an event loop sees them."""
 
     def __init__(self, count: int):
+        # For the engine's thread, one for each generation.
         self.listeners = [partial(self._enqueue, index) for index in range(count)]
         self.generations: list[Generation] = []
-        self.results = [GenerationResult() for _ in range(count)]
+        self.results = [GenerationResult() for _ in range(count)]  # so far
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
         self._available = asyncio.Event()

@@ -14,15 +14,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.grammar import ANY_OBJECT
-from kvkeep.server.openai.usage import (
-    FINGERPRINT,
-    FINISH_REASONS,
-    completion_fields,
-    llamacpp_progress,
-    llamacpp_timings,
-    token_logprobs,
-    usage_and_timings,
-)
+from kvkeep.server.openai import usage
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
     MAX_TOKENS,
@@ -109,7 +101,10 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
     samplings = constrain(context, body.samplings(body.n or 1), tools, schema, body.grammar)
     generations = await start_generations(context, request, samplings)
-    common = {**completion_fields("chatcmpl", context.service), "system_fingerprint": FINGERPRINT}
+    common = {
+        **usage.completion_fields("chatcmpl", context.service),
+        "system_fingerprint": usage.FINGERPRINT,
+    }
     output = _ChatOutput(body, tools, context.codec, common)
     if body.stream:
         return sse_response(output.events(generations))
@@ -129,19 +124,18 @@ async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]
 class _ChatOutput:
     """The choices of a response, whole or in chunks.
 
-    Streamed text that may turn out to be a tool call is held back until the generation has
-    finished. common: the fields of every chunk. sent: characters of each text that were sent.
+    Streamed text that may be a tool call is held back until the generation has finished.
     """
 
     body: ChatRequest
     tools: Tools
     codec: TextCodec
-    common: dict[str, Any]
-    sent: Counter[int] = field(default_factory=Counter)
+    common: dict[str, Any]  # fields of every chunk
+    sent: Counter[int] = field(default_factory=Counter)  # characters of each choice's text
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
-        totals = usage_and_timings(results)
+        totals = usage.usage_and_timings(results)
         return {**self.common, "object": "chat.completion", "choices": choices, **totals}
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
@@ -149,7 +143,9 @@ class _ChatOutput:
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = [call.openai_entry() for call in calls]
-        logprobs = [token_logprobs(self.codec, event) for event in result.tokens if event.logprob]
+        logprobs = [
+            usage.token_logprobs(self.codec, event) for event in result.tokens if event.logprob
+        ]
         return {
             "index": index,
             "message": message,
@@ -172,9 +168,9 @@ class _ChatOutput:
                 if delta or event.logprob:
                     yield self._chunk(index, delta, sampled=event)
             elif self.body.return_progress:
-                yield self._chunk(index, {}, prompt_progress=llamacpp_progress(event))
+                yield self._chunk(index, {}, prompt_progress=usage.llamacpp_progress(event))
         if self.body.stream_options and self.body.stream_options.include_usage:
-            yield self._event([], **usage_and_timings(generations.results))
+            yield self._event([], **usage.usage_and_timings(generations.results))
         yield DONE
 
     def _releasable(self, text: str) -> int:
@@ -192,7 +188,7 @@ class _ChatOutput:
             yield self._chunk(index, {"content": rest})
         for position, call in enumerate(calls):
             yield self._chunk(index, {"tool_calls": [{"index": position, **call.openai_entry()}]})
-        reason, timings = _finish_reason(end, calls), llamacpp_timings(end.usage)
+        reason, timings = _finish_reason(end, calls), usage.llamacpp_timings(end.usage)
         yield self._chunk(index, {}, reason, timings=timings)
 
     def _chunk(
@@ -205,7 +201,7 @@ class _ChatOutput:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
         if sampled and sampled.logprob:
-            choice["logprobs"] = {"content": [token_logprobs(self.codec, sampled)]}
+            choice["logprobs"] = {"content": [usage.token_logprobs(self.codec, sampled)]}
         return self._event([choice], **extra)
 
     def _event(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:
@@ -214,4 +210,4 @@ class _ChatOutput:
 
 
 def _finish_reason(end: Finished, calls: Sequence[ToolCall]) -> str:
-    return "tool_calls" if calls and end.reason != "length" else FINISH_REASONS[end.reason]
+    return "tool_calls" if calls and end.reason != "length" else usage.FINISH_REASONS[end.reason]

@@ -12,12 +12,7 @@ from starlette.responses import Response
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, TokenLogprob
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import start_generations
-from kvkeep.server.openai.usage import (
-    FINISH_REASONS,
-    completion_fields,
-    openai_usage,
-    usage_and_timings,
-)
+from kvkeep.server.openai import usage
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
     MAX_TOKENS,
@@ -60,7 +55,7 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
     )
     generations = await start_generations(context, request, body.samplings(body.n))
-    common = {**completion_fields("cmpl", context.service), "object": "text_completion"}
+    common = {**usage.completion_fields("cmpl", context.service), "object": "text_completion"}
     echo = codec.decode(ids) if body.echo else ""
     if body.stream:
         return sse_response(_stream(generations, common, body, echo, codec))
@@ -68,7 +63,7 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     for index, result in enumerate(results):
         logprobs = CompletionLogprobs(codec, len(echo)).entry(result.tokens)
         choices.append(_choice(index, echo + result.text, result.end, logprobs))
-    return {**common, "choices": choices, **usage_and_timings(results)}
+    return {**common, "choices": choices, **usage.usage_and_timings(results)}
 
 
 async def _stream(
@@ -88,14 +83,14 @@ async def _stream(
             choice = _choice(index, progress.text, logprobs=logprobs[index].entry([progress]))
             yield sse_event({**common, "choices": [choice]})
     if body.stream_options and body.stream_options.include_usage:
-        yield sse_event({**common, "choices": [], "usage": openai_usage(generations.results)})
+        yield sse_event({**common, "choices": [], "usage": usage.openai_usage(generations.results)})
     yield DONE
 
 
 def _choice(
     index: int, text: str, end: Finished | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    reason = FINISH_REASONS[end.reason] if end else None
+    reason = usage.FINISH_REASONS[end.reason] if end else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 

@@ -90,16 +90,9 @@ def output_items(item_id: str, text: str, calls: Sequence[ToolCall]) -> list[dic
     """Return the generated text and calls as a response's items. item_id: the message's."""
     items = [message_item(item_id, text)] if text or not calls else []
     for call in calls:
-        items.append(
-            {
-                "id": f"fc_{secrets.token_hex(12)}",
-                "type": "function_call",
-                "status": "completed",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-            }
-        )
+        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id}
+        fields = {"status": "completed", "name": call.name, "arguments": call.arguments}
+        items.append({**item, **fields})
     return items
 
 
@@ -129,6 +122,7 @@ def final_fields(end: Finished, cached: int) -> dict[str, Any]:
 
 def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[str, Any]:
     """Return the response object of a request that has just begun."""
+    repeated = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
     return {
         "id": response_id,
         "object": "response",
@@ -136,19 +130,15 @@ def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[s
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": True,
-        "previous_response_id": body.previous_response_id,
         "store": body.store is not False,
-        "temperature": body.temperature,
         "text": {"format": body.text_format()},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": body.top_p,
         "truncation": body.truncation or "auto",
         "usage": None,
+        **body.model_dump(include=repeated),
     }

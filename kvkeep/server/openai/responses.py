@@ -22,15 +22,8 @@ from kvkeep.engine import GenerationRequest, PrefillProgress
 from kvkeep.errors import KvkeepError, NoSuchSession
 from kvkeep.server.errors import ApiError, api_error_for
 from kvkeep.server.generation import constrain, context_size_error, prompt_ids
-from kvkeep.server.openai.response_items import (
-    ID_PATTERN,
-    ResponsesRequest,
-    final_fields,
-    message_item,
-    new_response,
-    output_items,
-    text_part,
-)
+from kvkeep.server.openai import response_items as items
+from kvkeep.server.openai.response_items import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
@@ -43,18 +36,15 @@ _RESPONSE, _MESSAGES = "response", "messages"  # keys of a session's notes
 
 @dataclass
 class _PendingResponse:
-    """A response in progress.
-
-    request: its body. response: the response object so far. messages: the conversation that it
-    answers. cached: prompt tokens that were not evaluated. item_id: of the generated message.
-    """
+    """A response in progress."""
 
     request: ResponsesRequest
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
-    cached: int
+    response: dict[str, Any]  # the response object so far
+    messages: list[dict[str, Any]]  # the conversation that it answers
+    cached: int  # prompt tokens that were not evaluated
     generations: GenerationStream
     tools: Tools
+    # Of the generated message.
     item_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
 
@@ -135,7 +125,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     except BaseException:
         await _discard(response_id, context)
         raise
-    response = new_response(response_id, body, service.name)
+    response = items.new_response(response_id, body, service.name)
     pending = _PendingResponse(body, response, messages, cached, generations, tools)
     service.pending_responses[owner, response_id] = pending
     return pending
@@ -146,8 +136,8 @@ async def _complete(
 ) -> dict[str, Any]:
     """Return the whole response, stored in its session's notes unless `store` is false."""
     text, calls = pending.tools.parse(result.text)
-    output = output_items(pending.item_id, text, calls)
-    final = final_fields(result.end, pending.cached)
+    output = items.output_items(pending.item_id, text, calls)
+    final = items.final_fields(result.end, pending.cached)
     response = {**pending.response, "output": output, **final}
     response_id = response["id"]
     context.service.pending_responses.pop((context.owner, response_id), None)
@@ -177,9 +167,9 @@ async def _stream(pending: _PendingResponse, context: RequestContext) -> AsyncIt
         yield event("response.created", response=pending.response)
         yield event("response.in_progress", response=pending.response)
         if streams_text:
-            started = message_item(item_id, "", "in_progress")
+            started = items.message_item(item_id, "", "in_progress")
             yield event("response.output_item.added", output_index=0, item=started)
-            yield event("response.content_part.added", **part, part=text_part(""))
+            yield event("response.content_part.added", **part, part=items.text_part(""))
         async for _, progress in pending.generations:
             if isinstance(progress, PrefillProgress):
                 if request.return_progress:
@@ -194,7 +184,7 @@ async def _stream(pending: _PendingResponse, context: RequestContext) -> AsyncIt
         completed = True
         if streams_text:
             yield event("response.output_text.done", **part, text=result.text, logprobs=[])
-            yield event("response.content_part.done", **part, part=text_part(result.text))
+            yield event("response.content_part.done", **part, part=items.text_part(result.text))
         for index, item in enumerate(response["output"]):
             if not streams_text:
                 yield event("response.output_item.added", output_index=index, item=item)
