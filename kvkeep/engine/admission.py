@@ -176,8 +176,14 @@ class Admission:
         self._add_to_totals(generation)
         if generation.generated:
             record.sampled_length = len(record.live.tokens)
-        if generation.request.on_end is not None:
-            self._call_on_end(generation, generation.request.on_end)
+        if (on_end := generation.request.on_end) is not None:
+            length = len(record.live.tokens)
+            prefilled = len(generation.request.prompt) - generation.unprefilled
+            try:
+                on_end(record.live, prefilled, len(generation.generated))
+            except Exception:  # the generation is complete: an error of its caller changes nothing
+                _log.exception("on_end of a generation in session %r failed", record.name)
+            record.note_truncation(length)
         record.activity = "idle"
         record.reserved = 0
         if not record.named and record.live.cache.cells == 0:
@@ -186,18 +192,6 @@ class Admission:
         record.mark_changed()
         seconds = usage.prefill_seconds + usage.decode_seconds
         self._operations.add(record, "generate", usage.evaluated + usage.generated, seconds)
-
-    def _call_on_end(
-        self, generation: Generation, on_end: Callable[[Session, int, int], None]
-    ) -> None:
-        record = generation.record
-        length = len(record.live.tokens)
-        prefilled = len(generation.request.prompt) - generation.unprefilled
-        try:
-            on_end(record.live, prefilled, len(generation.generated))
-        except Exception:  # the generation is complete: an error of its caller does not change it
-            _log.exception("on_end of a generation in session %r failed", record.name)
-        record.note_truncation(length)
 
     def _add_to_totals(self, generation: Generation) -> None:
         usage = generation.usage

@@ -3,7 +3,6 @@
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvkeep.engine.record import SessionRecord
@@ -48,7 +47,7 @@ class OperationLog:
     def __init__(self) -> None:
         # Of each owner, the newest first.
         self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_LOGGED))
-        self._listeners: list[Callable[[Operation], None]] = []
+        self._listeners: dict[Callable[[Operation], None], None] = {}
 
     def add(self, record: SessionRecord, what: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """Log an operation and pass it to the listeners. One that raises is removed."""
@@ -63,13 +62,9 @@ class OperationLog:
             try:
                 listener(operation)
             except Exception:  # it is gone, such as an event loop that has closed
-                self._remove(listener)
+                self._listeners.pop(listener, None)
 
     def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
         """Add a listener, from any thread; returns a function that removes it."""
-        self._listeners.append(listener)
-        return lambda: self._remove(listener)
-
-    def _remove(self, listener: Callable[[Operation], None]) -> None:
-        with suppress(ValueError):
-            self._listeners.remove(listener)
+        self._listeners[listener] = None
+        return lambda: self._listeners.pop(listener, None)

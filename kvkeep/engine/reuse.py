@@ -27,21 +27,17 @@ from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 # Why no more of a prompt was reused.
-# "cold": no text begins like it. "differs": the nearest text continues differently.
-# "below_step": the common tokens end within a prefill step. "forgotten", "compressed",
-# "quantised", "edited": the session's cells are no longer those that its tokens give. "written":
-# its tokens were sampled, not prefilled. "settings": its policy, prefill step or bits differ.
 MissReason = Literal[
     "",
-    "cold",
-    "differs",
-    "below_step",
-    "forgotten",
+    "cold",  # no text begins like it
+    "differs",  # the nearest text continues differently
+    "below_step",  # the common tokens end within a prefill step
+    "forgotten",  # this and the next three: the cells are no longer those that the tokens give
     "compressed",
     "quantised",
     "edited",
-    "written",
-    "settings",
+    "written",  # the tokens were sampled, not prefilled
+    "settings",  # the session's policy, prefill step or bits differ
 ]
 
 _SHOWN_TOKENS = 40  # on each side of a difference

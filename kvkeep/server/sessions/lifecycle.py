@@ -75,12 +75,9 @@ class ResidentRequest(RequestBody):
 @router.post("/v1/sessions", status_code=201, response_model=None)
 async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
-    engine, owner = context.engine, context.owner
     if body.from_snapshot is not None:
-        snapshot = await to_thread(engine.load_snapshot, body.from_snapshot, owner)
-        created = engine.restore(snapshot, owner, body.name)
-    else:
-        created = engine.create(owner, body.name, **body.settings())
+        return await restore(body.from_snapshot, RestoreRequest(name=body.name), context)
+    created = context.engine.create(context.owner, body.name, **body.settings())
     return session_response(await wrap_future(created), 201)
 
 
