@@ -122,7 +122,7 @@ def _setup(memory: MemoryChoice, options: dict[str, Any]) -> "Setup":
     from kvkeep.storage.objects import open_object_store
 
     secret = read_secret(options["secret_file"])
-    keys = ApiKeys.shared(options["api_key_file"], secret)
+    keys = ApiKeys.read(options["api_key_file"], secret)
     require_conditional_writes(open_object_store(options["store"]))
     model = memory.load(progress=not options["quiet"])
     return Setup(

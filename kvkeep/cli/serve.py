@@ -113,7 +113,7 @@ def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
         prefixes=uses_prefixes(memory, options["prefix_cache"]),
     )
     with server.engine:
-        keys = ApiKeys.shared(options["api_key_file"], secret)
+        keys = ApiKeys.read(options["api_key_file"], secret)
         serve_on(server.engine, keys, options, server.middleware, server.leases.drain)
 
 

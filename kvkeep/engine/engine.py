@@ -78,9 +78,8 @@ class Engine:
         session_folder = None if folder is None else validation.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # invalid settings are refused here, not at the first request
-        self._registry = SessionRegistry(
-            model, session_folder, SchedulingPolicy(self.limits), snapshots
-        )
+        policy = SchedulingPolicy(self.limits)
+        self._registry = SessionRegistry(model, session_folder, policy, snapshots)
         self.losses = self._registry.losses  # what earlier sessions have lost, a line for each
         self._log = OperationLog()
         idle = self.limits.save_idle_after / 2 + 0.05
@@ -208,10 +207,7 @@ class Engine:
         return self._thread.call(function, *args, **kwargs)
 
     def yield_turn(self, tokens: int = 0) -> None:
-        """Let generations take a step in the middle of long work in the engine's thread.
-
-        tokens: ignored, so that it can be passed as a `progress` callback.
-        """
+        """Take a scheduler step amid long work in the engine's thread, as a `progress` callback."""
         self._scheduler.step()
 
     def close(self, grace: float = 0.0) -> None:

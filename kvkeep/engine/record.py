@@ -33,10 +33,7 @@ _NOTED_FIELDS = {
 
 @dataclass(eq=False)
 class SessionRecord:
-    """A session under a name, in memory or on disk.
-
-    Unnamed sessions are created for a prompt, and evicted first.
-    """
+    """A session, in memory or on disk. Unnamed ones are created for a prompt, and evicted first."""
 
     name: str
     owner: str  # only requests of this owner see the session

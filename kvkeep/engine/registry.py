@@ -43,10 +43,7 @@ class SessionRegistry:
             self._recover(owner_folder)
 
     def _recover(self, folder: SessionFolder) -> None:
-        """Register the sessions in an owner's folder; none of them is in memory.
-
-        Raises Locked if a running engine uses one of them.
-        """
+        """Register an owner's sessions, on disk only. Raises Locked if an engine uses one."""
         owner = folder.place.name
         folder.sweep()
         for name in folder.names():
@@ -93,11 +90,7 @@ class SessionRegistry:
         return record
 
     def add(
-        self,
-        session: Session,
-        owner: str,
-        name: str | None = None,
-        named: bool = True,
+        self, session: Session, owner: str, name: str | None = None, named: bool = True
     ) -> SessionRecord:
         """Register a session. name: None for a generated one.
 
@@ -136,16 +129,10 @@ class SessionRegistry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that all sessions in memory can come to take.
-
-        What is reserved for busy ones, and what idle ones hold; shared storage counts once.
-        """
-        busy = [record for record in self if record.busy]
-        idle = [
-            record.live.cache for record in self if record.session is not None and not record.busy
-        ]
-        held = nbytes([segment for cache in idle for segment in cache.all_segments])
-        return held + sum(record.reserved for record in busy)
+        """Bytes reserved for busy sessions and held by idle ones; shared storage counts once."""
+        idle = (record for record in self if record.session is not None and not record.busy)
+        held = nbytes([segment for record in idle for segment in record.live.cache.all_segments])
+        return held + sum(record.reserved for record in self if record.busy)
 
     def shared_bytes(self, record: SessionRecord) -> int:
         """Return the bytes of a session's storage that other sessions use, too."""
@@ -207,10 +194,7 @@ class SessionRegistry:
     # To disk and back
 
     def load(self, record: SessionRecord) -> Session:
-        """Return the session, read from its file if it is not in memory.
-
-        Raises StoreError and its kinds for a file that is not valid.
-        """
+        """Return the session, read from its file if it is on disk only. Raises StoreError."""
         if record.session is None:
             assert record.file is not None
             record.session = self.model.restore(Snapshot.load(record.file.path))

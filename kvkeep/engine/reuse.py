@@ -158,12 +158,8 @@ def text_difference(prompt: Sequence[int], match: Match) -> TextDifference | Non
 
 def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
     """Describe why no more of a prompt was reused than `match` says."""
-    number, reuse, difference = (
-        next(_miss_numbers),
-        match.reuse(prompt),
-        text_difference(prompt, match),
-    )
-    return CacheMiss(number, time.time(), len(prompt), reuse, difference)
+    reuse, difference = match.reuse(prompt), text_difference(prompt, match)
+    return CacheMiss(next(_miss_numbers), time.time(), len(prompt), reuse, difference)
 
 
 def _match_record(

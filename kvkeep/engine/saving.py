@@ -13,21 +13,16 @@ _log = logging.getLogger("kvkeep.engine")
 
 
 class SessionSaver:
-    """A thread that writes snapshots one after the other.
-
-    All methods are called in the engine's thread. call: runs a function there.
-    """
+    """A thread that writes snapshots one after the other. Used in the engine's thread."""
 
     def __init__(self, registry: SessionRegistry, call: Callable[[Callable[[], None]], object]):
+        """call: runs a function in the engine's thread."""
         self._registry, self._call = registry, call
         self._writer = ThreadPoolExecutor(1, "kvkeep-save")
         self._pending = 0
 
     def save(self, record: SessionRecord) -> "Future[int]":
-        """Begin to save a session; the result is the revision that is on disk then.
-
-        Raises InvalidArgument if the engine has no folder for sessions.
-        """
+        """Begin to save a session; the result is the revision on disk. Raises InvalidArgument."""
         file, result = record.require_file().path, Future[int]()
         snapshot, revision = self._registry.snapshot(record), record.revision
         record.saving_revision = revision

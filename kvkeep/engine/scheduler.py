@@ -85,10 +85,7 @@ class SchedulingPolicy:
     def victim(
         self, records: Iterable[SessionRecord], needed: SessionRecord
     ) -> SessionRecord | None:
-        """Return the session to evict so that `needed` has room; None if none may leave memory.
-
-        Unnamed sessions go before named ones, and the least recently used goes first.
-        """
+        """Return the session to evict for `needed`: an unnamed one if any, the longest unused."""
         candidates = (
             record for record in records if record is not needed and record.can_leave_memory
         )
@@ -142,14 +139,16 @@ class Scheduler:
         for generation in ready:
             generation.note_logprobs()
         try:
-            tokens: Sequence[int | Exception] = _next_tokens(ready)
-        except Exception:  # none has changed: one by one, to find the one that fails
-            tokens = [_next_token_or_error(generation) for generation in ready]
+            tokens = _next_tokens(ready)
+        except Exception as error:
+            if len(ready) == 1:
+                ready[0].fail(error)
+                return
+            for generation in ready:  # none has changed: one by one, to find the one that fails
+                self._decode([generation])
+            return
         for generation, token in zip(ready, tokens, strict=True):
-            if isinstance(token, Exception):
-                generation.fail(token)
-            else:
-                generation.add_token(token)
+            generation.add_token(token)
 
     def _prefill(self) -> None:
         prefilling = self._in_phase("prefill")
@@ -191,10 +190,3 @@ def _next_tokens(generations: Sequence[Generation]) -> list[int]:
         return [generations[0].record.live.next_token(generations[0].request.sampling)]
     group = SessionGroup([generation.record.live for generation in generations])
     return group.next_tokens([generation.request.sampling for generation in generations])
-
-
-def _next_token_or_error(generation: Generation) -> int | Exception:
-    try:
-        return generation.record.live.next_token(generation.request.sampling)
-    except Exception as error:
-        return error

@@ -70,10 +70,7 @@ def session_folders(folder: Path) -> list[SessionFolder]:
 
 
 def take_orphaned_markers(folder: SessionFolder) -> list[str]:
-    """Remove the markers without a snapshot; return the names of their sessions.
-
-    A killed engine had created these sessions and not saved them.
-    """
+    """Remove the markers of sessions that a killed engine had never saved; return their names."""
     names, saved = list[str](), folder.names()
     for marker in folder.place.glob(f"*{MARKER_SUFFIX}"):
         if marker.stem not in saved:

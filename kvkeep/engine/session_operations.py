@@ -17,10 +17,7 @@ _NO_EDITS = ("span", "rewind")  # changes that leave the remaining cells as they
 
 
 class SessionOperations:
-    """Each operation is complete before the next one begins. Used in the engine's thread.
-
-    `Engine` has methods of the same names, which return futures.
-    """
+    """Operations of `Engine`, in its thread: each is complete before the next one begins."""
 
     def __init__(
         self, registry: SessionRegistry, log: OperationLog, new_session: Callable[..., Session]
@@ -29,10 +26,7 @@ class SessionOperations:
         self._registry, self._log, self._new_session = registry, log, new_session
 
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
-        """Return an owner's named sessions, the most recently used first. They are read-only.
-
-        unnamed: include those that were created for a prompt, which are evicted first.
-        """
+        """Return an owner's named sessions, or all: read-only, the most recently used first."""
         return [record for record in self._registry.of(owner) if record.named or unnamed]
 
     def find(self, name: str, owner: str = "0") -> SessionRecord:
@@ -140,10 +134,7 @@ class SessionOperations:
         revision: int | None = None,
         notes: dict[str, Any] | None = None,
     ) -> SessionRecord:
-        """Create a session that continues another one, or its first `at` tokens.
-
-        notes: None for those of the other.
-        """
+        """Create a session from another or its first `at` tokens. notes: None for the other's."""
         record = self._registry.load_existing(name, owner, revision)
         fork = self._registry.add(record.live.fork(at), owner, new)
         fork.notes = dict(record.notes) if notes is None else notes
@@ -188,7 +179,7 @@ class SessionOperations:
 
 
 class BorrowedSessions:
-    """What a caller that keeps sessions in a store does in the engine's thread (`Engine.call`).
+    """Operations on sessions whose home is a store elsewhere, by `Engine.call`.
 
     A session stays while one of its leases is held. After that it may be evicted without being
     saved: the caller that released it has it in the store.

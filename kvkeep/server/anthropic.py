@@ -39,17 +39,14 @@ class CountTokensRequest(RequestBody):
     tool_choice: dict[str, Any] | None = None
 
     def checked_tools(self) -> Tools:
-        functions = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description", ""),
-                    "parameters": tool.get("input_schema") or {"type": "object"},
-                },
+        functions = []
+        for tool in self.tools or ():
+            function = {
+                "name": tool.get("name"),
+                "description": tool.get("description", ""),
+                "parameters": tool.get("input_schema") or {"type": "object"},
             }
-            for tool in self.tools or ()
-        ]
+            functions.append({"type": "function", "function": function})
         choice = self.tool_choice or {"type": "auto"}
         choice_type = choice.get("type")
         if choice_type == "tool":

@@ -15,10 +15,7 @@ from kvkeep.session.sampling import Sampling
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with plain text as content, as chat templates take them.
-
-    Raises InvalidArgument for content that is not text, such as images.
-    """
+    """Return the messages with plain text as content. Raises InvalidArgument for images."""
     if not messages:
         raise InvalidArgument("messages: there must be one at least")
     return [_template_message(index, message) for index, message in enumerate(messages)]
@@ -81,10 +78,7 @@ def constrain(
     schema: Mapping[str, Any] | None = None,
     grammar: str | None = None,
 ) -> list[Sampling]:
-    """Return the samplings, constrained to a forced tool call, a JSON schema, or a GBNF grammar.
-
-    Raises InvalidArgument where a grammar comes with either of the others, or cannot be used.
-    """
+    """Constrain the samplings to a forced call, a schema or a grammar. Raises InvalidArgument."""
     model = context.service.model
     if tools.forced:
         schema = tools.schema()

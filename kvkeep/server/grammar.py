@@ -68,10 +68,7 @@ class Grammar:
         return cls(model, grammar)
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return logits `[vocab]` with -inf for tokens that the grammar does not allow next.
-
-        Raises InvalidArgument where it allows nothing, or cannot be followed further.
-        """
+        """Return logits `[vocab]`, -inf for tokens not allowed next. Raises InvalidArgument."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if problem := self._matcher.get_error():
             raise InvalidArgument(f"the schema or grammar cannot be followed: {problem[:500]}")

@@ -25,13 +25,10 @@ class ApiKeys:
         self._owners = [self._digest(key) for key in keys]
 
     def owner(self, key: str | None) -> str | None:
-        """Return a key's owner, or None for an unknown or missing key.
-
-        The key is compared with all keys, each in constant time.
-        """
+        """Return a key's owner, or None for an unknown or missing key."""
         if not self._owners:
             return DEFAULT_OWNER
-        digest = self._digest(key or "")
+        digest = self._digest(key or "")  # compared with all, each in constant time
         matches = sum(hmac.compare_digest(owner, digest) for owner in self._owners)
         return digest if matches and key is not None else None
 
@@ -39,18 +36,16 @@ class ApiKeys:
         return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
 
     @classmethod
-    def read(cls, file: Path | None, folder: Path) -> "ApiKeys":
+    def read(cls, file: Path | None, secret: bytes | Path) -> "ApiKeys":
         """Read a file with one key a line; empty lines and lines that begin with # are skipped.
 
-        folder: keeps the server's secret, so that owners stay the same after a restart. Raises
-        InvalidArgument for a file without a key, or with one that is too short to be secret.
+        secret: of a fleet, or the folder that keeps the server's: owners stay the same after a
+        restart. Raises InvalidArgument for a file without a key, or with one that is too short.
         """
-        return cls() if file is None else cls(_read_keys(file), _read_or_create_secret(folder))
-
-    @classmethod
-    def shared(cls, file: Path | None, secret: bytes) -> "ApiKeys":
-        """Read as `read` does, with a fleet's secret: an owner is the same on all its servers."""
-        return cls() if file is None else cls(_read_keys(file), secret)
+        if file is None:
+            return cls()
+        keys = _read_keys(file)
+        return cls(keys, secret if isinstance(secret, bytes) else _read_or_create_secret(secret))
 
 
 def _read_keys(file: Path) -> tuple[str, ...]:

@@ -87,10 +87,7 @@ def serve_on(
 
 
 def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0, for a server that cannot be handed a socket.
-
-    Raises InvalidArgument if the port is in use.
-    """
+    """Return the port, or a free one for 0. Raises InvalidArgument if it is in use."""
     with _listen(host, port) as listener:
         return int(listener.getsockname()[1])
 

@@ -66,17 +66,14 @@ class SecurityMiddleware:
             await _too_large().response()(scope, receive, exchange.send)
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
-        """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI.
-
-        Browsers send an Origin, and other programs do not.
-        """
+        """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""
         host, origin = _without_port(headers.get("host", "")), headers.get("origin")
         if host.lower() not in self._hosts:
             message = (
                 f"host {host!r} is not allowed; start the server with --allow-host to allow it"
             )
             raise ApiError(421, message, code="host")
-        if origin is None:
+        if origin is None:  # not a browser
             return
         from_web_ui = origin.partition("://")[2] == headers.get("host")
         if not from_web_ui and origin not in self._origins:
@@ -116,10 +113,7 @@ def _without_port(host: str) -> str:
 
 
 class _Exchange:
-    """A request and its response: the body is limited, the status counted, headers added.
-
-    A body is cut off at MAX_BODY bytes, even if Content-Length is wrong or missing.
-    """
+    """A request whose body is limited, whatever Content-Length says, and its counted response."""
 
     def __init__(self, receive: Receive, send: Send, status_counts: Counter[int]):
         self._receive, self._send, self._received = receive, send, 0

@@ -163,10 +163,7 @@ class GenerationStream:
     async def __aiter__(
         self,
     ) -> AsyncIterator[tuple[int, PrefillProgress | GeneratedToken | Finished]]:
-        """Yield indices and events until all generations have finished. Raises the first failure.
-
-        Leaving the loop early cancels the generations.
-        """
+        """Yield indices and events until all have finished or one fails; leaving cancels all."""
         finished = 0
         try:
             while finished < len(self.generations):

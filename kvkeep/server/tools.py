@@ -38,13 +38,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools that the model may call, in OpenAI's form; false if there are none.
-
-    choice: "auto", "required", or the name of the tool that must be called.
-    """
+    """The tools that the model may call, in OpenAI's form; false if there are none."""
 
     functions: Sequence[Mapping[str, Any]] = ()
-    choice: str = "auto"
+    choice: str = "auto"  # or "required", or the name of the tool that must be called
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -78,10 +75,7 @@ class Tools:
     def for_template(
         self, codec: TextCodec, messages: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Return the messages and the tools for the chat template.
-
-        For a template without tool support, tools and calls become text, and the tools are None.
-        """
+        """Return messages and tools for a template; as text and None if it does not take tools."""
         if not self:
             return messages, None
         if _template_supports_tools(codec):
@@ -117,10 +111,7 @@ class Tools:
 
 
 def checked_tools(functions: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
-    """Validate the tools of a request in OpenAI's form.
-
-    Raises InvalidArgument for an entry that is no tool, and for a choice of an unknown tool.
-    """
+    """Validate the tools of a request, in OpenAI's form, and its choice. Raises InvalidArgument."""
     if len(functions) > _MAX_TOOLS:
         raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(functions)}")
     for index, tool in enumerate(functions):

@@ -57,12 +57,12 @@ def test_batches_and_key_files_accept_a_byte_order_mark(tmp_path: Path) -> None:
     key = "a-key-of-sixteen-1"
     marked, plain = _marked(tmp_path / "keys", f"{key}\n"), tmp_path / "plain"
     plain.write_text(f"{key}\n")
-    owners = {ApiKeys.shared(file, b"0" * 32).owner(key) for file in (marked, plain)}
+    owners = {ApiKeys.read(file, b"0" * 32).owner(key) for file in (marked, plain)}
     assert len(owners) == 1
     assert None not in owners
     (tmp_path / "latin").write_bytes(b"schl\xfcssel-von-sechzehn\n")
     with pytest.raises(InvalidArgument, match="not UTF-8"):
-        ApiKeys.shared(tmp_path / "latin", b"0" * 32)
+        ApiKeys.read(tmp_path / "latin", b"0" * 32)
 
 
 def test_a_models_files_accept_a_byte_order_mark(tiny_folder: Path, tmp_path: Path) -> None:

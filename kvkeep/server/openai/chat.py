@@ -101,10 +101,8 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
     samplings = constrain(context, body.samplings(body.n or 1), tools, schema, body.grammar)
     generations = await start_generations(context, request, samplings)
-    common = {
-        **usage.completion_fields("chatcmpl", context.service),
-        "system_fingerprint": usage.FINGERPRINT,
-    }
+    common = usage.completion_fields("chatcmpl", context.service)
+    common["system_fingerprint"] = usage.FINGERPRINT
     output = _ChatOutput(body, tools, context.codec, common)
     if body.stream:
         return sse_response(output.events(generations))

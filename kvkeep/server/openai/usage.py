@@ -66,11 +66,7 @@ def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
 def token_logprobs(
     codec: TextCodec, sampled: GeneratedToken, partial: str = "backslashreplace"
 ) -> dict[str, Any]:
-    r"""Return a token's entry in the form of chats. Its log probability must be known.
-
-    partial: how the bytes of a partial character are decoded, as in `bytes.decode`: as \xf0 by
-    default, as OpenAI does.
-    """
+    """Return a token's entry in the form of chats. partial: `errors` of `bytes.decode`."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
         raw = codec.token_bytes(logprob.token)

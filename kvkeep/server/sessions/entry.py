@@ -48,10 +48,7 @@ class SessionContext(RequestContext):
     async def change(
         self, operation: str, function: Callable[[Session], Any], adds: int = 0
     ) -> JSONResponse:
-        """Run a function on the session; return the session, and the function's value as `result`.
-
-        operation: as listeners see it. adds: the most tokens that the function adds.
-        """
+        """Change the session as `Engine.change`; return it with the function's `result`."""
         changed = self.engine.change(
             self.name, self.owner, operation, function, self.revision, adds
         )
