@@ -5,8 +5,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ PATIENCE = 3600.0  # seconds that a process waits for the lock: large downloads 
 _RECORD = "kvkeep.json"
 # Version of the contents of a model's folder: models with an older one are converted again.
 _LAYOUT = 6
+_WEIGHT_STATES = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def remove_model(model: PulledModel, progress: bool) -> int:
     """
     try:
         with _locked(home() / "pull.lock", progress):
-            folders = [_models() / model.slug, *_derived_weight_folders(model)]
+            derived = (derived_folders(form, model.folder.name) for form in _WEIGHT_STATES)
+            folders = [_models() / model.slug, *chain.from_iterable(derived)]
             freed = sum(map(folder_bytes, folders))
             for folder in folders:
                 if folder.is_dir():
@@ -136,15 +139,14 @@ def remove_model(model: PulledModel, progress: bool) -> int:
     return freed
 
 
-def _derived_weight_folders(model: PulledModel) -> Iterator[Path]:
-    """Yield the folders in which packed and unpacked copies of a model's weights are cached.
+def derived_folders(form: str, name: str) -> list[Path]:
+    """Return the folders with "packed" or "unpacked" copies of the weights in a model's folder.
 
-    Each is called MODEL-STATE, where the state of the weights is a digest, or a size and a time.
+    Each is called NAME-STATE, where the state of the weights is a digest, or a size and a time.
     """
-    for cache_name, state_pattern in (("packed", r"[0-9a-f]{16}"), ("unpacked", r"[0-9]+-[0-9]+")):
-        for path in (home() / cache_name).glob(f"{glob.escape(model.folder.name)}-*"):
-            if re.fullmatch(state_pattern, path.name.removeprefix(f"{model.folder.name}-")):
-                yield path
+    paths = (home() / form).glob(f"{glob.escape(name)}-*")
+    state = _WEIGHT_STATES[form]
+    return [path for path in paths if re.fullmatch(state, path.name.removeprefix(f"{name}-"))]
 
 
 def _models() -> Path:

@@ -7,7 +7,6 @@ packed matrices, a converted model is unpacked. Both are kept under kvkeep's hom
 
 import contextlib
 import hashlib
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
-from kvkeep.models.hub.library import home
+from kvkeep.models.hub.library import derived_folders, home
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING, HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -140,7 +139,8 @@ def load_unpacked(
     if path.exists():
         with contextlib.suppress(BadModelFile):  # cut short, or of another version
             return _only_tensors(read_packed(path, shapes))
-    _remove_outdated(path.parent, converted.parent.name)
+    for outdated in set(derived_folders("unpacked", converted.parent.name)) - {path.parent}:
+        shutil.rmtree(outdated, ignore_errors=True)
 
     def unpacked(name: str) -> Iterator[Matrix]:
         return (as_tensor(rows, dtype) for rows in row_chunks(packed[name]))
@@ -184,9 +184,3 @@ def _rounded_path(folder: Path, weights: str) -> Path:
     ]
     digest = hashlib.sha256("\n".join(state).encode()).hexdigest()[:16]
     return home() / "packed" / f"{folder.name}-{digest}" / f"{weights}.safetensors"
-
-
-def _remove_outdated(folder: Path, name: str) -> None:
-    for other in folder.parent.glob(f"{name}-*"):
-        if other != folder and re.fullmatch(rf"{re.escape(name)}-\d+-\d+", other.name):
-            shutil.rmtree(other, ignore_errors=True)
