@@ -14,7 +14,7 @@ from kvkeep.executors import new_decoder, slowness, warn_of
 from kvkeep.model import DTYPES, Model, on_device
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.models.spec.cells import cell_layout
+from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
@@ -110,16 +110,17 @@ def _load_decoder(
     weights: WeightsName | None,
     progress: bool,
 ) -> Decoder:
+    kernels = can_decode(spec, group_layout(spec, spec.groups[0], dtype, device))
     converted, packed = converted_file(folder), dict[str, Matrix]()
     if converted is None:
         tensors = _read_tensors(folder, spec, dtype, device, progress)
     else:
         stored = load_converted(converted, spec)
-        tensors, packed = _split_packed(stored, dtype, device)
-    kernels = can_decode(spec, cell_layout(spec, tensors))
-    if converted is not None and (weights or not kernels):
-        unpacked = load_unpacked(converted, spec, stored, dtype, progress)
-        tensors, packed = {name: tensor.to(device) for name, tensor in unpacked.items()}, {}
+        if weights or not kernels:
+            unpacked = load_unpacked(converted, spec, stored, dtype, progress)
+            tensors = {name: tensor.to(device) for name, tensor in unpacked.items()}
+        else:
+            tensors, packed = _split_packed(stored, dtype)
     if weights in ("int8", "int4"):
         if not kernels:
             raise InvalidArgument(
@@ -142,7 +143,7 @@ def _read_tensors(
 
 
 def _split_packed(
-    stored: dict[str, Matrix], dtype: torch.dtype, device: torch.device
+    stored: dict[str, Matrix], dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
     """Split a converted model into tensors of the dtype, and matrices in other forms."""
     packed = {
@@ -151,7 +152,7 @@ def _split_packed(
         if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
     }
     tensors = {
-        name: matrix.to(device=device, dtype=dtype)
+        name: matrix.to(dtype)
         for name, matrix in stored.items()
         if isinstance(matrix, Tensor) and name not in packed
     }

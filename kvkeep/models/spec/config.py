@@ -27,11 +27,6 @@ from kvkeep.models.spec.unsupported import (
 )
 
 _MISTRAL3 = "Mistral3ForConditionalGeneration"
-# Fields that a Family and a ModelSpec have in common.
-_FAMILY_FIELDS = (
-    *("qk_norm", "qk_norm_whole", "norms_before", "norms_after", "centred_norms"),
-    *("parallel", "unit_norms", "sinks"),
-)
 _WIDEST_HEAD = 1 << 16
 
 
@@ -89,7 +84,7 @@ def spec_from_config(
         bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id")), None),
         eos_token_ids=_token_ids(config, generation, "eos_token_id"),
         activation=ACTIVATIONS[config.get(family.activation_field, "silu")],
-        **{name: getattr(family, name) for name in _FAMILY_FIELDS},
+        **{"qk_norm": False, **family.spec},
         **_biases(config, family),
         **_multipliers(config, family),
         **fields,
@@ -170,7 +165,6 @@ def _multipliers(config: ConfigFields, family: Family) -> dict[str, Any]:
         return {}
     fields = {
         "embedding_multiplier": math.sqrt(config.positive_int("hidden_size")),
-        "embedding_multiplier_rounded": True,
         "attention_multiplier": 1.0
         if family.gemma3n  # published files state another one, which the forward ignores
         else config.positive_float("query_pre_attn_scalar", 256) ** -0.5,

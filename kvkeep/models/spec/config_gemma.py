@@ -39,7 +39,6 @@ def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[
         "activation_sparsity": _sparsity(config),
         **_mlp_widths(config),
         "shared_kv_layers": _shared_kv_layers(config, local_layers),
-        "values_normed": True,
         "per_layer_size": config.positive_int("hidden_size_per_layer_input"),
         "per_layer_vocab": 0 if per_layer_vocab == config.get("vocab_size") else per_layer_vocab,
     }
@@ -126,9 +125,7 @@ def gemma4_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[s
         "shared_kv_layers": _shared_kv_layers(config, local_layers),
         "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
         "keys_as_values": bool(config.get("attention_k_eq_v")),
-        "values_normed": True,
         "per_layer_size": size,
-        "layer_scales": True,
     }
     if not config.get("enable_moe_block"):
         return fields

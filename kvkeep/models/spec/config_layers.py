@@ -124,7 +124,6 @@ def expert_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "expert_size": config.positive_int(mixture.width),
         "shared_expert_size": config.positive_int(shared_width) if shared_width else 0,
         "norm_topk": mixture.norm_topk,
-        "clamped_experts": mixture.clamped,
     }
     if mixture.norm_topk is None:
         fields["norm_topk"] = bool(config.get("norm_topk_prob", False))

@@ -47,24 +47,19 @@ _GLM = Family(
     fused_gate_up="mlp.gate_up_proj",
 )
 _COHERE = Family(
-    centred_norms=True,
-    parallel=True,
+    spec={"centred_norms": True, "parallel": True},
     norm_eps_field="layer_norm_eps",
     cohere_logit_scale=True,
     defaults={_TIED: True, "layer_norm_eps": 1e-5, _THETA: 5e5},
     interleaved_rope=True,
 )
 _OLMO2 = Family(
-    qk_norm=True,
-    qk_norm_whole=True,
-    norms_before=False,
-    norms_after=True,
+    spec={"qk_norm": True, "qk_norm_whole": True, "norms_before": False, "norms_after": True},
     renamed_tensors=_OUTPUT_NORMS,
     defaults={_EPS: 1e-5},
 )
 _GEMMA2 = Family(
-    norms_after=True,
-    unit_norms=True,
+    spec={"norms_after": True, "unit_norms": True, "embedding_multiplier_rounded": True},
     activation_field="hidden_activation",
     gemma_scales=True,
     renamed_tensors=_INPUT_AND_OUTPUT_NORMS,
@@ -82,7 +77,7 @@ _GEMMA2 = Family(
 )
 _GEMMA3 = replace(
     _GEMMA2,
-    qk_norm=True,
+    spec={**_GEMMA2.spec, "qk_norm": True},
     layer_pattern=LayerPattern(period=6, period_in_config=True, separate_local_rope=True),
     defaults={  # the configs of the larger models leave these out
         **_GEMMA2.defaults,
@@ -97,7 +92,7 @@ _GEMMA3 = replace(
 )
 _GEMMA3N = replace(
     _GEMMA3,
-    unit_norms=False,
+    spec={**_GEMMA3.spec, "unit_norms": False, "values_normed": True},
     gemma3n=True,
     layer_pattern=LayerPattern(period=5, separate_local_rope=True),
     defaults={
@@ -118,7 +113,7 @@ _GEMMA3N = replace(
 )
 _GEMMA4 = replace(
     _GEMMA3,
-    unit_norms=False,
+    spec={**_GEMMA3.spec, "unit_norms": False, "values_normed": True, "layer_scales": True},
     gemma4=True,
     layer_pattern=LayerPattern(period=6, last_layer_global=True, separate_local_rope=True),
     defaults={
@@ -150,7 +145,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(
         window="max_window_layers",
         defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _WINDOW: 4096},
-        qk_norm=True,
+        spec={"qk_norm": True},
     ),
     "Phi3ForCausalLM": Family(
         attention_bias="none",
@@ -176,9 +171,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Exaone4ForCausalLM": Family(
         attention_bias="none",
-        qk_norm=True,
-        norms_before=False,
-        norms_after=True,
+        spec={"qk_norm": True, "norms_before": False, "norms_after": True},
         renamed_tensors=_OUTPUT_NORMS,
         layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global if windowed"),
         defaults={_KV_HEADS: 32, _WINDOW: 4096, _EPS: 1e-5},
@@ -189,7 +182,7 @@ FAMILIES: dict[str, Family] = {
         defaults={_KV_HEADS: 4, _TIED: True, "no_rope_layer_interval": 4, _THETA: 2e6},
     ),
     "GlmForCausalLM": _GLM,
-    "Glm4ForCausalLM": replace(_GLM, norms_after=True),
+    "Glm4ForCausalLM": replace(_GLM, spec={"norms_after": True}),
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": replace(
         _COHERE,
@@ -220,15 +213,15 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         window="use_sliding_window",
         defaults={_KV_HEADS: 4, _WINDOW: 4096},
-        qk_norm=True,
+        spec={"qk_norm": True},
         mixture=Mixture("moe_intermediate_size", some_layers_dense=True),
     ),
     "OlmoeForCausalLM": Family(
-        qk_norm=True, qk_norm_whole=True, defaults={_EPS: 1e-5}, mixture=Mixture()
+        spec={"qk_norm": True, "qk_norm_whole": True}, defaults={_EPS: 1e-5}, mixture=Mixture()
     ),
     "GptOssForCausalLM": Family(
-        sinks=True,
-        mixture=Mixture(norm_topk=True, clamped=True),
+        spec={"sinks": True, "clamped_experts": True},
+        mixture=Mixture(norm_topk=True),
         layer_pattern=LayerPattern(period=2),
         defaults={
             _HEAD_DIM: 64,
@@ -258,6 +251,8 @@ FAMILIES: dict[str, Family] = {
         multimodal=True,
     ),
     "Qwen3VLForConditionalGeneration": Family(
-        defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _THETA: 5e5}, qk_norm=True, multimodal=True
+        defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _THETA: 5e5},
+        spec={"qk_norm": True},
+        multimodal=True,
     ),
 }

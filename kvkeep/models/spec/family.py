@@ -21,14 +21,12 @@ class Mixture:
     width: the field with the width of an expert's MLP.
     shared_width: the same of the shared expert; "" if the family has none.
     norm_topk: as in ModelSpec; None if the field `norm_topk_prob` says it.
-    clamped: as clamped_experts in ModelSpec.
     some_layers_dense: `decoder_sparse_step` and `mlp_only_layers` may give some layers an MLP.
     """
 
     width: str = "intermediate_size"
     shared_width: str = ""
     norm_topk: bool | None = None
-    clamped: bool = False
     some_layers_dense: bool = False
 
 
@@ -63,8 +61,7 @@ class Family:
     default_rope: the RoPE settings of a config with neither `rope_parameters` nor `rope_scaling`.
     window: see `WindowRule`.
     layer_pattern: for families whose layers are not all alike.
-    qk_norm, qk_norm_whole, norms_before, norms_after, centred_norms, parallel, unit_norms,
-        sinks: as in ModelSpec.
+    spec: fields of ModelSpec that are the same for all models of the architecture.
     norm_eps_field, activation_field, mlp_width_field: the config fields that state these.
     gemma4, gemma3n: the config has the fields that `config_gemma.py` reads.
     granite_multipliers: the config has Granite's four multipliers.
@@ -87,14 +84,7 @@ class Family:
     default_rope: Mapping[str, Any] = field(default_factory=dict)
     window: WindowRule = "none"
     layer_pattern: LayerPattern | None = None
-    qk_norm: bool = False
-    qk_norm_whole: bool = False
-    norms_before: bool = True
-    norms_after: bool = False
-    centred_norms: bool = False
-    parallel: bool = False
-    unit_norms: bool = False
-    sinks: bool = False
+    spec: Mapping[str, Any] = field(default_factory=dict)
     norm_eps_field: str = "rms_norm_eps"
     activation_field: str = "hidden_act"
     mlp_width_field: str = "intermediate_size"
