@@ -11,7 +11,6 @@ from kvkeep.models.spec.config_fields import ConfigFields, is_whole, read_json
 from kvkeep.models.spec.config_gemma import (
     gemma3n_fields,
     gemma4_fields,
-    split_head_sizes,
 )
 from kvkeep.models.spec.config_layers import expert_fields, layer_kind_fields, model_window
 from kvkeep.models.spec.families import FAMILIES
@@ -60,15 +59,14 @@ def spec_from_config(
     values = _language_model_config(values) if family.multimodal else values
     config = ConfigFields({**family.defaults, **values}, path)
     refuse_unsupported_fields(config, architecture)
-    local_head_fields: dict[str, int] = {}
+    fields = layer_kind_fields(config, family) | expert_fields(config, family)
     if family.gemma4:
-        config, local_head_fields = split_head_sizes(config)
-    fields: dict[str, Any] = _head_fields(config, local_head_fields)
+        config, gemma4 = gemma4_fields(config, fields["local_layers"])
+        fields |= gemma4
+    fields |= _head_fields(config, fields)
     head_dim = fields["head_dim"]
     rope, trained = rope_fields(config, family, head_dim, fields.get("local_head_dim", head_dim))
-    fields |= rope | layer_kind_fields(config, family) | expert_fields(config, family)
-    if family.gemma4:
-        fields |= gemma4_fields(config, fields["local_layers"])
+    fields |= rope
     if family.gemma3n:
         fields |= gemma3n_fields(config, fields["local_layers"])
     else:
@@ -122,8 +120,8 @@ def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, **text_config, **({} if tied is None else {"tie_word_embeddings": tied})}
 
 
-def _head_fields(config: ConfigFields, local_fields: Mapping[str, int]) -> dict[str, Any]:
-    """Return the counts and widths of heads. local_fields: those that differ in local layers."""
+def _head_fields(config: ConfigFields, local_fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the counts and width of heads. local_fields: of local layers, checked alike."""
     heads = config.positive_int("num_attention_heads")
     kv_heads = config.positive_int("num_key_value_heads", default=heads)
     default_width = config.positive_int("hidden_size") // heads
@@ -137,7 +135,7 @@ def _head_fields(config: ConfigFields, local_fields: Mapping[str, int]) -> dict[
     for width in (head_dim, local_fields.get("local_head_dim", head_dim)):
         if width > _WIDEST_HEAD or width % 2:
             raise BadModelFile(f"{config.path}: heads of {width} dimensions; fetch the model again")
-    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **local_fields}
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _biases(config: ConfigFields, family: Family) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Config fields that only Gemma 3n and Gemma 4 have.
 
-`split_head_sizes` rewrites a Gemma 4 config so that the common code can read it. `gemma3n_fields`
-and `gemma4_fields` return `ModelSpec` fields as keyword arguments.
+The functions return `ModelSpec` fields as keyword arguments.
 """
 
 from collections.abc import Mapping
@@ -72,30 +71,48 @@ def _sparsity(config: ConfigFields) -> tuple[float, ...]:
     return tuple(map(float, pattern)) if any(pattern) else ()
 
 
-def split_head_sizes(config: ConfigFields) -> tuple[ConfigFields, dict[str, int]]:
-    """Return a Gemma 4 config as it holds for global layers, and local_head_dim, local_kv_heads.
+def gemma4_fields(
+    config: ConfigFields, local_layers: tuple[int, ...]
+) -> tuple[ConfigFields, dict[str, Any]]:
+    """Return a Gemma 4 config as it holds for global layers, and the fields that only Gemma 4 has.
 
     In the file, `head_dim` and `num_key_value_heads` are those of local layers. transformers states
     the global layers' under each of these layers (`per_layer_config`), files on the hub in two
     fields of their own.
 
-    Raises BadModelFile, and UnsupportedModel if the global layers differ among themselves.
+    Raises BadModelFile, and UnsupportedModel for variants that are not supported.
     """
-    local_fields = {
+    size = config.non_negative_int("hidden_size_per_layer_input", default=256)
+    if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
+        raise config.unsupported(
+            "some tokens have no embeddings of each layer (vocab_size_per_layer_input)"
+        )
+    fields = {
         "local_head_dim": config.positive_int("head_dim"),
         "local_kv_heads": config.positive_int("num_key_value_heads"),
+        "shared_kv_layers": _shared_kv_layers(config, local_layers),
+        "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
+        "keys_as_values": bool(config.get("attention_k_eq_v")),
+        "per_layer_size": size,
     }
+    if config.get("enable_moe_block"):  # Gemma 4 26B-A4B has experts beside each MLP
+        fields |= {
+            **expert_counts(config, "num_experts", "top_k_experts"),
+            "expert_size": config.positive_int("moe_intermediate_size"),
+            "norm_topk": True,
+            "experts_beside": True,
+        }
     overrides: Any = {key: config.get(global_key) for key, global_key in _GLOBAL_FIELDS.items()}
-    if not config.get("attention_k_eq_v"):
+    if not fields["keys_as_values"]:
         del overrides["num_key_value_heads"]
     if "per_layer_config" in config.values:  # replaces the two fields; empty where no layer differs
-        overrides = _global_layer_config(config)
+        overrides = _global_layer_config(config, local_layers)
     stated = {key: value for key, value in overrides.items() if value is not None}
-    return config.updated(stated), local_fields
+    return config.updated(stated), fields
 
 
-def _global_layer_config(config: ConfigFields) -> Mapping[str, Any]:
-    """Return the fields that `per_layer_config` states alike for every layer that it names."""
+def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) -> Mapping[str, Any]:
+    """Return the fields that `per_layer_config` states, alike, for every global layer."""
     per_layer = config.get("per_layer_config") or {}
     first, *others = per_layer.values() if isinstance(per_layer, dict) and per_layer else [{}]
     if (
@@ -107,40 +124,6 @@ def _global_layer_config(config: ConfigFields) -> Mapping[str, Any]:
         raise config.unsupported(
             "layers that see everything differ among themselves (per_layer_config)"
         )
-    return first
-
-
-def gemma4_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return the fields that only Gemma 4 has.
-
-    Raises BadModelFile, and UnsupportedModel for variants that are not supported.
-    """
-    _check_per_layer_config(config, local_layers)
-    size = config.non_negative_int("hidden_size_per_layer_input", default=256)
-    if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
-        raise config.unsupported(
-            "some tokens have no embeddings of each layer (vocab_size_per_layer_input)"
-        )
-    fields = {
-        "shared_kv_layers": _shared_kv_layers(config, local_layers),
-        "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
-        "keys_as_values": bool(config.get("attention_k_eq_v")),
-        "per_layer_size": size,
-    }
-    if not config.get("enable_moe_block"):
-        return fields
-    return {  # Gemma 4 26B-A4B has experts beside each MLP
-        **fields,
-        **expert_counts(config, "num_experts", "top_k_experts"),
-        "expert_size": config.positive_int("moe_intermediate_size"),
-        "norm_topk": True,
-        "experts_beside": True,
-    }
-
-
-def _check_per_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) -> None:
-    """Check that `per_layer_config` names exactly the global layers."""
-    per_layer = config.get("per_layer_config")
     global_layers = [layer for layer in range(config.layers) if layer not in local_layers]
     # transformers pads the layer numbers of models with ten layers or more: "05".
     if per_layer and global_layers != sorted(
@@ -150,6 +133,7 @@ def _check_per_layer_config(config: ConfigFields, local_layers: tuple[int, ...])
             "per_layer_config must name the layers that see everything "
             f"({', '.join(map(str, global_layers))}), found {', '.join(map(str, per_layer))}"
         )
+    return first
 
 
 def _shared_kv_layers(config: ConfigFields, local_layers: tuple[int, ...]) -> int:

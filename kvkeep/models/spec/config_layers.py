@@ -19,9 +19,10 @@ def layer_kind_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     Raises BadModelFile, and UnsupportedModel for unknown kinds of layers and for models without a
     global layer.
     """
-    pattern, layers = family.layer_pattern, config.layers
+    pattern = family.layer_pattern
     if pattern is None:
         return {}
+    layers = config.layers
     if layers > _MOST_LAYERS:
         raise config.invalid("num_hidden_layers", f"at most {_MOST_LAYERS}")
     unrotated = _layers_without_rope(config) if pattern.unrotated == "no_rope_layers" else ()
