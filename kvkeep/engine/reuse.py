@@ -17,12 +17,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvkeep.engine.events import Reuse
 from kvkeep.engine.record import SessionRecord
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.block import PrefixCache, PrefixMatch
+from kvkeep.storage.prefixes.block import CellBlocks, PrefixCache, PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
@@ -113,11 +112,7 @@ class WholeSteps:
         return PrefixMatch(match.keys[:count], match.values[:count], match.differs_at)
 
     def add(
-        self,
-        fingerprint: Fingerprint,
-        tokens: Sequence[int],
-        start: int,
-        blocks: Iterable[tuple[Tensor, Tensor]],
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
     ) -> int:
         """Store the blocks, all of them. Raises StoreError."""
         return self._store.add(fingerprint, tokens, start, blocks)

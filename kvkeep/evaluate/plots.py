@@ -56,21 +56,19 @@ def draw_perplexity(points: Sequence["PerplexityPoint"], title: str, suffix: str
     above.plot(tokens, perplexities, marker="o", ms=4, label="all scored tokens")
     if recent != perplexities:  # equal for a text of at most RECENT tokens
         above.plot(tokens, recent, label=f"last {RECENT}", **dashed)
-    above.set_ylabel("perplexity")
+    above.set(ylabel="perplexity", xlim=(0, tokens[-1] * 1.02))
     above.legend()
-    above.set_xlim(0, tokens[-1] * 1.02)
     above.grid(alpha=0.3)
 
     sizes, cells = [p.kv_bytes / 1e6 for p in points], [p.kv_cells for p in points]
     below.plot(tokens, sizes, color="C2", marker="o", ms=4, label="memory (MB)")
-    below.set_ylabel("keys and values (MB)")
-    below.set_xlabel("tokens")
-    below.set_ylim(0, 1.08 * max(*sizes, 1e-6))
+    size_limit = 1.08 * max(*sizes, 1e-6)
+    below.set(xlabel="tokens", ylabel="keys and values (MB)", ylim=(0, size_limit))
     below.grid(alpha=0.3)
     right = below.twinx()
     right.plot(tokens, cells, color="C3", label="cells", **dashed)
-    right.set_ylabel("cells")
-    right.set_ylim(0, 1.25 * max(*cells, 1))  # apart from the other curve, which it would cover
+    # Apart from the other curve, which it would cover.
+    right.set(ylabel="cells", ylim=(0, 1.25 * max(*cells, 1)))
     below.legend(handles=[*below.lines, *right.lines], loc="lower right")
     return _image(figure, suffix)
 
@@ -85,20 +83,18 @@ def draw_recall(results: Sequence["RecallResult"], title: str, suffix: str) -> b
     figure.suptitle(title)
     shares = [fmean(result.compressed.found for result in group) for group in groups.values()]
     axes.plot(list(groups), shares, marker="o", label="compressed")
-    baseline = {}
-    for depth, group in groups.items():
-        found = [r.uncompressed.found for r in group if r.uncompressed is not None]
-        if found:
-            baseline[depth] = fmean(found)
+    baseline = {
+        depth: fmean(full_recalls)
+        for depth, group in groups.items()
+        if (full_recalls := [r.uncompressed.found for r in group if r.uncompressed is not None])
+    }
     if baseline:
         axes.plot(list(baseline), list(baseline.values()), "k.--", label="uncompressed")
     for depth, share in zip(groups, shares, strict=True):
         samples = f"{len(groups[depth])}"
         axes.annotate(samples, (depth, share), (0, 6), textcoords="offset points", ha="center")
-    axes.set_xlabel("depth in the text (%); at each point, the number of samples")
-    axes.set_ylabel("found")
-    axes.set_xlim(-3, 103)
-    axes.set_ylim(-0.03, 1.12)
+    depth_label = "depth in the text (%); at each point, the number of samples"
+    axes.set(xlabel=depth_label, ylabel="found", xlim=(-3, 103), ylim=(-0.03, 1.12))
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -149,15 +145,12 @@ def _draw_task(axes: "Axes", grid: "Grid", task: str) -> None:
             alpha=0.85,
             label=method,
         )
-    baseline = grid.baseline(task)
-    if baseline:
-        score = _mean_score(baseline)
-        axes.axhline(score, color="black", ls="--", lw=1, label="uncompressed")
+    if baseline := grid.baseline(task):
+        axes.axhline(_mean_score(baseline), color="black", ls="--", lw=1, label="uncompressed")
     if any(result.found is None for key, result in grid.results.items() if key.task == task):
         axes.set_ylabel("perplexity")
     else:
-        axes.set_ylabel("found")
-        axes.set_ylim(-0.03, 1.03)
+        axes.set(ylabel="found", ylim=(-0.03, 1.03))
         axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(grid.ratios, [f"{ratio:g}" for ratio in grid.ratios])

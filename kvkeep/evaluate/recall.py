@@ -145,52 +145,31 @@ def _answer(session: Session, fact: Fact) -> Answer:
     return Answer(text, text.strip().startswith(fact.answer), float(scores.mean()))
 
 
-@dataclass(frozen=True)
-class RecallSummary:
-    """Recall over many samples, in the form of the JSON report.
+def summarise(results: Sequence[RecallResult]) -> dict[str, Any]:
+    """Return recall over at least one sample, in the form of the JSON report.
 
-    Figures of uncompressed sessions are means over the samples that fit into one, and None if none
-    does.
+    Names with `uncompressed` are of the samples that fit into an uncompressed session, and None if
+    there is none.
     """
-
-    samples: int
-    found: int  # samples of which every answer was found
-    rate: float  # their share
-    log_probability: float  # of a token of a key, the mean over samples
-    samples_uncompressed: int  # samples that fit into an uncompressed session
-    found_uncompressed: int | None
-    rate_uncompressed: float | None
-    log_probability_uncompressed: float | None
-    cells_before: int  # mean; before and after compression
-    cells_after: int
-    bytes_before: int | None
-    bytes_after: int
-    ms_per_chunk: list[float]  # of each compressed chunk in all samples
-    each: list[dict[str, Any]]  # a row for each sample
-
-
-def summarise(results: Sequence[RecallResult]) -> RecallSummary:
-    """Return the summary of at least one sample."""
     compressed = [result.compressed for result in results]
     full = [result.uncompressed for result in results if result.uncompressed is not None]
-    found = sum(recall.found for recall in compressed)
-    found_full = sum(recall.found for recall in full)
-    return RecallSummary(
-        samples=len(results),
-        found=found,
-        rate=found / len(results),
-        log_probability=fmean(recall.log_probability for recall in compressed),
-        samples_uncompressed=len(full),
-        found_uncompressed=found_full if full else None,
-        rate_uncompressed=found_full / len(full) if full else None,
-        log_probability_uncompressed=fmean(r.log_probability for r in full) if full else None,
-        cells_before=round(fmean(result.tokens for result in results)),
-        cells_after=round(fmean(recall.cells for recall in compressed)),
-        bytes_before=round(fmean(recall.nbytes for recall in full)) if full else None,
-        bytes_after=round(fmean(recall.nbytes for recall in compressed)),
-        ms_per_chunk=[chunk.seconds * 1000 for result in results for chunk in result.chunks],
-        each=[_sample_row(result) for result in results],
-    )
+    found, found_full = (sum(recall.found for recall in recalls) for recalls in (compressed, full))
+    return {
+        "samples": len(results),
+        "found": found,
+        "rate": found / len(results),
+        "log_probability": fmean(recall.log_probability for recall in compressed),
+        "samples_uncompressed": len(full),
+        "found_uncompressed": found_full if full else None,
+        "rate_uncompressed": found_full / len(full) if full else None,
+        "log_probability_uncompressed": fmean(r.log_probability for r in full) if full else None,
+        "cells_before": round(fmean(result.tokens for result in results)),
+        "cells_after": round(fmean(recall.cells for recall in compressed)),
+        "bytes_before": round(fmean(recall.nbytes for recall in full)) if full else None,
+        "bytes_after": round(fmean(recall.nbytes for recall in compressed)),
+        "ms_per_chunk": [chunk.seconds * 1000 for result in results for chunk in result.chunks],
+        "each": [_sample_row(result) for result in results],
+    }
 
 
 def _sample_row(result: RecallResult) -> dict[str, Any]:

@@ -49,12 +49,12 @@ def passkey(
     recall.check(choice)
     output.check()
 
-    from kvkeep.cli.evaluate.recall_runner import run_recall
+    from kvkeep.cli.evaluate.recall_runner import RecallRun
 
     model = choice.load(output.progress)
     settings = {"keys": keys, "junk": junk, "pos": pos}
     ratio = recall.ratio or float(group)
-    run_recall("passkey", dataset, settings, model, choice, recall, ratio, output)
+    RecallRun("passkey", dataset, settings, model, choice, recall, ratio, output).run()
 
 
 @click.command(short_help="Hide a sentence in real text, compress, ask for it.")
@@ -75,11 +75,11 @@ def needle(
     recall.check(choice)
     output.check()
 
-    from kvkeep.cli.evaluate.recall_runner import run_recall
+    from kvkeep.cli.evaluate.recall_runner import RecallRun
 
     model = choice.load(output.progress)
     text = load_haystack(haystack, model)
     dataset = NeedleDataset(text, tokens, keys, recall.task, recall.placement(), recall.seed)
     settings = {"keys": keys, "haystack": haystack, "text_tokens": tokens}
     ratio = recall.ratio or NEEDLE_RATIO
-    run_recall("needle", dataset, settings, model, choice, recall, ratio, output)
+    RecallRun("needle", dataset, settings, model, choice, recall, ratio, output).run()

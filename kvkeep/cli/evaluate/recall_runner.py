@@ -21,7 +21,6 @@ from kvkeep.evaluate.recall import (
     EXTRA_TOKENS,
     CompressionSettings,
     RecallResult,
-    RecallSummary,
     compress_after_prefill,
     compress_during_prefill,
     summarise,
@@ -31,76 +30,61 @@ from kvkeep.runtime.memory import peak_rss
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
 
-def run_recall(
-    command: str,
-    dataset: Dataset,
-    settings: dict[str, Any],
-    model: Model,
-    choice: ModelChoice,
-    recall: RecallChoice,
-    ratio: float,
-    output: OutputChoice,
-) -> None:
-    """Measure and print all samples, then report. The report is also written on an early end.
+@dataclass
+class RecallRun:
+    """The measurement of all samples of a dataset. An interrupt loses no finished sample.
 
     settings: the command's own options, for the report.
     """
-    calibration = load_calibration_file(choice.calibration, model)
-    compression = CompressionSettings(
-        recall.method, ratio, recall.seed, calibration, recall.max_kv_size
-    )
-    RecallRun(command, dataset, settings, model, compression, recall, output).run(
-        choice.prefill_step
-    )
-
-
-@dataclass
-class RecallRun:
-    """The measurement of all samples of a dataset. An interrupt loses no finished sample."""
 
     command: str
     dataset: Dataset
     settings: dict[str, Any]
     model: Model
-    compression: CompressionSettings
+    choice: ModelChoice
     recall: RecallChoice
+    ratio: float
     output: OutputChoice
     results: list[RecallResult] = field(default_factory=list)
 
-    def run(self, prefill_step: int) -> None:
+    def run(self) -> None:
+        """Measure and print all samples, then report, also after an early end."""
+        calibration = load_calibration_file(self.choice.calibration, self.model)
+        recall = self.recall
+        compression = CompressionSettings(
+            recall.method, self.ratio, recall.seed, calibration, recall.max_kv_size
+        )
         try:
-            self._measure(prefill_step)
+            self._measure(compression)
         except (KeyboardInterrupt, KvkeepError, OSError) as error:
             self._close(_finish_reason(error))
             raise
         self._close("end")
 
-    def _measure(self, prefill_step: int) -> None:
+    def _measure(self, compression: CompressionSettings) -> None:
         measure = compress_during_prefill if self.recall.streaming else compress_after_prefill
         with sample_bar(self.recall.count, self.output.progress) as bar:
             for index in range(self.recall.count):
                 sample = self.dataset.sample(index)
                 if self.recall.count == 1:
-                    self._print_sample(sample)
+                    self._print_sample(sample, compression)
                 # A different seed for each sample, or random methods would pick the same cells.
-                compression = dataclasses.replace(
-                    self.compression, seed=self.compression.seed + index
-                )
-                self.results.append(measure(self.model, sample, compression, prefill_step))
+                seeded = dataclasses.replace(compression, seed=self.recall.seed + index)
+                self.results.append(measure(self.model, sample, seeded, self.choice.prefill_step))
                 self._print_result(self.results[-1])
                 bar.update(1)
 
-    def _print_sample(self, sample: Sample) -> None:
+    def _print_sample(self, sample: Sample, compression: CompressionSettings) -> None:
         """Print the sizes and the hidden facts, in the format of llama.cpp's passkey example."""
         encode, text = self.model.text.encode, sample.text
         tokens = len(encode(text))
         question = max(len(encode(fact.question + fact.answer)) for fact in sample.facts)
         context = self.model.spec.max_positions
         if self.recall.streaming:
-            context = self.compression.cells(tokens)
+            context = compression.cells(tokens)
         _print(
             f"n_len = {tokens + question + EXTRA_TOKENS}, n_ctx = {context}, "
-            f"ratio = {self.compression.ratio:g}, method = {self.compression.method}"
+            f"ratio = {self.ratio:g}, method = {self.recall.method}"
         )
         for fact in sample.facts:
             token = len(encode(text[: text.index(fact.sentence)]))
@@ -138,32 +122,31 @@ class RecallRun:
                 _print(_found_line(summary))
             if not self.output.quiet:
                 say(self._cost_line(summary))
-        compression, plot = self.compression, self.recall.plot
-        if plot is not None:
-            setting = f"{compression.method} at ratio {compression.ratio:g}"
-            title = f"{self.command}, {self.recall.task}: {setting}"
-            write_atomic(plot, draw_recall(self.results, title, plot.suffix))
+        recall = self.recall
+        if recall.plot is not None:
+            title = f"{self.command}, {recall.task}: {recall.method} at ratio {self.ratio:g}"
+            write_atomic(recall.plot, draw_recall(self.results, title, recall.plot.suffix))
         report = {
             "command": self.command,
             "model": self.model.name,
-            "task": self.recall.task,
+            "task": recall.task,
             **self.settings,
-            "method": compression.method,
-            "ratio": compression.ratio,
-            "streaming": self.recall.streaming,
-            "seed": self.recall.seed,
-            **dataclasses.asdict(summary),
+            "method": recall.method,
+            "ratio": self.ratio,
+            "streaming": recall.streaming,
+            "seed": recall.seed,
+            **summary,
             "finish_reason": finish_reason,
         }
         write_json(self.output.report, report)
 
-    def _cost_line(self, summary: RecallSummary) -> str:
-        chunk_ms = summary.ms_per_chunk
+    def _cost_line(self, summary: dict[str, Any]) -> str:
+        chunk_ms = summary["ms_per_chunk"]
         median = statistics.median(chunk_ms) if chunk_ms else 0
         return (
-            f"{self.compression.method}, ratio {self.compression.ratio:g} | "
+            f"{self.recall.method}, ratio {self.ratio:g} | "
             f"{len(chunk_ms)} chunks at {median:.1f} ms | "
-            f"cells {summary.cells_before:,} -> {summary.cells_after:,} | "
+            f"cells {summary['cells_before']:,} -> {summary['cells_after']:,} | "
             f"peak RAM {megabytes(peak_rss())}"
         )
 
@@ -186,14 +169,12 @@ def _found(found: bool) -> str:
     return "key found" if found else "key not found"
 
 
-def _found_line(summary: RecallSummary) -> str:
-    line = f"found {summary.found} of {summary.samples}, {summary.log_probability:.3f} a token"
-    if summary.found_uncompressed is None:
-        return line
-    return (
-        f"{line}; uncompressed {summary.found_uncompressed} of {summary.samples_uncompressed}, "
-        f"{summary.log_probability_uncompressed:.3f}"
-    )
+def _found_line(summary: dict[str, Any]) -> str:
+    line = "found {found} of {samples}, {log_probability:.3f} a token"
+    if summary["found_uncompressed"] is not None:
+        line += "; uncompressed {found_uncompressed} of {samples_uncompressed}, "
+        line += "{log_probability_uncompressed:.3f}"
+    return line.format(**summary)
 
 
 def _print(line: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from blake3 import blake3
@@ -15,13 +15,15 @@ from kvkeep.storage.snapshots.container import Container, read_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 KIND, FORMAT = "prefix-block", 1
+# Keys and values of each block, `[layers, kv_heads, 256, head_dim]`.
+CellBlocks: TypeAlias = Iterable[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
     """The result of a lookup.
 
-    keys, values: `[layers, kv_heads, 256, head_dim]` for each matching block, verified.
+    keys, values: as `CellBlocks`, for each matching block, verified.
     differs_at: the first token at which the nearest stored prompt differs or ends; None if all
     whole blocks of the prompt were found.
     """
@@ -46,15 +48,11 @@ class PrefixCache(Protocol):
         """Return the longest stored prefix of a prompt, in whole blocks. Raises StoreError."""
 
     def add(
-        self,
-        fingerprint: Fingerprint,
-        tokens: Sequence[int],
-        start: int,
-        blocks: Iterable[tuple[Tensor, Tensor]],
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
     ) -> int:
         """Store the blocks of a prompt from token `start` on; return how many tokens are stored.
 
-        blocks: keys and values `[layers, kv_heads, 256, head_dim]`. Raises StoreError.
+        blocks: may be consumed lazily. Raises StoreError.
         """
 
 
@@ -72,11 +70,8 @@ class PrefixBlock:
 
         The caller verifies that the file was written under this key.
         """
-        stored = container.tensors
-        tokens, keys, values = (stored.get(name) for name in ("tokens", "keys", "values"))
-        if tokens is None or tokens.dtype != torch.int32 or not torch.equal(tokens, self.tokens):
-            return None
-        if keys is None or values is None:
+        keys, values = (container.tensors.get(name) for name in ("keys", "values"))
+        if keys is None or values is None or stored_tokens(container) != self.tokens.tolist():
             return None
         if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
             return None

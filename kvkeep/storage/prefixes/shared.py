@@ -10,7 +10,7 @@ import io
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,6 +33,7 @@ from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes.block import (
     FORMAT,
     KIND,
+    CellBlocks,
     PrefixBlock,
     PrefixMatch,
     blocks_of,
@@ -120,11 +121,7 @@ class SharedPrefixCache:
         return hits
 
     def add(
-        self,
-        fingerprint: Fingerprint,
-        tokens: Sequence[int],
-        start: int,
-        blocks: Iterable[tuple[Tensor, Tensor]],
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
     ) -> int:
         """Queue the blocks of a prompt from token `start` on; see `PrefixCache.add`.
 

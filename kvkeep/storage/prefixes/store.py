@@ -20,6 +20,7 @@ from kvkeep.storage.files.atomic import sweep_temporaries
 from kvkeep.storage.prefixes.block import (
     FORMAT,
     KIND,
+    CellBlocks,
     PrefixBlock,
     PrefixMatch,
     block_key,
@@ -81,17 +82,12 @@ class PrefixStore:
         return stored, stored + self._common(parent, tokens[stored:])
 
     def add(
-        self,
-        fingerprint: Fingerprint,
-        tokens: Sequence[int],
-        start: int,
-        blocks: Iterable[tuple[Tensor, Tensor]],
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
     ) -> int:
         """Store the blocks of a prompt from token `start` on, under one lock.
 
-        blocks: see `PrefixCache.add`; consumed lazily, one block at a time. Stores nothing if an
-        ancestor is missing, and stops at the first block that does not fit in the quota beside its
-        ancestors.
+        blocks: consumed lazily, one at a time. Stores nothing if an ancestor is missing, and stops
+        at the first block that does not fit in the quota beside its ancestors.
 
         Raises InvalidArgument for a start within a block, StoreError if the folder cannot be
         written, Locked if another process holds the lock for more than some seconds.
@@ -172,7 +168,7 @@ class PrefixStore:
         values: Tensor,
         quota: "_Quota",
     ) -> bool:
-        """Write a block unless it is stored. Returns whether it is stored now."""
+        """Write a block unless it is stored. False if it cannot be stored."""
         path = self._file(block)
         if self._read(block, fingerprint) is not None:
             quota.pin(path)
