@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.cache import Bits
     from kvkeep.client import AsyncClient, Client
     from kvkeep.compression.calibration.calibration import Calibration, load_calibration
-    from kvkeep.compression.calibration.measure import calibrate
+    from kvkeep.evaluate.calibrate import calibrate
     from kvkeep.integrations.transformers import from_transformers
     from kvkeep.loader import load_model
     from kvkeep.model import Model
@@ -60,7 +60,7 @@ _EXPORTS = {
     "kvkeep.cache": ("Bits",),
     "kvkeep.client": ("AsyncClient", "Client"),
     "kvkeep.compression.calibration.calibration": ("Calibration", "load_calibration"),
-    "kvkeep.compression.calibration.measure": ("calibrate",),
+    "kvkeep.evaluate.calibrate": ("calibrate",),
     "kvkeep.integrations.transformers": ("from_transformers",),
     "kvkeep.loader": ("load_model",),
     "kvkeep.model": ("Model",),

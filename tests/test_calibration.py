@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvkeep import Snapshot
 from kvkeep.compression.calibration.calibration import Calibration, load_calibration
-from kvkeep.compression.calibration.measure import ReconstructionPart, calibrate, calibration_tokens
 from kvkeep.compression.calibration.sums import COSINES, CalibrationSums
 from kvkeep.errors import (
     CorruptFile,
@@ -25,6 +24,7 @@ from kvkeep.errors import (
     StoreError,
     TruncatedFile,
 )
+from kvkeep.evaluate.calibrate import ReconstructionPart, calibrate, calibration_tokens
 from kvkeep.model import Model
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session

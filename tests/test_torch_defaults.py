@@ -13,8 +13,8 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup, Snapshot
-from kvkeep.compression.calibration.measure import calibrate
 from kvkeep.compression.methods import METHODS
+from kvkeep.evaluate.calibrate import calibrate
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 

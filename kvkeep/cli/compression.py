@@ -159,8 +159,8 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
     """
     from tqdm import tqdm
 
-    from kvkeep.compression.calibration import measure
     from kvkeep.compression.calibration.calibration import calibration_path
+    from kvkeep.evaluate import calibrate as measure
 
     if output is None:
         output = calibration_path(model)

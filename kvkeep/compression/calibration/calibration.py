@@ -5,6 +5,7 @@ session of that model.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from kvkeep.cache import Layout
 from kvkeep.cache.checks import require, require_finite, require_tensor, require_whole
 from kvkeep.cache.state import MAX_NUMBER
 from kvkeep.compression.methods.statistics import Statistics, Surrogate
@@ -112,14 +114,14 @@ def _from_saved(
 ) -> Calibration:
     # Checked first: another model's statistics have another shape without being damaged.
     model.fingerprint.require(document["fingerprint"], "the calibration")
-    layout = model.decoder.new_cache().layout
-    shape = (layout.layers, layout.kv_heads, layout.head_dim)
-    statistics = Statistics(
-        _checked_tensor(tensors, "mean", *shape),
-        _read_moment(tensors, shape),
-        _checked_tensor(tensors, "tolerance", *shape[:2]),
-        _read_surrogate(tensors, shape),
-    )
+    _check_tensors(tensors, model.decoder.new_cache().layout)
+    surrogate = None
+    if "surrogate.key" in tensors:
+        names = ("key", "value", "constant")
+        surrogate = Surrogate(**{name: tensors[f"surrogate.{name}"] for name in names})
+    # Whole in files of format 1, as its upper half since.
+    moment = tensors["moment"] if "moment" in tensors else _full_moment(tensors["moment_half"])
+    statistics = Statistics(tensors["mean"], moment, tensors["tolerance"], surrogate)
     require_whole("tokens", document["tokens"], 1, MAX_NUMBER)
     require(isinstance(document["model"], str), "the model must be a name")
     r_squared = document.get("r_squared")
@@ -129,21 +131,29 @@ def _from_saved(
     )
 
 
-def _checked_tensor(tensors: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
-    """Return the tensor of that name. Raises ValueError unless it has that shape and is finite."""
-    require_tensor(name, tensors[name], torch.float32, *shape)
-    require_finite(name, tensors[name])
-    return tensors[name]
+def _check_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    """Raise ValueError for a tensor that is not finite or has another shape than the layout's."""
+    heads, width = (layout.layers, layout.kv_heads), layout.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "mean": (*heads, width),
+        "moment": (*heads, width, width),
+        "moment_half": (*heads, width * (width + 1) // 2),
+        "tolerance": heads,
+        "surrogate.key": (*heads, width),
+        "surrogate.value": (*heads, width),
+        "surrogate.constant": heads,
+    }
+    for name, shape in shapes.items():
+        if name in tensors:
+            require_tensor(name, tensors[name], torch.float32, *shape)
+            require_finite(name, tensors[name])
 
 
-def _read_moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """Return the second moment: whole in files of format 1, as its upper half since."""
-    width = shape[-1]
-    if "moment" in tensors:
-        return _checked_tensor(tensors, "moment", *shape, width)
-    half = _checked_tensor(tensors, "moment_half", *shape[:2], width * (width + 1) // 2)
+def _full_moment(half: Tensor) -> Tensor:
+    """Return symmetric matrices from their upper halves, `[..., width * (width + 1) / 2]`."""
+    width = math.isqrt(2 * half.shape[-1])
     rows, columns = _upper_half(width)
-    moment = torch.empty(*shape, width, dtype=torch.float32, device="cpu")
+    moment = torch.empty(*half.shape[:-1], width, width, dtype=torch.float32, device="cpu")
     moment[..., rows, columns] = half
     moment[..., columns, rows] = half
     return moment
@@ -152,16 +162,6 @@ def _read_moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> 
 def _upper_half(width: int) -> Tensor:
     """Return rows and columns of the upper triangle of a square, `[2, width * (width + 1) / 2]`."""
     return torch.triu_indices(width, width, dtype=torch.int64, device="cpu")
-
-
-def _read_surrogate(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Surrogate | None:
-    if "surrogate.key" not in tensors:
-        return None
-    return Surrogate(
-        _checked_tensor(tensors, "surrogate.key", *shape),
-        _checked_tensor(tensors, "surrogate.value", *shape),
-        _checked_tensor(tensors, "surrogate.constant", *shape[:2]),
-    )
 
 
 def _surrogate_tensors(statistics: Statistics) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The running sums of a calibration over the text measured so far, and their file."""
 
+import itertools
 from pathlib import Path
 from typing import Self
 
@@ -76,8 +77,6 @@ class QuerySums:
 class RegressionSums:
     """The sums of a linear regression for each layer and KV head; float64, on the CPU.
 
-    Samples are not stored.
-
     Attributes, by the names that they have in the file:
         outer: `[layers, kv_heads, width, width]`, the sum of x x^T.
         product: `[layers, kv_heads, width]`, the sum of x y.
@@ -105,21 +104,15 @@ class RegressionSums:
             self.count += x.shape[1]
 
     def weights(self) -> Tensor:
-        """Return the ridge regression of y on x, whose last feature is 1.
-
-        `[layers, kv_heads, width]`.
-        """
-        layers, kv_heads = self.square.shape
+        """Return the ridge regression of y on x, whose last feature is 1: as `product`."""
+        # The penalty is clamped for a feature that is always 0.
+        penalty = (RIDGE * self.outer.diagonal(dim1=-2, dim2=-1)).clamp(min=1e-9)
+        penalty[..., -1] = 0  # the constant is not shrunk
         weights = torch.empty_like(self.product)
-        for layer in range(layers):
-            for head in range(kv_heads):
-                penalty = RIDGE * self.outer[layer, head].diagonal()
-                penalty = penalty.clamp(min=1e-9)  # for a feature that is always 0
-                penalty[-1] = 0  # the constant is not shrunk
-                # One at a time: batches fail with two threads in some builds of torch.
-                weights[layer, head] = torch.linalg.solve(
-                    self.outer[layer, head] + penalty.diag(), self.product[layer, head]
-                )
+        for index in itertools.product(*map(range, self.square.shape)):
+            # One at a time: batches fail with two threads in some builds of torch.
+            matrix = self.outer[index] + penalty[index].diag()
+            weights[index] = torch.linalg.solve(matrix, self.product[index])
         return weights
 
     def r_squared(self, weights: Tensor) -> float:
@@ -134,11 +127,8 @@ class RegressionSums:
 class CalibrationSums:
     """All sums of a calibration in progress.
 
-    Attributes:
-        done: parts of the text that are in the sums.
-        queries: sums over queries.
-        fitted: over the reconstruction scores that the surrogate is fitted to.
-        held_back: over those that it is evaluated on.
+    done: parts of the text that are in the sums. fitted, held_back: over the reconstruction scores
+    that the surrogate is fitted to, and over those that it is evaluated on.
     """
 
     def __init__(self, layout: Layout):
@@ -150,13 +140,10 @@ class CalibrationSums:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all sums by their names in the file."""
+        groups = {"measured": self.queries, "fitted": self.fitted, "held_back": self.held_back}
         return {
             f"{group}.{name}": tensor
-            for group, sums in (
-                ("measured", self.queries),
-                ("fitted", self.fitted),
-                ("held_back", self.held_back),
-            )
+            for group, sums in groups.items()
             for name, tensor in vars(sums).items()
         }
 

@@ -9,20 +9,8 @@ from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 
 _ALL: tuple[type[Method], ...] = (
-    Random,
-    KNorm,
-    KeyDiff,
-    ExpectedAttention,
-    SnapKV,
-    H2O,
-    TOVA,
-    Average,
-    Sum,
-    PickHeads,
-    Fitted,
-    KVzip,
-    KVzipPlus,
-    KVzap,
+    *(Random, KNorm, KeyDiff, ExpectedAttention, SnapKV, H2O, TOVA),
+    *(Average, Sum, PickHeads, Fitted, KVzip, KVzipPlus, KVzap),
 )
 METHODS = {method.name: method for method in _ALL}
 BEST = Fitted.name
