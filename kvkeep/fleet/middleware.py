@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvkeep.fleet.exchange import (
     digest,
     disconnected,
 )
-from kvkeep.fleet.leases import SessionLeases
+from kvkeep.fleet.leases import LeasedSession, SessionLeases
 from kvkeep.fleet.session_target import (
     SAMPLING_ACTIONS,
     SessionTarget,
@@ -116,12 +117,9 @@ class SessionMiddleware:
                 await self._list(exchange)
             case "create":
                 await self._create(exchange)
-            case "fork":
+            case "fork" | "snapshot" as kind:
                 async with leases.reading(owner, name, committed=True):
-                    await self._create(exchange)
-            case "snapshot":
-                async with leases.reading(owner, name, committed=True):
-                    await self._app(scope, body.receive, response.send)
+                    await (self._create if kind == "fork" else self._run)(exchange)
             case "events":
                 with suppress(NoSuchSession):
                     async with leases.reading(owner, name):
@@ -139,23 +137,26 @@ class SessionMiddleware:
             case _:
                 await self._write(exchange)
 
+    async def _run(self, exchange: Exchange) -> None:
+        """Let the application respond to an exchange."""
+        await self._app(exchange.scope, exchange.body.receive, exchange.response.send)
+
     async def _read(self, exchange: Exchange) -> None:
         """Read a session of the store, or one local to this server, such as a stored response.
 
         A session that is rolled back between loading and reading gives a 404: then try once more.
         """
-        scope, receive = exchange.scope, exchange.body.receive
         first_try = WithheldResponse(exchange.response.send)
         with suppress(NoSuchSession):
             async with self._leases.reading(exchange.owner, exchange.target.name):
-                await self._app(scope, receive, first_try.send)
+                await self._run(replace(exchange, response=first_try))
             if first_try.status != 404:
                 await first_try.release()
                 return
             async with self._leases.reading(exchange.owner, exchange.target.name):
-                await self._app(scope, receive, exchange.response.send)
+                await self._run(exchange)
             return
-        await self._app(scope, receive, exchange.response.send)
+        await self._run(exchange)
 
     async def _create(self, exchange: Exchange) -> None:
         """Create a session and commit it before the response is released."""
@@ -165,14 +166,11 @@ class SessionMiddleware:
         request = digest(exchange.scope["path"].encode(), json.dumps(fields).encode())
         if key and await self._repeat_creation(exchange, name, key, request):
             return
-        exchange = exchange.with_fields({**fields, "name": name})
-        response = exchange.response
         try:
             async with self._leases.creating(owner, name) as leased:
-                await self._app(exchange.scope, exchange.body.receive, response.send)
-                if response.succeeded:
-                    recorded = RecordedResponse.of(key, request, response) if key else None
-                    await self._leases.commit(leased, recorded)
+                await self._run(exchange.with_fields({**fields, "name": name}))
+                if exchange.response.succeeded:
+                    await self._commit(leased, exchange, request)
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
             if not key or not await self._repeat_creation(exchange, name, key, request):
                 raise
@@ -188,25 +186,30 @@ class SessionMiddleware:
 
     async def _write(self, exchange: Exchange) -> None:
         """Change a session under its lease, commit, and only then release the response."""
-        key, scope, response = exchange.key(), exchange.scope, exchange.response
+        key, scope = exchange.key(), exchange.scope
         request = digest(scope["method"].encode(), scope["path"].encode(), exchange.content)
         if key and exchange.target.action in SAMPLING_ACTIONS:
             exchange = _with_seed(exchange, key)
         patience = _RETRY_PATIENCE if key else 0.0
         name = exchange.target.name
         async with self._leases.writing(exchange.owner, name, patience) as leased:
-            if key and await _repeat_response(leased.responses, key, request, response):
+            if key and await _repeat_response(leased.responses, key, request, exchange.response):
                 leased.in_sync = True
                 return
             loop, client_gone = asyncio.get_running_loop(), exchange.body.client_gone
             # Another server takes the session: cancel the generation, as a disconnect does.
             leased.lease.on_lost(lambda: loop.call_soon_threadsafe(client_gone.set))
-            await self._app(exchange.scope, exchange.body.receive, response.send)
+            await self._run(exchange)
             leased.lease.check()
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
-            if response.succeeded if key else await self._leases.changed(leased):
-                recorded = RecordedResponse.of(key, request, response) if key else None
-                await self._leases.commit(leased, recorded)
+            if exchange.response.succeeded if key else await self._leases.changed(leased):
+                await self._commit(leased, exchange, request)
+
+    async def _commit(self, leased: LeasedSession, exchange: Exchange, request: str) -> None:
+        """Commit a session, with the response if the request has a key. request: its digest."""
+        key = exchange.key()
+        recorded = RecordedResponse.of(key, request, exchange.response) if key else None
+        await self._leases.commit(leased, recorded)
 
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, also one that is too damaged to be loaded."""

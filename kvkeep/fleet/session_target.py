@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from kvkeep.server.errors import ApiError
 from kvkeep.storage.sessions.interface import is_name
@@ -11,19 +11,8 @@ from kvkeep.storage.sessions.interface import is_name
 # none: targets no session of the store. create: makes a session, fork: from another one.
 # read: changes nothing. snapshot: writes the session under another name. events: an endless stream.
 # save: asks for what every commit does anyway. unknown: looks like a session's path but is none.
-TargetKind = Literal[
-    "none",
-    "list",
-    "create",
-    "fork",
-    "read",
-    "snapshot",
-    "events",
-    "write",
-    "delete",
-    "save",
-    "unknown",
-]
+ReadKind = Literal["none", "unknown", "list", "read", "events"]
+TargetKind = ReadKind | Literal["create", "fork", "snapshot", "write", "delete", "save"]
 _SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
 _RESTORE = re.compile(r"/v1/snapshots/[^/]+/restore")
 SESSIONS_PATH = "/v1/sessions"
@@ -57,12 +46,10 @@ def session_target(method: str, path: str) -> SessionTarget:
     kind: TargetKind = "write"
     if method in ("GET", "HEAD"):
         kind = "events" if action == "events" else "read"
-    elif action == "snapshot":
-        kind = "snapshot"
+    elif action == "snapshot" or (action in ("fork", "save") and method == "POST"):
+        kind = cast(TargetKind, action)
     elif method == "DELETE":
         kind = "delete"
-    elif action in ("fork", "save") and method == "POST":
-        kind = "fork" if action == "fork" else "save"
     return SessionTarget(kind, name, action)
 
 
