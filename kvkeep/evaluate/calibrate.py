@@ -93,13 +93,11 @@ class QueryPart:
 
     @property
     def tokens(self) -> int:
-        """Count of tokens that are evaluated."""
         return self.end - self.first
 
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
-        """Evaluate the tokens and add to the sums."""
         step = _tokens_per_step(model)
         session = Session(model, Sliding(4 * step), step)
         session.cache.observe()
@@ -120,13 +118,11 @@ class ReconstructionPart:
 
     @property
     def tokens(self) -> int:
-        """Count of tokens that are evaluated: prefilled, and then repeated."""
-        return 2 * (self.end - self.first)
+        return 2 * (self.end - self.first)  # prefilled, and then repeated
 
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
-        """Evaluate the tokens and add to the sums."""
         memory = Memory(model.decoder, Full(self.end - self.first))
         for done in evaluate(memory, ids[self.first : self.end], STEP):
             progress(done.hidden.shape[0])

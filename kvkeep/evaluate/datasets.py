@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from random import Random
 from typing import Protocol
 
 from kvkeep.errors import InvalidArgument
@@ -54,10 +53,9 @@ class PasskeyDataset:
     def __post_init__(self) -> None:
         require_choice(self.task, PASSKEY_TASKS)
         require_choice(self.key_type, KEY_TYPES)
-        hidden, _ = PASSKEY_TASKS[self.task]
-        if self.junk < hidden:
+        if self.junk < self._hidden:
             raise InvalidArgument(
-                f"task {self.task!r} hides {hidden} keys in places of their own; "
+                f"task {self.task!r} hides {self._hidden} keys in places of their own; "
                 f"found {self.junk} repetitions"
             )
         position = self.placement.position
@@ -69,7 +67,9 @@ class PasskeyDataset:
 
     def sample(self, index: int) -> Sample:
         random = sample_random(self.seed, index)
-        subjects = self._subjects(random)
+        subjects = PASSKEY_SUBJECTS[: self._hidden]
+        if self.task == "several":
+            subjects = tuple(f"pass key of {name}" for name in random.sample(NAMES, self._hidden))
         facts = [_passkey_fact(subject, random_key(self.key_type, random)) for subject in subjects]
         positions = self.placement.draw(index, self.junk, len(facts), random)
         sentences = [fact.sentence for fact in facts]
@@ -77,11 +77,9 @@ class PasskeyDataset:
         sample = insert_sentences([JUNK] * self.junk, sentences, positions, facts[:asked])
         return dataclasses.replace(sample, text=PREFIX + sample.text)
 
-    def _subjects(self, random: Random) -> list[str]:
-        hidden, _ = PASSKEY_TASKS[self.task]
-        if self.task == "several":
-            return [f"pass key of {name}" for name in random.sample(NAMES, hidden)]
-        return list(PASSKEY_SUBJECTS[:hidden])
+    @property
+    def _hidden(self) -> int:
+        return PASSKEY_TASKS[self.task][0]
 
 
 def _passkey_fact(subject: str, key: str) -> Fact:

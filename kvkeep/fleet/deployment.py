@@ -71,14 +71,14 @@ def _connect(threads: int, address: str | None) -> None:
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None:  # "local": not a cluster that Ray would find by itself
-        cores = max(os.cpu_count() or 1, threads)
-        local: dict[str, Any] = {
-            "include_dashboard": False,
-            "num_cpus": cores,
-            "object_store_memory": _OBJECT_STORE,
-        }
-        ray.init(address="local", **quiet, **local)
+    if address is None:
+        ray.init(
+            address="local",  # not a cluster that Ray would find by itself
+            include_dashboard=False,
+            num_cpus=max(os.cpu_count() or 1, threads),
+            object_store_memory=_OBJECT_STORE,
+            **quiet,
+        )
         return
     _require_answer(address)
     try:
@@ -127,16 +127,14 @@ def _application(setup: Setup, scale: Scale) -> Any:
 
     from kvkeep.fleet.replica import ReplicaServer
 
-    if scale.min_servers == scale.max_servers:
-        replicas: dict[str, Any] = {"num_replicas": scale.min_servers}
-    else:
-        replicas = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=scale.min_servers,
-                max_replicas=scale.max_servers,
-                target_ongoing_requests=scale.requests,
-            )
-        }
+    replicas: dict[str, Any] = {"num_replicas": scale.min_servers}
+    if scale.min_servers != scale.max_servers:
+        autoscaling = AutoscalingConfig(
+            min_replicas=scale.min_servers,
+            max_replicas=scale.max_servers,
+            target_ongoing_requests=scale.requests,
+        )
+        replicas = {"autoscaling_config": autoscaling}
     deployment = serve.deployment(
         name=NAME,
         **replicas,

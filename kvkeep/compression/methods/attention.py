@@ -100,8 +100,7 @@ def max_pooled(score: Tensor, width: int) -> Tensor:
 
 def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
     """Map `[layers, heads, m, head_dim]` to `[layers, kv_heads, groups * m, head_dim]` float32."""
-    layers, _, _, head_dim = queries.shape
-    return queries.float().reshape(layers, kv_heads, -1, head_dim)
+    return queries.float().reshape(len(queries), kv_heads, -1, queries.shape[-1])
 
 
 def attention(candidates: Candidates, queries: Queries) -> Tensor:

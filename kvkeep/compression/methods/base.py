@@ -94,21 +94,13 @@ class Candidates:
 
         Without queries, statistics and reconstruction scores, which are those of all layers.
         """
-        indices, cells, per_head = slice(first, end), self.cells, self.cells.bias is not None
-        part = Cells(
-            cells.keys[indices],
-            cells.values[indices],
-            cells.positions[indices] if per_head else cells.positions,
-            cells.serials,
-            cells.bias[indices] if cells.bias is not None else None,
-        )
-        return Candidates(
-            part,
-            self.rope.for_layers(range(first, end)),
-            self.scale,
-            seed=self.seed,
-            ageing=self.ageing,
-            newest=self.newest,
+        indices, cells, positions, bias = slice(first, end), self.cells, self.cells.positions, None
+        if cells.bias is not None:
+            positions, bias = positions[indices], cells.bias[indices]
+        part = Cells(cells.keys[indices], cells.values[indices], positions, cells.serials, bias)
+        rope = self.rope.for_layers(range(first, end))
+        return replace(
+            self, cells=part, rope=rope, queries=None, statistics=None, reconstruction=None
         )
 
     @cached_property

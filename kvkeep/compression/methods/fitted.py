@@ -89,17 +89,12 @@ def _compress_layers(
 
 def _stack_layers(parts: list[Compressed]) -> Compressed:
     cells = [part.cells for part in parts]
-    return Compressed(
-        Cells(
-            torch.cat([part.keys for part in cells]),
-            torch.cat([part.values for part in cells]),
-            torch.cat([part.positions for part in cells]),
-            cells[0].serials,
-            torch.cat([part.bias for part in cells if part.bias is not None]),
-        ),
-        merged=sum(part.merged * len(part.cells.keys) for part in parts)
-        / sum(len(part.cells.keys) for part in parts),
+    keys, values, positions, bias = (
+        torch.cat([getattr(part, name) for part in cells])
+        for name in ("keys", "values", "positions", "bias")
     )
+    merged = sum(part.merged * len(part.cells.keys) for part in parts) / len(keys)
+    return Compressed(Cells(keys, values, positions, cells[0].serials, bias), merged)
 
 
 def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

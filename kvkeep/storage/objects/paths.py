@@ -1,6 +1,7 @@
 """Paths of single files: a path of this machine, or an object in a store."""
 
 import io
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,6 @@ _RANGE = 8 << 20  # bytes
 _PREFETCHED = 3  # ranges
 
 
-class FileStatus(Protocol):
-    """The result of `stat`. st_mtime: seconds since 1970."""
-
-    @property
-    def st_size(self) -> int: ...
-    @property
-    def st_mtime(self) -> float: ...
-
-
 class Source(Protocol):
     """A file to read. A `pathlib.Path` is one."""
 
@@ -33,7 +25,7 @@ class Source(Protocol):
     def stem(self) -> str: ...
     def exists(self) -> bool: ...
     def open(self, mode: Literal["rb"]) -> BinaryIO: ...
-    def stat(self) -> FileStatus:
+    def stat(self) -> os.stat_result | ObjectInfo:
         """Raises FileNotFoundError."""
 
 

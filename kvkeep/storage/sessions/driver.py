@@ -77,10 +77,9 @@ class SessionObjects:
                 assert chunks is not None
                 self.objects.put_chunks(self.key(snapshot), chunks)
             case ListSnapshots():
-                keys = [info.key for info in self.objects.list_objects(self._snapshots)]
-                return [
-                    key.removeprefix(self._snapshots).removesuffix(SNAPSHOT_SUFFIX) for key in keys
-                ]
+                infos = self.objects.list_objects(self._snapshots)
+                keys = (info.key.removeprefix(self._snapshots) for info in infos)
+                return [key.removesuffix(SNAPSHOT_SUFFIX) for key in keys]
             case Delete(snapshot):
                 self.objects.delete(self.key(snapshot))
             case Wait(attempt):

@@ -199,13 +199,8 @@ def collect(version: VersionedHead) -> Operations[list[str]]:
     neither a clock nor a grace period.
     """
     names = yield ListSnapshots()
-    garbage = [
-        name
-        for name in names
-        if (epoch := epoch_of(name)) is not None
-        and epoch < version.head.epoch
-        and name != version.head.snapshot
-    ]
+    epochs = {name: epoch_of(name) for name in names if name != version.head.snapshot}
+    garbage = [n for n, epoch in epochs.items() if epoch is not None and epoch < version.head.epoch]
     yield from _delete(garbage)
     return garbage
 

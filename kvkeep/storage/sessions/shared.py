@@ -251,12 +251,10 @@ class SharedLabels(SnapshotStore[ObjectPath]):
         return ObjectPath(self._objects, f"{self._prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
 
     def names(self) -> list[str]:
-        names = []
-        for info in self._objects.list_objects(self._prefix):
-            name = info.key.removeprefix(self._prefix)
-            if name.endswith(SNAPSHOT_SUFFIX) and is_name(name.removesuffix(SNAPSHOT_SUFFIX)):
-                names.append(name.removesuffix(SNAPSHOT_SUFFIX))
-        return sorted(names)
+        infos = self._objects.list_objects(self._prefix)
+        keys = (info.key for info in infos if info.key.endswith(SNAPSHOT_SUFFIX))
+        names = (key.removeprefix(self._prefix).removesuffix(SNAPSHOT_SUFFIX) for key in keys)
+        return sorted(name for name in names if is_name(name))
 
     def remove(self, name: str) -> int:
         path = self.existing(name)

@@ -10,7 +10,10 @@ from kvkeep.cache.checks import require, require_flag, require_whole
 from kvkeep.cache.state import MAX_CELLS, MAX_NUMBER
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_OBJECTS = ("fingerprint", "policy", "settings", "sampler", "layout", "coding")
+_KINDS = {"model": str, "codec": str, "segments": list, **dict.fromkeys(_OBJECTS, dict)}
 _LATEST = 2**40  # seconds since 1970; later times overflow calendars
+_SIZES = ("layers", "kv_heads", "head_dim")  # of a layout
 _MAX_SIZE = 2**20  # layers, KV heads or numbers of a head
 
 
@@ -19,10 +22,8 @@ def check_document(document: Mapping[str, Any]) -> None:
 
     Does not check that the document agrees with the tensors or with a model.
     """
-    for name, kind in (("model", str), ("codec", str), ("segments", list)):
+    for name, kind in _KINDS.items():
         _require_kind(name, document[name], kind)
-    for name in ("fingerprint", "policy", "settings", "sampler", "layout", "coding"):
-        _require_kind(name, document[name], dict)
     for name in ("bits", "notes", "arithmetic"):
         _require_kind(name, document.get(name, {}), dict)
     for name in ("tokens", "serial"):
@@ -66,15 +67,10 @@ def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
 def layout_of(entry: Mapping[str, Any]) -> Layout:
     """Return the layout of plain cells that an entry describes. Raises KeyError or ValueError."""
     _require_kind("a layout", entry, dict)
-    for name in ("layers", "kv_heads", "head_dim"):
+    for name in _SIZES:
         require_whole(name, entry[name], 1, _MAX_SIZE)
-    return Layout(
-        entry["layers"],
-        entry["kv_heads"],
-        entry["head_dim"],
-        dtype_of(entry["dtype"]),
-        torch.device("cpu"),
-    )
+    sizes = {name: entry[name] for name in _SIZES}
+    return Layout(**sizes, dtype=dtype_of(entry["dtype"]), device=torch.device("cpu"))
 
 
 def dtype_of(name: Any) -> torch.dtype:

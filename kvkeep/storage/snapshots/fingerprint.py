@@ -17,7 +17,6 @@ from kvkeep.errors import FingerprintMismatch
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.storage.files.tensors import tensor_bytes
 
-_FIELDS = ("weights", "config", "rope", "tokenizer", "dtype", "layout")
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 
 
@@ -44,7 +43,7 @@ class Fingerprint:
 
     def saved(self) -> dict[str, str]:
         """Return the fields that are saved in files."""
-        return {name: getattr(self, name) for name in _FIELDS}
+        return {name: value for name, value in vars(self).items() if name != "earlier_tokenizer"}
 
     def digest(self) -> str:
         """Return one hex digest of all saved fields."""

@@ -155,14 +155,13 @@ def read_summary(path: str | Source) -> SnapshotSummary:
     """Read the summary of a snapshot file, without its cells. Raises as `Snapshot.load`."""
     document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
-        segments = [entry for entry in document["segments"] if not entry.get("local", False)]
-        policy = document["policy"]
+        segments, policy = document["segments"], document["policy"]
         summary = SnapshotSummary(
             document["model"],
             policy["name"],
             policy["max_kv_size"],
             document["tokens"],
-            sum(entry["length"] for entry in segments),
+            sum(entry["length"] for entry in segments if not entry.get("local", False)),
             document.get("notes", {}),
         )
         types = [type(value) for value in vars(summary).values()]

@@ -12,8 +12,8 @@ from kvkeep.cache.state import check_cells
 
 def _tensor_names(compressed: bool, ragged: bool, worth: bool) -> list[str]:
     """Return the names of a segment's tensors besides keys and values."""
-    is_present = {"positions": True, "serials": True, "bias": compressed, "counts": ragged}
-    return [name for name, is_stored in {**is_present, "worth": worth}.items() if is_stored]
+    names = {"positions": True, "serials": True, "bias": compressed, "counts": ragged}
+    return [name for name, is_stored in {**names, "worth": worth}.items() if is_stored]
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
@@ -51,6 +51,7 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
     local: whether the segment is of local layers.
     """
     wraps = segment.wrapped or segment.places_wrap
+    optional = {"ragged": is_ragged(segment), "worth": knows_worth(segment), "local": local}
     return {
         "map": asdict(segment.map),
         "limit": segment.limit,
@@ -62,9 +63,7 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
         "capacity": segment.limit if wraps else segment.place + segment.length,
         "slot_order": _in_slot_order(segment),
         "compressed": segment.compressed,
-        **({"ragged": True} if is_ragged(segment) else {}),
-        **({"worth": True} if knows_worth(segment) else {}),
-        **({"local": True} if local else {}),
+        **{name: True for name, is_set in optional.items() if is_set},
     }
 
 

@@ -27,9 +27,6 @@ from kvkeep.storage.snapshots.segments import (
     segment_tensors,
 )
 
-# The formats of files that hold nothing which their readers cannot ignore.
-_OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH, _OF_ONE_LAYOUT, _OF_CELLS = 1, 2, 3, 4, 5
-_WINDOW = ("size", "discard", "moves")
 _STATE = "recurrent."  # begins the names of the tensors that are states
 _PlainLayouts = tuple[Layout, Layout | None]  # of cells that are not quantised; of local layers
 
@@ -145,7 +142,7 @@ class Snapshot:
             tensors |= {"queries": cache.observed.values, "query_times": cache.observed.times}
         tensors |= {f"{_STATE}{name}": state for name, state in cache.recurrent.items()}
         stored, coding = encode(tensors, codec)
-        window = {name: getattr(cache.window, name) for name in _WINDOW}
+        window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
             "fingerprint": self.fingerprint,
             "model": self.model,
@@ -174,17 +171,16 @@ class Snapshot:
     @property
     def _format(self) -> int:
         """The oldest format whose readers know everything in this snapshot."""
-        if self.recurrent:
-            return SNAPSHOT_FORMAT
-        if self.local:
-            return _OF_CELLS
-        if any(knows_worth(segment) for segment in self.segments):
-            return _OF_ONE_LAYOUT
-        if "budget" in self.policy or any(is_ragged(segment) for segment in self.segments):
-            return _WITHOUT_WORTH
-        compressed = any(segment.compressed for segment in self.segments)
-        plain = self.bits == Bits() and self.observed is None and not compressed
-        return _OF_PLAIN_CELLS if plain else _OF_EVEN_CELLS
+        segments = self.segments
+        compressed = any(segment.compressed for segment in segments)
+        needed_by = {
+            6: bool(self.recurrent),
+            5: bool(self.local),
+            4: any(knows_worth(segment) for segment in segments),
+            3: "budget" in self.policy or any(is_ragged(segment) for segment in segments),
+            2: self.bits != Bits() or self.observed is not None or compressed,
+        }
+        return next((version for version, needed in needed_by.items() if needed), 1)
 
     @classmethod
     def load(cls, path: str | Source) -> "Snapshot":
@@ -235,20 +231,15 @@ def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
         cache=_cache_state(document, tensors, bits, (layout, local_layout)),
     )
     memory.check_itself()
+    names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
+    later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
     return Snapshot(
-        fingerprint=document["fingerprint"],
-        model=document["model"],
-        policy=document["policy"],
+        **{name: document[name] for name in (*names, *later_names)},
         settings={k: v for k, v in settings.items() if k not in ("pins", "window")},
         memory=memory,
-        sampler=document["sampler"],
         layout=layout,
         local_layout=local_layout,
         bits=bits,
-        arithmetic=document.get("arithmetic", {}),
-        codec=document["codec"],
-        created=document["created"],
-        notes=document.get("notes", {}),
     )
 
 
@@ -264,9 +255,8 @@ def _cache_state(
         cells = local if is_local else far if entry["anchor"] else near
         assert cells is not None, "`check_document` requires a layout of local segments"
         segments[is_local].append(read_segment(index, cells, entry, tensors))
-    observed = None
-    if "queries" in tensors:
-        observed = Queries(tensors["queries"], tensors["query_times"])
+    queries = tensors.get("queries")
+    observed = None if queries is None else Queries(queries, tensors["query_times"])
     cache = CacheState(
         segments=tuple(segments[False]),
         window=Window(**document["settings"].get("window", {})),
@@ -291,9 +281,8 @@ def _check_coded_shapes(
     shapes: dict[str, list[int]] = {}
     for index, entry in enumerate(document["segments"]):
         # Serials and positions are not encoded.
-        serials, positions = (
-            stored[f"segment.{index}.{name}"] for name in ("serials", "positions")
-        )
+        positions = stored[f"segment.{index}.positions"]
+        serials = stored[f"segment.{index}.serials"]
         require_tensor("serials", serials, torch.int64, entry["length"])
         plain = layouts[entry.get("local", False)]
         assert plain is not None, "`check_document` requires a layout of local segments"
