@@ -77,7 +77,7 @@ def main(tokens: int, question: int, rounds: int, out: Path | None) -> None:
                 first_token(model, ids, SharedPrefixCache(objects, secret, model.arithmetic))
             )
             click.echo(f"{alone[-1]:.2f} s, stored {stored[-1]:.2f}, reused {reused[-1]:.2f}")
-        size = sum(stored.size for stored in objects.list_objects("prefixes/")) / rounds
+        size = sum(stored.st_size for stored in objects.list_objects("prefixes/")) / rounds
     ratio = median(a / b for a, b in zip(alone, reused, strict=True))
     click.echo(f"{ratio:.1f} times as fast; a put {1e3 * put:.1f} ms, a get {1e3 * get:.1f} ms")
     result = {

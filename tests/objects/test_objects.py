@@ -17,7 +17,7 @@ from kvkeep.storage.objects.paths import ObjectPath, as_path, open_object
 def test_get_returns_the_content_and_tag_of_the_last_put(objects: ObjectStore) -> None:
     tag = objects.put("a/b.txt", b"one")
     assert objects.get("a/b.txt") == (b"one", tag)
-    assert objects.info("a/b.txt").size == 3
+    assert objects.info("a/b.txt").st_size == 3
     assert objects.info("a/b.txt").etag == tag
     other = objects.put("a/b.txt", b"two")
     assert other != tag
@@ -56,7 +56,7 @@ def test_objects_and_folders_are_listed_by_prefix(objects: ObjectStore) -> None:
     assert list(objects.list_objects("")) == []
     for key in ("a/1", "a/2", "a/deep/3", "b/4"):
         objects.put(key, key.encode())
-    assert {stored.key: stored.size for stored in objects.list_objects("a/")} == {
+    assert {stored.key: stored.st_size for stored in objects.list_objects("a/")} == {
         "a/1": 3,
         "a/2": 3,
         "a/deep/3": 8,
@@ -93,7 +93,7 @@ def test_a_large_object_is_written_in_chunks_and_read_by_ranges(objects: ObjectS
     objects.put_chunks("large", chunks)
     assert calls
     stored = objects.info("large")
-    assert stored.size == len(content)
+    assert stored.st_size == len(content)
     assert bytes(objects.get_range(stored, 5_000_000, 5_000_010)) == content[5_000_000:5_000_010]
     with open_object(objects, stored) as file:
         assert file.read(8) == content[:8]

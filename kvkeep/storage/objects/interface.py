@@ -14,23 +14,12 @@ _KEY_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object's metadata, with the names of `os.stat_result` too.
-
-    size: in bytes. modified: seconds since 1970. etag: opaque; differs for different content.
-    """
+    """An object's metadata, with the names of `os.stat_result`."""
 
     key: str
-    size: int
-    modified: float
-    etag: str
-
-    @property
-    def st_size(self) -> int:
-        return self.size
-
-    @property
-    def st_mtime(self) -> float:
-        return self.modified
+    st_size: int  # in bytes
+    st_mtime: float  # in seconds since 1970
+    etag: str  # opaque; differs for different content
 
 
 class ObjectStore(Protocol):
@@ -49,12 +38,7 @@ class ObjectStore(Protocol):
         """The URL with which `open_object_store` opens the same store."""
 
     def put(
-        self,
-        key: str,
-        content: bytes,
-        *,
-        if_absent: bool = False,
-        if_match: str | None = None,
+        self, key: str, content: bytes, *, if_absent: bool = False, if_match: str | None = None
     ) -> str:
         """Write a small object, and return its ETag. Conditions make it a compare-and-swap.
 

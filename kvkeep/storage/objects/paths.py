@@ -117,12 +117,12 @@ class ObjectFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = (0, self._position, self._stored.size)[whence]
+        base = (0, self._position, self._stored.st_size)[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), self._stored.size - self._position)
+        count = min(len(buffer), self._stored.st_size - self._position)
         if count <= 0:
             return 0
         index = max(0, (self._position - _FIRST_RANGE) // _RANGE + 1)
@@ -142,12 +142,12 @@ class ObjectFile(io.RawIOBase):
         for other in self._ranges.keys() - {0, *upcoming}:
             self._ranges.pop(other).cancel()
         for needed in upcoming:
-            if needed not in self._ranges and _range_begin(needed) < self._stored.size:
+            if needed not in self._ranges and _range_begin(needed) < self._stored.st_size:
                 self._ranges[needed] = self._executor.submit(self._get, needed)
         return self._ranges[index].result()
 
     def _get(self, index: int) -> memoryview:
-        end = min(_range_begin(index + 1), self._stored.size)
+        end = min(_range_begin(index + 1), self._stored.st_size)
         return self._objects.get_range(self._stored, _range_begin(index), end)
 
 

@@ -104,7 +104,7 @@ def stored_blocks(objects: ObjectStore, owner: str | None = None) -> Iterator[St
         *_, parent, name = info.key.split("/")
         if name.endswith(BLOCK_SUFFIX):
             key = name.removesuffix(BLOCK_SUFFIX)
-            yield StoredBlock(parent, key, info.key, info.size, info.modified)
+            yield StoredBlock(parent, key, info.key, info.st_size, info.st_mtime)
 
 
 def make_room(objects: ObjectStore, max_bytes: int) -> tuple[int, int]:

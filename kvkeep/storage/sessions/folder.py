@@ -11,12 +11,7 @@ from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporaries
-from kvkeep.storage.sessions.interface import (
-    SNAPSHOT_SUFFIX,
-    SessionStore,
-    checked_name,
-    is_name,
-)
+from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX, SessionStore, checked_name, is_name
 
 _LOCK = ".lock"
 

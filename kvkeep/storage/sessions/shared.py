@@ -142,7 +142,7 @@ class SharedSessions(SessionStore[SessionPath]):
         for info in self.objects.list_objects(self._prefix):
             name, _, file = info.key.removeprefix(self._prefix).rpartition("/")
             if file == HEAD and is_name(name):
-                dated.append((info.modified, self.path(name)))
+                dated.append((info.st_mtime, self.path(name)))
         with ThreadPoolExecutor(_READERS) as readers:
             committed = readers.map(_may_exist, [path for _, path in dated])
             return [row for row, exists in zip(dated, committed, strict=True) if exists]
