@@ -10,7 +10,7 @@ from kvkeep.cache.layout import bits_name
 from kvkeep.compression.calibration.calibration import Calibration, default_calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.policies import Policy, PolicySettings, longest, make_policy
+from kvkeep.policies import Policy, PolicySettings, make_policy
 from kvkeep.session.core import WHOLE_PROMPT
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
@@ -101,7 +101,8 @@ class Model(LoadedModel):
         else:
             named: dict[str, Any] = {**settings, "keep": 0 if keep_all else keep}
             if max_kv_size is None:
-                max_kv_size = longest(policy, self.spec.max_positions, **named)
+                trained = self.spec.max_positions
+                max_kv_size = make_policy(policy, trained, **named).longest(trained)
             chosen = make_policy(policy, max_kv_size, **named)
         chosen = self._fit_policy(chosen)
         if calibration is not None:

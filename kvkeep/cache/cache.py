@@ -157,9 +157,10 @@ class KVCache:
         self.serial += count
         for segment in self.segments:
             segment.arriving = 0
-        self._drop_empty_segments()
+        self.drop_empty_segments()
 
-    def _drop_empty_segments(self) -> None:
+    def drop_empty_segments(self) -> None:
+        """Remove segments without cells."""
         self.segments = [segment for segment in self.segments if segment.length]
 
     def open_window(self, size: int) -> Segment:
@@ -200,14 +201,14 @@ class KVCache:
             dropped = min(remaining, segment.length)
             segment.drop_newest(dropped)
             remaining -= dropped
-        self._drop_empty_segments()
+        self.drop_empty_segments()
         if self.local is not None:
             self.local.drop_newest(min(count, self.local.cells))
 
     def keep_newest(self, count: int) -> None:
         """Drop all cells of a local cache but the newest `count`."""
         Window().evict(self.segments, max(0, self.cells - count))
-        self._drop_empty_segments()
+        self.drop_empty_segments()
 
     def successor(self) -> "KVCache":
         """Return a cache of the same cells and storage, to be changed in place of this one.

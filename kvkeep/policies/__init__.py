@@ -22,7 +22,6 @@ __all__ = [
     "Shift",
     "Sliding",
     "checked_bits",
-    "longest",
     "make_policy",
 ]
 
@@ -45,15 +44,15 @@ class PolicySettings(TypedDict, total=False):
 def make_policy(name: str, max_kv_size: int, **settings: int | float | str | None) -> Policy:
     """Return the policy of a name; a setting that is None takes its default.
 
-    Raises:
-        InvalidArgument: for an unknown name, a setting that the policy does not have, or a number
-            out of range.
+    Raises InvalidArgument for an unknown name, a setting that the policy does not have, or a number
+    out of range.
     """
     policy_class: Any = POLICIES[validation.one_of("policy", name, sorted(POLICIES))]
     chosen = {key: value for key, value in settings.items() if value is not None}
+    names = {policy.name: {field.name for field in fields(policy)} for policy in POLICIES.values()}
     for key in chosen:
-        if key not in _setting_names(policy_class):
-            others = [policy.name for policy in POLICIES.values() if key in _setting_names(policy)]
+        if key not in names[name]:
+            others = [other for other, settings in names.items() if key in settings]
             raise InvalidArgument(
                 f'policy "{name}" has no setting {key!r}'
                 + (f"; it is a setting of {', '.join(others)}" if others else "")
@@ -62,24 +61,11 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
     return policy
 
 
-def longest(name: str, trained: int, **settings: int | float | str | None) -> int:
-    """Return the largest budget of a policy for a model trained to `trained` positions.
-
-    Raises as `make_policy` does.
-    """
-    return make_policy(name, trained, **settings).longest(trained)
-
-
-def _setting_names(policy: type[Policy]) -> list[str]:
-    return [field.name for field in fields(policy)]
-
-
 def checked_bits(policy: Policy | str, bits: Bits) -> Bits:
     """Check the bits of cells for a policy, or for the policy of a name, and return them.
 
-    Raises:
-        InvalidArgument: for unknown bits, for both kinds at once, and for `far` if the policy has
-            no cells outside a window.
+    Raises InvalidArgument for unknown bits, for `kv` with `far`, and for `far` if the policy has no
+    cells outside a window.
     """
     name = policy if isinstance(policy, str) else policy.name
     for option, value in (("kv_bits", bits.kv), ("far_bits", bits.far)):

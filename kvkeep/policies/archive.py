@@ -2,6 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from kvkeep import validation
@@ -53,6 +54,7 @@ class Archive(Policy):
     """
 
     name: ClassVar[str] = "archive"
+    compresses: ClassVar[bool] = True
 
     keep: int = 4
     method: str = ""
@@ -87,13 +89,17 @@ class Archive(Policy):
         return replace(fitted, span=span)
 
     @property
-    def shared(self) -> str:
-        """The way in which layers and KV heads share the archive: "uniform" or "heads"."""
-        return self.budget or self.by.budget
+    def compression_method(self) -> Method:
+        return make_method(self.method or best_method(None))
+
+    @property
+    def head_budget(self) -> str:
+        """How layers and KV heads share the archive: "uniform" or "heads"."""
+        return self.budget or self.compression_method.budget
 
     def settings(self) -> dict[str, Any]:
         """Return the settings; `budget` only if it was set, so that old releases read the rest."""
-        settings = super().settings() | {"method": self.by.name}
+        settings = super().settings() | {"method": self.compression_method.name}
         return settings if self.budget else {k: v for k, v in settings.items() if k != "budget"}
 
     @property
@@ -102,7 +108,7 @@ class Archive(Policy):
         return self.span or 2 * self.max_kv_size
 
     def limit(self, pinned: int) -> int:
-        """Return the most cells of the archive. pinned: cells pinned beyond the kept ones."""
+        """Return the archive's maximum size. pinned: cells pinned beyond the kept ones."""
         return self.max_kv_size - self.keep - pinned - self.window - self.block
 
     def calibrated(self, statistics: Statistics, digest: str) -> Self:
@@ -110,12 +116,7 @@ class Archive(Policy):
         return replace(self, method=method, statistics=statistics, calibrated_by=digest)
 
     def require_statistics(self) -> None:
-        self.by.require_statistics(self.statistics)
-
-    @property
-    def by(self) -> Method:
-        """The compression method."""
-        return make_method(self.method or best_method(None))
+        self.compression_method.require_statistics(self.statistics)
 
     @property
     def exact(self) -> int:
@@ -123,13 +124,9 @@ class Archive(Policy):
 
     @property
     def observed(self) -> int:
-        return MAX_QUERIES if self.by.uses_queries else 0
+        return MAX_QUERIES if self.compression_method.uses_queries else 0
 
-    @property
-    def compresses(self) -> bool:
-        return True
-
-    def most_in_window(self, cache: KVCache) -> int:
+    def window_limit(self, cache: KVCache) -> int:
         return self.window + self.block - 1
 
     def check_held(self, cache: KVCache) -> None:
@@ -147,7 +144,7 @@ class Archive(Policy):
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(moves=True)
-        if self.by.uses_queries and cache.observer is None:
+        if self.observed and cache.observer is None:
             cache.observe()
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
@@ -176,19 +173,15 @@ class Archive(Policy):
         if sum(segment.length for segment in archived) + count > limit:
             runs = [*archived_cells(cache, archived), *runs]
             archived, count = [], limit - limit // SLACK
-        results = self._compress(cache, runs, count)
-        for cells, _ in results:
-            if len(cells):
-                append_to_archive(cache, archived, cells, limit)
-        replace_archive(cache, archived)
+        compressions = self._compress(cache, archived, runs, count, limit)
         Window(moves=True).evict(cache.segments, self.block)
-        cache.segments = [segment for segment in cache.segments if segment.length]
-        return [compression for _, compression in results]
+        cache.drop_empty_segments()
+        return compressions
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
-        check_shares(self.by, self.shared)
-        if self.by.uses_reconstruction:
+        check_shares(self.compression_method, self.head_budget)
+        if self.compression_method.uses_reconstruction:
             raise InvalidArgument(
                 f'method "{self.method}" repeats the whole text, which an archive does not hold: '
                 'use "kvzap" with a calibration, or compress a "full" session'
@@ -196,16 +189,16 @@ class Archive(Policy):
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
         needed = self.window + self.block + int(self.block / self.ratio) + 1
-        most = self.max_kv_size - pinned - needed
+        max_keep = self.max_kv_size - pinned - needed
         if self.window < 1 or self.block < 1:
             raise InvalidArgument(
                 f"window and block must be 1 or more; found {self.window} and {self.block}"
             )
-        if not 0 <= self.keep <= most:
+        if not 0 <= self.keep <= max_keep:
             pins = f" of which {pinned} are pinned" if pinned else ""
             raise InvalidArgument(
                 f"a budget of {self.max_kv_size} cells{pins} with a window of {self.window} and "
-                f"blocks of {self.block} takes a keep of 0 to {max(most, 0)}; found "
+                f"blocks of {self.block} takes a keep of 0 to {max(max_keep, 0)}; found "
                 f"{self.keep}: raise max_kv_size, or make the window smaller"
             )
         if self.reach < (needed := self.keep + self.window + 2 * self.block):
@@ -235,41 +228,40 @@ class Archive(Policy):
         self.settle(cache)  # the window may overflow with cells that are no longer anchors
         archived, limit = archived_segments(cache), self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) > limit:
-            coarser: list[Segment] = []
-            for cells, _ in self._compress(cache, archived_cells(cache, archived), limit):
-                if len(cells):
-                    append_to_archive(cache, coarser, cells, limit)
-            replace_archive(cache, coarser)
+            self._compress(cache, [], archived_cells(cache, archived), limit, limit)
         self._limit_distances(cache)
 
-    def _candidates(self, cache: KVCache, cells: Cells, newest: int) -> Candidates:
-        queries = cache.observer.queries() if cache.observer else None
-        seed = self.seed + cache.serial
-        return Candidates(
-            cells,
-            cache.rope,
-            cache.scale,
-            queries,
-            self.statistics,
-            seed,
-            ageing=True,
-            newest=newest,
-        )
-
     def _compress(
-        self, cache: KVCache, runs: list[Cells], count: int
-    ) -> list[tuple[Cells, Compression]]:
-        """Compress cells to `count`: chunk by chunk, or all at once if heads share the budget.
+        self, cache: KVCache, archived: list[Segment], runs: list[Cells], count: int, limit: int
+    ) -> list[Compression]:
+        """Compress cells to `count` and let the archive be `archived` and these.
 
-        runs: oldest first. Some of the results may have no cells.
+        They are compressed chunk by chunk, or all at once if heads share the budget.
+
+        runs: oldest first. limit: the archive's maximum size.
         """
-        method, newest = self.by, max(int(cells.positions.max()) for cells in runs)
-        if self.shared == "heads":
+        method, results = self.compression_method, list[tuple[Cells, Compression]]()
+        new_candidates = partial(
+            Candidates,
+            rope=cache.rope,
+            scale=cache.scale,
+            queries=cache.observer.queries() if cache.observer else None,
+            statistics=self.statistics,
+            seed=self.seed + cache.serial,
+            ageing=True,
+            newest=max(int(cells.positions.max()) for cells in runs),
+        )
+        if self.head_budget == "heads":
             assert isinstance(method, Eviction)
-            candidates = [self._candidates(cache, cells, newest) for cells in runs]
-            return [compress_and_join(method, candidates, count)]
-        merged = Cells.concatenate([as_compressed(cells) for cells in runs])
-        return list(compress(method, self._candidates(cache, merged, newest), count))
+            results.append(compress_and_join(method, list(map(new_candidates, runs)), count))
+        else:
+            merged = Cells.concatenate([as_compressed(cells) for cells in runs])
+            results.extend(compress(method, new_candidates(merged), count))
+        for cells, _ in results:
+            if len(cells):
+                append_to_archive(cache, archived, cells, limit)
+        replace_archive(cache, archived)
+        return [compression for _, compression in results]
 
     def _limit_distances(self, cache: KVCache) -> None:
         """Halve distances if a cell would be seen from too far before the next block is full."""

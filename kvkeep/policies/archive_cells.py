@@ -41,34 +41,23 @@ def at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cel
 def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, limit: int) -> None:
     """Add compressed cells to the last segment that can take them, or to a new one.
 
-    limit: the most cells of the archive.
+    limit: the archive's maximum size.
     """
-    if isinstance(cells, Ragged):
-        _append_ragged(cache, archived, cells)
+    layout, newest = cache.far_layout, archived[-1] if archived else None
+    if newest is not None and newest.map != PositionMap():
+        newest = None  # its cells are not seen at the positions of their keys
+    if isinstance(cells, Ragged):  # which nothing can be appended to: the segment is replaced
+        merged: Cells = cells
+        if newest is not None and newest.length + len(cells) <= SEGMENT_CELLS:
+            archived.pop()
+            merged = Cells.concatenate([newest.read(0, newest.length), cells.in_layout(layout)])
+        archived.append(Segment.from_cells(layout, merged, PositionMap(), anchor=True))
         return
-    newest = archived[-1] if archived else None
-    if newest is None or not _can_append(newest, len(cells)):
+    if newest is None or newest.frozen or newest.length + len(cells) > newest.limit:
         segment_limit = max(len(cells), min(SEGMENT_CELLS, limit))
-        newest = Segment(cache.far_layout, segment_limit, anchor=True, compressed=True)
+        newest = Segment(layout, segment_limit, anchor=True, compressed=True)
         archived.append(newest)
     newest.append(cells)
-
-
-def _append_ragged(cache: KVCache, archived: list[Segment], cells: Ragged) -> None:
-    """Replace the last segment by one with these cells as well, or add one."""
-    layout, newest = cache.far_layout, archived[-1] if archived else None
-    merged: Cells = cells
-    in_place = newest is not None and newest.map == PositionMap()
-    if newest is not None and in_place and newest.length + len(cells) <= SEGMENT_CELLS:
-        archived.pop()
-        merged = Cells.concatenate([newest.read(0, newest.length), cells.in_layout(layout)])
-    archived.append(Segment.from_cells(layout, merged, PositionMap(), anchor=True))
-
-
-def _can_append(segment: Segment, count: int) -> bool:
-    """Whether an archive segment can take more cells, seen at the positions of their keys."""
-    fits = segment.length + count <= segment.limit
-    return fits and not segment.frozen and segment.map == PositionMap()
 
 
 def replace_archive(cache: KVCache, archived: list[Segment]) -> None:

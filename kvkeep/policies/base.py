@@ -20,10 +20,12 @@ class Policy(ABC):
     passes both to the methods here. The constructor raises InvalidArgument for settings that are
     out of range or contradict each other.
 
+    compresses: whether there may be compressed cells.
     max_kv_size: the most cells held after any call.
     """
 
     name: ClassVar[str]
+    compresses: ClassVar[bool] = False
     max_kv_size: int
 
     def __post_init__(self) -> None:
@@ -41,17 +43,11 @@ class Policy(ABC):
     @property
     @abstractmethod
     def exact(self) -> int:
-        """The number of first tokens that have full attention among each other.
-
-        That is, how many fit before any is evicted, compressed or grouped.
-        """
+        """The number of first tokens that fit before any is evicted, compressed or grouped."""
 
     @property
     def observed(self) -> int:
-        """The number of newest tokens by whose queries the policy decides.
-
-        These tokens must be evaluated rather than read from a prefix store.
-        """
+        """The number of newest tokens by whose queries it decides: no prefix store has those."""
         return 0
 
     def longest(self, trained: int) -> int:
@@ -61,23 +57,19 @@ class Policy(ABC):
     def for_model(self, trained: int) -> Self:
         """Return the policy for a model trained to `trained` positions.
 
-        Raises:
-            InvalidArgument: if distances could exceed what the model was trained for.
+        Raises InvalidArgument if distances could exceed what the model was trained for.
         """
-        if self.max_kv_size > (most := self.longest(trained)):
+        if self.max_kv_size > (limit := self.longest(trained)):
             raise InvalidArgument(
-                f"max_kv_size must be 1 to {most}, what policy {self.name!r} can do with a model "
+                f"max_kv_size must be 1 to {limit}, what policy {self.name!r} can do with a model "
                 f"trained for {trained} positions; found {self.max_kv_size}"
             )
         return self
 
     def check(self, pinned: int = 0) -> None:
-        """Check that the settings fit together.
+        """Raise InvalidArgument if the settings do not fit together.
 
         pinned: number of cells that are pinned beyond the first `keep`.
-
-        Raises:
-            InvalidArgument: says which settings do not fit.
         """
         validation.integer("max_kv_size", self.max_kv_size, 1)
 
@@ -88,8 +80,7 @@ class Policy(ABC):
     def with_settings(self, **settings: Any) -> Self:
         """Return the policy with other settings.
 
-        Raises:
-            InvalidArgument: for a setting that it does not have, or a value out of range.
+        Raises InvalidArgument for a setting that it does not have, or a value out of range.
         """
         for key in settings:
             if key not in self.settings():
@@ -107,8 +98,7 @@ class Policy(ABC):
     def calibrated(self, statistics: Statistics, digest: str) -> Self:
         """Return a copy that uses a calibration's statistics. digest: identifies the calibration.
 
-        Raises:
-            InvalidArgument: if the policy does not use one.
+        Raises InvalidArgument if the policy does not use one.
         """
         raise InvalidArgument(f'policy "{self.name}" has no use for a calibration')
 
@@ -121,11 +111,7 @@ class Policy(ABC):
         return 0
 
     def check_held(self, cache: KVCache) -> None:
-        """Check that a cache could be one of this policy.
-
-        Raises:
-            InvalidArgument: says what the policy could not have led to.
-        """
+        """Raise InvalidArgument if this policy cannot have led to what a cache holds."""
         self.check(pinned_cells(cache, self.keep))
         require_held(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
         for segment in cache.segments:
@@ -134,25 +120,19 @@ class Policy(ABC):
                 not bounded or segment.limit <= self.max_kv_size,
                 f"room for {segment.limit} cells, of {self.max_kv_size}",
             )
-            require_held(
-                segment.map.group == self.group_of(segment), "cells grouped in another way"
-            )
+            same_group = segment.map.group == self.group_of(segment)
+            require_held(same_group, "cells grouped in another way")
             require_held(self.compresses or not segment.compressed, "compressed cells")
-        window, inside = self.most_in_window(cache), window_cells(cache)
-        require_held(inside <= window, f"{inside} cells in a window of {window}")
+        limit, inside = self.window_limit(cache), window_cells(cache)
+        require_held(inside <= limit, f"{inside} cells in a window of {limit}")
 
     @abstractmethod
-    def most_in_window(self, cache: KVCache) -> int:
-        """Return the most cells that are not anchors, between two steps."""
+    def window_limit(self, cache: KVCache) -> int:
+        """Return the maximum number of cells that are not anchors, between two steps."""
 
     def group_of(self, segment: Segment) -> int:
         """Return how many times share a position in the segment's map."""
         return 1
-
-    @property
-    def compresses(self) -> bool:
-        """Whether there may be compressed cells."""
-        return False
 
     @abstractmethod
     def room(self, cache: KVCache) -> int | None:
@@ -173,10 +153,8 @@ class Policy(ABC):
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """Return the policy with other settings, and adapt a cache in use to it.
 
-        pins: serials of the tokens that are pinned from now on.
-
-        Raises:
-            InvalidArgument: before anything was changed.
+        pins: serials of the tokens that are pinned from now on. Raises InvalidArgument before
+        anything was changed.
         """
         return self.with_settings(**settings)
 

@@ -22,6 +22,7 @@ class Full(Policy):
     """
 
     name: ClassVar[str] = "full"
+    compresses: ClassVar[bool] = True  # by `Session.compress`
 
     trained: int = field(default=0, repr=False)
 
@@ -36,11 +37,7 @@ class Full(Policy):
     def exact(self) -> int:
         return self.max_kv_size
 
-    @property
-    def compresses(self) -> bool:
-        return True  # by `Session.compress`
-
-    def most_in_window(self, cache: KVCache) -> int:
+    def window_limit(self, cache: KVCache) -> int:
         return self.max_kv_size
 
     def room(self, cache: KVCache) -> int | None:
@@ -106,7 +103,7 @@ class SelfExtend(Policy):
     def group_of(self, segment: Segment) -> int:
         return self.group if segment.anchor else 1
 
-    def most_in_window(self, cache: KVCache) -> int:
+    def window_limit(self, cache: KVCache) -> int:
         return self.window
 
     def check_held(self, cache: KVCache) -> None:

@@ -39,7 +39,7 @@ class Sliding(Policy):
         return None
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
-        size = self.window_size(cache)
+        size = self.window_limit(cache)
         cache.window = Window(size, self.discards(cache))
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
@@ -49,12 +49,8 @@ class Sliding(Policy):
         newest.reserve(newest.length + wanted + (0 if newest.lazy_growth else ahead))
         return wanted
 
-    def window_size(self, cache: KVCache) -> int:
-        """Return the most cells that are neither kept nor pinned."""
+    def window_limit(self, cache: KVCache) -> int:
         return self.max_kv_size - self.keep - pinned_cells(cache, self.keep)
-
-    def most_in_window(self, cache: KVCache) -> int:
-        return self.window_size(cache)
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
@@ -86,7 +82,7 @@ class Shift(Sliding):
     discard: int = 0
 
     def discards(self, cache: KVCache) -> int:
-        return self.discard or max(1, self.window_size(cache) // 2)
+        return self.discard or max(1, self.window_limit(cache) // 2)
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)

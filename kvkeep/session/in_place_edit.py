@@ -126,7 +126,7 @@ class InPlaceEdit:
             # A policy that follows the change may have evicted the excess already.
             excess = max(0, cache.cells - memory.policy.max_kv_size)
             cache.window.evict(cache.segments, excess)
-            cache.segments = [segment for segment in cache.segments if segment.length]
+            cache.drop_empty_segments()
         if cache.local is not None:
             cache.local.keep_newest(following)
         reevaluate_last(memory, _local_reach(cache))
