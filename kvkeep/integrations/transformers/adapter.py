@@ -35,10 +35,10 @@ class AttentionCall:
     """One call of attention in a forward; call i is that of layer i of the spec.
 
     module: the attention module that calls. layer: the index under which its keys are given to the
-    cache. options: the same at each call. index: of its cells, in the step that computes the
-    forward. owns_keys: whether the keys are its own, and not those of a layer before it. order: of
-    the components of a head; None to keep them as they are. query_factor: multiplies queries, if
-    the layer's scale is not that of its group.
+    cache. options: the same at each call. index: the layer of the step that stores its cells.
+    owns_keys: False if it attends to the keys of an earlier layer. order: the order of a head's
+    components in a cell; None if it is the model's. query_factor: multiplies queries where the
+    layer's scale is not that of its group.
     """
 
     module: nn.Module

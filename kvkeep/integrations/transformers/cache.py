@@ -1,9 +1,9 @@
 """A cache for transformers' `generate` and forwards: each row of a batch is a kvkeep session."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex, Unpack
+from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -17,14 +17,33 @@ from kvkeep.integrations.transformers.cache_forward import BatchSessions
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
 from kvkeep.policies import Policy, PolicySettings
-from kvkeep.session.compression import CompressionReport
-from kvkeep.session.editing import EditReport, Recompute
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
 from kvkeep.session.spans import Span
 from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import KvBits, PolicyName
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _of_session(
+    method: Callable[Concatenate[Session, _P], _T], edits: bool = False
+) -> Callable[Concatenate["KvkeepCache", _P], _T]:
+    """Return the cache's method that calls this method of its only session.
+
+    edits: the method changes earlier tokens, so that later calls count tokens only, no padding.
+    """
+
+    @wraps(method)
+    def call(self: "KvkeepCache", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        result = method(self.session, *args, **kwargs)
+        if edits:
+            self.batch.padding = [0]
+        return result
+
+    return call
 
 
 class KvkeepCache(Cache):
@@ -186,10 +205,6 @@ class KvkeepCache(Cache):
         """Whether a restored cache continues with bitwise equal results, or why not."""
         return self.session.exactness
 
-    def snapshot(self) -> Snapshot:
-        """As `Session.snapshot`; save it with `cache.snapshot().save(path)`."""
-        return self.session.snapshot()
-
     def fork(self) -> "KvkeepCache":
         """Return a cache with the same state, which shares cells until either side changes them."""
         return self._create(self.model, self.batch.fork())
@@ -207,50 +222,16 @@ class KvkeepCache(Cache):
             "with cache.snapshot().save(path), and load it with KvkeepCache.load(model, path)"
         )
 
-    def pin(self, start: int | str, end: int | None = None) -> None:
-        """As `Session.pin`."""
-        self.session.pin(start, end)
-
-    def unpin(self, start: int | str, end: int | None = None) -> None:
-        """As `Session.unpin`."""
-        self.session.unpin(start, end)
-
-    def name(self, name: str, start: int, end: int) -> None:
-        """As `Session.name`."""
-        self.session.name(name, start, end)
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """As `Session.span`."""
-        with self.session.span(name):
-            yield
-
-    def delete(
-        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
-    ) -> EditReport:
-        """As `Session.delete`."""
-        return self._edit(lambda session: session.delete(start, end, recompute))
-
-    def insert(
-        self,
-        at: int,
-        text: str | Sequence[int],
-        recompute: Recompute = "none",
-        special: bool = False,
-    ) -> EditReport:
-        """As `Session.insert`."""
-        return self._edit(lambda session: session.insert(at, text, recompute, special))
-
-    def replace(
-        self,
-        start: int | str,
-        end: int | None,
-        text: str | Sequence[int],
-        recompute: Recompute = "none",
-        special: bool = False,
-    ) -> EditReport:
-        """As `Session.replace`."""
-        return self._edit(lambda session: session.replace(start, end, text, recompute, special))
+    snapshot = _of_session(Session.snapshot)
+    name = _of_session(Session.name)
+    span = _of_session(Session.span)
+    pin = _of_session(Session.pin)
+    unpin = _of_session(Session.unpin)
+    compress = _of_session(Session.compress)
+    delete = _of_session(Session.delete, edits=True)
+    insert = _of_session(Session.insert, edits=True)
+    replace = _of_session(Session.replace, edits=True)
+    rewind = _of_session(Session.rewind, edits=True)
 
     def drop_padding(self) -> None:
         """Count only tokens from now on, whatever padding was evaluated before them.
@@ -259,21 +240,6 @@ class KvkeepCache(Cache):
         """
         _ = self.session  # raises for a batch of several rows
         self.batch.padding = [0]
-
-    def rewind(self, count: int) -> list[int]:
-        """As `Session.rewind`."""
-        removed = self.session.rewind(count)
-        self.batch.padding = [0]
-        return removed
-
-    def compress(self, ratio: float = 2.0, **options: Any) -> CompressionReport:
-        """As `Session.compress`."""
-        return self.session.compress(ratio, **options)
-
-    def _edit(self, edit: Callable[[Session], EditReport]) -> EditReport:
-        report = edit(self.session)
-        self.batch.padding = [0]  # later calls count tokens only
-        return report
 
     # The interface of transformers' caches
 

@@ -134,8 +134,8 @@ class CacheForward:
         )
         self._backend = ExitStack()
         try:
-            self._runner = StepRunner(executor.adapted, self._step.step)
-            self.step_cache = self._runner.new_cache(executor.configs[0])
+            self._runner = StepRunner(executor.adapted, self._step.step, executor.configs[0])
+            self.step_cache = self._runner.cache
             self.step_cache.forward = self
             self._backend.enter_context(use_backend(self._runner, executor.configs))
         except BaseException:
@@ -165,7 +165,7 @@ class CacheForward:
         """
         try:
             self._backend.close()
-            self._runner.finish(self.step_cache)
+            self._runner.finish()
             row_hidden = self._step.finish(hidden[0] if len(self._rows) == 1 else hidden[:, 0])
             all_hidden: Tensor = self._with_padding(row_hidden)
         except BaseException:

@@ -4,15 +4,12 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.errors import InvalidArgument, UnsupportedModel
@@ -28,7 +25,6 @@ from kvkeep.integrations.transformers.step_runner import StepRunner
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import finite
-from kvkeep.models.text.codec import TextCodec
 from kvkeep.policies import Full
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
@@ -58,27 +54,12 @@ class TransformersExecutor:
         self.configs = configs_of(model)
         self.handles: list[RemovableHandle] = hook_rotary_embeddings(self.body)
         self._probed_state = _model_state(model)
-        self._codecs: WeakKeyDictionary[
-            PreTrainedTokenizerBase, tuple[int, TemporaryDirectory[str], TextCodec]
-        ] = WeakKeyDictionary()
         try:
             self.adapted = adapt(model, self.configs)
             self._head = OutputHead(model)
         except BaseException:
             self.unhook()
             raise
-
-    def codec_of(self, tokenizer: PreTrainedTokenizerBase) -> TextCodec:
-        """Return kvkeep's codec for a tokenizer.
-
-        Its files are in a temporary folder, which exists as long as the tokenizer does.
-        """
-        size, cached = len(tokenizer), self._codecs.get(tokenizer)
-        if cached is None or cached[0] != size:
-            folder = TemporaryDirectory(prefix="kvkeep-tokenizer-")
-            tokenizer.save_pretrained(folder.name)
-            cached = self._codecs[tokenizer] = size, folder, TextCodec.open(Path(folder.name))
-        return cached[2]
 
     def is_current(self) -> bool:
         """Whether the model has the modules, dtype and device that it had when it was probed."""
@@ -99,24 +80,15 @@ class TransformersExecutor:
         while self.handles:
             self.handles.pop().remove()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the codecs' folders, to copy or pickle the model with it."""
-        return {**vars(self), "_codecs": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._codecs = WeakKeyDictionary()
-
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         self.require_not_moved()
         is_group = isinstance(step, GroupStep)
-        runner = StepRunner(self.adapted, step)
-        cache = runner.new_cache(self.configs[0])
+        runner = StepRunner(self.adapted, step, self.configs[0])
         recording = nullcontext() if norms is None else self._record_norms(norms)
         with recording, use_backend(runner, self.configs), torch.inference_mode():
             ids = tokens[:, None] if is_group else tokens[None]
-            output = self.body(input_ids=ids, past_key_values=cache, use_cache=True)
-            runner.finish(cache)
+            output = self.body(input_ids=ids, past_key_values=runner.cache, use_cache=True)
+            runner.finish()
         hidden: Tensor = output.last_hidden_state
         return hidden[:, 0] if is_group else hidden[0]
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -37,6 +39,10 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weigh
 from kvkeep.types import DtypeName
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")  # names in different architectures
+# For each tokenizer its size, and kvkeep's codec with the folder of its files.
+_CODECS: WeakKeyDictionary[
+    PreTrainedTokenizerBase, tuple[int, TextCodec, TemporaryDirectory[str]]
+] = WeakKeyDictionary()
 _EXECUTOR = "_kvkeep_executor"  # the attribute of a transformers model that holds its executor
 # Config keys about files and this machine, which do not change what a cell means.
 _NOT_FINGERPRINTED = (
@@ -145,10 +151,21 @@ def from_transformers(
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         return TransformersModel(name, folder, executor, TextCodec.open(folder))
-    codec = executor.codec_of(tokenizer)
+    codec = _codec_of(tokenizer)
     own_model = TransformersModel(name, codec.folder, executor, codec)
     own_model.tokenizer = tokenizer  # keeps the codec's temporary folder alive
     return own_model
+
+
+def _codec_of(tokenizer: PreTrainedTokenizerBase) -> TextCodec:
+    """Return kvkeep's codec for a tokenizer; its files exist as long as the tokenizer does."""
+    size, (codec_size, codec, _) = len(tokenizer), _CODECS.get(tokenizer, (None, None, None))
+    if codec is None or codec_size != size:
+        folder = TemporaryDirectory(prefix="kvkeep-tokenizer-")
+        tokenizer.save_pretrained(folder.name)
+        codec = TextCodec.open(Path(folder.name))
+        _CODECS[tokenizer] = size, codec, folder
+    return codec
 
 
 def load_folder(

@@ -40,18 +40,14 @@ class ProbedCall:
 class AttentionProbe:
     """An attention backend for one token, which records all calls in `calls`.
 
-    A single token attends to itself only, so the result of attention is its own value.
+    A single token attends to itself only, so the result of attention is its own value. cache: the
+    cache of the probe's forward.
     """
 
-    def __init__(self, position: int):
-        self.position = position
+    def __init__(self, position: int, cache: StepCache):
+        self.position, self.cache = position, cache
         self.calls: list[ProbedCall] = []
-        self._updates: list[tuple[int, Tensor, Tensor]] = []
         self._masks: list[MaskFunction] = []
-
-    def record_update(self, keys: Tensor, values: Tensor, layer: int) -> None:
-        """Record the keys and values that a layer gives to the cache."""
-        self._updates.append((layer, keys, values))
 
     def mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
         """Return the index of the mask function as a tensor, by which `attend` finds it again."""
@@ -69,8 +65,9 @@ class AttentionProbe:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        layer = next((index for index, keys, _ in self._updates if keys is k), None)
-        has_values = any(values is v for _, _, values in self._updates)
+        updates = self.cache.updates
+        layer = next((index for index, (keys, _) in updates.items() if keys is k), None)
+        has_values = any(values is v for _, values in updates.values())
         if layer is None or not has_values or k.dim() != 4 or k.shape[2] != 1:
             raise UnsupportedModel(
                 f"{type(module).__name__} attends to something else than the keys and values that "
@@ -117,14 +114,13 @@ def probe_calls(
     body: the model below its head. rotary_position: the token's position in rotary embeddings.
     position: its position everywhere else, both in `position_ids` and in the cache's length.
     """
-    probe = AttentionProbe(rotary_position)
+    probe = AttentionProbe(rotary_position, StepCache(new_cache_layers(configs[0]), position))
     device = next(body.parameters()).device
-    cache = StepCache(new_cache_layers(configs[0]), probe.record_update, position)
     with torch.inference_mode(), use_backend(probe, configs):
         body(
             input_ids=torch.full((1, 1), token, dtype=torch.int64, device=device),
             position_ids=torch.full((1, 1), position, dtype=torch.int64, device=device),
-            past_key_values=cache,
+            past_key_values=probe.cache,
             use_cache=True,
         )
     return probe.calls

@@ -6,7 +6,7 @@ two forwards their states are named tensors of one sequence each, which are neve
 that forks share them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from transformers.cache_utils import (
 
 from kvkeep.errors import InvalidSnapshot, UnsupportedModel
 
-OnUpdate = Callable[[Tensor, Tensor, int], None]
 _STATE_KINDS = ("conv", "recurrent")
 
 
@@ -32,22 +31,22 @@ def new_cache_layers(config: PreTrainedConfig) -> Sequence[Any]:
 class StepCache(Cache):
     """The cache of one forward.
 
-    layers: transformers' cache layers, one for each layer of the model. on_update: called with the
-    keys and values of each layer, `[batch, kv_heads, n, head_dim]`, and the layer's index. length:
-    the number of tokens before this forward.
+    layers: transformers' cache layers, one for each layer of the model. length: the number of
+    tokens before this forward. updates: the keys and values that layers have given to it,
+    `[batch, kv_heads, n, head_dim]` each, by the layer's index.
     """
 
     forward: Any = None  # the `CacheForward` that it belongs to; None in a step of kvkeep's own
 
-    def __init__(self, layers: Sequence[Any], on_update: OnUpdate, length: int = 0):
+    def __init__(self, layers: Sequence[Any], length: int = 0):
         super().__init__(layers=list(layers))
-        self._on_update = on_update
+        self.updates: dict[int, tuple[Tensor, Tensor]] = {}
         self._length = length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self._on_update(key_states, value_states, layer_idx)
+        self.updates[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:

@@ -25,29 +25,26 @@ class StepRunner:
 
     The model's batch has either one row with all tokens of the step, or, in a step of a group, one
     token of each session in a row of its own.
+
+    cache: for the model's forward, with the recurrent states of the step.
     """
 
     position = 0  # keys and queries stay unrotated: the step rotates them
 
-    def __init__(self, adapted: AdaptedModel, step: AnyStep):
+    def __init__(self, adapted: AdaptedModel, step: AnyStep, config: PreTrainedConfig):
         self._adapted = adapted
         self._is_group = isinstance(step, GroupStep)
         self._steps = step.steps if isinstance(step, GroupStep) else [step]
         self._attention: LayerAttention = layer_attention(step)
         self._by_layer = isinstance(self._attention, LayerDispatch)
         self._calls_done = 0
-        self._updates: dict[int, tuple[Tensor, Tensor]] = {}
+        recurrent, length = adapted.spec.recurrent, max(0, *(s.times[0] for s in self._steps))
+        layers = new_cache_layers(config) if recurrent else adapted.cache_layers
+        self.cache = StepCache(layers, length)
+        if recurrent:
+            load_states([step.recurrent for step in self._steps], self.cache)
 
-    def new_cache(self, config: PreTrainedConfig) -> StepCache:
-        """Return the cache for the model's forward, with the recurrent states of the step."""
-        length = max(0, *(step.times[0] for step in self._steps))
-        if not self._adapted.spec.recurrent:
-            return StepCache(self._adapted.cache_layers, self.record_update, length)
-        cache = StepCache(new_cache_layers(config), self.record_update, length)
-        load_states([step.recurrent for step in self._steps], cache)
-        return cache
-
-    def finish(self, cache: StepCache) -> None:
+    def finish(self) -> None:
         """Take over the recurrent states after the forward.
 
         Raises UnsupportedModel if not every layer has attended.
@@ -58,13 +55,9 @@ class StepRunner:
                 "cells for all of them"
             )
         if self._adapted.spec.recurrent:
-            all_states = read_states(cache, len(self._steps))
+            all_states = read_states(self.cache, len(self._steps))
             for step, states in zip(self._steps, all_states, strict=True):
                 step.recurrent = states
-
-    def record_update(self, keys: Tensor, values: Tensor, layer: int) -> None:
-        """Record the keys and values that a layer gives to the cache."""
-        self._updates[layer] = keys, values
 
     def mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
         return None  # the step determines what each of its tokens sees
@@ -80,7 +73,7 @@ class StepRunner:
         sinks: Tensor | None,
     ) -> Tensor:
         call_index, call = self._calls_done, self._next_call(module, options)
-        update = self._updates.get(call.layer)
+        update = self.cache.updates.get(call.layer)
         if mask is not None or update is None or update[0] is not k or update[1] is not v:
             raise UnsupportedModel(
                 f"{type(module).__name__} attended to other keys than those of its cache, or by a "
