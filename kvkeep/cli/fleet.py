@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli import serve
 from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice, uses_prefixes
 from kvkeep.cli.output import say
-from kvkeep.cli.serve import (
-    require_installed,
-    require_safe,
-    require_secret,
-    serving_options,
-    session_settings,
-)
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects import is_url
 
@@ -37,7 +31,7 @@ def _replicas(text: str) -> tuple[int, int]:
 
 
 @click.command(cls=OptionsOnly, hint="name a model with -m: kvkeep fleet -m {}")
-@serving_options
+@serve.serving_options
 @click.option(
     "--store",
     metavar="URL",
@@ -83,9 +77,9 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
     is about one session goes to one server, and so do chats that begin alike; or, where it is sent,
     all requests with the same header `x-session-id`.
     """
-    require_safe(options["host"], options["api_key_file"])
-    require_secret(options)
-    require_installed()
+    serve.require_safe(options["host"], options["api_key_file"])
+    serve.require_secret(options)
+    serve.require_installed()
     if not is_url(options["store"]):
         raise InvalidArgument(
             f"--store is a URL, as s3://bucket/prefix or file:///folder; found {options['store']!r}"
@@ -131,7 +125,7 @@ def _setup(memory: MemoryChoice, options: dict[str, Any]) -> "Setup":
         weights=memory.weights,
         store=options["store"],
         secret=secret,
-        settings=session_settings(memory, model, options["max_bytes"]),
+        settings=serve.session_settings(memory, model, options["max_bytes"]),
         memory=options["max_bytes"],
         prefixes=uses_prefixes(memory, options["prefix_cache"]),
         threads=options["threads"],

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli import options
 from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import (
     CODEC_NAMES,
@@ -13,16 +14,6 @@ from kvkeep.cli.memory import (
     SessionChoice,
     keep_option,
     session_options,
-)
-from kvkeep.cli.options import (
-    SPECIAL,
-    OutputChoice,
-    choice_option,
-    file_option,
-    integer_option,
-    is_given,
-    output_options,
-    read_prompt,
 )
 from kvkeep.cli.session_file import (
     FIRST_PROMPT,
@@ -44,8 +35,8 @@ if TYPE_CHECKING:
 @click.command(cls=OptionsOnly, hint="give the prompt with -p: kvkeep generate -p {}")
 @click.option("-p", "--prompt", metavar="TEXT", help="Text to continue, as it is.")
 @click.option("-f", "--file", metavar="FILE", help='File with the text; "-": standard input.')
-@SPECIAL
-@integer_option(
+@options.SPECIAL
+@options.integer_option(
     "-n", "--max-tokens", minimum=-1, default=256, help="Most tokens to write; -1: no end."
 )
 @click.option(
@@ -54,9 +45,11 @@ if TYPE_CHECKING:
     shell_complete=session_names,
     help="Go on with this session, or begin it; saved at the end.",
 )
-@file_option("--cache-prompt", help="Evaluate the text, write that memory to a file, and end.")
-@file_option("--restore-prompt", help="Go on after a text that --cache-prompt evaluated.")
-@choice_option(
+@options.file_option(
+    "--cache-prompt", help="Evaluate the text, write that memory to a file, and end."
+)
+@options.file_option("--restore-prompt", help="Go on after a text that --cache-prompt evaluated.")
+@options.choice_option(
     "--codec",
     CODEC_NAMES,
     "For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
@@ -66,7 +59,7 @@ if TYPE_CHECKING:
     keep_option("First tokens never forgotten; -1: the first prompt.", minimum=WHOLE_PROMPT)
 )
 @click.option("--ignore-eos", is_flag=True, help="Write on after the model's end of text.")
-@output_options
+@options.output_options
 def generate(
     prompt: str | None,
     file: str | None,
@@ -78,7 +71,7 @@ def generate(
     restore_prompt: Path | None,
     codec: "Codec",
     choice: SessionChoice,
-    output: OutputChoice,
+    output: options.OutputChoice,
 ) -> None:
     """Continue a text.
 
@@ -97,7 +90,7 @@ def generate(
             "--session already loads and saves: leave --cache-prompt and --restore-prompt out "
             "(`kvkeep sessions import` makes a session of such a file)"
         )
-    if is_given("codec") and cache_prompt is None:
+    if options.is_given("codec") and cache_prompt is None:
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
@@ -105,7 +98,7 @@ def generate(
         is_saved = session_file is not None and session_file.exists()
         source = session_file if is_saved else restore_prompt
         continues = source is not None and prompt is None and file is None
-        text = "" if continues else read_prompt(prompt, file)
+        text = "" if continues else options.read_prompt(prompt, file)
 
         from kvkeep.cli.run import Run
 

@@ -6,23 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from kvkeep.cli.compression import (
-    BEST,
-    METHOD_NAMES,
-    archive_calibration,
-    calibration_option,
-    load_calibration_file,
-    ratio,
-)
-from kvkeep.cli.options import (
-    Decorator,
-    SamplingChoice,
-    choice_option,
-    collect_options,
-    integer_option,
-    is_given,
-    sampling_options,
-)
+from kvkeep.cli import compression, options
 from kvkeep.cli.output import say
 from kvkeep.cli.store import named_secret, named_store, secret_option, store_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
@@ -80,8 +64,8 @@ class MemoryChoice:
 
             checked_bits(self.policy, Bits(self.kv_bits, self.far_bits))
         # A session restored from a file keeps its policy unless --policy is given.
-        settings = self._policy_settings if is_given("policy") else {}
-        if self.calibration is not None and is_given("policy") and self.policy != "archive":
+        settings = self._policy_settings if options.is_given("policy") else {}
+        if self.calibration is not None and options.is_given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
         if self.max_kv_size is not None and (self.keep is not None or not self._passes_keep):
             from kvkeep.policies import make_policy
@@ -103,9 +87,9 @@ class MemoryChoice:
     def settings(self, model: "Model", default_keep: int = SINKS) -> dict[str, Any]:
         """Return the keyword arguments for `Model.session`."""
         if self.policy == "archive":
-            calibration = archive_calibration(self.calibration, model, self.method)
+            calibration = compression.archive_calibration(self.calibration, model, self.method)
         else:
-            calibration = load_calibration_file(self.calibration, model)
+            calibration = compression.load_calibration_file(self.calibration, model)
         keep = default_keep if self.keep is None else self.keep
         return {
             "max_kv_size": self.max_kv_size,
@@ -137,7 +121,7 @@ class MemoryChoice:
     @property
     def _passes_keep(self) -> bool:
         """Whether to pass `keep` on: always if it was given, even to a policy that refuses it."""
-        return self.policy in KEEPING or is_given("keep")
+        return self.policy in KEEPING or options.is_given("keep")
 
     @property
     def _policy_settings(self) -> dict[str, Any]:
@@ -178,7 +162,7 @@ class SessionChoice:
 
     memory: MemoryChoice
     prefixes: PrefixChoice
-    sampling: SamplingChoice
+    sampling: options.SamplingChoice
 
     def check(self) -> None:
         """Check everything that can be checked without the model. Raises InvalidArgument."""
@@ -215,75 +199,72 @@ def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
 
 def keep_option(
     help: str = "First tokens never forgotten.", minimum: int = 0, default: int | None = SINKS
-) -> Decorator:
+) -> options.Decorator:
     """Return the `--keep` option, whose range and default differ between commands."""
     shown = True if default is not None else f"the system prompt, or {SINKS}"
-    return integer_option("--keep", minimum=minimum, default=default, show_default=shown, help=help)
+    return options.integer_option(
+        "--keep", minimum=minimum, default=default, show_default=shown, help=help
+    )
 
 
-def memory_options(keep: Decorator | None = None, step: Decorator = PREFILL_STEP) -> Decorator:
+def memory_options(
+    keep: options.Decorator | None = None, step: options.Decorator = PREFILL_STEP
+) -> options.Decorator:
     """Return a decorator that adds the options of a `MemoryChoice`, passed on as `memory`.
 
     keep: the `--keep` option; None for the usual one. step: the `--prefill-step` option.
     """
-    options = [
-        MODEL,
-        _BUDGET,
-        keep or keep_option(),
-        *_POLICY_OPTIONS,
-        step,
-        DTYPE,
-        WEIGHTS,
-        DEVICE,
-    ]
-    return collect_options(MemoryChoice, "memory", options)
+    policy = [_BUDGET, keep or keep_option(), *_POLICY_OPTIONS]
+    return options.collect_options(
+        MemoryChoice, "memory", [MODEL, *policy, step, DTYPE, WEIGHTS, DEVICE]
+    )
 
 
-_BUDGET = integer_option(
+_BUDGET = options.integer_option(
     "--max-kv-size", show_default="trained length", help="Most tokens held in memory."
 )
 _POLICY_OPTIONS = (
-    choice_option(
+    options.choice_option(
         "--policy",
         POLICY_NAMES,
         "At --max-kv-size: forget (sliding, shift), compress (archive) or end (self_extend, full).",
         default=POLICY_NAMES[0],
     ),
-    integer_option(
+    options.integer_option(
         "--discard", show_default="half", help="Of shift: oldest tokens forgotten at once."
     ),
-    integer_option(
+    options.integer_option(
         "--group", show_default="4", help="Of self_extend: far tokens that share a position."
     ),
-    integer_option(
+    options.integer_option(
         "--window",
         show_default="1024; of archive 11/16 of the budget",
         help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
     ),
-    choice_option(
+    options.choice_option(
         "--method",
-        METHOD_NAMES,
+        compression.METHOD_NAMES,
         "Of archive: how older tokens are compressed.",
-        show_default=f"{BEST}, or kvzap by a calibration",
+        show_default=f"{compression.BEST}, or kvzap by a calibration",
     ),
     click.option(
         "--ratio",
         metavar="X",
-        type=ratio,
+        type=compression.ratio,
         show_default="1, until the archive is full",
         help="Of archive: how many times fewer cells they become at once.",
     ),
-    calibration_option(
+    compression.calibration_option(
         "Of archive: what `kvkeep calibrate` measured of the model.",
         default="what is kept of the model",
     ),
-    choice_option(
+    options.choice_option(
         "--kv-bits",
         BIT_NAMES,
         "Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
         show_default="not quantised",
     ),
-    choice_option(
+    options.choice_option(
         "--far-bits",
         BIT_NAMES,
         "The same of all that is not in the window.",
@@ -296,15 +277,21 @@ _PREFIX_OPTIONS = (
         is_flag=True,
         help="Take what is known of the prompt from disk, and keep the rest there.",
     ),
-    integer_option("--prefix-cache-bytes", default=PREFIX_BYTES, help="Most disk space for that."),
+    options.integer_option(
+        "--prefix-cache-bytes", default=PREFIX_BYTES, help="Most disk space for that."
+    ),
 )
-_prefix_options = collect_options(PrefixChoice, "prefixes", _PREFIX_OPTIONS)
+_prefix_options = options.collect_options(PrefixChoice, "prefixes", _PREFIX_OPTIONS)
 
 
-def session_options(keep: Decorator) -> Decorator:
+def session_options(keep: options.Decorator) -> options.Decorator:
     """Return a decorator that adds the options of a `SessionChoice`, passed on as `choice`.
 
     keep: the `--keep` option.
     """
-    options = [memory_options(keep), store_option, _prefix_options, secret_option, sampling_options]
-    return collect_options(SessionChoice, "choice", options)
+    prefixes = [_prefix_options, secret_option]
+    return options.collect_options(
+        SessionChoice,
+        "choice",
+        [memory_options(keep), store_option, *prefixes, options.sampling_options],
+    )

@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli import options
 from kvkeep.cli.memory import MemoryChoice, memory_options
-from kvkeep.cli.options import (
-    OutputChoice,
-    file_option,
-    integer_option,
-    output_options,
-    read_text,
-)
 from kvkeep.cli.output import say
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import write_atomic
@@ -25,21 +19,23 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Measure the perplexity of a text.")
 @click.argument("file")
-@integer_option(
+@options.integer_option(
     "--from",
     "first",
     default=1,
     help="First token to score; those before are context.",
 )
-@integer_option("--to", "end", minimum=2, show_default="all", help="Stop before this token.")
+@options.integer_option(
+    "--to", "end", minimum=2, show_default="all", help="Stop before this token."
+)
 @memory_options()
 @click.option(
     "--written",
     is_flag=True,
     help="Evaluate each token by itself, as what the model writes: with packed weights.",
 )
-@file_option("--plot", metavar="FILE.png", help="Draw perplexity and memory over tokens.")
-@output_options
+@options.file_option("--plot", metavar="FILE.png", help="Draw perplexity and memory over tokens.")
+@options.output_options
 def perplexity(
     file: str,
     first: int,
@@ -47,14 +43,14 @@ def perplexity(
     written: bool,
     plot: Path | None,
     memory: MemoryChoice,
-    output: OutputChoice,
+    output: options.OutputChoice,
 ) -> None:
     """Measure the perplexity of the text in FILE ("-": standard input).
 
     Each token is foretold from what memory then holds, as in a chat that has come so far. Compare
     budgets and policies with the same --from and --to.
     """
-    text = read_text(file)
+    text = options.read_text(file)
     if not text:
         raise InvalidArgument(f"{file} is empty: expected some text")
     if end is not None and first >= end:

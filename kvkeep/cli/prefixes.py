@@ -14,14 +14,7 @@ from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
-from kvkeep.storage.prefixes.inventory import (
-    BLOCK_TOKENS,
-    StoredPrompt,
-    make_room,
-    prompts_of,
-    stored_blocks,
-    stored_prompts,
-)
+from kvkeep.storage.prefixes import inventory
 from kvkeep.types import DtypeName
 
 PREFIXES = {
@@ -99,21 +92,21 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     say(f"{counted(len(prompts), 'prompt')}, {total}")
 
 
-def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
+def _stored(store: str | None, with_text: bool) -> list[inventory.StoredPrompt]:
     """Return the prompts in the prefix cache of this machine, or of a shared store."""
     if store is None:
-        return stored_prompts(home() / "prefixes")
+        return inventory.stored_prompts(home() / "prefixes")
     if with_text:
         raise click.UsageError("--text reads the prompts of this machine alone, not of a --store")
-    return prompts_of(stored_blocks(open_object_store(store)))
+    return inventory.prompts_of(inventory.stored_blocks(open_object_store(store)))
 
 
-def _key(prompt: StoredPrompt) -> str:
+def _key(prompt: inventory.StoredPrompt) -> str:
     """Return the key of a prompt's last block, which identifies the prompt."""
     return prompt.blocks[-1].key
 
 
-def _texts(prompts: Sequence[StoredPrompt], name: str) -> dict[str, str]:
+def _texts(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[str, str]:
     """Return how the prompts of a model begin, by the key of their last block.
 
     Prompts of other models are left out.
@@ -162,7 +155,7 @@ def _remove(shared_store: str | None, max_bytes: int) -> None:
         store = open_prefix_store()
         freed, remaining, where = store.gc(max_bytes), store.nbytes, ""
     else:
-        freed, remaining = make_room(open_object_store(shared_store), max_bytes)
+        freed, remaining = inventory.make_room(open_object_store(shared_store), max_bytes)
         where = f" in {shared_store}"
     click.echo(f"removed {megabytes(freed)}, {megabytes(remaining)} left{where}")
 
@@ -196,7 +189,7 @@ def why(
     loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
     stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
-    more = len(ids) - stored >= BLOCK_TOKENS
+    more = len(ids) - stored >= inventory.BLOCK_TOKENS
     if as_json:
         counts = {"prompt_tokens": len(ids), "stored_tokens": stored}
         click.echo(json.dumps(counts | {"differs_at": differs if more else None}))

@@ -36,10 +36,7 @@ class Tally:
 
 
 class Run:
-    """A session in use by a command: prefills and generates, counts tokens and reports them.
-
-    writer: saves the session; None if it is not saved.
-    """
+    """A session in use by a command, its measurements and its report. writer: saves it, if any."""
 
     def __init__(
         self, command: str, opened: OpenedSession, output: OutputChoice, seed: int | None = None

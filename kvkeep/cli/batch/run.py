@@ -33,10 +33,7 @@ PreparedRequest = tuple[BatchRequest, GenerationRequest]
 
 
 class BatchResults:
-    """The open results file.
-
-    done: digests of the requests that an earlier run answered. added: answers added since.
-    """
+    """The open results file. done: digests answered by an earlier run. added: answers since."""
 
     def __init__(self, file: BinaryIO, done: set[str]):
         self._file, self.done = file, done
@@ -176,10 +173,7 @@ class BatchReport:
         )
 
     def close(self, output: OutputChoice) -> None:
-        """Write the report and print the closing line.
-
-        Raises InvalidArgument if any request failed.
-        """
+        """Write the report and print the closing line. Raises InvalidArgument for failures."""
         if output.report is not None:
             text = json.dumps({"command": "batch", **asdict(self)}, indent=2)
             write_atomic(output.report, f"{text}\n".encode())
@@ -197,10 +191,7 @@ def run_batch(
     report: BatchReport,
     output: OutputChoice,
 ) -> None:
-    """Answer the requests, each of which is on disk as soon as it is complete.
-
-    at_once: how many answers are decoded together.
-    """
+    """Answer the requests, `at_once` together. Each is on disk as soon as it is complete."""
     begun, disable = time.perf_counter(), None if output.progress else True
     bar = tqdm(total=report.requests, initial=report.before, unit=" answers", disable=disable)
     try:

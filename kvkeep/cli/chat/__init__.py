@@ -97,11 +97,7 @@ def chat(
 
 
 def _latest(session: str | None) -> str:
-    """Return the name of the chat that was saved last.
-
-    session: the value of `--session`. Raises InvalidArgument if it was given, or if no chat is
-    saved.
-    """
+    """Return the name of the chat that was saved last. session: the value of `--session`."""
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
     for path in saved_sessions().newest():
@@ -120,11 +116,7 @@ def _latest(session: str | None) -> str:
 def _open(
     source: Source | None, system: str | None, choice: SessionChoice, progress: bool
 ) -> tuple[OpenedSession, Conversation]:
-    """Open the session and the conversation in it.
-
-    Raises InvalidArgument for another system prompt than the saved one, and for a session with a
-    prompt that was interrupted.
-    """
+    """Open the session and the conversation in it."""
     memory, saved_system = choice.memory, system
     if source is None:
         model = memory.load(progress)
@@ -149,10 +141,7 @@ def _open(
 
 
 def _kept_tokens(memory: MemoryChoice, model: "Model", system: str | None) -> int:
-    """Return how many first tokens to keep: as given, or the system prompt.
-
-    Raises InvalidArgument if the system prompt fills the whole budget.
-    """
+    """Return how many first tokens to keep: as given, or the system prompt."""
     if memory.keep is not None:
         return memory.keep
     budget = memory.max_kv_size or model.spec.max_positions

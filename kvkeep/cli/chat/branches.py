@@ -13,10 +13,7 @@ _MAX_NAME = 90  # characters of a session's name, before a number is appended
 
 
 class Branches:
-    """The branches of a chat: forks of one conversation, one of which is current.
-
-    name: the name of the current branch.
-    """
+    """The branches of a chat: forks of one conversation. name: of the one that is current."""
 
     def __init__(self, conversation: Conversation):
         self.name = _FIRST
@@ -50,7 +47,6 @@ class Branches:
         self.name = name
 
     def replace(self, conversation: Conversation) -> None:
-        """Replace the conversation of the current branch."""
         self._all[self.name] = conversation
 
     def switch(self, name: str) -> None:

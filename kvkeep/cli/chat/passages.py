@@ -35,7 +35,7 @@ class Passage:
 
 
 def split_passage(argument: str) -> tuple[str, str]:
-    """Split a command's argument into the passage and the rest."""
+    """Split an argument into the passage and the rest."""
     quoted = _QUOTED.match(argument)
     what = quoted[0] if quoted else argument.partition(" ")[0]
     return what, argument[len(what) :].strip()
@@ -76,10 +76,7 @@ def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
 
 
 def _find_words(conversation: Conversation, words: str) -> Passage:
-    """Find words in the newest question, answer or system prompt that contains them.
-
-    The passage is the shortest run of tokens whose text contains the words.
-    """
+    """Find the fewest tokens with the words, in the newest question, answer or system prompt."""
     session, decode = conversation.session, conversation.codec.decode
     places = [
         (name, start, end)
@@ -99,7 +96,6 @@ def _find_words(conversation: Conversation, words: str) -> Passage:
 
 
 def _description(span_name: str) -> str:
-    """Describe a span for messages."""
     if span_name.startswith("system"):
         return "the system prompt"
     _, number, *part = span_name.split(" ")
@@ -107,7 +103,6 @@ def _description(span_name: str) -> str:
 
 
 def _known_passages(conversation: Conversation) -> str:
-    """List the passages that exist, for messages."""
     turns = [str(number) for number in conversation.turns]
     if not turns:
         return "nothing yet"

@@ -41,11 +41,7 @@ def chat_at_server(
     memory: MemoryChoice,
     settings: ChatSettings,
 ) -> None:
-    """Run a chat in a session of a server.
-
-    Raises KvkeepError, before the first turn, if an option does not apply or the session cannot be
-    opened.
-    """
+    """Run a chat in a session of a server. Raises KvkeepError if it cannot be opened."""
     unused = [option for option in _LOCAL_ONLY if is_given(option)]
     if unused:
         options = ", ".join(map(_flag, unused))
@@ -57,10 +53,7 @@ def chat_at_server(
 
 
 def _open_session(client: Client, name: str | None, settings: dict[str, Any]) -> str:
-    """Find a session or create it, without a name for None; return its name.
-
-    Raises InvalidArgument for settings of a session that exists.
-    """
+    """Find a session or create it, without a name for None; return its name."""
     if name is not None:
         try:
             client.session(name).info()
@@ -100,17 +93,6 @@ def _sampling(settings: ChatSettings) -> dict[str, Any]:
     parameters = {_API_NAMES.get(name, name): value for name, value in options if value is not None}
     limit = _ENDLESS if settings.max_tokens is None else settings.max_tokens
     return {**parameters, "max_tokens": limit}
-
-
-class RemoteCodec:
-    """The text of token ids, decoded by the server's tokenizer."""
-
-    def __init__(self, client: Client):
-        self._client = client
-
-    def decode(self, ids: Sequence[int]) -> str:
-        response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
-        return str(response["content"])
 
 
 class RemoteChatSession(RemoteSession):
@@ -154,11 +136,16 @@ class RemoteConversation:
     def __init__(self, client: Client, session_name: str):
         self._client = client
         self.session = RemoteChatSession(client, session_name)
-        self.codec = RemoteCodec(client)
+        self.codec = SimpleNamespace(decode=self._decode)
 
     @property
     def turns(self) -> list[int]:
         return turns_in(self.session.places)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Decode by the server's tokenizer."""
+        response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
+        return str(response["content"])
 
     def fork(self, name: str | None = None) -> "RemoteConversation":
         return RemoteConversation(self._client, self.session.fork(name).name)

@@ -158,10 +158,7 @@ def _terminal_reflows() -> bool:
 
 
 def make_screen(markdown: bool) -> Screen:
-    """Return the screen for standard output.
-
-    markdown: whether to render Markdown if the terminal can show it.
-    """
+    """Return the screen for standard output. markdown: render it if the terminal can show it."""
     if not sys.stdout.isatty():
         return Screen()
     has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")

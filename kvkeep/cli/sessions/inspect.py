@@ -191,10 +191,7 @@ def verify(names: tuple[str, ...]) -> None:
 
 
 def _session_or_file(name: str) -> Source:
-    """Return the file of a session, or the file at that path.
-
-    Raises InvalidArgument if there is neither.
-    """
+    """Return the file of a session, or else the file at that path."""
     path = Path(name)
     if "/" in name and not path.is_file():
         raise InvalidArgument(f"there is no file {name}")
