@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import Decorator, file_option, read_text
+from kvkeep.cli.options import Decorator, file_option, read_nonempty
 from kvkeep.cli.output import say
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
-from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.errors import StoreError
 from kvkeep.storage.snapshots.header import check_output_path
 from kvkeep.types import DtypeName
 
@@ -68,10 +68,7 @@ def method_and_budget(value: str) -> str:
 
 
 def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
-    """Raise UsageError if a method needs a calibration and no file was given.
-
-    methods: METHOD or METHOD:BUDGET.
-    """
+    """Raise UsageError if a METHOD or METHOD:BUDGET needs a calibration and no file was given."""
     for name in (method.partition(":")[0] for method in methods):
         if calibration is None and name not in UNCALIBRATED:
             raise click.UsageError(
@@ -81,10 +78,7 @@ def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
 
 
 def calibration_option(meaning: str, default: str | None = None) -> Decorator:
-    """Return the `--calibration` option.
-
-    default: what help shows as the default.
-    """
+    """Return the `--calibration` option. default: what help shows as the default."""
     return file_option("--calibration", exists=True, show_default=default or False, help=meaning)
 
 
@@ -95,19 +89,6 @@ def load_calibration_file(file: Path | None, model: "Model") -> "Calibration | N
     from kvkeep.compression.calibration.calibration import load_calibration
 
     return load_calibration(file, model)
-
-
-def archive_calibration(
-    file: Path | None, model: "Model", method: str | None
-) -> "Calibration | None":
-    """Return the calibration for an archive: the given file, or the one stored for the model.
-
-    method: the requested method. The stored calibration is used only if no method was requested
-    or if the method needs one.
-    """
-    if file is not None or method not in (None, "kvzap"):
-        return load_calibration_file(file, model)
-    return model.calibration
 
 
 def gains_from_calibration(session: "Session") -> bool:
@@ -142,9 +123,7 @@ def calibrate(
 
     What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
     """
-    content = read_text(text)
-    if not content:
-        raise InvalidArgument(f"{text} is empty: expected some text")
+    content = read_nonempty(text)
     if output is not None:
         check_output_path(output, "calibration")
     loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
@@ -155,7 +134,6 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
     """Calibrate a model on a text, save the result and print a summary.
 
     output: the calibration file; None for the default path, where every command finds it.
-    Raises StoreError if its folder cannot be created.
     """
     from tqdm import tqdm
 

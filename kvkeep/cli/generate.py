@@ -128,10 +128,9 @@ def generate(
 
 
 def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
-    """Prefill a prompt, after the part of an earlier prompt that an interrupt left unevaluated.
+    """Prefill a prompt, after what an interrupt left of an earlier one.
 
-    A session's memory holds evaluated tokens only. The tokens that an interrupt leaves now are
-    therefore stored in its notes, under UNREAD.
+    A session's memory holds evaluated tokens only, so its notes hold the others, under UNREAD.
     """
     start, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
     opened.notes.setdefault(FIRST_PROMPT, len(ids))

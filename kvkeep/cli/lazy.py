@@ -10,10 +10,7 @@ import click
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command that is imported on first use.
-
-    target: "module:attribute", below kvkeep.cli. summary: its line in the help of the group.
-    """
+    """A command imported on first use. target: "module:attribute". summary: its line in help."""
 
     target: str
     summary: str
@@ -29,8 +26,7 @@ class LazyCommand:
 class LazyGroup(click.Group):
     """A group whose commands are imported on first use.
 
-    lazy: the commands by name, in the order in which help lists them. elsewhere: names of commands
-    in other tools, and the command to suggest for each.
+    lazy: the commands by name, as help lists them. elsewhere: what to suggest for other names.
     """
 
     def __init__(
@@ -103,10 +99,7 @@ OF_MODELS: Mapping[str, str] = dict.fromkeys(("list", "ls"), "kvkeep models")
 
 
 class OptionsOnly(click.Command):
-    """A command without positional arguments. If one is given, the error names the option to use.
-
-    hint: the error message; "{}" is replaced by the argument.
-    """
+    """A command without positional arguments. hint: the error for one; "{}" stands for it."""
 
     def __init__(self, *args: Any, hint: str, **kwargs: Any):
         super().__init__(*args, **kwargs)

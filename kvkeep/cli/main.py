@@ -53,11 +53,10 @@ class Commands(LazyGroup):
         try:
             status = super().main(*args, **kwargs)
             sys.stdout.flush()
-        except click.UsageError as error:
-            where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            _refuse(f"{error.format_message()}{where}")
         except click.ClickException as error:
-            _refuse(error.format_message())
+            context = error.ctx if isinstance(error, click.UsageError) else None
+            where = f" (see {context.command_path} --help)" if context else ""
+            _refuse(f"{error.format_message()}{where}")
         except KvkeepError as error:
             _refuse(str(error))
         except BrokenPipeError:

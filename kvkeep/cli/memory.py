@@ -86,10 +86,9 @@ class MemoryChoice:
 
     def settings(self, model: "Model", default_keep: int = SINKS) -> dict[str, Any]:
         """Return the keyword arguments for `Model.session`."""
-        if self.policy == "archive":
-            calibration = compression.archive_calibration(self.calibration, model, self.method)
-        else:
-            calibration = compression.load_calibration_file(self.calibration, model)
+        calibration = compression.load_calibration_file(self.calibration, model)
+        if calibration is None and self.policy == "archive" and self.method in (None, "kvzap"):
+            calibration = model.calibration  # other methods do not need it
         keep = default_keep if self.keep is None else self.keep
         return {
             "max_kv_size": self.max_kv_size,
@@ -137,10 +136,7 @@ class PrefixChoice:
     prefix_cache_bytes: int
 
     def store(self, model: "Model") -> "PrefixCache | None":
-        """Open the prefix cache, or return None if it is off or cannot be used.
-
-        A failure is only a warning, because the cache does nothing but save work.
-        """
+        """Open the prefix cache, or return None if it is off. A failure is only a warning."""
         if not self.prefix_cache:
             return None
         try:
@@ -178,9 +174,8 @@ def warn_without_prefixes(error: str) -> None:
 def uses_prefixes(memory: MemoryChoice, prefix_cache: bool) -> bool:
     """Whether an engine's sessions use the prefix cache; prints a warning if they cannot.
 
-    Cached prefixes were evaluated over unquantised cells: the answers of sessions with quantised
-    cells would depend on whether there was a hit.
-    prefix_cache: the value of `--prefix-cache`.
+    Cached prefixes were evaluated over unquantised cells: answers over quantised ones would depend
+    on whether there was a hit.
     """
     if prefix_cache and (memory.kv_bits or memory.far_bits):
         warn_without_prefixes(
@@ -210,10 +205,7 @@ def keep_option(
 def memory_options(
     keep: options.Decorator | None = None, step: options.Decorator = PREFILL_STEP
 ) -> options.Decorator:
-    """Return a decorator that adds the options of a `MemoryChoice`, passed on as `memory`.
-
-    keep: the `--keep` option; None for the usual one. step: the `--prefill-step` option.
-    """
+    """Return a decorator that adds the options of a `MemoryChoice`, passed on as `memory`."""
     policy = [_BUDGET, keep or keep_option(), *_POLICY_OPTIONS]
     return options.collect_options(
         MemoryChoice, "memory", [MODEL, *policy, step, DTYPE, WEIGHTS, DEVICE]
@@ -285,10 +277,7 @@ _prefix_options = options.collect_options(PrefixChoice, "prefixes", _PREFIX_OPTI
 
 
 def session_options(keep: options.Decorator) -> options.Decorator:
-    """Return a decorator that adds the options of a `SessionChoice`, passed on as `choice`.
-
-    keep: the `--keep` option.
-    """
+    """Return a decorator that adds the options of a `SessionChoice`, passed on as `choice`."""
     prefixes = [_prefix_options, secret_option]
     return options.collect_options(
         SessionChoice,

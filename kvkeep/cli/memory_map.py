@@ -28,8 +28,7 @@ _CHARACTERS: dict["TokenStatus", tuple[str, str]] = {
 def memory_map(session: "Session", width: int | None = None, plain: bool | None = None) -> str:
     """Return a bar from the first token to the newest, and the size of the tokens of each status.
 
-    width: characters of the bar; None for the terminal's width. plain: whether to use ASCII only;
-    None to decide by the terminal.
+    width: characters of the bar. plain: whether to use ASCII only. None: as the terminal has it.
     """
     statuses = session.token_status
     sizes = _sizes(session, Counter(statuses))
@@ -65,8 +64,7 @@ def draw_map(
 ) -> list[str]:
     """Return the bar, and a line for each status.
 
-    sizes: bytes by status. names: labels that replace those of statuses. width, plain: as in
-    `memory_map`.
+    sizes: bytes by status. names: labels that replace those of statuses.
     """
     style, counts = int(_needs_ascii() if plain is None else plain), Counter(statuses)
     lines = [bar(statuses, width or min(100, shutil.get_terminal_size().columns - 1), style)]

@@ -90,8 +90,7 @@ def is_given(option: str) -> bool:
 def collect_options(into: type[Any], name: str, options: Sequence[Any]) -> Decorator:
     """Return a decorator that adds options and passes their values on as one object.
 
-    into: the dataclass of the values, with a field for each option. name: the parameter of the
-    command that receives it.
+    into: its dataclass, with a field for each option. name: the parameter of the command.
     """
     fields = [field.name for field in dataclasses.fields(into)]
 
@@ -123,9 +122,8 @@ class SamplingChoice:
     stop: tuple[str, ...]
 
     def resolve(self, saved_seed: int | None = None) -> "Sampling":
-        """Return the sampling parameters, with a seed in any case unless decoding is greedy.
+        """Return the sampling parameters, with a seed to report unless decoding is greedy.
 
-        A report can then give the seed that reproduces the text.
         saved_seed: the seed of a restored session, used unless --seed is given.
         """
         from kvkeep import Sampling
@@ -186,10 +184,7 @@ output_options = collect_options(OutputChoice, "output", _OUTPUT_OPTIONS)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """Return the prompt: the text of `--file`, then of `--prompt`, or else standard input.
-
-    Raises InvalidArgument if there is no text or if it is not UTF-8, OSError for the file.
-    """
+    """Return the text of `--file`, then of `--prompt`, or else that of standard input."""
     if prompt is None and file is None:
         if sys.stdin.isatty():
             raise InvalidArgument("no prompt: give -p TEXT or -f FILE, or pipe text in")
@@ -203,13 +198,18 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def read_text(file: str) -> str:
-    """Read a file, or standard input for "-"; a byte order mark is left out.
-
-    Raises InvalidArgument if it is not UTF-8, OSError for the file.
-    """
+    """Read a file, or standard input for "-". Raises InvalidArgument if it is not UTF-8."""
     if file == STDIN:
         return decode_text(sys.stdin.buffer.read(), "standard input")
     return read_text_file(Path(file))
+
+
+def read_nonempty(file: str) -> str:
+    """Read a file or standard input as `read_text`. Raises InvalidArgument if it is empty."""
+    text = read_text(file)
+    if not text:
+        raise InvalidArgument(f"{file} is empty: expected some text")
+    return text
 
 
 def require_utf8(text: str, source: str) -> None:

@@ -20,10 +20,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Redirect a stream to the null device.
-
-    Otherwise Python would report an error on exit, when it flushes the stream's buffer.
-    """
+    """Redirect a stream to the null device, lest Python report an error when it flushes on exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -50,9 +50,7 @@ def perplexity(
     Each token is foretold from what memory then holds, as in a chat that has come so far. Compare
     budgets and policies with the same --from and --to.
     """
-    text = options.read_text(file)
-    if not text:
-        raise InvalidArgument(f"{file} is empty: expected some text")
+    text = options.read_nonempty(file)
     if end is not None and first >= end:
         raise InvalidArgument(f"--from must be below --to; found {first} and {end}")
     output.check()

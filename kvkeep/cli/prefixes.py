@@ -107,10 +107,7 @@ def _key(prompt: inventory.StoredPrompt) -> str:
 
 
 def _texts(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[str, str]:
-    """Return how the prompts of a model begin, by the key of their last block.
-
-    Prompts of other models are left out.
-    """
+    """Return how the prompts of one model begin, by the key of their last block."""
     from kvkeep.storage.prefixes.block import tokens_in
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)

@@ -71,10 +71,7 @@ class Run:
         ignore_eos: bool = False,
         screen: Screen | None = None,
     ) -> str:
-        """Generate text on standard output, end it with a new line and return the finish reason.
-
-        screen: how the text is shown; None for unchanged.
-        """
+        """Generate text on a screen, by default unchanged, and return the finish reason."""
         start, screen = len(self.session.tokens), screen or Screen()
         with self.counting(self.decode):
             try:

@@ -141,8 +141,7 @@ def session_settings(memory: MemoryChoice, model: "Model", max_bytes: int) -> di
     """Return the settings of the sessions that a server creates.
 
     max_bytes: for the cells of all sessions. Raises InvalidArgument if no chat fits in a session,
-    or if a full session does not fit in them, since every request without a limit on its answer
-    would then be refused.
+    or if a full session does not fit in them: requests without a limit would be refused.
     """
     memory.require_room_for_a_chat(model)
     settings = memory.settings(model)
@@ -202,10 +201,7 @@ def require_installed() -> None:
 
 
 def require_secret(options: dict[str, Any]) -> None:
-    """Raise InvalidArgument for API keys over an object store without a shared secret.
-
-    Owners of sessions are derived from keys with the secret that all servers of the store have.
-    """
+    """Raise InvalidArgument for API keys over an object store without the secret for owners."""
     if options["api_key_file"] is not None and options["secret_file"] is None:
         raise InvalidArgument(
             "--api-key-file with an object store needs --secret-file: the owners of sessions are "

@@ -38,8 +38,7 @@ _FIXED_OPTIONS = (
 class OpenedSession:
     """A session and its model.
 
-    notes: the JSON values saved beside the session. restored: tokens that came from the file.
-    seed: the sampling seed that the session was saved with.
+    notes: saved beside the session, as JSON. restored: tokens from the file. seed: as saved.
     """
 
     model: "Model"
@@ -52,11 +51,9 @@ class OpenedSession:
 def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
     """Restore the session in a file, on the model that it was saved with.
 
-    Settings without an option on the command line stay as saved.
-
-    Raises InvalidArgument for an option that contradicts the file, StoreError and its subclasses
-    for a damaged file, FingerprintMismatch for another model, and ModelNotFound if the file's model
-    is not on this machine and --model was not given.
+    Settings without an option on the command line stay as saved. Raises InvalidArgument for an
+    option that contradicts the file, StoreError, FingerprintMismatch for another model, and
+    ModelNotFound if the file's model is not here and --model was not given.
     """
     from kvkeep import Snapshot
 
@@ -143,10 +140,7 @@ def dtype_name(dtype: "torch.dtype") -> DtypeName:
 
 
 def apply_keep(opened: OpenedSession, keep: int | None) -> None:
-    """Change how many first tokens a restored session never evicts, if --keep was given.
-
-    Raises InvalidArgument for a number out of range.
-    """
+    """Change how many first tokens a restored session never evicts, if --keep was given."""
     session = opened.session
     if not is_given("keep") or keep is None or session.keep == session.max_kv_size:
         return  # a policy that keeps every token does so for any --keep
@@ -177,9 +171,8 @@ def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice)
 class SessionWriter:
     """Writes a session to its file atomically.
 
-    what: the session or file, for messages. notes: JSON values saved beside the session. They are
-    not copied, so later changes to them are saved too. saved_bytes: the size of the file that was
-    written last; None before the first.
+    what: the session or file, for messages. notes: JSON values saved beside the session, as they
+    are then. saved_bytes: the size of the file that was written last; None before the first.
     """
 
     def __init__(

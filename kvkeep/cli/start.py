@@ -13,10 +13,7 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def run() -> None:
-    """Run the command line.
-
-    Ctrl-C during imports ends the process at once, with the same exit status as later.
-    """
+    """Run the command line. Ctrl-C during imports ends the process at once."""
     handles_sigint = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_sigint:
         signal.signal(signal.SIGINT, _interrupt)
@@ -37,10 +34,7 @@ def run() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that were closed (`>&-`) on the null device.
-
-    Otherwise the first files to be opened would get their file descriptors.
-    """
+    """Open closed standard streams (`>&-`): else the next files would get their descriptors."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)

@@ -77,8 +77,7 @@ def suspensions() -> int:
 def type_ahead() -> Iterator[None]:
     """Hold typed keys back without echo during the block, for the prompt after it.
 
-    Ctrl-C, Ctrl-Z and Ctrl-S act at once as usual. Nothing changes if standard input is not a
-    terminal, or if this process is in the background.
+    Ctrl-C, Ctrl-Z and Ctrl-S act at once. Nothing changes without a terminal or in the background.
     """
     mode = _NoEchoMode(sys.stdin.fileno())
     handles_suspension = signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL

@@ -95,8 +95,7 @@ def _warn_once(text: str) -> None:
 def require_local(name: str, file: object) -> None:
     """Raise ModelNotFound if the model that a file names is not on this machine.
 
-    A model named on the command line is fetched or converted. One named by a file is only used,
-    because files can come from anywhere.
+    It is not fetched, as one named on the command line is: files can come from anywhere.
     """
     from kvkeep.models.hub.source import local_folder
 

@@ -10,15 +10,7 @@ from typing import Any
 import httpx
 
 from kvkeep import errors
-from kvkeep.client.remote import (
-    ApiClient,
-    ApiRequest,
-    Convert,
-    RemoteSession,
-    Text,
-    given_fields,
-    text_fields,
-)
+from kvkeep.client.remote import ApiClient, ApiRequest, Convert, RemoteSession, Text, text_fields
 
 URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
@@ -49,7 +41,7 @@ class _Requests(ApiClient):
         settings: policy, max_kv_size, keep, kv_bits, ..., as for `Model.session`; from_snapshot: a
         snapshot's name.
         """
-        request = ApiRequest("POST", "/v1/sessions", given_fields(name=name, **settings))
+        request = ApiRequest("POST", "/v1/sessions", {"name": name, **settings})
         return self.send(request, self._session)
 
     def sessions(self, unnamed: bool = False) -> Any:
@@ -66,7 +58,7 @@ class _Requests(ApiClient):
     def restore(self, snapshot: str, name: str | None = None) -> Any:
         """Return a new RemoteSession that continues, to the bit, from a snapshot."""
         path = f"/v1/snapshots/{snapshot}/restore"
-        return self.send(ApiRequest("POST", path, given_fields(name=name)), self._session)
+        return self.send(ApiRequest("POST", path, {"name": name}), self._session)
 
     def delete_snapshot(self, snapshot: str) -> Any:
         return self.send(ApiRequest("DELETE", f"/v1/snapshots/{snapshot}"))
@@ -99,11 +91,11 @@ class Client(_Requests):
             notes.feed(open("manual.txt").read(), span="manual")
             print(notes.say("What is this about?")["text"])
 
-    A request whose response is lost is sent again; the server makes each change once.
+    options: for httpx. A request whose response is lost is sent again; the server makes each
+    change once.
     """
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
-        """options: for httpx."""
         self._http = httpx.Client(**_http_options(url, api_key, options))
 
     def __enter__(self) -> "Client":
@@ -143,7 +135,6 @@ class AsyncClient(_Requests):
     """An asyncio client: methods are awaited, streams are iterated by `async for`."""
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
-        """options: for httpx."""
         self._http = httpx.AsyncClient(**_http_options(url, api_key, options))
 
     async def __aenter__(self) -> "AsyncClient":

@@ -15,8 +15,8 @@ class ApiRequest:
 
     method: str
     path: str
-    body: Mapping[str, Any] | None = None
-    params: Mapping[str, Any] | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)  # without those that are None
+    params: Mapping[str, Any] = field(default_factory=dict)  # as in body
     revision: int | None = None  # that the session must be at
     # The idempotency key: the server makes a change once, however often the request is sent.
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
@@ -26,8 +26,8 @@ class ApiRequest:
         headers = {} if self.method == "GET" else {"Idempotency-Key": self.key}
         if self.revision is not None:
             headers["If-Match"] = f'"{self.revision}"'
-        body = None if self.method in ("GET", "DELETE") else dict(self.body or {})
-        content = {"headers": headers, "json": body, "params": given_fields(**(self.params or {}))}
+        body = None if self.method in ("GET", "DELETE") else _without_none(self.body)
+        content = {"headers": headers, "json": body, "params": _without_none(self.params)}
         return {"method": self.method, "url": self.path, **content}
 
 
@@ -95,10 +95,7 @@ class RemoteSession:
     def say(
         self, content: str, system: str | None = None, revision: int | None = None, **how: Any
     ) -> Any:
-        """Take a chat turn: prefill the user's message and generate the reply.
-
-        system: the system prompt, before the first turn.
-        """
+        """Take a chat turn; return the reply. system: the system prompt, before the first turn."""
         return self._post("/turns", revision, content=content, system=system, **how)
 
     def stream_turn(
@@ -180,7 +177,9 @@ class RemoteSession:
     def stay(self, resident: bool = True, revision: int | None = None) -> Any:
         """Set whether the session stays in memory when others need room."""
         body = {"resident": resident}
-        return self._client.send(ApiRequest("PUT", self._path("/resident"), body, None, revision))
+        return self._client.send(
+            ApiRequest("PUT", self._path("/resident"), body, revision=revision)
+        )
 
     def _path(self, action: str) -> str:
         return f"/v1/sessions/{self.name}{action}"
@@ -195,12 +194,10 @@ class RemoteSession:
         return self._client.stream(self._request(action, revision, {**body, "stream": True}))
 
     def _request(self, action: str, revision: int | None, body: dict[str, Any]) -> ApiRequest:
-        fields = given_fields(**body)
-        return ApiRequest("POST", self._path(action), fields, revision=revision)
+        return ApiRequest("POST", self._path(action), body, revision=revision)
 
 
-def given_fields(**fields: Any) -> dict[str, Any]:
-    """Return the fields that are not None."""
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

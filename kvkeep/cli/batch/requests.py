@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,26 +31,27 @@ _DEFAULTS = {"n": 1, "stream": False, "logprobs": False, "tools": [], "echo": Fa
 class BatchRequest:
     """One prompt with its parameters.
 
-    name: its id, or the number of its line. where: its file and line, for messages. digest: a hash
-    of the name and body, by which a resumed batch recognises its results. body: the fields of an
-    OpenAI request. chat: whether it has messages. openai: whether the line, and so its result, has
-    the format of an OpenAI batch.
+    name: its id, or the number of its line. where: its file and line, for messages. body: the
+    fields of an OpenAI request. chat: whether it has messages. openai: whether the line, and so its
+    result, has the format of an OpenAI batch.
     """
 
     name: str
     where: str
-    digest: str
     body: Mapping[str, Any]
     chat: bool
     openai: bool = False
 
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the name and body, by which a resumed batch recognises its results."""
+        text = json.dumps([self.name, self.body], sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
     def generation_request(
         self, model: "Model", sampling: "Sampling", max_tokens: int
     ) -> "GenerationRequest":
-        """Return the engine's request.
-
-        sampling, max_tokens: for fields that the line leaves out. Raises InvalidArgument.
-        """
+        """Return the engine's request. sampling, max_tokens: for fields that are left out."""
         from kvkeep.engine import GenerationRequest
 
         body, text = self.body, model.text
@@ -76,10 +78,7 @@ class BatchRequest:
 
 
 def read_jsonl(path: Path) -> list[BatchRequest]:
-    """Read a request from each line that is not empty.
-
-    Raises InvalidArgument, naming the line, for an invalid request; OSError.
-    """
+    """Read a request from each line that is not empty. Raises InvalidArgument, naming the line."""
     requests: list[BatchRequest] = []
     for number, line in enumerate(read_text_file(path).splitlines(), 1):
         if line.strip():
@@ -96,7 +95,7 @@ def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRe
             user = [{"role": "user", "content": f"{read_text_file(path).strip()}\n\n{question}"}]
             instructions = [] if system is None else [{"role": "system", "content": system}]
             body = {"messages": [*instructions, *user]}
-            requests.append(_request(path.name, str(path), body, chat=True))
+            requests.append(BatchRequest(path.name, str(path), body, chat=True))
     _check_names(requests, folder)
     return requests
 
@@ -130,7 +129,7 @@ def _parse_line(line: str, number: int, where: str) -> BatchRequest:
         raise InvalidArgument(f"{where}: the url is {_CHAT} or {_COMPLETION}; found {url!r}")
     chat = "messages" in body
     _check_body(body, where, chat)
-    return _request(name, where, body, chat, openai)
+    return BatchRequest(name, where, body, chat, openai)
 
 
 def _check_body(body: Mapping[str, Any], where: str, chat: bool) -> None:
@@ -151,11 +150,3 @@ def _check_body(body: Mapping[str, Any], where: str, chat: bool) -> None:
     stops = [] if body.get("stop") is None else body["stop"]  # text is an iterable of texts, too
     if not isinstance(stops, Iterable) or not all(isinstance(stop, str) for stop in stops):
         raise InvalidArgument(f"{where}: stop is text, or a list of texts")
-
-
-def _request(
-    name: str, where: str, body: Mapping[str, Any], chat: bool, openai: bool = False
-) -> BatchRequest:
-    text = json.dumps([name, body], sort_keys=True, ensure_ascii=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:24]
-    return BatchRequest(name, where, digest, body, chat, openai)

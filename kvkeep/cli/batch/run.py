@@ -51,11 +51,10 @@ class BatchResults:
 def open_results(
     path: Path, requests: Sequence[BatchRequest], again: bool
 ) -> Iterator[BatchResults]:
-    """Open and lock the results file, with the answers of an earlier run.
+    """Open and lock the results file, with the answers of an earlier run unless `again`.
 
-    Failed requests and an incomplete last line are removed, and so will be tried again.
-    again: whether to discard all earlier answers. Raises InvalidArgument if the file contains
-    anything other than answers to these requests, Locked if another process writes to it.
+    Failed requests and an incomplete last line are removed, and so will be tried again. Raises
+    InvalidArgument for anything but answers to these requests, Locked for another writer.
     """
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:
@@ -95,10 +94,7 @@ def _successful_lines(content: bytes, path: Path, known: set[str]) -> list[tuple
 
 @dataclass
 class BatchAnswer:
-    """A request and its answer so far.
-
-    end: the final event; None while the request runs, or if it failed, with `error`.
-    """
+    """A request and its answer so far. end: None while it runs, or if it failed, with `error`."""
 
     request: BatchRequest
     generation: GenerationRequest
@@ -140,10 +136,7 @@ class BatchAnswer:
 
 @dataclass
 class BatchReport:
-    """The closing numbers of a batch.
-
-    requests: in all. before: those answered by an earlier run. seconds: of this run.
-    """
+    """The closing numbers of a batch. before: requests that an earlier run answered."""
 
     requests: int
     before: int
@@ -215,9 +208,8 @@ def _answers(
 ) -> Iterator[BatchAnswer]:
     """Yield each answer when it is complete or has failed, and count generated tokens meanwhile.
 
-    A prompt is submitted when the one before it is prefilled: it can then reuse their common
-    prefix, and no time is lost since the engine prefills one prompt at a time. Requests are sorted
-    so that common prefixes are adjacent.
+    A prompt is submitted when the one before it is prefilled, so that it can reuse their common
+    prefix; the engine prefills one at a time anyway. Sorted, common prefixes are adjacent.
     """
     waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)
     events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()

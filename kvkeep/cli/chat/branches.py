@@ -1,7 +1,7 @@
 """Branches of a chat, and names for the sessions that they are saved in."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
 
 from kvkeep.cli.output import counted, megabytes
@@ -17,48 +17,40 @@ class Branches:
 
     def __init__(self, conversation: Conversation):
         self.name = _FIRST
-        self._all = {_FIRST: conversation}
+        self.conversations = {_FIRST: conversation}
 
     @property
     def current(self) -> Conversation:
-        return self._all[self.name]
-
-    @property
-    def conversations(self) -> Mapping[str, Conversation]:
-        return self._all
+        return self.conversations[self.name]
 
     @property
     def others(self) -> list[str]:
-        return [name for name in self._all if name != self.name]
+        return [name for name in self.conversations if name != self.name]
 
     def branch(self, name: str) -> None:
-        """Fork the current branch and switch to the fork, which shares its memory.
-
-        name: "" for a free one. Raises InvalidArgument for an invalid name or one in use.
-        """
+        """Fork the current branch and switch to the fork. name: "" for a free one."""
         if not name:
-            numbered = (f"branch-{number}" for number in count(len(self._all) + 1))
-            name = next(name for name in numbered if name not in self._all)
+            numbered = (f"branch-{number}" for number in count(len(self.conversations) + 1))
+            name = next(name for name in numbered if name not in self.conversations)
         if not re.fullmatch(r"[\w.-]+", name):
             raise InvalidArgument(f"a branch's name is one word; found {name!r}")
-        if name in self._all:
+        if name in self.conversations:
             raise InvalidArgument(f"there is a branch {name} already; /switch {name} goes there")
-        self._all[name] = self.current.fork()
+        self.conversations[name] = self.current.fork()
         self.name = name
-
-    def replace(self, conversation: Conversation) -> None:
-        self._all[self.name] = conversation
 
     def switch(self, name: str) -> None:
         """Make another branch current. Raises InvalidArgument if there is none of that name."""
-        if name not in self._all:
-            raise InvalidArgument(f"there is no branch {name!r}; there are: {', '.join(self._all)}")
+        if name not in self.conversations:
+            raise InvalidArgument(
+                f"there is no branch {name!r}; there are: {', '.join(self.conversations)}"
+            )
         self.name = name
 
     def lines(self) -> list[str]:
         """Return a line for each branch; a star marks the current one."""
-        width, lines = max(map(len, self._all)), list[str]()
-        for name, conversation in self._all.items():
+        width, lines = max(map(len, self.conversations)), list[str]()
+        for name, conversation in self.conversations.items():
             turns = counted(len(conversation.turns), "turn")
             tokens = counted(len(conversation.session.tokens), "token")
             cache = conversation.session.cache

@@ -55,11 +55,7 @@ class LeaveChat(Exception):
 
 
 def is_command(message: str) -> bool:
-    """Whether the input is a command rather than a message.
-
-    Input of several lines, such as pasted text, is a message, and so is input that begins with a
-    path.
-    """
+    """Whether the input is a command: several lines, or a path at its beginning, are a message."""
     line = message.strip()
     if not line.startswith("/") or "\n" in line:
         return False
@@ -93,11 +89,7 @@ class ChatCommands(ABC):
         """Run a turn. line: the input that produced the message, if different."""
 
     def run_command(self, line: str) -> str:
-        """Run a command line and return the message for the user, "" for none.
-
-        Raises LeaveChat for commands that end the chat, KvkeepError for unknown ones and for those
-        that fail.
-        """
+        """Run a command line; return the message for the user. Raises LeaveChat to end the chat."""
         name, _, argument = line.strip().partition(" ")
         if name in COMMANDS:
             return str(getattr(self, f"do_{name[1:]}")(argument.strip()))

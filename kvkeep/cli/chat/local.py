@@ -26,8 +26,7 @@ class _SavedBranch:
 class LocalChat(ChatLoop):
     """A chat with a session in this process.
 
-    run: prefills, generates and, if the session has a name, saves it. locks: receives the locks of
-    sessions that the chat is saved in later.
+    run: its session. locks: receives the locks of sessions that it is saved in later.
     """
 
     def __init__(

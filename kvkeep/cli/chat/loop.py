@@ -41,8 +41,7 @@ class ChatLoop(ChatCommands):
     def turn(self, message: str) -> None:
         """Prefill a question and write its answer to `self.screen()`.
 
-        A turn that ends early leaves the conversation in a usable state. Raises `PrefillAborted`
-        if the question is not in memory afterwards.
+        Raises `PrefillAborted` if the question is not in memory afterwards.
         """
 
     @abstractmethod

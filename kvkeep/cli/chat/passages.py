@@ -15,8 +15,7 @@ _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
 class Passage:
     """Tokens `start ... end - 1` of a conversation.
 
-    what: a description for messages. words: the quoted words, "" if none. text: the text of these
-    tokens, which may extend beyond the words at both ends.
+    what: a description. words: the quoted words, "" if none. text: of these tokens, words included.
     """
 
     what: str

@@ -36,10 +36,7 @@ class Prompt:
     interactive = False
 
     def read(self, bar: str = "") -> str | None:
-        """Return the next message, or None at the end of input.
-
-        bar: a status line, shown at the foot of a terminal meanwhile.
-        """
+        """Return the next message, or None at the end. bar: a status line shown meanwhile."""
         content = sys.stdin.buffer.readline()
         return decode_text(content, "standard input").rstrip("\r\n") if content else None
 
@@ -77,10 +74,7 @@ class PlainPrompt(Prompt):
 
 
 class EditedPrompt(Prompt):
-    """A prompt with line editing, history and completion, by prompt_toolkit.
-
-    Pasted text is one message, however many lines it has.
-    """
+    """A prompt with line editing, history and completion. Pasted text is one message."""
 
     interactive = True
 

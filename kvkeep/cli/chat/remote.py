@@ -96,10 +96,7 @@ def _sampling(settings: ChatSettings) -> dict[str, Any]:
 
 
 class RemoteChatSession(RemoteSession):
-    """A session on a server, with the attributes of `Session` that commands use.
-
-    Every access is a request: nothing is cached.
-    """
+    """A session on a server, with the attributes of `Session` that commands use, none cached."""
 
     @property
     def places(self) -> dict[str, tuple[int, int]]:
@@ -233,7 +230,7 @@ class RemoteChat(ChatLoop):
             self._abandoned.append(session.name)
         self._saved.add(name)
         self._name = self._name or name
-        self.branches.replace(cast(Conversation, conversation))
+        self.branches.conversations[self.branches.name] = cast(Conversation, conversation)
         return f"goes on in session {name}, which is on the server's disk"
 
     def memory_bar(self) -> str:

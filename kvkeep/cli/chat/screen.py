@@ -46,10 +46,7 @@ class WrappedScreen(Screen):
         super()._finish()
 
     def _take_word(self, open_ended: bool = False) -> list[str]:
-        """Take the current word, split to the width of lines.
-
-        open_ended: whether the word may grow; its last part then stays for later.
-        """
+        """Take the current word, split to the width of lines. open_ended: leave its last part."""
         width = _columns()
         parts = chop_cells(self._word, width) if self._word else []
         self._word = ""
@@ -148,10 +145,7 @@ def _encode(console: Console, lines: list[list[Segment]]) -> str:
 
 
 def _terminal_reflows() -> bool:
-    """Whether the terminal rewraps long lines into more rows when it gets narrower.
-
-    Most do. xterm, rxvt, screen and the Linux console cut lines off instead.
-    """
+    """Whether the terminal rewraps lines when it gets narrower, as most do; others cut them off."""
     terminal = os.environ.get("TERM", "")
     cuts_off = terminal.startswith(("rxvt", "screen", "linux")) or "XTERM_VERSION" in os.environ
     return not cuts_off

@@ -21,9 +21,8 @@ _ON = ("on", "yes", "true", "1")
 class ChatSettings:
     """The settings of a chat.
 
-    sampling: as given by options and `/set`. max_tokens: of an answer; None for no limit. seed: the
-    one in use, at first that of a restored session. markdown, bar: whether to show answers as
-    Markdown, and the memory at the foot of the screen.
+    max_tokens: of an answer; None for no limit. seed: the one in use, at first that of a restored
+    session. markdown, bar: whether to show answers as Markdown, and the memory below.
     """
 
     sampling: SamplingChoice

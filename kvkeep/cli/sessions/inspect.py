@@ -48,8 +48,7 @@ def list_(as_json: bool) -> None:
 def _row(path: Source) -> dict[str, Any] | None:
     """Read the row of a session; None if it was removed meanwhile.
 
-    saved: seconds since 1970. error: why the file cannot be read; what its header says is then
-    None.
+    error: why the file cannot be read; what its header says is then None.
     """
     header, error = dict[str, Any].fromkeys(("kind", *_HEADER_FIELDS)), None
     try:

@@ -132,8 +132,7 @@ def _copy(source: Source, target: "Path | SessionPath") -> None:
 
 def _chunks(source: Source) -> Iterator[bytes]:
     with source.open("rb") as original:
-        while chunk := original.read(_CHUNK_BYTES):
-            yield chunk
+        yield from iter(partial(original.read, _CHUNK_BYTES), b"")
 
 
 def _require_free(place: Source, name: str) -> None:
