@@ -62,10 +62,7 @@ def draw_map(
     width: int | None = None,
     plain: bool | None = None,
 ) -> list[str]:
-    """Return the bar, and a line for each status.
-
-    sizes: bytes by status. names: labels that replace those of statuses.
-    """
+    """Return the bar and a line for each status. sizes: bytes. names: labels of statuses."""
     style, counts = int(_needs_ascii() if plain is None else plain), Counter(statuses)
     lines = [bar(statuses, width or min(100, shutil.get_terminal_size().columns - 1), style)]
     for status, characters in _CHARACTERS.items():

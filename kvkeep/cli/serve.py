@@ -201,7 +201,7 @@ def require_installed() -> None:
 
 
 def require_secret(options: dict[str, Any]) -> None:
-    """Raise InvalidArgument for API keys over an object store without the secret for owners."""
+    """Raise InvalidArgument for API keys over an object store without --secret-file."""
     if options["api_key_file"] is not None and options["secret_file"] is None:
         raise InvalidArgument(
             "--api-key-file with an object store needs --secret-file: the owners of sessions are "

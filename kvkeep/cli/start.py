@@ -34,7 +34,7 @@ def run() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`): else the next files would get their descriptors."""
+    """Open closed standard streams (`>&-`) on the null device, or files would get their numbers."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)

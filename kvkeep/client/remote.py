@@ -11,12 +11,12 @@ Convert = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request to a server."""
+    """A request to a server. Fields of the body and parameters that are None are not sent."""
 
     method: str
     path: str
-    body: Mapping[str, Any] = field(default_factory=dict)  # without those that are None
-    params: Mapping[str, Any] = field(default_factory=dict)  # as in body
+    body: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
     revision: int | None = None  # that the session must be at
     # The idempotency key: the server makes a change once, however often the request is sent.
     key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)

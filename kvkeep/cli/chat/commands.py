@@ -55,7 +55,7 @@ class LeaveChat(Exception):
 
 
 def is_command(message: str) -> bool:
-    """Whether the input is a command: several lines, or a path at its beginning, are a message."""
+    """Whether the input is a command. Several lines, or a path at the beginning, are a message."""
     line = message.strip()
     if not line.startswith("/") or "\n" in line:
         return False
