@@ -223,7 +223,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _make_layer(weights: NamedWeights, index: int) -> DecoderLayer:
-    """Build a layer, its modules in the order of `tensor_shapes`."""
+    """Build a layer. It takes its tensors in the order that `tensor_shapes` has."""
     spec, group, hidden = weights.spec, weights.spec.group_of(index), weights.spec.hidden_size
     own_cells = spec.kv_source(index) == index
     own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)

@@ -78,7 +78,8 @@ _GEMMA2 = Family(
 _GEMMA3 = replace(
     _GEMMA2,
     spec={**_GEMMA2.spec, "qk_norm": True},
-    layer_pattern=LayerPattern(period=6, period_in_config=True, separate_local_rope=True),
+    layer_pattern=LayerPattern(period=6, period_in_config=True),
+    separate_local_rope=True,
     defaults={  # the configs of the larger models leave these out
         **_GEMMA2.defaults,
         _VOCAB: 262208,
@@ -94,7 +95,7 @@ _GEMMA3N = replace(
     _GEMMA3,
     spec={**_GEMMA3.spec, "unit_norms": False, "values_normed": True},
     gemma3n=True,
-    layer_pattern=LayerPattern(period=5, separate_local_rope=True),
+    layer_pattern=LayerPattern(period=5),
     defaults={
         **_GEMMA3.defaults,
         _VOCAB: 262400,
@@ -115,7 +116,7 @@ _GEMMA4 = replace(
     _GEMMA3,
     spec={**_GEMMA3.spec, "unit_norms": False, "values_normed": True, "layer_scales": True},
     gemma4=True,
-    layer_pattern=LayerPattern(period=6, last_layer_global=True, separate_local_rope=True),
+    layer_pattern=LayerPattern(period=6, last_layer_global=True),
     defaults={
         **_GEMMA3.defaults,
         _VOCAB: 262144,
@@ -166,7 +167,8 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(
         _OLMO2,
-        layer_pattern=LayerPattern(period=4, separate_local_rope=True),
+        layer_pattern=LayerPattern(period=4),
+        separate_local_rope=True,
         defaults={_EPS: 1e-5, _WINDOW: 4096, _THETA: 5e5},
     ),
     "Exaone4ForCausalLM": Family(

@@ -41,14 +41,12 @@ class LayerPattern:
     unrotated: the layers without RoPE. "global": the global ones. "global if windowed": the same,
         if there is a `sliding_window`. "no_rope_layers": as that field says; without `layer_types`
         and with `use_sliding_window`, these layers are also the local ones.
-    separate_local_rope: local layers have a RoPE base of their own, without scaling.
     """
 
     period: int = 0
     period_in_config: bool = False
     last_layer_global: bool = False
     unrotated: Literal["none", "global", "global if windowed", "no_rope_layers"] = "none"
-    separate_local_rope: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,7 @@ class Family:
     default_rope: the RoPE settings of a config with neither `rope_parameters` nor `rope_scaling`.
     window: see `WindowRule`.
     layer_pattern: for families whose layers are not all alike.
+    separate_local_rope: local layers have a RoPE base of their own, without scaling.
     spec: fields of ModelSpec that are the same for all models of the architecture.
     norm_eps_field, activation_field, mlp_width_field: the config fields that state these.
     gemma4, gemma3n: the config has the fields that `config_gemma.py` reads.
@@ -84,6 +83,7 @@ class Family:
     default_rope: Mapping[str, Any] = field(default_factory=dict)
     window: WindowRule = "none"
     layer_pattern: LayerPattern | None = None
+    separate_local_rope: bool = False
     spec: Mapping[str, Any] = field(default_factory=dict)
     norm_eps_field: str = "rms_norm_eps"
     activation_field: str = "hidden_act"

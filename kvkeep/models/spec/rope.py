@@ -29,7 +29,7 @@ def rope_fields(
 
     Raises BadModelFile, UnsupportedModel.
     """
-    if not (family.layer_pattern and family.layer_pattern.separate_local_rope):
+    if not family.separate_local_rope:
         rope, trained_length = _rope_and_trained_length(config, family, head_dim)
         return {"rope": rope}, trained_length
     settings: Any = (
@@ -105,9 +105,8 @@ def _normalised_settings(
     kind = settings.get("rope_type") or settings.get("type")
     if kind == "mrope" and family.multimodal:  # in text, all three positions are the same
         return settings.updated({"rope_type": "default"})
-    pattern = family.layer_pattern
-    separate_local_rope = pattern is not None and pattern.separate_local_rope
-    holder = config if config.get(_ORIGINAL_LENGTH) and not separate_local_rope else settings
+    in_config = config.get(_ORIGINAL_LENGTH) and not family.separate_local_rope
+    holder = config if in_config else settings
     # Phi-3's config calls longrope by other names.
     is_phi3 = family is FAMILIES["Phi3ForCausalLM"]
     if kind == "longrope" or (kind in ("su", "yarn") and is_phi3):

@@ -31,7 +31,7 @@ MXFP4 is unpacked to the dtype of the other weights; bfloat16 holds each value e
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -204,12 +204,6 @@ def split_stacks(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Te
             else:
                 split[part] = tensor[expert, rows]
     return split
-
-
-def clamped_stack_entry(parts: Sequence[Tensor]) -> Tensor:
-    """Return one expert's entry of a gpt-oss stack from its gate and up, or its only matrix."""
-    rows = torch.stack(list(parts), 1).flatten(0, 1)
-    return rows.t().contiguous()
 
 
 def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:

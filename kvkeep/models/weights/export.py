@@ -12,7 +12,7 @@ from kvkeep.errors import InvalidArgument, ModelError, StoreError
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.checkpoint import rope_row_order, stored_parts
-from kvkeep.models.weights.expert_stacks import clamped_stack_entry, expert_stack
+from kvkeep.models.weights.expert_stacks import expert_stack
 from kvkeep.models.weights.packed import converted_file, load_converted
 from kvkeep.models.weights.packed_file import byte_bar
 from kvkeep.models.weights.packing import Matrix, as_tensor, row_chunks
@@ -87,7 +87,8 @@ def _stored_rows(
         matrices, count = list(parts.values()), len(parts) // spec.experts  # gate and up, or down
         for first in range(0, len(matrices), count):
             expert = matrices[first : first + count]
-            yield clamped_stack_entry([as_tensor(matrix, dtype) for matrix in expert])
+            rows = torch.stack([as_tensor(matrix, dtype) for matrix in expert], 1).flatten(0, 1)
+            yield rows.t().contiguous()  # rows of gate and up alternate
         return
     for name, matrix in parts.items():
         order = rope_row_order(spec, name, matrix.shape[0])
