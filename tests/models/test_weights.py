@@ -179,3 +179,10 @@ def test_missing_misshapen_and_unused_tensors_are_named(llama: Path) -> None:
     check_tensors(spec, {**shapes, "model.rotary_emb.inv_freq": (4,)}, llama)
     with pytest.raises(BadModelFile, match="q_norm"):
         check_tensors(replace(spec, qk_norm=True), shapes, llama)
+
+
+def test_a_config_of_huge_sizes_is_refused_by_the_shapes(llama: Path) -> None:
+    spec, size = read_spec(llama), 1 << 40
+    huge = replace(spec, vocab_size=size, hidden_size=size, intermediate_size=size)
+    with pytest.raises(BadModelFile, match="has shape"):
+        check_tensors(huge, read_shapes(llama), llama)
