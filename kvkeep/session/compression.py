@@ -54,15 +54,9 @@ class CompressionReport:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """The settings of one compression of a memory.
+    """The settings of one compression of a memory: see `Session.compress`.
 
-    Attributes:
-        budget: None for what suits the method and the text.
-        text: the model's tokenizer.
-        recent: newest cells that stay unchanged; None for what suits the budget and the ratio.
-        seed: of random choices.
-        statistics: of the model, from a calibration.
-        progress: called with the number of cells of each part that is done.
+    text: the model's tokenizer. statistics: of the model, from a calibration.
     """
 
     method: Method
@@ -126,8 +120,7 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
             'compresses as it goes, policy="full" when it is asked to'
         )
     cache, cells_before, bytes_before = memory.cache, memory.cache.cells, memory.cache.nbytes
-    tokens = cell_tokens(memory)
-    budget, runs, results = _plan_repeats(memory, plan, tokens) or _plan_by_method(memory, plan)
+    budget, runs, results = _plan_repeats(memory, plan) or _plan_by_method(memory, plan)
     chunks, segments = list[Compression](), list[Segment]()
     for segment, unchanged, first, count in runs:
         if unchanged:
@@ -168,15 +161,15 @@ def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     return plan.effective_budget, runs, results
 
 
-def _plan_repeats(
-    memory: Memory, plan: CompressionPlan, tokens: Sequence[int] | None
-) -> _PlannedRuns | None:
+def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
     """Plan to compress verbatim repeats only, so that nothing is evicted that occurs once.
 
     Used instead of reconstruction scores, unless a budget was requested. None if too few repeats
     would remain, or if some cells were compressed before.
     """
-    if not plan.method.uses_reconstruction or plan.budget is not None or tokens is None:
+    if not plan.method.uses_reconstruction or plan.budget is not None:
+        return None
+    if (tokens := cell_tokens(memory)) is None:
         return None
     runs, remaining = _split_into_runs(memory, plan, MAX_RECENT)
     repeats, repeats_by_run, start = find_repeats(tokens), list[Tensor](), 0
@@ -187,7 +180,12 @@ def _plan_repeats(
     remaining_repeats = remaining - sum(int((~is_repeat).sum()) for is_repeat in repeats_by_run)
     if remaining_repeats < remaining * MIN_REPEATS:
         return None
-    results = _compress_repeats(memory, plan, runs, repeats_by_run, remaining_repeats)
+    quotas = _split_quota([int(repeats.sum()) for repeats in repeats_by_run], remaining_repeats)
+    compressed = [run for run in runs if not run[1]]
+    results = (
+        _compress_repeats(memory, plan, *arguments)
+        for arguments in zip(compressed, repeats_by_run, quotas, strict=True)
+    )
     return "uniform", runs, results
 
 
@@ -252,20 +250,12 @@ def _run_cells(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
 
 
 def _compress_repeats(
-    memory: Memory,
-    plan: CompressionPlan,
-    runs: Sequence[_Run],
-    repeats_by_run: list[Tensor],
-    remaining_repeats: int,
-) -> Iterator[_RunResult]:
-    """Compress the repeats of each run evenly."""
-    compressed = [run for run in runs if not run[1]]
-    quotas = _split_quota([int(repeats.sum()) for repeats in repeats_by_run], remaining_repeats)
-    for run, repeats, quota in zip(compressed, repeats_by_run, quotas, strict=True):
-        cells, chunks = compress_repeats(_run_cells(memory, plan, run), repeats, quota)
-        if plan.progress:
-            plan.progress(len(repeats))
-        yield [cells], chunks
+    memory: Memory, plan: CompressionPlan, run: _Run, repeats: Tensor, quota: int
+) -> _RunResult:
+    cells, chunks = compress_repeats(_run_cells(memory, plan, run), repeats, quota)
+    if plan.progress:
+        plan.progress(len(repeats))
+    return [cells], chunks
 
 
 def _compress_evenly(

@@ -1,11 +1,17 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.session.rendering import common_prefix, encode_pieces, placeholder_for, split_at_text
+from kvkeep.session.rendering import (
+    common_prefix,
+    encode_pieces,
+    overlap,
+    placeholder_for,
+    split_at_text,
+)
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
@@ -99,7 +105,9 @@ class Conversation:
         """
         tokens, spans = self.session.tokens, self.session.places
         if not tokens:
-            return encode_pieces(self.codec, self._first_turn_pieces(question))[0]
+            return encode_pieces(self.codec, _first_turn_pieces(self.codec, self.system, question))[
+                0
+            ]
         before, *rest = self._later_turn_pieces(question)
         _, system_end = spans.get("system", spans.get("opening", (0, None)))
         if system_end == len(tokens):  # no turn follows the system prompt
@@ -109,7 +117,7 @@ class Conversation:
         if tokens[-1] in self._eos and tokens[-1] != ids[0] and not self.session.cache.recurrent:
             # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)
-        return ids[_overlap(self.session.tokens, ids[: len(closing)]) :]
+        return ids[overlap(self.session.tokens, ids[: len(closing)]) :]
 
     def name_turn(self, question: str, fed: int, generated: int = 0) -> None:
         """Name the spans of a turn whose tokens were prefilled.
@@ -131,7 +139,9 @@ class Conversation:
         self._last_turn = previous + 1
         if turn_length == fed == end and prefilled != ids:
             # The template writes the first turn differently.
-            ids, ranges = encode_pieces(self.codec, self._first_turn_pieces(question))
+            ids, ranges = encode_pieces(
+                self.codec, _first_turn_pieces(self.codec, self.system, question)
+            )
         self._name_text(f"{turn} question", ranges[-2], end - len(ids))
 
     @property
@@ -167,7 +177,9 @@ class Conversation:
         """Name the first `end` tokens, which come before the first turn."""
         self.session.name("opening" if self.system is None else "system", 0, end)
         if self.system is not None:
-            _, ranges = encode_pieces(self.codec, self._first_turn_pieces(question))
+            _, ranges = encode_pieces(
+                self.codec, _first_turn_pieces(self.codec, self.system, question)
+            )
             self._name_text("system text", ranges[1])
 
     def _name_text(self, name: str, text: tuple[int, int], offset: int = 0) -> None:
@@ -181,9 +193,6 @@ class Conversation:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
         end = self.codec.chat(turn, add_generation_prompt=False).sealed.partition(_ANSWER)[2]
         return end if self._render_after_answer("-").startswith(end) else ""
-
-    def _first_turn_pieces(self, question: str) -> list[str]:
-        return _first_turn_pieces(self.codec, self.system, question)
 
     def _later_turn_pieces(self, question: str) -> tuple[str, str, str]:
         """Return a later turn up to where its answer begins: before, of and after the question."""
@@ -228,9 +237,3 @@ def turns_in(spans: Iterable[str]) -> list[int]:
     """Return the numbers of the turns among the names of spans, ascending."""
     names = [name.removeprefix("turn ") for name in spans if name.startswith("turn ")]
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _overlap(tokens: Sequence[int], ids: list[int]) -> int:
-    """Return the largest n for which the last n tokens are the first n ids."""
-    lengths = range(min(len(tokens), len(ids)), 0, -1)
-    return next((n for n in lengths if tokens[-n:] == ids[:n]), 0)

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.cache import Bits
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.policies import Policy
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computing
 from kvkeep.session.memory import Memory
@@ -86,6 +84,7 @@ class SessionState:
         }
 
 
+@dataclass(eq=False)
 class SessionCore:
     """The parts of a session: its model, its current state and its settings.
 
@@ -95,32 +94,16 @@ class SessionCore:
     store: the prefix cache for first prompts, or None. finish_reason: why the last stream ended.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        policy: Policy,
-        prefill_step: int,
-        store: PrefixCache | None,
-        bits: Bits,
-    ):
-        self.prefill_step = validation.integer("prefill_step", prefill_step, 1)
-        self.model = model
-        self.state = SessionState(Memory(model.decoder, policy, bits))
-        if store is not None and not isinstance(store, PrefixCache):
-            raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
-        self.store = store
-        self.finish_reason: str | None = None
+    model: LoadedModel
+    state: SessionState
+    prefill_step: int
+    store: PrefixCache | None
+    finish_reason: str | None = None
 
     @property
     def memory(self) -> Memory:
         """The memory of the current state."""
         return self.state.memory
-
-    def with_state(self, state: SessionState) -> "SessionCore":
-        """Return the core of another session that has the same settings and this state."""
-        core = shallow_copy(self)
-        core.state = state
-        return core
 
     def set_span(self, name: str, tokens: TokenRange | None) -> None:
         """Name a range of tokens; None removes the name."""

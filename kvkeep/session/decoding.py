@@ -123,14 +123,12 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
         state.keep_prompt(len(ids))
         size = 1 if sampled else core.prefill_step
         hidden = evaluate_step(state.memory, ids, done, size, sampled).hidden
-        targets, unpredicted = ids[done : done + len(hidden)], list[Tensor]()
-        if before is None:
-            unpredicted = [torch.full((1,), math.nan, dtype=torch.float64, device="cpu")]
-            targets = targets[1:]
-        else:
-            hidden = torch.cat((before, hidden))
-        scores = _log_probabilities(state.memory, hidden[: len(targets)], targets)
-        return torch.cat([*unpredicted, scores])
+        targets = ids[done : done + len(hidden)]
+        if before is not None:
+            rows = torch.cat((before, hidden[:-1]))
+            return _log_probabilities(state.memory, rows, targets)
+        first = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
+        return torch.cat((first, _log_probabilities(state.memory, hidden[:-1], targets[1:])))
 
 
 @torch.inference_mode()

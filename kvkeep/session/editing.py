@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -159,6 +159,18 @@ def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
     return EditReport(0, 0, 0.0, "none")
 
 
+@dataclass(frozen=True)
+class PreparedEdit:
+    """An edit of which all but the last token is evaluated, so that one step completes it.
+
+    apply: takes a successor of the memory that the edit was prepared for, and returns the edited
+    memory and how many cells it sees from another distance.
+    """
+
+    apply: Callable[[Memory], tuple[Memory, int]]
+    tokens_evaluated: int
+
+
 def prepare_edit(
     memory: Memory,
     start: int,
@@ -166,12 +178,11 @@ def prepare_edit(
     ids: Sequence[int],
     recompute: Recompute,
     prefill_step: int,
-) -> "SuffixEdit | InPlaceEdit":
+) -> PreparedEdit:
     """Evaluate what it takes to put `ids` in place of tokens `start ... end - 1`.
 
-    Only the last token is left, so that one step completes the edit. The memory does not change.
-    recompute: as for `Session.delete`; with "none", earlier cells are seen from other distances,
-    and later ones stay as they were computed.
+    The memory does not change. recompute: as for `Session.delete`; with "none", earlier cells are
+    seen from other distances, and later ones stay as they were computed.
 
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
@@ -187,40 +198,31 @@ def prepare_edit(
     if start == end and not ids:
         raise InvalidArgument(f"nothing to do: no token between {start} and {end}, none to put in")
     if end == total or recompute == "suffix":
-        return SuffixEdit.prepare(memory, start, end, ids, prefill_step)
-    return InPlaceEdit.prepare(memory, start, end, ids, prefill_step)
+        edited = _evaluate_suffix(memory, start, end, ids, prefill_step)
+        evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
+        return PreparedEdit(lambda successor: (edited, 0), evaluated)
+    in_place = InPlaceEdit.prepare(memory, start, end, ids, prefill_step)
+    return PreparedEdit(in_place.apply, len(ids) + 1)
 
 
-@dataclass(frozen=True)
-class SuffixEdit:
-    """An edit after which all later tokens were evaluated again, in a fork of the memory."""
-
-    edited: Memory
-    tokens_evaluated: int
-
-    @classmethod
-    def prepare(
-        cls, memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
-    ) -> "SuffixEdit":
-        """Rewind a fork to `start`, and evaluate `ids` and the later tokens."""
-        total = len(memory.tokens)
-        memory.require_room(len(ids) - (end - start))
-        memory.require_rewind(total - start)
-        edited, done = memory.fork(), 0
-        exact_cells = sum(s.length for s in memory.cache.segments if not s.compressed)
-        scope = EditScope.locate(memory, start, end, ids, exact_cells - (total - start))
-        following = [*ids, *memory.tokens[end:]]
-        are_pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
-        rewind(edited, total - start)
-        if memory.is_bounded:
-            edited.change_policy(keep=scope.keep)
-        for pinned, run in itertools.groupby(are_pinned):
-            count = len(list(run))
-            evaluate_all(edited, following[done : done + count], prefill_step, pinned)
-            done += count
-        edited.cache.segments = merge_small_segments(edited.cache.segments)
-        return cls(edited, len(following) + (1 if 0 < start < total else 0))
-
-    def apply(self, _successor: Memory) -> tuple[Memory, int]:
-        """Return the edited memory, and that no cell is seen from another distance."""
-        return self.edited, 0
+def _evaluate_suffix(
+    memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
+) -> Memory:
+    """Return a fork that is rewound to `start` and has `ids` and the later tokens evaluated."""
+    removed = len(memory.tokens) - start
+    memory.require_room(len(ids) - (end - start))
+    memory.require_rewind(removed)
+    edited, done = memory.fork(), 0
+    exact_cells = sum(s.length for s in memory.cache.segments if not s.compressed)
+    scope = EditScope.locate(memory, start, end, ids, exact_cells - removed)
+    following = [*ids, *memory.tokens[end:]]
+    are_pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
+    rewind(edited, removed)
+    if memory.is_bounded:
+        edited.change_policy(keep=scope.keep)
+    for pinned, run in itertools.groupby(are_pinned):
+        count = len(list(run))
+        evaluate_all(edited, following[done : done + count], prefill_step, pinned)
+        done += count
+    edited.cache.segments = merge_small_segments(edited.cache.segments)
+    return edited

@@ -23,7 +23,7 @@ _LOCAL_STEP = 512  # tokens that are re-evaluated at a time for local layers
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step for one memory.
+    """The result of one step.
 
     hidden: `[n, hidden_size]` of the step's tokens. peak_cells: the number of cells held during
     the step. compressions: those that the policy did at its end.
@@ -66,7 +66,6 @@ class StepTransaction:
         grouped: whether `step` is a GroupStep. If not, there is one memory.
         """
         self._memories, self._chunks = memories, chunks
-        self._cells_before = [memory.cache.cells for memory in memories]
         self._cache_steps = ExitStack()
         steps = [
             self._cache_steps.enter_context(memory.cache.step(len(chunk), sampled))
@@ -85,26 +84,21 @@ class StepTransaction:
         """End the steps of the caches, which keep the cells unless the block raised."""
         self._cache_steps.__exit__(*error)
 
-    def append(self, hidden: Tensor, logits: Tensor | None) -> list[StepResult]:
-        """Append the tokens to the memories and let the policies settle.
+    def append(self, hidden: Tensor, logits: Tensor | None) -> list[Sequence[Compression]]:
+        """Append the tokens to the memories; return what their policies compress for that.
 
         hidden: `[n, hidden_size]` of `tokens`. logits: `[memories, vocab]` of the last token of
         each memory; None to compute them when they are first needed. Either has only finite values.
         """
-        results, first, several = [], 0, len(self._memories) > 1
+        compressions, end, last_logits = list[Sequence[Compression]](), 0, None
         for index, (memory, chunk) in enumerate(zip(self._memories, self._chunks, strict=True)):
-            count = len(chunk)
-            end = first + count
-            # Rows are copied: the last row of one session must not keep those of all in memory.
-            last_logits = None
+            end += len(chunk)
             if logits is not None:
-                last_logits = logits[index].clone() if several else logits[0]
+                last_logits = logits[index].clone() if len(logits) > 1 else logits[0]
+            # Copied: the last row of one session must not keep those of all in memory.
             memory.append(chunk, hidden[end - 1 : end].clone(), last_logits)
-            peak = self._cells_before[index] + count if count > 1 else memory.cache.cells
-            compressions = memory.policy.settle(memory.cache)
-            results.append(StepResult(hidden[first:end], peak, compressions))
-            first = end
-        return results
+            compressions.append(memory.policy.settle(memory.cache))
+        return compressions
 
 
 def evaluate(memory: Memory, ids: Sequence[int], prefill_step: int) -> Iterator[StepResult]:
@@ -159,12 +153,15 @@ def evaluate_chunk(
 
     last: whether no more tokens follow, so that logits are computed. sampled: see `evaluate_step`.
     """
+    cells_before = memory.cache.cells
     with StepTransaction([memory], [chunk], sampled) as opened:
         hidden = memory.decoder.hidden(opened.tokens, opened.step)
         logits = memory.decoder.logits(hidden[-1:]) if last else None
         if logits is None:
             require_finite(hidden)
-    return opened.append(hidden, logits)[0]
+    peak_cells = cells_before + len(chunk) if len(chunk) > 1 else memory.cache.cells
+    (compressions,) = opened.append(hidden, logits)
+    return StepResult(hidden, peak_cells, compressions)
 
 
 def rewind(memory: Memory, count: int) -> list[int]:

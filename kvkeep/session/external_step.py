@@ -71,10 +71,10 @@ class ExternalStep:
         """
         with self._transaction:
             require_finite(hidden)
-        results = self._transaction.append(hidden, None)
+        self._transaction.append(hidden, None)
         joined = [
-            torch.cat([*steps, result.hidden]) if steps else result.hidden
-            for steps, result in zip(self._hidden, results, strict=True)
+            torch.cat([*steps, last]) if steps else last
+            for steps, last in zip(self._hidden, hidden.chunk(len(self._hidden)), strict=True)
         ]
         self._leave_inference_mode()
         return joined

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.errors import StoreError
+from kvkeep.loaded_model import LoadedModel
 from kvkeep.runtime.memory import trim
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computes
@@ -18,7 +19,6 @@ from kvkeep.session.evaluation import evaluate_step
 from kvkeep.session.memory import Memory
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
-from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 _NOT_STORED = (
     "some layers of this model {}: its prompts are evaluated from the beginning; save a session "
@@ -83,7 +83,7 @@ class Feeding(Iterator[FeedStep]):
         self.total, self.done = len(ids), 0
         self._core, self._ids = core, ids
         self._seconds, self._closed = seconds, False
-        self._prefix: _StoredPrefix | None = None
+        self._prefix = _StoredPrefix(None, core.model)
         self._compressions: list[Compression] = []
         self._peak, self._tokens = core.memory.cache.cells, core.memory.tokens
 
@@ -107,8 +107,7 @@ class Feeding(Iterator[FeedStep]):
             if not reused:
                 size = size or self._core.prefill_step
                 self._evaluate(size)
-                if self._prefix:
-                    self._prefix.store_new(self._core.memory, min(self.total - self.done, size))
+                self._prefix.store_new(self._core.memory, min(self.total - self.done, size))
         finally:
             self._seconds += time.perf_counter() - started
         if self.done == self.total and self._seconds > _LONG_PROMPT:
@@ -122,7 +121,7 @@ class Feeding(Iterator[FeedStep]):
             return
         state = core.state.successor()
         state.keep_prompt(self.total)
-        prefix = _StoredPrefix(core.store, core.model.fingerprint)
+        prefix = _StoredPrefix(core.store, core.model)
         prefix.load(state.memory, self._ids)
         with interrupts_deferred():
             self._prefix = prefix
@@ -132,7 +131,7 @@ class Feeding(Iterator[FeedStep]):
 
     def _evaluate(self, size: int) -> None:
         core = self._core
-        if self._prefix and core.memory.tokens is not self._tokens:
+        if core.memory.tokens is not self._tokens:
             self._prefix.store = None  # the session was changed meanwhile: this is no first prompt
         core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
@@ -159,10 +158,10 @@ class Feeding(Iterator[FeedStep]):
             self.done,
             self._seconds,
             self._peak,
-            prefix.reused if prefix else 0,
-            prefix.differs_at if prefix else None,
+            prefix.reused,
+            prefix.differs_at,
             tuple(self._compressions),
-            prefix.error if prefix else None,
+            prefix.error,
         )
 
 
@@ -178,7 +177,7 @@ class _StoredPrefix:
     """
 
     store: PrefixCache | None
-    fingerprint: Fingerprint
+    model: LoadedModel
     reused: int = 0
     stored: int = 0
     differs_at: int | None = None
@@ -197,7 +196,7 @@ class _StoredPrefix:
         elif store is not None:
             max_tokens = min(len(ids), policy.exact + 1) - max(1, policy.observed)
             try:
-                match = store.find(self.fingerprint, ids[: max(0, max_tokens)])
+                match = store.find(self.model.fingerprint, ids[: max(0, max_tokens)])
             except StoreError as error:
                 self._fail(str(error))
                 return
@@ -227,7 +226,8 @@ class _StoredPrefix:
             return
         tokens, blocks = memory.tokens[:end], _read_blocks(memory.cache, self.stored, end)
         try:
-            self.stored = self.store.add(self.fingerprint, tokens, self.stored, blocks)
+            fingerprint = self.model.fingerprint
+            self.stored = self.store.add(fingerprint, tokens, self.stored, blocks)
         except StoreError as error:
             self._fail(str(error))
         if self.stored < end:

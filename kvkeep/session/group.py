@@ -8,7 +8,6 @@ from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 from kvkeep.runtime.worker import computes
 from kvkeep.session.decoding import decode_step
-from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import GREEDY, Session
 
@@ -81,7 +80,15 @@ class SessionGroup:
         samplings = self._samplings(sampling)
         require_own_constraints(samplings)
         cores = [session.core for session in self.sessions]
-        logits = [_require_ready(index, core.memory) for index, core in enumerate(cores)]
+        logits = list[Tensor]()
+        for index, core in enumerate(cores):
+            if (last_logits := core.memory.logits()) is None:
+                raise InvalidArgument(
+                    f"session {index} has nothing to continue: feed it a prompt before asking for "
+                    "tokens"
+                )
+            core.memory.require_room(1)
+            logits.append(last_logits)
         return decode_step(cores, logits, samplings, grouped=True)
 
     def _samplings(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
@@ -94,14 +101,3 @@ class SessionGroup:
                 f"found {len(sampling)}"
             )
         return sampling
-
-
-def _require_ready(index: int, memory: Memory) -> Tensor:
-    """Return the logits to sample from. Raises if there are none, or no room for a token."""
-    logits = memory.logits()
-    if logits is None:
-        raise InvalidArgument(
-            f"session {index} has nothing to continue: feed it a prompt before asking for tokens"
-        )
-    memory.require_room(1)
-    return logits

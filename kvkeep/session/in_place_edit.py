@@ -105,16 +105,9 @@ class InPlaceEdit:
             inserted = [_evaluate_ids(memory, before, scope, end_position, anchor, prefill_step)]
         return cls(scope, end_position, evicted, inserted)
 
-    @property
-    def tokens_evaluated(self) -> int:
-        return len(self.scope.ids) + 1
-
     @torch.inference_mode()
     def apply(self, memory: Memory) -> tuple[Memory, int]:
-        """Apply the edit to a successor of the memory that it was prepared for.
-
-        Returns the successor, and how many cells are seen from another distance.
-        """
+        """Apply the edit to a successor of the memory, and return that; see `PreparedEdit`."""
         scope, cache = self.scope, memory.cache
         before, after = _split_segments(cache, scope, self.end_position, self.evicted)
         following = len(memory.tokens) - scope.end
@@ -149,15 +142,13 @@ def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
     positions = [x for segment in exact for x in _seen_positions(segment).tolist()]
     places = dict(zip(serials, enumerate(positions), strict=True))
     if end > start:
-        removed = [places.get(serial) for serial in memory.serials[start:end]]
-        if removed[0] is not None and removed[-1] is not None and None not in removed:
+        removed = [places[serial] for serial in memory.serials[start:end] if serial in places]
+        if len(removed) == end - start:
             return removed[0][0], removed[-1][1] + 1
-    else:
-        if (following := places.get(memory.serials[start])) is not None:
-            return following
-        previous = places.get(memory.serials[start - 1]) if start else None
-        if previous is not None:
-            return previous[0] + 1, previous[1] + 1
+    elif following := places.get(memory.serials[start]):
+        return following
+    elif start and (previous := places.get(memory.serials[start - 1])):
+        return previous[0] + 1, previous[1] + 1
     raise InvalidArgument(
         f"tokens {start} to {end} are not all remembered: edit what is held, or begin anew "
         "with the edited text"

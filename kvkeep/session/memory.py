@@ -1,6 +1,5 @@
 """A session's memory: token ids, and the cells that its policy keeps of them."""
 
-import copy
 import itertools
 from collections.abc import Sequence
 
@@ -42,7 +41,7 @@ class Memory:
 
     def fork(self) -> "Memory":
         """Return a copy that changes independently of this memory; cells are shared."""
-        fork = copy.copy(self)
+        fork = shallow_copy(self)
         fork.cache = self.cache.fork()
         return fork
 
@@ -277,7 +276,7 @@ class Memory:
                 f"the first {count} tokens are not all held: of {total} only the last {held} are, "
                 "without a gap, or local layers have gone past them"
             )
-        memory = copy.copy(self)
+        memory = shallow_copy(self)
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
         memory.cache = self.cache.restore(self.cache.state())
         memory.drop_newest(total - count)

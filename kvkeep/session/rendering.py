@@ -150,6 +150,15 @@ def _borders(codec: "TextCodec", pieces: Sequence[str], ids: Sequence[int]) -> l
     return [*borders, len(ids)]
 
 
+def overlap(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return the largest n for which the last n items of one sequence are the first n of another.
+
+    For "ab" and "bc" it is 1.
+    """
+    lengths = range(min(len(left), len(right)), 0, -1)
+    return next((n for n in lengths if left[-n:] == right[:n]), 0)
+
+
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     pairs = zip(ids, others, strict=False)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -12,10 +12,6 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 
-_NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # dividing by less overflows float32
 _LARGEST_LOGIT = float(torch.finfo(torch.float32).max)
 
@@ -77,17 +73,19 @@ class Sampling:
     constraint: Constraint | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            self._set(name, validation.finite_number(name, getattr(self, name)))
-        for name in ("top_k", "repetition_window"):
-            self._set(name, validation.integer(name, getattr(self, name), 0))
+        for setting in fields(self):
+            name, value = setting.name, getattr(self, setting.name)
+            if setting.type is float:
+                self._set(name, validation.finite_number(name, value))
+            elif setting.type is int:
+                self._set(name, validation.integer(name, value, 0))
         self._set("seed", validation.optional_integer("seed", self.seed, 0))
         self._set("stop", _stop_strings(self.stop))
         self._set("logit_bias", _biases(self.logit_bias))
+        penalty = self.repetition_penalty
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
         _require(0 < self.top_p <= 1, "top_p", "above 0, at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "0 to 1", self.min_p)
-        penalty = self.repetition_penalty
         _require(penalty > 0, "repetition_penalty", "above 0", penalty)
 
     @property
@@ -257,15 +255,10 @@ def _penalised(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Ten
     """
     scores = _biased(logits, sampling.logit_bias) if sampling.logit_bias else logits
     window = sampling.repetition_window
-    if window and _penalises(sampling):
+    subtracts = sampling.presence_penalty or sampling.frequency_penalty
+    if window and (sampling.repetition_penalty != 1 or subtracts):
         scores = _penalise_repeats(scores, Counter(tokens[-window:]), sampling)
     return scores if sampling.constraint is None else sampling.constraint.masked(scores)
-
-
-def _penalises(sampling: Sampling) -> bool:
-    return bool(
-        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-    )
 
 
 def _biased(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:

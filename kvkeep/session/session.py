@@ -30,11 +30,12 @@ from kvkeep.session.compression import (
     compress_memory,
     default_method,
 )
-from kvkeep.session.core import WHOLE_PROMPT, SessionCore, session_transaction
+from kvkeep.session.core import WHOLE_PROMPT, SessionCore, SessionState, session_transaction
 from kvkeep.session.editing import SessionEdits
 from kvkeep.session.evaluation import rewind
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
+from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import Span, TokenRange, TokenStatus, token_statuses
@@ -64,7 +65,11 @@ class Session(SessionEdits):
         store: PrefixCache | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
-        self.core = SessionCore(model, policy, prefill_step, store, bits)
+        prefill_step = validation.integer("prefill_step", prefill_step, 1)
+        state = SessionState(Memory(model.decoder, policy, bits))
+        if store is not None and not isinstance(store, PrefixCache):
+            raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
+        self.core = SessionCore(model, state, prefill_step, store)
         self.exactness = Exactness()
 
     # Feeding and decoding
@@ -332,8 +337,7 @@ class Session(SessionEdits):
         at = validation.optional_integer("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
-        fork = shallow_copy(self)
-        fork.core = core.with_state(core.state.fork())
+        fork = self._with_state(core.state.fork())
         if at is not None:
             fork.rewind(total - at)
         return fork
@@ -361,11 +365,15 @@ class Session(SessionEdits):
         """
         core = self.core
         count = validation.integer("count", count, 0, len(self.tokens))
-        beginning, state = shallow_copy(self), shallow_copy(core.state)
-        state.memory, state.sampler = core.memory.beginning(count), Sampler()
+        spans, whole_prompt = core.state.spans, core.state.keep_whole_prompt
+        state = SessionState(core.memory.beginning(count), Sampler(), spans, whole_prompt)
         state.truncate_spans(count)
-        beginning.core = core.with_state(state)
-        return beginning
+        return self._with_state(state)
+
+    def _with_state(self, state: SessionState) -> "Session":
+        session, session.core = shallow_copy(self), shallow_copy(self.core)
+        session.core.state = state
+        return session
 
     @property
     def holds_all(self) -> bool:

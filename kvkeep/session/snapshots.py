@@ -7,7 +7,7 @@ from kvkeep.cache.checks import require
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.errors import InvalidArgument, InvalidSnapshot
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.policies import Policy, make_policy
+from kvkeep.policies import make_policy
 from kvkeep.policies.base import pinned_cells
 from kvkeep.session.core import SessionCore, SessionState
 from kvkeep.session.memory import Memory
@@ -52,7 +52,9 @@ def restored_state(
     another calibration.
     """
     model.fingerprint.require(snapshot.fingerprint, "the snapshot")
-    policy = _restored_policy(model, snapshot)
+    with _invalid_snapshot(model):
+        policy_settings = {k: value for k, value in snapshot.policy.items() if k != "pinned"}
+        policy = make_policy(**policy_settings).for_model(model.spec.max_positions)
     if needed := policy.calibrated_by:
         if calibration is None or calibration.digest != needed:
             digest = calibration.digest[:12] if calibration else "none"
@@ -71,12 +73,6 @@ def restored_state(
         memory = Memory.from_state(model.decoder, policy, snapshot.bits, snapshot.memory)
         sampler = Sampler.at(snapshot.sampler)
         return SessionState(memory, sampler, spans, settings["keep_whole_prompt"])
-
-
-def _restored_policy(model: LoadedModel, snapshot: Snapshot) -> Policy:
-    with _invalid_snapshot(model):
-        settings = {key: value for key, value in snapshot.policy.items() if key != "pinned"}
-        return make_policy(**settings).for_model(model.spec.max_positions)
 
 
 @contextmanager

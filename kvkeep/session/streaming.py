@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.session.rendering import overlap
 
 SEAM = 16  # preceding tokens that may hold the beginning of the first character
 
@@ -53,7 +54,7 @@ class TextStream:
             end, self.found = min(matches)
             certain, self._held = self._held[:end], ""
             return certain
-        uncertain = max((_overlap(self._held, s) for s in self._stop), default=0)
+        uncertain = max((overlap(self._held, s[:-1]) for s in self._stop), default=0)
         end = len(self._held) - uncertain
         certain, self._held = self._held[:end], self._held[end:]
         return certain
@@ -72,9 +73,3 @@ def pieces_of(text: TextCodec, before: Sequence[int], ids: Sequence[int]) -> lis
     if pieces:
         pieces[-1] += stream.flush()
     return pieces
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
