@@ -1,5 +1,6 @@
 """A session's memory: token ids, and the cells that its policy keeps of them."""
 
+import copy
 import itertools
 from collections.abc import Sequence
 
@@ -41,7 +42,7 @@ class Memory:
 
     def fork(self) -> "Memory":
         """Return a copy that changes independently of this memory; cells are shared."""
-        fork = shallow_copy(self)
+        fork = copy.copy(self)
         fork.cache = self.cache.fork()
         return fork
 
@@ -276,7 +277,7 @@ class Memory:
                 f"the first {count} tokens are not all held: of {total} only the last {held} are, "
                 "without a gap, or local layers have gone past them"
             )
-        memory = shallow_copy(self)
+        memory = copy.copy(self)
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
         memory.cache = self.cache.restore(self.cache.state())
         memory.drop_newest(total - count)
