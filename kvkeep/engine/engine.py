@@ -14,9 +14,8 @@ from kvkeep.engine.events import GenerationEvent
 from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.record import STEP, SessionRecord
-from kvkeep.engine.registry import SessionRegistry
+from kvkeep.engine.registry import SessionRegistry, SessionSaver
 from kvkeep.engine.reuse import CacheMiss, WholeSteps
-from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_files import SnapshotLabels
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations

@@ -14,7 +14,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
+from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import ToolCall, Tools, checked_tools
 
@@ -92,21 +92,17 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
         stream = _stream(generations, common, tools)
         return sse_response(stream, error_name="error", error_body=ApiError.anthropic_body)
     (result,) = await context.collect(generations)
-    return _message(common, result, tools)
+    text, calls = tools.parse(result.text)
+    content = [{**_EMPTY_TEXT, "text": text}] if text or not calls else []
+    content += [_tool_use(call) for call in calls]
+    usage = _usage(result.end.usage, result.end.usage.generated)
+    return {**common, "content": content, **_stop_fields(result.end, calls), "usage": usage}
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
     """Count the tokens of a prompt, those of the chat template included."""
     return {"input_tokens": len(await body.encode_prompt(context, body.checked_tools()))}
-
-
-def _message(common: dict[str, Any], result: GenerationResult, tools: Tools) -> dict[str, Any]:
-    text, calls = tools.parse(result.text)
-    content = [{**_EMPTY_TEXT, "text": text}] if text or not calls else []
-    content += [_tool_use(call) for call in calls]
-    usage = _usage(result.end.usage, result.end.usage.generated)
-    return {**common, "content": content, **_stop_fields(result.end, calls), "usage": usage}
 
 
 async def _stream(

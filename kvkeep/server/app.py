@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from kvkeep.errors import KvkeepError
 from kvkeep.server import anthropic, health
-from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for, document_malformed_as_400
+from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion
 from kvkeep.server.openai import chat, completions, responses
@@ -35,6 +35,18 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _page_routes = APIRouter(include_in_schema=False)
 
 
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Return the document without FastAPI's 422: malformed requests get 400 here."""
+        document = super().openapi()  # made once: later calls return the same object
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+
 def application(
     service: Service,
     hosts: Collection[str] = LOCAL_HOSTS,
@@ -46,14 +58,13 @@ def application(
     hosts: allowed Host headers. origins: web origins that may send requests. middleware: wraps the
     routes, inside the security checks.
     """
-    app = FastAPI(
+    app = _Application(
         title="kvkeep",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         responses=ERROR_RESPONSES,
     )
-    document_malformed_as_400(app)
     app.state.service = service
     for module in _ROUTES:
         app.include_router(module.router)

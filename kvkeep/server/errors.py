@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -125,19 +124,3 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         (503, "The server is shutting down."),
     )
 }
-
-
-def document_malformed_as_400(app: FastAPI) -> None:
-    """Remove FastAPI's 422 from the OpenAPI document: malformed requests get 400 here."""
-    default_openapi = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = default_openapi()  # made once: later calls return the same object
-        for path in document["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            document["components"]["schemas"].pop(name, None)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

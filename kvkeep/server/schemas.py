@@ -44,10 +44,7 @@ class SamplingParams(RequestBody):
     logit_bias: dict[str, Bias] | list[tuple[int, Bias | Literal[False]]] | None = None
 
     def samplings(self, count: int = 1, temperature: float = 1.0) -> list[Sampling]:
-        """Return one `Sampling` for each of `count` generations. temperature: the default.
-
-        With a seed the same request gives the same texts; generation i has seed + i.
-        """
+        """Return one `Sampling` for each of `count` generations. temperature: the default."""
         seed = secrets.randbelow(_SEEDS) if self.seed is None or self.seed < 0 else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         last_n = 64 if self.repeat_last_n is None else self.repeat_last_n
@@ -63,6 +60,7 @@ class SamplingParams(RequestBody):
             stop=tuple(text for text in stop if text),
             logit_bias=_bias_pairs(self.logit_bias or {}),
         )
+        # With a seed the same request gives the same texts.
         return [replace(sampling, seed=seed + index) for index in range(count)]
 
 

@@ -90,15 +90,11 @@ class RequestContext:
         return stream
 
     async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
-        """Wait for all generations; return their results. Raises the first failure.
-
-        The failure of one cancels the others, and a disconnect of the client cancels all of them.
-        The request's body must have been read.
-        """
+        """Return all results. Raises the first failure; it or a disconnect cancels the others."""
 
         async def cancel_on_disconnect() -> None:
             while (await self.http_request.receive())["type"] != "http.disconnect":
-                pass
+                pass  # the body was read before
             for stream in streams:
                 stream.cancel()
 

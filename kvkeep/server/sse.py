@@ -33,10 +33,7 @@ def sse_response(
     error_name: str | None = None,
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.openai_body,
 ) -> StreamingResponse:
-    """Return a streaming response with headers that keep proxies from caching and buffering.
-
-    error_name, error_body: the type and the data of the last event of a stream that fails.
-    """
+    """Return a streaming response. error_name, error_body: of its last event if it fails."""
 
     async def events_or_error() -> AsyncIterator[bytes]:
         try:
@@ -45,5 +42,5 @@ def sse_response(
         except Exception as error:  # the status is already sent
             yield sse_event(error_body(api_error_for(error)), error_name)
 
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # for proxies
     return StreamingResponse(events_or_error(), media_type="text/event-stream", headers=headers)

@@ -120,10 +120,7 @@ async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class _ChatOutput:
-    """The choices of a response, whole or in chunks.
-
-    Streamed text that may be a tool call is held back until the generation has finished.
-    """
+    """The choices of a response, whole or in chunks; what may be a tool call is sent at the end."""
 
     body: ChatRequest
     tools: Tools

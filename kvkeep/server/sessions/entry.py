@@ -49,9 +49,8 @@ class SessionContext(RequestContext):
         self, operation: str, function: Callable[[Session], Any], adds: int = 0
     ) -> JSONResponse:
         """Change the session as `Engine.change`; return it with the function's `result`."""
-        changed = self.engine.change(
-            self.name, self.owner, operation, function, self.revision, adds
-        )
+        change = self.engine.change
+        changed = change(self.name, self.owner, operation, function, self.revision, adds)
         result = await wrap_future(changed)
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
