@@ -53,7 +53,7 @@ class Admission:
         if session is None:
             assert isinstance(request, GenerationRequest)
             self._check_prompt(request, held=0)
-            record, reuse = self._session_for_prompt(request, owner)
+            record, reuse = self._session_for_prompt(request.prompt, owner)
         else:
             record, reuse = self._registry.load_idle(session, owner, revision), Reuse()
             if callable(request):
@@ -112,11 +112,9 @@ class Admission:
 
     # A session for a request
 
-    def _session_for_prompt(
-        self, request: GenerationRequest, owner: str
-    ) -> tuple[SessionRecord, Reuse]:
+    def _session_for_prompt(self, prompt: Sequence[int], owner: str) -> tuple[SessionRecord, Reuse]:
         """Return an unnamed session for a prompt, and what of the prompt is in it."""
-        fresh, prompt = self._new_session(owner), request.prompt
+        fresh = self._new_session(owner)
         match = best_match(prompt, self._registry.of(owner), fresh)
         if not match.resumes_session:
             self.cache_misses[owner].appendleft(cache_miss(prompt, match))

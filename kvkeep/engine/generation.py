@@ -64,10 +64,7 @@ class GenerationRequest:
 
 
 class Generation(Iterator[GenerationEvent]):
-    """A request that the engine has admitted. Iterating yields its events, in any thread.
-
-    The last event is `Finished`, or an error is raised. `cancel` ends it after the current token.
-    """
+    """An admitted request. Iterating yields events up to `Finished` or raises, in any thread."""
 
     def __init__(
         self,

@@ -172,10 +172,9 @@ def prefill_step_at(step: int, position: int) -> int:
     """Return the size of the prefill step that begins at `position`.
 
     step: the session's prefill step. Running generations wait for a prefill step, and its attention
-    takes longer the more tokens precede it; so steps are halved from the twelfth on. Steps larger
-    than the default stay as they are: whoever sets one accepts the wait. The size depends only on
-    the position, so that a prompt is always evaluated in the same steps. Odd steps are never
-    halved, since their halves would end elsewhere.
+    takes longer the more tokens precede it; so steps are halved from the twelfth on, except for
+    steps larger than the default, and odd ones, whose halves would end elsewhere. The size depends
+    only on the position, so that a prompt is always evaluated in the same steps.
     """
     halved = step <= STEP and step % 2 == 0 and position >= _SHALLOW_STEPS * step
     return step // 2 if halved else step

@@ -1,7 +1,4 @@
-"""The sessions of an engine: by name, within a memory limit, moved to disk and back.
-
-A thread saves changed sessions while the engine continues.
-"""
+"""The sessions of an engine: by name, within a memory limit, saved to disk and loaded again."""
 
 import logging
 import secrets

@@ -17,13 +17,10 @@ def chat_turn(
 ) -> Callable[[SessionRecord], GenerationRequest]:
     """Return a request function for `Engine.submit` that prefills a user's text and answers it.
 
-    Only the new tokens are evaluated, as the model's template renders them; spans name the question
-    and the answer (see `Conversation`). A question that is cancelled before its prefill is done is
-    removed again.
-
-    request: how the answer is generated; it has no prompt. system: the system prompt; None for the
-    one that the session began with, also if all of it was rewound. The function raises
-    InvalidArgument for another one.
+    Only the new tokens are evaluated; spans name the question and the answer (see `Conversation`).
+    A question that is cancelled before its prefill is done is removed again. request: how the
+    answer is generated; it has no prompt. system: the system prompt; None for the one that the
+    session began with, also if all of it was rewound. InvalidArgument is raised for another one.
     """
 
     def request_for(record: SessionRecord) -> GenerationRequest:

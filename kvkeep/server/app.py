@@ -1,20 +1,25 @@
-"""The ASGI application: all APIs and the web UI over one service."""
+"""The ASGI application: all APIs and the web UI over one service; health, model and metrics."""
 
 import logging
-from collections.abc import Callable, Collection
+from asyncio import wrap_future
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from kvkeep.engine import Totals
 from kvkeep.errors import KvkeepError
-from kvkeep.server import anthropic, health
+from kvkeep.server import anthropic
 from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion
@@ -25,14 +30,14 @@ from kvkeep.server.sessions import editing, generate, lifecycle, views
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
-_ROUTES = (
-    *(health, chat, completions, responses, anthropic, completion, auxiliary),
+_APIS = (
+    *(chat, completions, responses, anthropic, completion, auxiliary),
     *(lifecycle, generate, editing, views),
 )
 _PAGE = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 _EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-_page_routes = APIRouter(include_in_schema=False)
+_routes, _page_routes = APIRouter(), APIRouter(include_in_schema=False)
 
 
 class _Application(FastAPI):
@@ -66,9 +71,8 @@ def application(
         responses=ERROR_RESPONSES,
     )
     app.state.service = service
-    for module in _ROUTES:
-        app.include_router(module.router)
-    app.include_router(_page_routes)
+    for router in (_routes, *(module.router for module in _APIS), _page_routes):
+        app.include_router(router)
     app.mount("/page", StaticFiles(directory=_PAGE))
     for error_type in (*_EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
@@ -94,6 +98,81 @@ async def icon() -> Response:
 async def page_settings(context: ContextDep) -> dict[str, Any]:
     """Return the model's name, and whether the web UI may change sessions."""
     return {"edits": context.service.allow_edit, "model": context.service.name}
+
+
+@_routes.get("/health")
+@_routes.get("/v1/health", include_in_schema=False)
+async def health() -> dict[str, str]:
+    """Report that the server is up. The socket opens once the model is loaded."""
+    return {"status": "ok"}
+
+
+@_routes.get("/v1/models")
+@_routes.get("/models", include_in_schema=False)
+async def models(context: ContextDep) -> dict[str, Any]:
+    """List the one model that is served."""
+    service, spec = context.service, context.service.model.spec
+    meta = {
+        "vocab_size": spec.vocab_size,
+        "n_ctx_train": spec.max_positions,
+        "n_embd": spec.hidden_size,
+        "weights": service.model.weights,
+        "path": str(service.model.path),
+    }
+    entry = {"id": service.name, "object": "model", "created": service.created}
+    return {"object": "list", "data": [{**entry, "owned_by": "kvkeep", "meta": meta}]}
+
+
+@_routes.get("/v1/models/{name:path}")
+async def model(name: str, context: ContextDep) -> dict[str, Any]:
+    """Return the model of that name."""
+    entry: dict[str, Any] = (await models(context))["data"][0]
+    if entry["id"] != name:
+        message = f"there is no model {name!r}; there is {entry['id']!r}"
+        raise ApiError(404, message, "not_found_error")
+    return entry
+
+
+@_routes.get("/metrics", response_model=None, response_class=PlainTextResponse)
+async def metrics(context: ContextDep) -> Response:
+    """Return Prometheus metrics, summed over all owners."""
+    totals = await wrap_future(context.engine.totals())
+    collector = _EngineCollector(totals, context.service.status_counts)
+    return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
+
+
+class _EngineCollector(Collector):
+    """The engine's counters; those under `llamacpp:` are the names that its clients read."""
+
+    def __init__(self, totals: Totals, status_counts: dict[int, int]):
+        self._totals, self._status_counts = totals, status_counts
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        totals, counter, gauge = self._totals, CounterMetricFamily, GaugeMetricFamily
+        requests = counter("kvkeep_requests", "HTTP requests by status.", labels=["status"])
+        for status, count in sorted(self._status_counts.items()):
+            requests.add_metric([str(status)], count)
+        ended = counter("kvkeep_answers", "Generations by how they ended.", labels=["ended"])
+        for reason, count in sorted(totals.ended.items()):
+            ended.add_metric([reason], count)
+        yield from (requests, ended)
+        yield counter(
+            "kvkeep_prompt_tokens_evaluated", "Prefilled prompt tokens.", totals.prefilled
+        )
+        yield counter("kvkeep_prompt_tokens_reused", "Reused prompt tokens.", totals.reused)
+        yield counter("kvkeep_tokens_written", "Sampled tokens.", totals.generated)
+        yield counter("kvkeep_reading_seconds", "Prefill time.", totals.prefill_seconds)
+        yield counter("kvkeep_writing_seconds", "Decode time.", totals.decode_seconds)
+        yield gauge("kvkeep_answers_working", "Generations in progress.", totals.running)
+        sessions = gauge("kvkeep_sessions", "Sessions by place.", labels=["place"])
+        sessions.add_metric(["memory"], totals.in_memory)
+        sessions.add_metric(["disk"], totals.on_disk)
+        yield sessions
+        yield gauge("kvkeep_cell_bytes", "Bytes of cells, held or reserved.", totals.nbytes)
+        yield gauge("kvkeep_cell_bytes_limit", "Limit on bytes of cells.", totals.memory_limit)
+        yield counter("llamacpp:prompt_tokens", "Prefilled prompt tokens.", totals.prefilled)
+        yield counter("llamacpp:tokens_predicted", "Sampled tokens.", totals.generated)
+        yield gauge("llamacpp:requests_processing", "Generations in progress.", totals.running)
 
 
 async def _error_response(request: HttpRequest, error: Exception) -> JSONResponse:

@@ -18,18 +18,17 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     """Return the messages with plain text as content. Raises InvalidArgument for images."""
     if not messages:
         raise InvalidArgument("messages: there must be one at least")
-    return [_template_message(index, message) for index, message in enumerate(messages)]
-
-
-def _template_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if content is None and not message.get("tool_calls"):
-        raise InvalidArgument(f"messages[{index}] has no content")
-    if isinstance(content, list):
-        content = "".join(_part_text(index, part) for part in content)
-    if role == "developer":  # a role that templates do not know yet
-        role = "system"
-    return {**message, "role": role, "content": "" if content is None else content}
+    rendered = []
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise InvalidArgument(f"messages[{index}] has no content")
+        if isinstance(content, list):
+            content = "".join(_part_text(index, part) for part in content)
+        if role == "developer":  # a role that templates do not know yet
+            role = "system"
+        rendered.append({**message, "role": role, "content": "" if content is None else content})
+    return rendered
 
 
 def _part_text(index: int, part: Any) -> str:

@@ -105,9 +105,8 @@ class IdempotencyMiddleware:
 
 def _idempotency_key(scope: Scope) -> str | None:
     """Return the key of a request that changes sessions or snapshots, else None."""
-    if scope["type"] != "http" or scope["method"] not in _METHODS:
-        return None
-    if not scope["path"].startswith(_PATHS):
+    changes = scope["type"] == "http" and scope["method"] in _METHODS
+    if not changes or not scope["path"].startswith(_PATHS):
         return None
     key = dict(scope["headers"]).get(b"idempotency-key")
     return None if key is None else key.decode("latin-1")

@@ -55,8 +55,7 @@ def serve_on(
 ) -> None:
     """Serve until a signal comes.
 
-    options: of `kvkeep serve`. middleware: see `application`. drain: awaited after the last
-    request, for work that must not be lost.
+    options: of `kvkeep serve`. middleware: see `application`. drain: awaited after all requests.
     """
     listener = _listen(options["host"], options["port"])
     host, port = listener.getsockname()[:2]

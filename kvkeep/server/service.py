@@ -31,6 +31,8 @@ T = TypeVar("T")
 # A request, or a function that returns it for the session as it is when the request is admitted.
 RequestOrFactory = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
 
+_Progress = PrefillProgress | GeneratedToken | Finished
+
 
 @dataclass
 class Service:
@@ -156,9 +158,7 @@ class GenerationStream:
             submission.add_done_callback(_cancel_generations)
             raise
 
-    async def __aiter__(
-        self,
-    ) -> AsyncIterator[tuple[int, PrefillProgress | GeneratedToken | Finished]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, _Progress]]:
         """Yield indices and events until all have finished or one fails; leaving cancels all."""
         finished = 0
         try:
