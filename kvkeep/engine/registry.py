@@ -153,8 +153,7 @@ class SessionRegistry:
     def reserve(self, record: SessionRecord, tokens: int | None, copies: int = 1) -> None:
         """Reserve the bytes that a session can take with so many more tokens; None for any number.
 
-        Loads it, and evicts others if necessary. copies: how many sessions like it are reserved.
-        Raises NoRoom if every other session is pinned or busy.
+        Loads it, and evicts others if necessary. copies: for so many. Raises NoRoom.
         """
         session = self.load(record)
         requested, limit = copies * max_session_bytes(session, tokens), self.policy.limits.memory

@@ -59,9 +59,8 @@ class SessionOperations:
     def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> int:
         """Make a named session hold the beginning of a prompt and nothing else; returns its tokens.
 
-        It holds what any session of the owner has of the prompt, as far as a generation gives the
-        same bits; a prompt that continues where the session ends keeps all of it. The session is
-        created if there is none of that name.
+        It holds what any session of the owner has of the prompt, to the bit; a prompt that
+        continues where the session ends keeps all of it. A session that is missing is created.
         """
         new = self._new_session(owner)
         existing = self._registry.get(name, owner)

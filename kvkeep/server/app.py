@@ -60,8 +60,7 @@ def application(
 ) -> Any:
     """Return the ASGI application.
 
-    hosts: allowed Host headers. origins: web origins that may send requests. middleware: wraps the
-    routes, inside the security checks.
+    hosts: allowed Host headers. origins: allowed web origins. middleware: within these checks.
     """
     app = _Application(
         title="kvkeep",
