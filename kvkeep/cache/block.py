@@ -153,23 +153,15 @@ class Cells:
 
     def clone(self) -> "Cells":
         """Return a copy of the cells."""
-        return Cells(
-            self.stored_keys.clone(),
-            self.stored_values.clone(),
-            self.positions.clone(),
-            self.serials.clone(),
-            None if self.bias is None else self.bias.clone(),
-        )
+        keys, values = self.stored_keys.clone(), self.stored_values.clone()
+        bias = None if self.bias is None else self.bias.clone()
+        return Cells(keys, values, self.positions.clone(), self.serials.clone(), bias)
 
     def part(self, span: slice) -> "Cells":
         """Return a slice of the cells, not copied."""
-        return Cells(
-            self.stored_keys[:, :, span],
-            self.stored_values[:, :, span],
-            self.positions[..., span],
-            self.serials[span],
-            None if self.bias is None else self.bias[..., span],
-        )
+        keys, values = self.stored_keys[:, :, span], self.stored_values[:, :, span]
+        bias = None if self.bias is None else self.bias[..., span]
+        return Cells(keys, values, self.positions[..., span], self.serials[span], bias)
 
     def layer_biases(self, span: slice) -> tuple[Tensor | None, ...]:
         """Return the bias of a slice of the cells for each layer: `[kv_heads, n]`, or None."""
@@ -237,7 +229,10 @@ class Block:
         return Block(self.slots.part(span), extent, self.origin + span.start, self.storage)
 
     def rest(self, first: int) -> "Block":
-        """Return the slots from `first` on as places from 0; those not shared stay writable."""
+        """Return a block of the slots from `first` on, whose places are renumbered from 0.
+
+        Shared slots stay read-only, the others can be written to.
+        """
         shared = max(0, self.shared - first)
         return Block(self.slots.part(slice(first, self.capacity)), shared, 0, self.storage)
 

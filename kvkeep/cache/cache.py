@@ -275,8 +275,7 @@ class KVCache:
     def restore(self, state: CacheState) -> "KVCache":
         """Return a cache for the same kind of cells that has another one's contents.
 
-        Raises:
-            ValueError: says why no cache of this kind can have them.
+        Raises ValueError if no cache of this kind can have them.
         """
         local_layout = None if self.local is None else self.local.layout
         state.check(self.layout, self.far_layout, self.attention.heads, local_layout)
@@ -329,19 +328,19 @@ class KVCache:
             segments += parts
         self.segments = merge_small_segments(segments)
 
-    def runs(self, kind: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
-        """Return runs of cells of one kind within one segment: (segment, kind, first, count).
+    def runs(self, matches: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
+        """Return runs of cells of one segment that all match or all do not.
 
-        kind: called with a cell's rank among all cells and its serial.
+        matches: called with a cell's rank among all cells and its serial. Returns for each run
+        (segment, whether it matches, first, count).
         """
         runs, rank = [], 0
         for segment in self.segments:
-            kinds = [kind(rank + i, serial) for i, serial in enumerate(segment.serials())]
-            rank += len(kinds)
-            first = 0
-            for run_kind, run in groupby(kinds):
+            matching = [matches(rank + i, serial) for i, serial in enumerate(segment.serials())]
+            rank, first = rank + len(matching), 0
+            for is_match, run in groupby(matching):
                 count = len(list(run))
-                runs.append((segment, run_kind, first, count))
+                runs.append((segment, is_match, first, count))
                 first += count
         return runs
 

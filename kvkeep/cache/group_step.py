@@ -100,15 +100,12 @@ class GroupAttention:
         )
         shared = shared_views(steps)
         # Each view, for one query of n times as many heads, and the rows of its n queries.
-        self._views = [
-            (
-                view
-                if view.bias is None
-                else replace(view, bias=view.bias.repeat_interleave(self._groups, 0)),
-                _indices([reader.row for reader in view.readers], device),
-            )
-            for view in shared
-        ]
+        self._views = []
+        for view in shared:
+            bias, indices = view.bias, _indices([reader.row for reader in view.readers], device)
+            if bias is not None:
+                bias = bias.repeat_interleave(self._groups, 0)
+            self._views.append((view if bias is None else replace(view, bias=bias), indices))
         owners = [reader.cache for view in shared for reader in view.readers]
         self._parts, self._absent = _parts_by_cache(owners, len(steps), device)
 

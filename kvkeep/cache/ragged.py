@@ -184,11 +184,8 @@ class Ragged(Cells):
         if not rope.unrotated:
             return by
         layers, kv_heads = self.counts.shape
-        rotated = torch.tensor(
-            [layer not in rope.unrotated for layer in range(layers)],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        rotated = torch.ones(layers, dtype=torch.int64, device="cpu")
+        rotated[list(rope.unrotated)] = 0
         return by * rotated[self.owners // kv_heads]
 
     def attend(self, layer: int, q: Tensor, scale: float, softcap: float = 0.0) -> Part:

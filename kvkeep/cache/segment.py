@@ -224,7 +224,8 @@ class Segment:
     def unseal(self) -> None:
         """Allow a copy of a sealed segment to take new cells, in storage of its own.
 
-        Only cells that begin at place 0 are in the places of a fresh evaluation.
+        Does nothing unless the cells begin at place 0, as those of a freshly evaluated text do: a
+        continuation is then the same to the bit.
         """
         if self.place == 0 and not self.compressed:
             self.sealed = False

@@ -52,10 +52,7 @@ class CacheState:
         """Check that a cache of such cells can hold these contents.
 
         layout, far_layout: as in `KVCache`. heads: number of query heads. local: the layout of
-        local layers; None if there are none.
-
-        Raises:
-            ValueError: says what is wrong.
+        local layers; None if there are none. Raises ValueError, which says what is wrong.
         """
         require_whole("the serial", self.serial, 0, MAX_NUMBER)
         require_whole("the clock", self.time, -MAX_NUMBER, self.serial)
@@ -65,19 +62,15 @@ class CacheState:
                 self._check_segment(segment, layout, far_layout)
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
-        self._check_local(local)
-        for name, state in self.recurrent.items():
-            require_finite(f"the state {name!r}", state)
-
-    def _check_local(self, layout: Layout | None) -> None:
-        has_place = layout is not None or not self.local
-        require(has_place, "cells of local layers, of which the model has none")
         for index, segment in enumerate(self.local):
+            require(local is not None, "cells of local layers, of which the model has none")
+            assert local is not None
             with _named(f"segment {index} of local layers"):
-                assert layout is not None
-                self._check_segment(segment, layout, layout)
+                self._check_segment(segment, local, local)
                 plain = not segment.anchor and not segment.compressed
                 require(plain and segment.map.group == 1, "cells that are not a window's")
+        for name, state in self.recurrent.items():
+            require_finite(f"the state {name!r}", state)
 
     def serials(self) -> Tensor:
         """Return the serials of the live cells' tokens, `[n]` int64, oldest first.

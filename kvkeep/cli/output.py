@@ -8,7 +8,7 @@ from typing import TextIO
 
 import click
 
-from kvkeep.runtime.signals import first_interrupt_deferred
+from kvkeep.runtime.signals import interrupts_deferred
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -87,13 +87,13 @@ class Screen:
 
     def write(self, piece: str) -> None:
         """Show a piece immediately. Raises OSError when standard output is closed."""
-        with first_interrupt_deferred():
+        with interrupts_deferred(only_first=True):
             self.taken += len(piece)
             self._show(piece)
 
     def end(self) -> None:
         """End the answer, complete or not. Later output starts on a new line."""
-        with first_interrupt_deferred():
+        with interrupts_deferred(only_first=True):
             self._finish()
 
     def _show(self, piece: str) -> None:

@@ -12,7 +12,7 @@ from kvkeep.cli.options import is_given
 from kvkeep.cli.output import megabytes, say
 from kvkeep.cli.which_model import require_local
 from kvkeep.errors import CorruptFile, InvalidArgument
-from kvkeep.runtime.signals import first_interrupt_deferred
+from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.session.conversation import CHAT
 from kvkeep.storage.objects.paths import Source
 from kvkeep.types import DtypeName
@@ -218,7 +218,7 @@ class SessionWriter:
     def write(self) -> None:
         """Write the file. Ctrl-C is deferred until then; a second one leaves the old file."""
         begun = time.perf_counter()
-        with first_interrupt_deferred():
+        with interrupts_deferred(only_first=True):
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             file = self._file.resolve() if isinstance(self._file, Path) else self._file
             self.saved_bytes = snapshot.save(file, self._codec)

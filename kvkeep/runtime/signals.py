@@ -5,35 +5,23 @@ import threading
 # Not `signal.signal`, which converts handlers to enums and back: 50 us of each token.
 from _signal import getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from signal import SIGINT
 from types import FrameType
 
 _Signal = tuple[int, FrameType | None]
 
 
-def interrupts_deferred() -> AbstractContextManager[None]:
+@contextmanager
+def interrupts_deferred(only_first: bool = False) -> Iterator[None]:
     """Defer every Ctrl-C until the block is done, so that what the block did is kept whole.
 
-    For what takes a moment: nothing can end it sooner. Outside the main thread, to which Python
-    delivers no signals, or if the program handles SIGINT by something other than a Python function,
-    nothing is deferred.
+    Nothing is deferred outside the main thread, to which Python delivers no signals, or if the
+    program handles SIGINT by something other than a Python function.
+
+    only_first: a second Ctrl-C does not wait. For what may take long and can be ended anywhere,
+        such as a file that counts only once all of it is there.
     """
-    return _deferring(only_first=False)
-
-
-def first_interrupt_deferred() -> AbstractContextManager[None]:
-    """Defer one Ctrl-C until the block is done; a second one does not wait.
-
-    For what may take long and can be ended anywhere, such as a file that counts only once all of it
-    is there. Otherwise as `interrupts_deferred`.
-    """
-    return _deferring(only_first=True)
-
-
-@contextmanager
-def _deferring(only_first: bool) -> Iterator[None]:
-    """Defer Ctrl-C until the block is done. only_first: a second one calls the handler at once."""
     handler, deferred = getsignal(SIGINT), list[_Signal]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

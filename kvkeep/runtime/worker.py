@@ -271,7 +271,8 @@ def _run_in_turn(
 def end_own_team() -> None:
     """End the OpenMP threads that wait for the calling thread, if there are any.
 
-    Only with GNU's library, and a version that can: LLVM's would stop those of all threads.
+    Does nothing with LLVM's OpenMP, whose call would end the teams of all threads, or with a
+    version of GNU's that has no such call.
     """
     if (pause := _pause()) is not None:
         pause(_SOFT)
