@@ -108,8 +108,8 @@ def matrix_operand(
 class ModelOperands:
     """A model's weights by name, as `CompiledExecutor` holds them: tensors and packed matrices.
 
-    Weights that the model's spec does not name are ignored. Everything that an address is handed
-    out for lives as long as this object.
+    Weights that the model's spec does not name are ignored. The addresses that methods return are
+    valid as long as this object lives.
     """
 
     def __init__(

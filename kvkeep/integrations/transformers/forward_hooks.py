@@ -13,17 +13,12 @@ from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.integrations.transformers.cache_forward import BatchSessions, CacheForward
 from kvkeep.integrations.transformers.step_cache import StepCache
 
-_USED_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
-_IGNORED_ARGUMENTS = {"use_cache", "cache_position", "return_dict", "logits_to_keep"}
-# Arguments of `generate` by which it chooses tokens, and which it passes on to every forward.
-_GENERATE_ARGUMENTS = {
-    "tokenizer",
-    "assistant_tokenizer",
-    "assistant_model",
-    "streamer",
-    "synced_gpus",
+_ALLOWED_ARGUMENTS = {
+    *("input_ids", "attention_mask", "position_ids", "past_key_values"),
+    *("use_cache", "cache_position", "return_dict", "logits_to_keep"),  # change no hidden state
+    # Arguments of `generate` by which it chooses tokens, and which it passes on to every forward.
+    *("tokenizer", "assistant_tokenizer", "assistant_model", "streamer", "synced_gpus"),
 }
-_ALLOWED_ARGUMENTS = _USED_ARGUMENTS | _IGNORED_ARGUMENTS | _GENERATE_ARGUMENTS
 
 
 def hook_forward(body: nn.Module) -> list[RemovableHandle]:

@@ -31,19 +31,10 @@ NAME = "kvkeep"
 # The config attribute that chooses the attention; transformers has no other way for one forward.
 _IMPLEMENTATION = "_attn_implementation_internal"
 # Arguments that models pass to their attention and that do not change its result.
-_IGNORED_ARGUMENTS = frozenset(
-    (
-        "position_ids",
-        "position_embeddings",
-        "cache_position",
-        "use_cache",
-        "return_dict",
-        "logits_to_keep",
-        "input_ids",
-        "layer_idx",
-        "num_key_value_groups",
-    )
-)
+_IGNORED_ARGUMENTS = {
+    *("input_ids", "position_ids", "position_embeddings", "cache_position", "use_cache"),
+    *("return_dict", "logits_to_keep", "layer_idx", "num_key_value_groups"),
+}
 
 _OTHER_THREAD = (
     f"the attention {NAME!r} works in a forward that kvkeep has opened: while one is under way, "

@@ -9,12 +9,7 @@ from typing import Any
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.family_config import experts_config, gemma_config, is_olmo3, layers_config
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.gguf.rope import (
-    has_temperature,
-    original_length,
-    rope_scaling,
-    shortest_decimal,
-)
+from kvkeep.models.gguf.rope import has_temperature, original_length, rope_scaling
 from kvkeep.models.gguf.vocabulary import special_id
 from kvkeep.models.spec.unsupported import unsupported_reason
 
@@ -88,7 +83,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.count("{arch}.context_length"),
-        "rope_theta": shortest_decimal(file.number("{arch}.rope.freq_base", 10_000.0)),
+        "rope_theta": file.decimal("{arch}.rope.freq_base", 10_000.0),
         "rope_scaling": None if family == "gemma4" else rope_scaling(file, rotated),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
@@ -139,14 +134,12 @@ def _family_fields(
         heads = config["num_attention_heads"]
         fields["num_key_value_heads"] = file.uniform_count("{arch}.attention.head_count_kv", heads)
     if family in _COHERE:
-        eps = file.number("{arch}.attention.layer_norm_epsilon")
-        fields["layer_norm_eps"] = shortest_decimal(eps)
+        fields["layer_norm_eps"] = file.decimal("{arch}.attention.layer_norm_epsilon")
         # Every Cohere 2 states it; llama.cpp does not scale a Command R that states none.
-        scale = file.number("{arch}.logit_scale", 1.0 if family == "command-r" else None)
-        fields["logit_scale"] = shortest_decimal(scale) or 1.0
+        default = 1.0 if family == "command-r" else None
+        fields["logit_scale"] = file.decimal("{arch}.logit_scale", default) or 1.0
     else:
-        eps = file.number("{arch}.attention.layer_norm_rms_epsilon")
-        fields["rms_norm_eps"] = shortest_decimal(eps)
+        fields["rms_norm_eps"] = file.decimal("{arch}.attention.layer_norm_rms_epsilon")
     if model_type in ("llama", "granite", "smollm3"):
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if family in ("mistral3", "phi3") or (family == "llama" and _window(file)):
@@ -156,8 +149,7 @@ def _family_fields(
     if family in _WITH_MULTIPLIERS:
         for name, key in _MULTIPLIERS.items():
             default = config["head_dim"] ** -0.5 if name == "attention_multiplier" else 1.0
-            value = shortest_decimal(file.number("{arch}." + key, default))
-            fields[name] = value or default  # 0 means the default
+            fields[name] = file.decimal("{arch}." + key, default) or default  # 0: the default
     if family == "phi3":
         key = "original_max_position_embeddings"
         fields[key] = (config["rope_scaling"] or {}).get(key) or original_length(file)

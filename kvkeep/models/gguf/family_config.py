@@ -8,7 +8,6 @@ from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.rope import (
     attention_factor,
     linear_factor,
-    shortest_decimal,
     unscaled_longrope,
 )
 
@@ -35,6 +34,7 @@ _ALWAYS_LOCAL = ("cohere2", "gpt-oss", "gemma4")  # every model of these has loc
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 # Gemma 3n's defaults, as in llama.cpp.
 _LAYERS_WITH_CELLS, _SPARSE_LAYERS, _SPARSITY = 20, 10, 0.95
+_SOFTCAP, _DEFAULT_SOFTCAP = "{arch}.final_logit_softcapping", 30.0  # as in llama.cpp
 _EMBEDDING_TABLE = "per_layer_token_embd.weight"
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
@@ -137,7 +137,7 @@ def _local_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     if family == "gemma4":
         return {}  # part of `gemma_config`
     if family in ("gemma3", "gemma3n"):
-        base = shortest_decimal(file.number(key, 10_000.0))
+        base = file.decimal(key, 10_000.0)
         factor = attention_factor(file)
         if factor == 1:
             return {"rope_local_base_freq": base}
@@ -182,11 +182,10 @@ def _gemma2_config(file: GgufFile) -> dict[str, Any]:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     if family == "gemma3":
         caps = dict.fromkeys(caps, 0.0)
-    stated = {key: file.number("{arch}." + key, default) for key, default in caps.items()}
     return {
         **_GELU,
         "query_pre_attn_scalar": scalar,
-        **{key: shortest_decimal(cap) or None for key, cap in stated.items()},
+        **{key: file.decimal("{arch}." + key, cap) or None for key, cap in caps.items()},
     }
 
 
@@ -200,11 +199,10 @@ def _gemma3n_config(file: GgufFile) -> dict[str, Any]:
     layers, widths_key = file.layer_count(), "{arch}.feed_forward_length"
     is_list = isinstance(file.required(widths_key), list)
     widths = file.integers(widths_key) if is_list else [file.count(widths_key)]
-    cap = file.number("{arch}.final_logit_softcapping", 30.0)  # llama.cpp's default
     return {
         **_GELU,
         "intermediate_size": widths[0] if len(set(widths)) == 1 else widths,
-        "final_logit_softcapping": shortest_decimal(cap),
+        "final_logit_softcapping": file.decimal(_SOFTCAP, _DEFAULT_SOFTCAP),
         "num_kv_shared_layers": file.non_negative(
             "{arch}.attention.shared_kv_layers", max(0, layers - _LAYERS_WITH_CELLS)
         ),
@@ -252,7 +250,6 @@ def _gemma4_config(file: GgufFile) -> dict[str, Any]:
     widths = file.counts_per_layer("{arch}.feed_forward_length", layers)
     shared = file.non_negative("{arch}.attention.shared_kv_layers", 0)
     head_dim = file.count("{arch}.attention.key_length")
-    cap = file.number("{arch}.final_logit_softcapping", 30.0)  # llama.cpp's default
     return {
         **_GELU,
         "head_dim": file.count("{arch}.attention.key_length_swa", head_dim),
@@ -267,7 +264,7 @@ def _gemma4_config(file: GgufFile) -> dict[str, Any]:
             "{arch}.embedding_length_per_layer_input", 0
         ),
         "vocab_size_per_layer_input": file.tensors["token_embd.weight"].shape[0],
-        "final_logit_softcapping": shortest_decimal(cap) or None,
+        "final_logit_softcapping": file.decimal(_SOFTCAP, _DEFAULT_SOFTCAP) or None,
         "rope_parameters": _gemma4_rope(file, head_dim),
     }
 
@@ -288,11 +285,11 @@ def _gemma4_rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
         "full_attention": {
             "rope_type": "proportional",
             "partial_rotary_factor": 2 * pairs / head_dim,
-            "rope_theta": shortest_decimal(file.number("{arch}.rope.freq_base", 1e4)),
+            "rope_theta": file.decimal("{arch}.rope.freq_base", 1e4),
             **({} if factor == 1 else {"factor": factor}),
         },
         "sliding_attention": {
             "rope_type": "default",
-            "rope_theta": shortest_decimal(file.number("{arch}.rope.freq_base_swa", 1e4)),
+            "rope_theta": file.decimal("{arch}.rope.freq_base_swa", 1e4),
         },
     }

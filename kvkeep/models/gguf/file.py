@@ -201,6 +201,10 @@ class GgufFile:
             key, default, "a finite number", lambda value: _is_number(value) and abs(value) < inf
         )
 
+    def decimal(self, key: str, default: float | None = None) -> float:
+        """Return a finite number as the short decimal that its float32 stands for."""
+        return shortest_decimal(self.number(key, default))
+
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
         return self._checked(key, default, "true or false", lambda value: type(value) is bool)
@@ -266,6 +270,11 @@ def _is_whole(value: object, minimum: int) -> bool:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and value == value  # not NaN
+
+
+def shortest_decimal(value: float) -> float:
+    """Return the short decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
+    return float(f"{value:.7g}")
 
 
 def shown(value: object) -> str:

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.file import GgufFile, shortest_decimal
 from kvkeep.models.spec.rope import rope_spec
 
 _ONE_TABLE = ["rope_freqs.weight"]
@@ -32,11 +32,10 @@ def rope_scaling(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None:
     scaling = _frequency_scaling(file, rotary_dim)
     if not has_temperature(file):
         return scaling
-    beta = file.number("mistral3.attention.temperature_scale")
     return {
         **(scaling or {"rope_type": "default"}),
         "original_max_position_embeddings": original_length(file),
-        "llama_4_scaling_beta": shortest_decimal(beta),
+        "llama_4_scaling_beta": file.decimal("mistral3.attention.temperature_scale"),
     }
 
 
@@ -109,7 +108,7 @@ def _settings(file: GgufFile) -> dict[str, Any] | None:
     """Return the scaling by type and factor, without tables and attn_factor; None for none."""
     scaling_type = _scaling_type(file)
     old_factor = file.number("{arch}.rope.scale_linear", 1.0)  # its name before 2024
-    factor = shortest_decimal(file.number(f"{_SCALING}factor", old_factor)) or 1.0
+    factor = file.decimal(f"{_SCALING}factor", old_factor) or 1.0
     if factor < 0:
         raise file.invalid(f"{_SCALING}factor", "above 0")
     if scaling_type == "none":
@@ -137,7 +136,7 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     for name in ("beta_fast", "beta_slow"):
         if file.has(f"{_SCALING}yarn_{name}"):
-            scaling[name] = shortest_decimal(file.number(f"{_SCALING}yarn_{name}"))
+            scaling[name] = file.decimal(f"{_SCALING}yarn_{name}")
     if file.has(f"{_SCALING}original_context_length"):
         scaling["original_max_position_embeddings"] = original_length(file)
     attention = file.number(f"{_SCALING}yarn_attn_factor", 1.0)
@@ -232,8 +231,3 @@ def _positive(file: GgufFile, key: str, default: float) -> float:
     if value <= 0:
         raise file.invalid(key, "above 0")
     return value
-
-
-def shortest_decimal(value: float) -> float:
-    """Return the short decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
-    return float(f"{value:.7g}")

@@ -106,52 +106,44 @@ _JAIS2_SPACES = (
     + r"|\s{1,2}(?!\S)|\s{1}"
 )
 
-_LLAMA3 = Splitter((_words(_THREE_DIGITS),), whole_words=True, bos=True)
-_GPT4 = Splitter((_words(_THREE_DIGITS),))
-_QWEN2 = Splitter((_words(_DIGIT),), composed=True)
-_SINGLE_DIGITS = Splitter((_words(_DIGIT),))
-_GPT4O = Splitter((_cased_words(_THREE_DIGITS),))
-_DEEPSEEK3 = Splitter((_THREE_DIGITS, _CHINESE_AND_KANA, _SIGNED_WORDS))
-_PLAIN = Splitter((_GPT2,))
-_DIGITS_APART = Splitter((_DIGIT, _GPT2))
-_BAILINGMOE = Splitter((_BAILING,))
-_AYA = Splitter((_TINY_AYA, _cased_words(_THREE_DIGITS)))
-
 # llama.cpp's default: numbers in threes from their first digit, punctuation apart.
-_DEFAULT = Splitter(
-    (
-        r"[\p{P}\$\+<=>\^~\|]+",
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-        r"\p{N}+",
-        r"[0-9][0-9][0-9]",
-    )
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
 )
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, _DIGIT)
+_GPT4, _GPT4O = _words(_THREE_DIGITS), _cased_words(_THREE_DIGITS)
 
-SPLITTERS = {
-    "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"), _PLAIN),
-    **dict.fromkeys(("trillion", "granite-docling"), _PLAIN),
+# Each splitter under all names that files have for it.
+_BY_NAMES = {
+    "default": Splitter(_DEFAULT),
+    "gpt-2 phi-2 exaone4 gigachat a.x-4.0 mellum trillion granite-docling": Splitter((_GPT2,)),
     "olmo": Splitter((_GPT2,), composed=True),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), _DIGITS_APART),
-    **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS_APART),
+    "smollm starcoder refact codeshell exaone minerva-7b mellum2": Splitter((_DIGIT, _GPT2)),
     "command-r": Splitter((_DIGIT, _GPT2), composed=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
-    **dict.fromkeys(("pixtral", "lfm2", "midm-2.0"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _GPT4),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2),
-    **dict.fromkeys(("hunyuan", "solar-open", "grok-2", "kormo", "megrez"), _SINGLE_DIGITS),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": Splitter(
+        (_GPT4,), whole_words=True, bos=True
+    ),
+    "dbrx smaug-bpe glm4 chatglm-bpe": Splitter((_GPT4,)),
+    "qwen2 deepseek-r1-qwen stablelm2": Splitter((_words(_DIGIT),), composed=True),
+    "hunyuan solar-open grok-2 kormo megrez": Splitter((_words(_DIGIT),)),
     "qwen35": Splitter((_words(_DIGIT, r"\p{L}\p{M}"),), composed=True),
     "laguna": Splitter((r"[^\n]+|[\n]+", _words(_DIGIT))),
     "minicpm5": Splitter((_THREE_DIGITS, _words(r"\p{N}+")), whole_words=True),
     "jais-2": Splitter((_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": Splitter((_GPT4O,)),
     "tekken": Splitter((_cased_words(_DIGIT, contractions=""),), whole_words=True, bos=True),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), _AYA),
+    "tiny_aya cohere2moe": Splitter((_TINY_AYA, _GPT4O)),
     "kimi-k2": Splitter((_KIMI,)),
     "youtu": Splitter((_YOUTU, _cased_words(_DIGIT)), whole_words=True),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
-    "deepseek-coder": Splitter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, _DIGIT)),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILINGMOE),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Splitter(
+        (_THREE_DIGITS, _CHINESE_AND_KANA, _SIGNED_WORDS)
+    ),
+    "deepseek-coder": Splitter(_DEEPSEEK_CODER),
+    "bailingmoe bailingmoe2 llada-moe": Splitter((_BAILING,)),
     "seed-coder": Splitter((_SEED_CODER,)),
     "exaone-moe": Splitter((_EXAONE_MOE,)),
 }
+SPLITTERS = {name: splitter for names, splitter in _BY_NAMES.items() for name in names.split()}
