@@ -20,7 +20,9 @@ from kvkeep.cli.evaluate.grid_options import (
 from kvkeep.cli.evaluate.options import ModelChoice, load_haystack, model_options, sample_bar
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import Dataset
+from kvkeep.evaluate.grid_table import grid_markdown, page_with_grid
 from kvkeep.evaluate.haystack import MANUAL
+from kvkeep.evaluate.plots import draw_grid
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -139,9 +141,6 @@ def _load_grid(path: Path) -> "Grid":
 
 def _show(grid: "Grid", files: GridFiles) -> None:
     """Draw the plot, and write the tables into the page or to standard output."""
-    from kvkeep.evaluate.grid_table import grid_markdown, page_with_grid
-    from kvkeep.evaluate.plots import draw_grid
-
     if not grid.results:
         raise InvalidArgument("there is nothing to show: no reading was made yet")
     if files.plot is not None:

@@ -13,7 +13,9 @@ from kvkeep.cli.memory import BIT_NAMES
 from kvkeep.cli.options import collect_options, file_option, integer_option, is_given
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import ContinuationDataset, Dataset, NeedleDataset, PasskeyDataset
+from kvkeep.evaluate.grid_table import page_with_grid
 from kvkeep.evaluate.haystack import Haystack
+from kvkeep.evaluate.plots import check_plottable
 from kvkeep.evaluate.tasks import TASKS
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.types import BitsName
@@ -89,12 +91,8 @@ class GridFiles:
                     f"{self.out} is there already: add --resume to go on with it, or name another"
                 )
         if self.plot is not None:
-            from kvkeep.evaluate.plots import check_plottable
-
             check_plottable(self.plot)
         if self.page is not None:
-            from kvkeep.evaluate.grid_table import page_with_grid
-
             check_writable(self.page)
             page_with_grid(self.page, None)
 

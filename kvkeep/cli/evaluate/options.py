@@ -19,6 +19,7 @@ from kvkeep.cli.compression import (
 from kvkeep.cli.options import Decorator, collect_options, file_option, integer_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.evaluate.haystack import MANUAL, TEXTS, Haystack
+from kvkeep.evaluate.plots import check_plottable
 from kvkeep.evaluate.samples import KEY_TYPES, Placement
 from kvkeep.types import DtypeName, WeightsName
 
@@ -86,8 +87,6 @@ class RecallChoice:
                 "add --streaming, or leave it out"
             )
         if self.plot is not None:
-            from kvkeep.evaluate.plots import check_plottable
-
             check_plottable(self.plot)
 
     @property

@@ -158,8 +158,7 @@ class SharedPrefixCache:
         )
 
     def _path(self, block: PrefixBlock) -> ObjectPath:
-        key = f"{self._prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}"
-        return ObjectPath(self.objects, key)
+        return ObjectPath(self.objects, f"{self._prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}")
 
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
