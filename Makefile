@@ -1,28 +1,44 @@
-# Everything on a fresh machine with Python >= 3.11, pip and make: `make run`, `make test`.
+# Everything on a fresh machine with Python >= 3.11, pip, make and a C++ compiler:
+# `make run` installs kvkeep alone and generates; `make test` installs what developers need, too.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PRODUCT := $(VENV)/.product
 READY := $(VENV)/.ready
 
 .PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
 
 install: $(READY)
 
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard kvkeep/compiled/src/*)
+PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
+
+# The product: kvkeep and what it needs to run, with the kernels of this processor.
 # torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries.
-# A change of the kernels' sources builds them anew.
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard kvkeep/compiled/src/*)
+$(PRODUCT): $(SOURCES)
+	@echo "kvkeep: installing into $(VENV) (about a minute and 0.9 GB; the kernels need a C++ compiler)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP_INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	@echo "kvkeep: installing kvkeep, and compiling its kernels for this processor"
+	$(PIP_INSTALL) --editable .
 	touch $@
+
+# With all that developers need, and the kernels of every instruction set.
+$(READY): $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --quiet torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	KVKEEP_KERNELS_FOR=all $(PIP_INSTALL) --quiet --editable '.[dev]'
+	touch $(PRODUCT) $@
 
 # The main job: a manual of several thousand tokens is read through a budget of 512, and the model
 # writes on from it on the same memory. `make run TOKENS=-1` writes until Ctrl-C.
 TOKENS ?= 1000
 MANUAL := from pydoc_data.topics import topics; print(topics["typesseq"])
 
-run: install
+run: $(PRODUCT)
+	@echo "kvkeep: SmolLM2-135M-Instruct reads a chapter of Python's manual (5,700 tokens) through a"
+	@echo "budget of 512 KV cells, and then generates $(TOKENS) tokens in the same memory"
 	$(BIN)/kvkeep pull
 	$(BIN)/python -c '$(MANUAL)' | \
 	  $(BIN)/kvkeep generate --max-kv-size 512 --max-tokens $(TOKENS) --ignore-eos --seed 1
@@ -72,7 +88,7 @@ SANITIZERS := -fsanitize=address,undefined
 BEST := from kvkeep.compiled.instruction_sets import selected_set; print(selected_set().name)
 
 sanitize: install
-	KVKEEP_SETS="$$($(BIN)/python -c '$(BEST)' | sed '/^avx2$$/d;s/^torch$$//') avx2" \
+	KVKEEP_KERNELS_FOR="$$($(BIN)/python -c '$(BEST)' | sed '/^avx2$$/d;s/^torch$$//') avx2" \
 	  CFLAGS='$(SANITIZERS) -fno-sanitize-recover=all -fno-omit-frame-pointer -g' \
 	  LDFLAGS='$(SANITIZERS)' $(BIN)/python -W ignore setup.py --quiet build_ext \
 	  --force --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
@@ -108,7 +124,7 @@ ON_EACH_SET := compressed decoding experts products ragged sizes
 emulated: install
 	@for tool in $(NEEDED); do command -v $$tool > /dev/null || \
 	  { echo "make emulated needs $$tool: install g++-aarch64-linux-gnu and qemu-user"; exit 1; }; done
-	CC=$(CROSS)gcc CXX=$(CROSS)g++ LDSHARED='$(CROSS)gcc -shared' \
+	KVKEEP_KERNELS_FOR=all CC=$(CROSS)gcc CXX=$(CROSS)g++ LDSHARED='$(CROSS)gcc -shared' \
 	  LDCXXSHARED='$(CROSS)g++ -shared' _PYTHON_HOST_PLATFORM=linux-aarch64 \
 	  $(BIN)/python -W ignore setup.py --quiet build_ext \
 	  --build-lib $(EMULATED) --build-temp $(EMULATED)/objects

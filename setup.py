@@ -1,11 +1,13 @@
 """Builds the compiled kernels: from one source, a library for each instruction set.
 
-All sets of this architecture are built, whatever the building machine's processor supports; the one
-to use is selected at run time (kvkeep/compiled/instruction_sets.py). A set that the compiler cannot
-build is left out; without any, kvkeep computes by torch alone.
+KVKEEP_KERNELS_FOR says which sets: "native" (the default) for the best one that this processor
+runs, "all" for every set of this architecture, as wheels need it, or names of sets. The one to use
+is selected at run time (kvkeep/compiled/instruction_sets.py). A set that the compiler cannot build
+is left out; without any, kvkeep computes by torch alone.
 """
 
 import copy
+import ctypes
 import json
 import os
 import re
@@ -42,13 +44,19 @@ X86 = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16", "
 # With -O3, GCC needs several minutes and more than 1.5 GB for one of the files.
 ARM = {"neon": ["-O2"], "neonbf16": ["-O2", "-march=armv8.2-a+bf16+dotprod"]}
 SETS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(ARCHITECTURE, {})
-# KVKEEP_SETS: the names of the sets to build, if not all.
-NAMES = os.environ.get("KVKEEP_SETS", " ".join(SETS)).split()
+KERNELS_FOR = os.environ.get("KVKEEP_KERNELS_FOR", "native")
+if KERNELS_FOR not in ("all", "native") and not {*KERNELS_FOR.split()} <= {*SETS}:
+    known = ", ".join(["native", "all", *SETS])
+    sys.exit(f"KVKEEP_KERNELS_FOR takes {known}, or several sets; found {KERNELS_FOR!r}")
+
+
+def library_name(set_name: str) -> str:
+    return f"kvkeep.compiled._{set_name}"
 
 
 def kernels(name: str, flags: list[str]) -> Extension:
     return Extension(
-        f"kvkeep.compiled._{name}",
+        library_name(name),
         sources=sorted(map(str, SOURCES.glob("*.cpp"))),
         depends=sorted(map(str, SOURCES.glob("*.h"))),
         language="c++",
@@ -66,7 +74,7 @@ class BuildSets(build_ext):
 
     def initialize_options(self) -> None:
         super().initialize_options()
-        self.failures = {name: "KVKEEP_SETS left them out" for name in SETS if name not in NAMES}
+        self.failures: dict[str, str] = {}
 
     def run(self) -> None:
         super().run()
@@ -75,6 +83,37 @@ class BuildSets(build_ext):
             path = folder / "kvkeep/compiled/built.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"failures": self.failures}, indent=1), encoding="utf-8")
+
+    def build_extensions(self) -> None:
+        selected = self._selected_sets()
+        left_out = f"KVKEEP_KERNELS_FOR={KERNELS_FOR} left them out"
+        self.failures = {name: left_out for name in SETS if name not in selected}
+        names = {cpu.name, *map(library_name, selected)}
+        self.extensions = [extension for extension in self.extensions if extension.name in names]
+        super().build_extensions()
+
+    def _selected_sets(self) -> list[str]:
+        """Return the names of the sets to build.
+
+        "native" is the best set that both the processor and the compiler can do. If the processor
+        cannot be asked, as when this is built for another machine, it is all sets.
+        """
+        if KERNELS_FOR == "all":
+            return list(SETS)
+        if KERNELS_FOR != "native":
+            return KERNELS_FOR.split()
+        try:
+            build_ext.build_extension(self, cpu)
+            library = ctypes.CDLL(os.path.abspath(self.get_ext_fullpath(cpu.name)))
+        except (BaseError, CCompilerError, OSError):
+            return list(SETS)
+        usable = [
+            name
+            for name, flags in SETS.items()
+            if library.kvkeep_cpu_runs(name.encode())
+            and not self._compiler_error(kernels(name, flags))
+        ]
+        return usable[-1:]
 
     def build_extension(self, extension: Extension) -> None:
         builder = copy.copy(self)
@@ -129,7 +168,7 @@ cpu = Extension(
 setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
-    ext_modules=[cpu, *(kernels(name, SETS[name]) for name in NAMES)],
+    ext_modules=[cpu, *(kernels(name, flags) for name, flags in SETS.items())],
     cmdclass={"build_ext": BuildSets, "bdist_wheel": AnyPythonWheel},
     options={"build_ext": {"parallel": os.cpu_count()}},
 )

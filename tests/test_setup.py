@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep.compiled.instruction_sets import SETS, runs_here
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -73,9 +75,9 @@ def test_an_instruction_set_that_the_compiler_refuses_is_left_out(
 ) -> None:
     """Its flags are replaced by unknown ones; everything else is built."""
     text = (sources / "setup.py").read_text()
-    unknown_flags = "NAMES = ['avx2']\nSETS = {'avx2': ['-mno-such-instructions']}\n"
+    unknown_flags = "KERNELS_FOR = 'all'\nSETS = {'avx2': ['-mno-such-instructions']}\n"
     (sources / "setup.py").write_text(
-        text.replace("\n\ndef kernels", f"\n{unknown_flags}\n\ndef kernels")
+        text.replace("\n\ndef library_name", f"\n{unknown_flags}\n\ndef library_name")
     )
     build(sources, "bdist_wheel", "--dist-dir", str(tmp_path))
     compiled = sources / "build" / "lib" / "kvkeep" / "compiled"
@@ -89,18 +91,42 @@ def test_an_instruction_set_that_the_compiler_refuses_is_left_out(
     assert not wheel.name.endswith("-any.whl")
 
 
-def test_instruction_sets_excluded_by_kvkeep_sets_are_reported(sources: Path) -> None:
-    build(sources, "build_ext", "--inplace", KVKEEP_SETS="")
+def test_instruction_sets_excluded_by_the_environment_are_reported(sources: Path) -> None:
+    build(sources, "build_ext", "--inplace", KVKEEP_KERNELS_FOR="")
     reasons = failures(sources / "kvkeep" / "compiled")
-    assert set(reasons.values()) <= {"KVKEEP_SETS left them out"}
+    assert set(reasons) == set(SETS)
+    assert set(reasons.values()) <= {"KVKEEP_KERNELS_FOR= left them out"}
     assert (sources / "kvkeep" / "compiled" / "_cpu.so").stat().st_size < 100_000
+
+
+def test_a_build_has_the_best_instruction_set_of_this_processor_alone(sources: Path) -> None:
+    """One source file stands for the kernels, which take a minute to compile."""
+    if not SETS:
+        pytest.skip("no kernels are built for this architecture")
+    for source in (sources / "kvkeep" / "compiled" / "src").glob("*.cpp"):
+        source.unlink()
+    (source.parent / "one.cpp").write_text("int one() { return 1; }\n")
+    build(sources, "build_ext", "--inplace", KVKEEP_KERNELS_FOR="native")
+    compiled = sources / "kvkeep" / "compiled"
+    best = next((name for name in SETS if runs_here(name)), None)
+    built = {file.name for file in compiled.glob("*.so")}
+    assert built == {"_cpu.so"} | ({f"_{best}.so"} if best else set())
+    assert set(failures(compiled)) == set(SETS) - {best}
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_known_ones(sources: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        build(sources, "build_ext", "--inplace", KVKEEP_KERNELS_FOR="avx1024")
+    message = failure.value.stderr.decode()
+    assert "found 'avx1024'" in message
+    assert all(name in message for name in ("native", "all", *SETS))
 
 
 def test_builds_have_no_debug_info_unless_cflags_request_it(sources: Path) -> None:
     compiled = sources / "kvkeep" / "compiled"
-    build(sources, "build_ext", "--inplace", KVKEEP_SETS="")
+    build(sources, "build_ext", "--inplace", KVKEEP_KERNELS_FOR="")
     assert b".debug_info" not in (compiled / "_cpu.so").read_bytes()
-    build(sources, "build_ext", "--inplace", "--force", KVKEEP_SETS="", CFLAGS="-g")
+    build(sources, "build_ext", "--inplace", "--force", KVKEEP_KERNELS_FOR="", CFLAGS="-g")
     if sys.platform == "linux":
         assert b".debug_info" in (compiled / "_cpu.so").read_bytes()
 

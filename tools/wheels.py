@@ -42,9 +42,9 @@ def build(to: Path) -> tuple[Path, Path]:
     """Build the sdist, and the wheel from it; return both."""
     # Python's own link command would put a path of this machine into the objects.
     environment = {**os.environ, "LDSHARED": "gcc -shared", "LDCXXSHARED": "g++ -shared"}
-    environment.pop("KVKEEP_SETS", None)
     if sys.platform != "linux":
         environment = dict(os.environ)
+    environment["KVKEEP_KERNELS_FOR"] = "all"
     run(sys.executable, "-m", "build", "--outdir", to, ROOT, environment=environment)
     (wheel,), (source,) = to.glob("*.whl"), to.glob("*.tar.gz")
     return wheel, source
