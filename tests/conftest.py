@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
-from tiers import EXTENDED
+from tiers import EXTENDED, FIRST, is_extended
 
 from kvkeep.loader import load_model
 from kvkeep.model import Model
@@ -51,9 +51,10 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the second tier (`tests/tiers.py`)."""
     folder = Path(__file__).parent
-    assert [name for name in EXTENDED if not (folder / name).exists()] == []
+    files = [name.partition("::")[0] for name in (*EXTENDED, *FIRST)]
+    assert [name for name in files if not (folder / name).exists()] == []
     for item in items:
-        if item.path.relative_to(folder).as_posix().startswith(EXTENDED):
+        if is_extended(f"{item.path.relative_to(folder).as_posix()}::{item.name}"):
             item.add_marker(pytest.mark.extended)
 
 
