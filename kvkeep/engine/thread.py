@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from kvkeep.errors import Cancelled
-from kvkeep.runtime.worker import TEAM_PATIENCE, end_own_team, hosting
+from kvkeep.runtime.worker import TEAM_PATIENCE, hosting, release_openmp_threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class EngineThread:
             return self._calls.get_nowait()
         with suppress(Empty):
             return self._calls.get(timeout=min(TEAM_PATIENCE, self._idle))
-        end_own_team()
+        release_openmp_threads()
         return self._calls.get(timeout=self._idle)
 
 

@@ -117,7 +117,7 @@ class ComputeWorker:
 
         Ctrl-C ends the wait for its turn. A call that has begun is waited for, whatever comes.
         """
-        end_own_team()  # other work of the calling thread may have left one
+        release_openmp_threads()  # other work of the calling thread may have left one
         self._require_started()
         job, host = _Job(call), self._host
         try:
@@ -154,7 +154,7 @@ class ComputeWorker:
                 try:
                     return call()
                 finally:
-                    end_own_team()
+                    release_openmp_threads()
         finally:
             self.waiting.discard(caller)
 
@@ -181,7 +181,7 @@ class ComputeWorker:
         finally:
             if becomes_host:
                 self._host = None  # callers that wait then offer their jobs to the module's thread
-                end_own_team()
+                release_openmp_threads()
 
     def _require_started(self) -> None:
         if self._thread is not None:
@@ -197,7 +197,7 @@ class ComputeWorker:
             try:
                 job = self._jobs.get(timeout=TEAM_PATIENCE)
             except Empty:
-                end_own_team()
+                release_openmp_threads()
                 job = self._jobs.get()
             self._run_job(job)
             del job  # or the last caller's session would be held until the next call
@@ -268,7 +268,7 @@ def _run_in_turn(
     return run_in_turn
 
 
-def end_own_team() -> None:
+def release_openmp_threads() -> None:
     """End the OpenMP threads that wait for the calling thread, if there are any.
 
     Does nothing with LLVM's OpenMP, whose call would end the teams of all threads, or with a
@@ -294,4 +294,4 @@ def reset() -> None:
 
 if hasattr(os, "register_at_fork"):
     # A team's threads are not in the child, and OpenMP would wait for them there.
-    os.register_at_fork(before=end_own_team, after_in_child=reset)
+    os.register_at_fork(before=release_openmp_threads, after_in_child=reset)
