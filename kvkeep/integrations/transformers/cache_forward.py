@@ -166,7 +166,7 @@ class CacheForward:
         try:
             self._backend.close()
             self._runner.finish()
-            row_hidden = self._step.finish(hidden[0] if len(self._rows) == 1 else hidden[:, 0])
+            row_hidden = self._step.finish(hidden.flatten(0, 1))
             all_hidden: Tensor = self._with_padding(row_hidden)
         except BaseException:
             self.rollback()

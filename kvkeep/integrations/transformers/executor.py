@@ -82,15 +82,15 @@ class TransformersExecutor:
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         self.require_not_moved()
-        is_group = isinstance(step, GroupStep)
+        rows = len(step.steps) if isinstance(step, GroupStep) else 1
         runner = StepRunner(self.adapted, step, self.configs[0])
         recording = nullcontext() if norms is None else self._record_norms(norms)
         with recording, use_backend(runner, self.configs), torch.inference_mode():
-            ids = tokens[:, None] if is_group else tokens[None]
+            ids = tokens.view(rows, -1)
             output = self.body(input_ids=ids, past_key_values=runner.cache, use_cache=True)
             runner.finish()
         hidden: Tensor = output.last_hidden_state
-        return hidden[:, 0] if is_group else hidden[0]
+        return hidden.flatten(0, 1)
 
     @contextmanager
     def _record_norms(self, norms: Tensor) -> Iterator[None]:

@@ -63,20 +63,18 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
         per_token_field: file.uniform_count("{arch}.expert_used_count"),
     }
     if family == "gemma4" or family in _SOME_LAYERS_DENSE:
-        width = file.uniform_count("{arch}.expert_feed_forward_length")
-        config["moe_intermediate_size"] = width
+        config["moe_intermediate_size"] = file.uniform_count("{arch}.expert_feed_forward_length")
     if family == "gemma4":
         config["enable_moe_block"] = True
     elif family in _NUM_EXPERTS:
-        norm_topk = file.flag("{arch}.expert_weights_norm", family in _NORM_TOPK)
-        config["norm_topk_prob"] = norm_topk
+        default = family in _NORM_TOPK
+        config["norm_topk_prob"] = file.flag("{arch}.expert_weights_norm", default)
     if family in _SOME_LAYERS_DENSE:
-        layers = range(file.layer_count())
-        dense = [layer for layer in layers if f"blk.{layer}.ffn_gate.weight" in file.tensors]
-        config["mlp_only_layers"] = dense
+        layers, tensors = range(file.layer_count()), file.tensors
+        config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate.weight" in tensors]
     if family == "qwen2moe":
-        shared_width = file.count("{arch}.expert_shared_feed_forward_length")
-        config["shared_expert_intermediate_size"] = shared_width
+        width = file.count("{arch}.expert_shared_feed_forward_length")
+        config["shared_expert_intermediate_size"] = width
         config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     return config
 
