@@ -81,17 +81,16 @@ def attend_cells(
         keys, values: `[kv_heads, cells, head_dim]`, any strides with a dense last dimension.
             Quantised ones stay in the Hadamard-transformed space: the queries are transformed like
             the keys, and the output is transformed back.
-        scale: factor on the dot products.
+        scale, softcap: as in `AttentionConfig`.
         bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
         causal: query i sees cells 0..i only (n == cells; not together with a bias).
         cell_bias: `[kv_heads, cells]` float32, each cell's own bias, added likewise.
-        softcap: c in c * tanh(x / c), applied to the scaled products; 0 for none.
 
     Returns:
         out `[groups, kv_heads, n, head_dim]`, log_sum `[groups, kv_heads, n]`, where groups is the
         number of query heads per KV head. For a single query the shape is
-        `[1, kv_heads, groups, ...]`: the heads that share a KV head are then the rows of one
-        block, so that each key is read once.
+        `[1, kv_heads, groups, ...]`: the heads that share a KV head are rows of one product, so
+        each key is read once.
     """
     transformed = isinstance(values, Quantised)
     dtype, (n, heads, head_dim) = q.dtype, q.shape
@@ -156,8 +155,7 @@ def attend_densely(
     """Attend by matrix products, for softcaps and for devices whose flash kernel takes no bias.
 
     Shapes as in `attend_by_flash`. Products of queries and keys are float32, as in a flash kernel:
-    rounded to bfloat16, a large one would be off by a tenth or more, and so would the weight of its
-    part among the others.
+    in bfloat16 a large product would be off by a tenth or more.
     """
     scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
     if softcap:

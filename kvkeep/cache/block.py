@@ -45,7 +45,6 @@ class Cells:
 
     @classmethod
     def zeros(cls, layout: Layout, count: int, compressed: bool = False) -> "Cells":
-        """Return slots that hold zeros."""
         shape = (layout.layers, layout.kv_heads, count)
         return cls(
             layout.zeros(count, layout.key_bits),
@@ -81,13 +80,11 @@ class Cells:
 
     @property
     def keys(self) -> Tensor:
-        """The keys of plain cells."""
         assert isinstance(self.stored_keys, Tensor), "quantised cells must be dequantised first"
         return self.stored_keys
 
     @property
     def values(self) -> Tensor:
-        """The values of plain cells."""
         assert isinstance(self.stored_values, Tensor), "quantised cells must be dequantised first"
         return self.stored_values
 
@@ -103,30 +100,30 @@ class Cells:
         keys, values = dequantise(self.stored_keys, dtype), dequantise(self.stored_values, dtype)
         return replace(self, stored_keys=keys, stored_values=values)
 
-    def shifted(self, rope: Rope, by: Tensor) -> "Cells":
+    def shifted(self, rope: Rope, shifts: Tensor) -> "Cells":
         """Return the cells moved by a number of positions each, keys rotated, stored as before.
 
-        by: of the shape of `positions`, or `[1]`.
+        shifts: of the shape of `positions`, or `[1]`.
         """
-        keys, shifts = self.stored_keys, self.key_shifts(rope, by)
+        keys, key_shifts = self.stored_keys, self.key_shifts(rope, shifts)
         if isinstance(keys, Quantised):
-            exact = rope.shifted(dequantise(keys, torch.float32), shifts)
+            exact = rope.shifted(dequantise(keys, torch.float32), key_shifts)
             keys = quantise(exact, keys.bits)
         else:
-            keys = rope.shifted(keys, shifts)
-        return replace(self, stored_keys=keys, positions=self.positions + by)
+            keys = rope.shifted(keys, key_shifts)
+        return replace(self, stored_keys=keys, positions=self.positions + shifts)
 
-    def key_shifts(self, rope: Rope, by: Tensor) -> Tensor:
-        """Return how many positions to rotate each key by: `by`, or 0 in layers without RoPE.
+    def key_shifts(self, rope: Rope, shifts: Tensor) -> Tensor:
+        """Return how many positions to rotate each key by: `shifts`, or 0 in layers without RoPE.
 
-        by: as in `shifted`. The result broadcasts to `[layers, kv_heads, n]`; for ragged cells to
-        `[total]`.
+        shifts: as in `shifted`. The result broadcasts to `[layers, kv_heads, n]`; for ragged cells
+        to `[total]`.
         """
         if not rope.unrotated:
-            return by
-        shifts = by.expand(*self.stored_keys.shape[:2], -1).clone()
-        shifts[list(rope.unrotated)] = 0
-        return shifts
+            return shifts
+        key_shifts = shifts.expand(*self.stored_keys.shape[:2], -1).clone()
+        key_shifts[list(rope.unrotated)] = 0
+        return key_shifts
 
     def in_layout(self, layout: Layout) -> "Cells":
         """Return the cells quantised as a layout says; themselves if they are already."""
@@ -152,37 +149,33 @@ class Cells:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def clone(self) -> "Cells":
-        """Return a copy of the cells."""
         keys, values = self.stored_keys.clone(), self.stored_values.clone()
         bias = None if self.bias is None else self.bias.clone()
         return Cells(keys, values, self.positions.clone(), self.serials.clone(), bias)
 
-    def part(self, span: slice) -> "Cells":
+    def part(self, slot_range: slice) -> "Cells":
         """Return a slice of the cells, not copied."""
-        keys, values = self.stored_keys[:, :, span], self.stored_values[:, :, span]
-        bias = None if self.bias is None else self.bias[..., span]
-        return Cells(keys, values, self.positions[..., span], self.serials[span], bias)
+        keys, values = self.stored_keys[:, :, slot_range], self.stored_values[:, :, slot_range]
+        bias = None if self.bias is None else self.bias[..., slot_range]
+        return Cells(keys, values, self.positions[..., slot_range], self.serials[slot_range], bias)
 
-    def layer_biases(self, span: slice) -> tuple[Tensor | None, ...]:
+    def layer_biases(self, slot_range: slice) -> tuple[Tensor | None, ...]:
         """Return the bias of a slice of the cells for each layer: `[kv_heads, n]`, or None."""
         if self.bias is None:
             return (None,) * self.stored_keys.shape[0]
-        return self.bias[..., span].unbind(0)
+        return self.bias[..., slot_range].unbind(0)
 
-    def write(self, span: slice, cells: "Cells") -> None:
+    def write(self, slot_range: slice, cells: "Cells") -> None:
         """Copy cells into a slice of these slots, quantised as the slots are."""
-        copy_stored(self.stored_keys[:, :, span], cells.stored_keys)
-        copy_stored(self.stored_values[:, :, span], cells.stored_values)
-        self.positions[..., span] = cells.positions
-        self.serials[span] = cells.serials
+        copy_stored(self.stored_keys[:, :, slot_range], cells.stored_keys)
+        copy_stored(self.stored_values[:, :, slot_range], cells.stored_values)
+        self.positions[..., slot_range] = cells.positions
+        self.serials[slot_range] = cells.serials
         if self.bias is not None:
-            self.bias[..., span] = cells.bias  # type: ignore[assignment]
+            self.bias[..., slot_range] = cells.bias  # type: ignore[assignment]
 
     def to(self, device: torch.device) -> "Cells":
-        """Return the cells with keys, values and biases on a device; themselves if they are there.
-
-        Positions and serials stay on the CPU.
-        """
+        """Move keys, values and biases to a device; positions and serials stay on the CPU."""
         if self.stored_keys.device == device:
             return self
         bias = None if self.bias is None else self.bias.to(device)
@@ -191,13 +184,10 @@ class Cells:
 
 
 class Storage:
-    """The memory of a number of slots, which several blocks may use.
-
-    cells: its capacity. nbytes: the size of all of it. blocks: all that use it, in any session.
-    """
+    """The memory of `capacity` slots, and all blocks that use it, in any session."""
 
     def __init__(self, slots: Cells):
-        self.cells = len(slots)
+        self.capacity = len(slots)
         self.nbytes = slots.nbytes
         self.blocks: WeakSet[Block] = WeakSet()
 
@@ -205,16 +195,16 @@ class Storage:
 class Block:
     """A run of slots for cells: all of a storage, or a part of one.
 
-    shared: the number of leading slots that other blocks use as well; they are never written
-        through this block again (copy-on-write).
+    shared_slots: how many of the first slots other blocks use as well; this block never writes to
+        them again (copy-on-write).
     origin: the place of slot 0; see `Segment`.
     """
 
     def __init__(
-        self, slots: Cells, shared: int = 0, origin: int = 0, storage: Storage | None = None
+        self, slots: Cells, shared_slots: int = 0, origin: int = 0, storage: Storage | None = None
     ):
         self.slots = slots
-        self.shared = shared
+        self.shared_slots = shared_slots
         self.origin = origin
         self.storage = storage or Storage(slots)
         self.storage.blocks.add(self)
@@ -223,23 +213,23 @@ class Block:
     def capacity(self) -> int:
         return len(self.slots)
 
-    def part(self, span: slice) -> "Block":
+    def part(self, slot_range: slice) -> "Block":
         """Return a read-only block of some of the slots, in the same storage and places."""
-        extent = span.stop - span.start
-        return Block(self.slots.part(span), extent, self.origin + span.start, self.storage)
+        slots = self.slots.part(slot_range)
+        return Block(slots, len(slots), self.origin + slot_range.start, self.storage)
 
-    def rest(self, first: int) -> "Block":
+    def tail(self, first: int) -> "Block":
         """Return a block of the slots from `first` on, whose places are renumbered from 0.
 
         Shared slots stay read-only, the others can be written to.
         """
-        shared = max(0, self.shared - first)
-        return Block(self.slots.part(slice(first, self.capacity)), shared, 0, self.storage)
+        shared_slots = max(0, self.shared_slots - first)
+        return Block(self.slots.part(slice(first, self.capacity)), shared_slots, 0, self.storage)
 
-    def share(self, extent: int) -> "Block":
-        """Return a block of the first `extent` slots, which neither block writes from now on."""
-        self.shared = max(self.shared, extent)
-        return self.part(slice(0, extent))
+    def share(self, count: int) -> "Block":
+        """Return a block of the first `count` slots, which neither block writes from now on."""
+        self.shared_slots = max(self.shared_slots, count)
+        return self.part(slice(0, count))
 
     def copy(self) -> "Block":
         """Return the same slots in a storage of their own."""
@@ -262,7 +252,6 @@ class UndoLog:
             slots.write(slice(None), cells)
 
     def clear(self) -> None:
-        """Forget all recorded cells."""
         self._entries.clear()
 
 
@@ -278,17 +267,17 @@ class ProtectedCells:
     length: int
     log: UndoLog
 
-    def record(self, slots: list[slice]) -> None:
-        """Log what is in some slots of the block, if any of them holds a protected cell."""
-        for slot in slots:
-            first = (slot.start - self.start) % self.block.capacity
-            if first < self.length or first + slot.stop - slot.start > self.block.capacity:
-                self.log.record(self.block.slots.part(slot))
+    def record(self, slot_ranges: list[slice]) -> None:
+        """Log each range of slots that has a protected cell."""
+        for slots in slot_ranges:
+            first = (slots.start - self.start) % self.block.capacity
+            if first < self.length or first + slots.stop - slots.start > self.block.capacity:
+                self.log.record(self.block.slots.part(slots))
 
-    def rest(self, block: Block, first: int) -> "ProtectedCells":
-        """Return those from slot `first` on, as cells of `block`, which begins there."""
-        inside = max(0, self.start + self.length - first)
-        return ProtectedCells(block, 0, inside, self.log)
+    def tail(self, block: Block, first: int) -> "ProtectedCells":
+        """Return the protected cells from slot `first` on, as cells of `block`, its tail."""
+        length = max(0, self.start + self.length - first)
+        return ProtectedCells(block, 0, length, self.log)
 
 
 def _concatenate_vectors(*parts: Tensor) -> Tensor:

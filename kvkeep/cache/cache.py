@@ -26,14 +26,12 @@ class KVCache:
 
     Constructor arguments, which stay the same in all copies of a cache:
 
-    layout: shape and storage format of cells in the window.
-    attention: the settings that all its layers share: query heads, RoPE, scale, softcap, sinks.
-    far_layout: the layout of anchors, which may have other bits; None for `layout`.
+    layout: of cells in the window.
+    far_layout: of anchors, which may have other bits; None for `layout`.
     local: the cache of layers that see only a window (local attention, arXiv:2004.05150), if the
-        decoder has such. It has segments and a window of its own, follows this cache's clock, and
-        holds no more than its window, whatever the policy does here.
-    placements: for each decoder layer, the cache and layer that has its cells; empty without local
-        layers.
+        decoder has such layers. It has its own segments and window, follows this cache's clock, and
+        holds no more than its window under any policy.
+    placements: of each decoder layer's cells; empty without local layers.
 
     State:
 
@@ -105,7 +103,6 @@ class KVCache:
 
     @property
     def all_segments(self) -> list[Segment]:
-        """The segments of this cache and of local layers."""
         return [*self.segments, *(self.local.segments if self.local else ())]
 
     def serials(self) -> list[int]:
@@ -160,11 +157,10 @@ class KVCache:
         self.drop_empty_segments()
 
     def drop_empty_segments(self) -> None:
-        """Remove segments without cells."""
         self.segments = [segment for segment in self.segments if segment.length]
 
     def open_window(self, size: int) -> Segment:
-        """Make the last segment one that takes the next cells of a window of up to `size`."""
+        """Return the last segment, ready for the next cells of a window of up to `size`."""
         newest = self.segments[-1] if self.segments else None
         if newest is not None and not newest.anchor:
             if newest.reopen(size):
@@ -211,10 +207,10 @@ class KVCache:
         self.drop_empty_segments()
 
     def successor(self) -> "KVCache":
-        """Return a cache of the same cells and storage, to be changed in place of this one.
+        """Return a cache of the same cells and storage, to be changed instead of this one.
 
-        Only one of the two goes on. Either the successor replaces this cache and is committed, or
-        it is rolled back, and this cache is as it was.
+        Then either it is committed and replaces this cache, or it is rolled back and this cache is
+        as it was.
         """
         log = UndoLog()
         return self._copy(lambda segment: segment.successor(log), log, KVCache.successor)
@@ -251,16 +247,15 @@ class KVCache:
         if self.local is not None:
             self.local.rollback()
 
-    def empty(self) -> "KVCache":
+    def new_empty(self) -> "KVCache":
         """Return a cache for the same kind of cells that holds none."""
-        local = None if self.local is None else self.local.empty()
+        local = None if self.local is None else self.local.new_empty()
         empty = KVCache(self.layout, self.attention, self.far_layout, local, self.placements)
         if local is not None and self.local is not None:
             local.window = self.local.window
         return empty
 
     def layout_for(self, anchor: bool) -> Layout:
-        """Return the layout of a segment's cells."""
         return self.far_layout if anchor else self.layout
 
     def state(self) -> CacheState:
@@ -279,7 +274,7 @@ class KVCache:
         """
         local_layout = None if self.local is None else self.local.layout
         state.check(self.layout, self.far_layout, self.attention.heads, local_layout)
-        cache, device = self.empty(), self.layout.device
+        cache, device = self.new_empty(), self.layout.device
         cache.segments = [s.share().normalise().to(device) for s in state.segments]
         if cache.local is not None:
             cache.local._require_capacity(state.local)
@@ -305,11 +300,11 @@ class KVCache:
         if self.local is not None:
             trim(self.local.segments, self.local.window.capacity or budget)
 
-    def regroup(self, is_anchor: Callable[[int, int], bool]) -> None:
-        """Decide anew which cells are anchors.
+    def reassign_anchors(self, is_anchor: Callable[[int, int], bool]) -> None:
+        """Decide anew which cells are anchors, at the distances that they are seen from now.
 
-        Segments are cut where the kind changes. Cells stay in place unless the other kind has
-        another number of bits. None is seen from another distance than before.
+        Segments are cut between anchors and other cells. A cell is copied only if its layout
+        changes.
 
         is_anchor: called with a cell's rank among all cells and its serial.
         """
@@ -320,7 +315,7 @@ class KVCache:
                 cells = segment.read(first, count)
                 parts = [Segment.from_cells(layout, cells, segment.map, anchor)]
             elif anchor is segment.anchor and first + count == segment.length:
-                parts = segment.rest(first)
+                parts = segment.tail(first)
             else:
                 parts = segment.part(first, count)
             for part in parts:
@@ -329,10 +324,9 @@ class KVCache:
         self.segments = merge_small_segments(segments)
 
     def runs(self, matches: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
-        """Return runs of cells of one segment that all match or all do not.
+        """Return runs of a segment's cells, each as (segment, whether they match, first, count).
 
-        matches: called with a cell's rank among all cells and its serial. Returns for each run
-        (segment, whether it matches, first, count).
+        matches: called with a cell's rank among all cells and its serial.
         """
         runs, rank = [], 0
         for segment in self.segments:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# So many numbers torch checks in one thread; starting several takes longer than the check.
+# Torch checks tensors of up to this size in one thread: starting more takes longer than the check.
 _SINGLE_THREADED = 1 << 14
 
 
@@ -26,14 +26,14 @@ def require_flag(name: str, value: Any) -> None:
     require(type(value) is bool, f"{name} must be true or false; found {value!r}")
 
 
-def require_kind(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):  # not by `require`: the repr of a large tensor is slow
-        raise ValueError(f"{name} must be a {kind.__name__}; found {value!r}")
+def require_instance(name: str, value: Any, required: type) -> None:
+    if not isinstance(value, required):  # not by `require`: the repr of a large tensor is slow
+        raise ValueError(f"{name} must be a {required.__name__}; found {value!r}")
 
 
 def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | None) -> None:
     """Require a tensor of a dtype and shape; None in the shape stands for any length."""
-    require_kind(name, tensor, Tensor)
+    require_instance(name, tensor, Tensor)
     fits = len(shape) == tensor.ndim and all(
         expected in (None, size) for expected, size in zip(shape, tensor.shape, strict=True)
     )

@@ -21,10 +21,10 @@ from kvkeep.cache.view import View
 
 
 class RowView(NamedTuple):
-    """One cache's view of stored cells. row: index of the query that it belongs to."""
+    """One cache's view of stored cells."""
 
-    cache: int
-    row: int
+    cache: int  # index of the cache
+    row: int  # index of the query
     view: View
 
 
@@ -32,7 +32,7 @@ class RowView(NamedTuple):
 class SharedView(View):
     """Stored cells that one or more queries see, each all or some of them.
 
-    readers: the queries, each rotated as its own view says: `rotation` of this view means nothing.
+    readers: the queries and their own views, by which they are rotated; `rotation` is unused here.
     bias: `[readers, cells]` float32, or None where every reader sees every cell.
     """
 
@@ -40,11 +40,11 @@ class SharedView(View):
 
 
 def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
-    """Return all that the caches' new tokens see; storage that several see is listed once.
+    """Return the views of all steps, one for each storage.
 
-    A query is rotated anew for each list of positions of its step, so it may have several rows.
-    With two caches, of which the first has an anchor that it sees from elsewhere, rows 0 and 1 are
-    the new tokens at their own positions, and row 2 is the first one's query towards the anchor.
+    A query has one row for each of its step's positions. For example, of two caches the first has
+    an anchor with another position map: rows 0 and 1 are the two queries at their own positions,
+    and row 2 is the first query at its position towards the anchor.
     """
     readers: list[RowView] = []
     row_count = len(steps)
@@ -52,21 +52,21 @@ def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
         rows = [index, *range(row_count, row_count + len(step.query_positions) - 1)]
         row_count += len(rows) - 1
         readers += [RowView(index, rows[view.rotation], view) for view in step.views]
-    return [_shared_view(group) for group in _by_storage(readers)]
+    return [_shared_view(group) for group in _group_by_storage(readers)]
 
 
 @dataclass(frozen=True)
 class GroupStep:
-    """A step of several caches at once: the i-th token of the forward goes to the i-th of them.
+    """A step of several caches at once: the i-th token of the forward goes to the i-th cache.
 
-    steps: one that each cache has opened, and will commit or discard.
+    steps: the caches' own, which they commit or discard.
     """
 
     steps: Sequence[DecodeStep]
 
     @property
     def sampled(self) -> bool:
-        """As `Step.sampled`, for all of them."""
+        """Whether all tokens were sampled; see `Step.sampled`."""
         return all(step.sampled for step in self.steps)
 
     @property
@@ -92,22 +92,22 @@ class GroupAttention:
         rows = [(index, step.query_positions[0][0]) for index, step in enumerate(steps)]
         for index, step in enumerate(steps):
             rows += [(index, positions[0]) for positions in step.query_positions[1:]]
-        caches, positions = zip(*rows, strict=True)
-        self._caches = torch.tensor(caches, dtype=torch.int64, device=device)
+        row_caches, positions = zip(*rows, strict=True)
+        self._row_caches = torch.tensor(row_caches, dtype=torch.int64, device=device)
         self._rotation = self._config.rope.at(list(positions))
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
         shared = shared_views(steps)
-        # Each view, for one query of n times as many heads, and the rows of its n queries.
+        # Each view, seen by one query of n times as many heads, and the rows of its n queries.
         self._views = []
         for view in shared:
             bias, indices = view.bias, _indices([reader.row for reader in view.readers], device)
             if bias is not None:
                 bias = bias.repeat_interleave(self._groups, 0)
             self._views.append((view if bias is None else replace(view, bias=bias), indices))
-        owners = [reader.cache for view in shared for reader in view.readers]
-        self._parts, self._absent = _parts_by_cache(owners, len(steps), device)
+        part_caches = [reader.cache for view in shared for reader in view.readers]
+        self._part_indices, self._padding_bias = _parts_by_cache(part_caches, len(steps), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attend as `Step.attend` does, with one row for each cache."""
@@ -118,7 +118,7 @@ class GroupAttention:
             keys = torch.split(rope.rotate_layer(layer, k, self._key_rotation), 1)
             for step, key, value in zip(self._steps, keys, torch.split(v, 1), strict=True):
                 step.write(layer, key, value)
-        queries = rope.rotate_layer(layer, q[self._caches], self._rotation)
+        queries = rope.rotate_layer(layer, q[self._row_caches], self._rotation)
         parts = [
             view.attend(layer, self._as_one_query(queries[rows]), self._config)
             for view, rows in self._views
@@ -127,20 +127,20 @@ class GroupAttention:
         shape = (self._kv_heads, -1, self._groups)
         outs = torch.cat([part.out[0].float() for part in parts], 1).view(*shape, q.shape[2])
         log_sums = torch.cat([part.log_sum[0] for part in parts], 1).view(shape)
-        log_sums = log_sums[:, self._parts] + self._absent
+        log_sums = log_sums[:, self._part_indices] + self._padding_bias
         if self._config.sinks is not None:  # one more part of each cache, without a value
             sinks = self._config.sinks[layer].view(self._kv_heads, 1, 1, self._groups)
             shares = torch.cat((log_sums, sinks.expand(-1, len(self._steps), -1, -1)), 2)
             shares = shares.softmax(2)[:, :, :-1]
         else:
             shares = log_sums.softmax(2)
-        out = (outs[:, self._parts] * shares.unsqueeze(-1)).sum(2)
+        out = (outs[:, self._part_indices] * shares.unsqueeze(-1)).sum(2)
         return out.transpose(0, 1).flatten(1).to(q.dtype)
 
     def _as_one_query(self, queries: Tensor) -> Tensor:
-        """Return `[n, heads, head_dim]` as one query of n times as many heads.
+        """Reshape `[n, heads, head_dim]` to `[1, kv_heads * n * groups, head_dim]`.
 
-        Each key is then read once. Returns `[1, kv_heads * n * groups, head_dim]`.
+        As one query of n times as many heads, they read each key once.
         """
         n, _, head_dim = queries.shape
         if n == 1:
@@ -149,8 +149,7 @@ class GroupAttention:
         return by_head.reshape(1, -1, head_dim)
 
 
-def _by_storage(readers: list[RowView]) -> list[list[RowView]]:
-    """Group views of the same storage, whichever part of it each one is of."""
+def _group_by_storage(readers: list[RowView]) -> list[list[RowView]]:
     groups: dict[tuple[int, ...], list[RowView]] = {}
     for reader in readers:
         slots = reader.view.slots
@@ -161,54 +160,55 @@ def _by_storage(readers: list[RowView]) -> list[list[RowView]]:
 
 
 def _shared_view(readers: list[RowView]) -> SharedView:
-    """Return one view of the storage from the first to the last cell that any reader sees."""
+    """Return one view, from the first to the last cell that any reader sees."""
     views = [reader.view for reader in readers]
     if len(views) == 1:
         view = views[0]
-        return SharedView(view.slots, view.span, 0, view.bias, view.origin, readers)
-    span = slice(min(v.span.start for v in views), max(v.span.stop for v in views))
+        return SharedView(view.slots, view.slot_range, 0, view.bias, view.origin, readers)
+    slot_range = slice(
+        min(v.slot_range.start for v in views), max(v.slot_range.stop for v in views)
+    )
     slots: Cells = max((view.slots for view in views), key=len)
-    bias = _bias_of_readers(views, span, slots.stored_keys.device)
-    return SharedView(slots, span, 0, bias, views[0].origin, readers)
+    bias = _bias_of_readers(views, slot_range, slots.stored_keys.device)
+    return SharedView(slots, slot_range, 0, bias, views[0].origin, readers)
 
 
-def _bias_of_readers(views: list[View], span: slice, device: torch.device) -> Tensor | None:
-    """Return `[views, cells of the span]`; None where each view is of all these cells."""
-    if all(view.span == span and view.bias is None for view in views):
+def _bias_of_readers(views: list[View], slot_range: slice, device: torch.device) -> Tensor | None:
+    """Return `[views, slots of the range]` float32; None if every view is of the whole range."""
+    if all(view.slot_range == slot_range and view.bias is None for view in views):
         return None
-    shape = (len(views), span.stop - span.start)
+    shape = (len(views), slot_range.stop - slot_range.start)
     bias = torch.full(shape, HIDDEN, dtype=torch.float32, device=device)
     for row, view in zip(bias, views, strict=True):
-        row[view.span.start - span.start : view.span.stop - span.start] = (
+        row[view.slot_range.start - slot_range.start : view.slot_range.stop - slot_range.start] = (
             0.0 if view.bias is None else view.bias[0]
         )
     return bias
 
 
 def _indices(rows: list[int], device: torch.device) -> slice | Tensor:
-    """Return a slice for consecutive rows, since indexing by it copies nothing, else a tensor."""
+    """Return a slice, by which indexing copies nothing, for consecutive rows, else a tensor."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _parts_by_cache(owners: list[int], caches: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which parts belong to each cache, padded to the largest number that one has.
+def _parts_by_cache(
+    part_caches: list[int], cache_count: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the indices of each cache's parts, padded to one width, and a bias that hides padding.
 
-    owners: the cache of each part.
-
-    Returns `[caches, width]` indices of parts, and `[caches, width, 1]` to add to their log-sums:
-    `HIDDEN` for padding, whose index means nothing, else 0. For owners 0, 1, 0:
-
-        parts [[0, 2], [1, 0]], absent [[0, 0], [0, HIDDEN]]
+    Returns `[caches, width]` int64, and `[caches, width, 1]` float32 to add to the parts' log-sums.
+    If parts 0, 1 and 2 are of caches 0, 1 and 0, the indices are [[0, 2], [1, 0]], and the biases
+    [[0, 0], [0, HIDDEN]].
     """
-    by_cache: list[list[int]] = [[] for _ in range(caches)]
-    for part, cache in enumerate(owners):
+    by_cache: list[list[int]] = [[] for _ in range(cache_count)]
+    for part, cache in enumerate(part_caches):
         by_cache[cache].append(part)
     width = max(map(len, by_cache))
-    parts = [indices + [0] * (width - len(indices)) for indices in by_cache]
-    absent = [[0.0] * len(indices) + [HIDDEN] * (width - len(indices)) for indices in by_cache]
+    indices = [parts + [0] * (width - len(parts)) for parts in by_cache]
+    biases = [[0.0] * len(parts) + [HIDDEN] * (width - len(parts)) for parts in by_cache]
     return (
-        torch.tensor(parts, dtype=torch.int64, device=device),
-        torch.tensor(absent, dtype=torch.float32, device=device).unsqueeze(-1),
+        torch.tensor(indices, dtype=torch.int64, device=device),
+        torch.tensor(biases, dtype=torch.float32, device=device).unsqueeze(-1),
     )

@@ -9,7 +9,6 @@ import torch
 from kvkeep.cache.quantised import SCALE, KVTensor, Quantised, scale_count
 
 BITS = {"8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # of keys, and of values
-_UNQUANTISED = (16, 16)
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Layout:
 
     @property
     def plain(self) -> "Layout":
-        """The same layout without quantisation, as cells are evaluated."""
+        """The layout without quantisation, in which cells are evaluated."""
         return replace(self, key_bits=16, value_bits=16)
 
     @property
@@ -39,8 +38,8 @@ class Layout:
     @property
     def cell_bytes(self) -> int:
         """Bytes of one cell's key and value over all layers and KV heads."""
-        both = self._vector_bytes(self.key_bits) + self._vector_bytes(self.value_bits)
-        return both * self.layers * self.kv_heads
+        key_and_value = self._vector_bytes(self.key_bits) + self._vector_bytes(self.value_bits)
+        return key_and_value * self.layers * self.kv_heads
 
     def _vector_bytes(self, bits: int) -> int:
         if bits == 16:
@@ -57,10 +56,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bits:
-    """The number of bits in which a session's cells are stored; None: as they were evaluated.
+    """The bits in which a session stores all cells (`kv`), or those outside the window (`far`).
 
-    kv: of all cells. far: of all cells outside the window. At most one of them is given, as a key
-    of `BITS`; the integers 8 and 4 stand for "8" and "4".
+    At most one of them is given, as a key of `BITS` or as the integer 8 or 4. None: cells are
+    stored in the dtype in which they were evaluated.
     """
 
     kv: str | None = None
@@ -86,5 +85,5 @@ def bits_name(value: Any) -> Any:
 
 
 def _with_bits(plain: Layout, bits: str | None) -> Layout:
-    keys, values = _UNQUANTISED if bits is None else BITS[bits]
+    keys, values = (16, 16) if bits is None else BITS[bits]
     return replace(plain, key_bits=keys, value_bits=values)

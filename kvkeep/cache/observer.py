@@ -24,7 +24,6 @@ class Queries:
         return self.times.shape[0]
 
     def newest(self, count: int) -> "Queries":
-        """Return the last `count` of them."""
         return Queries(self.values[:, :, -count:], self.times[-count:])
 
     def every(self, stride: int) -> "Queries":
@@ -33,7 +32,7 @@ class Queries:
         return Queries(self.values[:, :, first::stride], self.times[first::stride])
 
     def seen_from(self, position_map: PositionMap) -> "Queries":
-        """Return the queries at the times shifted by the offset of a map whose group is 1."""
+        """Return the queries at times shifted by the map's offset; the map's group is 1."""
         return Queries(self.values, self.times + position_map.offset)
 
 
@@ -67,7 +66,7 @@ class Observer:
             excess -= oldest.shape[1]
 
     def drop_from(self, time: int) -> None:
-        """Drop the queries of tokens from `time` on, which were rewound."""
+        """Drop the queries of tokens from `time` on."""
         self._steps = [
             (first, queries[:, : time - first]) for first, queries in self._steps if first < time
         ]

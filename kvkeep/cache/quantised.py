@@ -5,9 +5,8 @@ all numbers (QuaRot, arXiv:2404.00456; llama.cpp does so, too). The result is ro
 multiples of the vector's scale; in 4 bits to multiples of a scale above a minimum, both of which 32
 numbers share.
 
-The matrix is symmetric and its own inverse, so that a query multiplied by it has the same product
-with a transformed key as the original query with the original key: attention never transforms cells
-back.
+The matrix is symmetric and its own inverse: a transformed query and a transformed key have the same
+product as the original ones. So attention never transforms cells back.
 """
 
 import math
@@ -96,16 +95,16 @@ KVTensor: TypeAlias = Tensor | Quantised
 def quantise(x: Tensor, bits: int) -> Quantised:
     """Quantise `x: [..., head_dim]` to 8 or 4 bits.
 
-    No transformed number is off by more than half its scale, apart from the rounding of scale and
-    minimum to bfloat16.
+    The error of a transformed number is at most half its scale, apart from the rounding of scale
+    and minimum to bfloat16.
     """
     numbers = hadamard(x)
     if bits == 8:
         scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE)
         units = numbers / scale.masked_fill(scale == 0, 1)
         return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
-    runs = scale_count(x.shape[-1], bits) // 2
-    groups = numbers.view(*x.shape[:-1], runs, x.shape[-1] // runs)
+    group_count = scale_count(x.shape[-1], bits) // 2
+    groups = numbers.view(*x.shape[:-1], group_count, x.shape[-1] // group_count)
     minimum = groups.amin(-1, keepdim=True).to(SCALE)
     scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE)
     units = (groups - minimum) / scale.masked_fill(scale == 0, 1)
@@ -121,7 +120,7 @@ def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
 
 
 def requantise(stored: KVTensor, bits: int, dtype: torch.dtype) -> KVTensor:
-    """Return vectors in 8 or 4 bits, or in `dtype` for 16; themselves if they are already."""
+    """Return vectors in 8 or 4 bits, or for 16 in `dtype`; unchanged if they are already."""
     if isinstance(stored, Quantised) and stored.bits == bits:
         return stored
     if bits == 16:
@@ -140,7 +139,6 @@ def copy_stored(target: KVTensor, source: KVTensor) -> None:
 
 
 def tensors(stored: KVTensor) -> tuple[Tensor, ...]:
-    """Return the tensors that hold the numbers."""
     return (stored,) if isinstance(stored, Tensor) else (stored.data, stored.scale)
 
 
@@ -164,7 +162,7 @@ def hadamard(x: Tensor) -> Tensor:
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """Return an orthonormal block-diagonal matrix of equal Sylvester-Hadamard blocks.
 
-    A block is as large as the powers of two in `size` allow: 64 has one block, 96 three of 32.
+    A block's size is the largest power of two that divides `size`: 64 has one block, 96 three.
     """
     block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while size % (2 * block.shape[0]) == 0:

@@ -19,15 +19,14 @@ _ZERO = torch.zeros(1, dtype=torch.int64, device="cpu")
 class Ragged(Cells):
     """Compressed cells in one row: those of layer 0 and KV head 0, oldest first, of head 1, ...
 
-    Ragged cells are used as a whole: they are never sliced or written to. Their length is the mean
-    number of cells of all heads, rounded up.
+    They are never sliced or written to. Their length is the mean number of cells of a head, rounded
+    up.
 
     stored_keys, stored_values: `[total, head_dim]`.
     positions, bias: `[total]`.
     serials: `[length]`, all `NO_TOKEN`.
     counts: `[layers, kv_heads]` int64 on the CPU, the number of cells of each head.
-    scores: `[total]` float32, the scores that the eviction method gave each cell once and for all;
-        None where it scores cells anew each time.
+    scores: `[total]` float32, for an eviction method that scores each cell once; else None.
 
     With two layers of two heads that have 3, 0, 4 and 2 cells, a total of 9:
 
@@ -75,8 +74,8 @@ class Ragged(Cells):
     def _concatenate(cls, parts: Sequence[Cells]) -> "Ragged":
         """Concatenate the cells of each head, in the order of the parts; copied."""
         ragged = [cls.from_cells(part) for part in parts]
-        everything = [part.positions.new_ones(part.total) > 0 for part in ragged]
-        return cls.select_and_concatenate(ragged, everything)
+        masks = [torch.ones_like(part.positions, dtype=torch.bool) for part in ragged]
+        return cls.select_and_concatenate(ragged, masks)
 
     @classmethod
     def select_and_concatenate(cls, parts: Sequence["Ragged"], masks: Sequence[Tensor]) -> "Ragged":
@@ -85,12 +84,12 @@ class Ragged(Cells):
         masks: for each part bool `[total]`.
         """
         selected = torch.cat([mask.cpu() for mask in masks]).nonzero()[:, 0]
-        owners = torch.cat([part.owners for part in parts])[selected]
-        order = selected[owners.argsort(stable=True)] if len(parts) > 1 else selected
-        counts = owners.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
-        scored = [part.scores for part in parts if part.scores is not None]
-        scores = _gather(*scored, order=order) if len(scored) == len(parts) else None
-        return cls._from_parts(parts, partial(_gather, order=order), counts, scores)
+        heads = torch.cat([part.head_indices for part in parts])[selected]
+        indices = selected[heads.argsort(stable=True)] if len(parts) > 1 else selected
+        counts = heads.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
+        part_scores = [part.scores for part in parts if part.scores is not None]
+        scores = _gather(*part_scores, indices=indices) if len(part_scores) == len(parts) else None
+        return cls._from_parts(parts, partial(_gather, indices=indices), counts, scores)
 
     @classmethod
     def _from_parts(
@@ -125,41 +124,40 @@ class Ragged(Cells):
         return torch.cat((_ZERO, self.counts.flatten().cumsum(0)))
 
     @property
-    def owners(self) -> Tensor:
-        """`[total]` int64: each cell's head, `layer * kv_heads + head`."""
+    def head_indices(self) -> Tensor:
+        """`[total]` int64: `layer * kv_heads + head` of each cell."""
         heads = torch.arange(self.counts.numel(), dtype=torch.int64, device="cpu")
         return heads.repeat_interleave(self.counts.flatten())
 
     @cached_property
-    def _bounds(self) -> list[int]:
-        bounds: list[int] = self.offsets.tolist()
-        return bounds
+    def _offset_list(self) -> list[int]:
+        offsets: list[int] = self.offsets.tolist()
+        return offsets
 
     @cached_property
     def max_count(self) -> int:
-        """Number of cells of the head that has most."""
         return int(self.counts.max())
 
     @cached_property
-    def counts_match(self) -> bool:
+    def counts_are_valid(self) -> bool:
         """Whether the counts are not negative and add up to the total."""
-        return int(self.counts.min()) >= 0 and self._bounds[-1] == self.total
+        return int(self.counts.min()) >= 0 and self._offset_list[-1] == self.total
 
     def head_slice(self, layer: int, head: int) -> slice:
         """Return where the cells of a head are in the row."""
         index = layer * self.counts.shape[1] + head
-        return slice(self._bounds[index], self._bounds[index + 1])
+        return slice(self._offset_list[index], self._offset_list[index + 1])
 
     def head(self, layer: int, head: int) -> Cells:
         """Return the cells of one head, `[1, 1, n, ...]`, not copied."""
-        span = self.head_slice(layer, head)
+        row_slice = self.head_slice(layer, head)
         assert self.bias is not None
         return Cells(
-            self.stored_keys[span][None, None],
-            self.stored_values[span][None, None],
-            self.positions[None, None, span],
-            _no_tokens(span.stop - span.start),
-            self.bias[None, None, span],
+            self.stored_keys[row_slice][None, None],
+            self.stored_values[row_slice][None, None],
+            self.positions[None, None, row_slice],
+            _no_tokens(row_slice.stop - row_slice.start),
+            self.bias[None, None, row_slice],
         )
 
     def heads(self) -> Iterator[tuple[int, int, Cells]]:
@@ -169,24 +167,24 @@ class Ragged(Cells):
             for head in range(kv_heads):
                 yield layer, head, self.head(layer, head)
 
-    def part(self, span: slice) -> "Ragged":
+    def part(self, slot_range: slice) -> "Ragged":
         """Return the cells themselves: only a slice of all of them is allowed."""
-        assert span.indices(len(self)) == (0, len(self), 1), "ragged cells are taken whole"
+        assert slot_range.indices(len(self)) == (0, len(self), 1), "ragged cells are taken whole"
         return self
 
-    def write(self, span: slice, cells: Cells) -> None:
+    def write(self, slot_range: slice, cells: Cells) -> None:
         raise AssertionError("ragged cells are replaced, never written")
 
-    def layer_biases(self, span: slice) -> tuple[Tensor | None, ...]:
+    def layer_biases(self, slot_range: slice) -> tuple[Tensor | None, ...]:
         raise AssertionError("each head of ragged cells has a bias of its own length")
 
-    def key_shifts(self, rope: Rope, by: Tensor) -> Tensor:
+    def key_shifts(self, rope: Rope, shifts: Tensor) -> Tensor:
         if not rope.unrotated:
-            return by
+            return shifts
         layers, kv_heads = self.counts.shape
         rotated = torch.ones(layers, dtype=torch.int64, device="cpu")
         rotated[list(rope.unrotated)] = 0
-        return by * rotated[self.owners // kv_heads]
+        return shifts * rotated[self.head_indices // kv_heads]
 
     def attend(self, layer: int, q: Tensor, scale: float, softcap: float = 0.0) -> Part:
         """Attend with every query to every cell of its KV head; see `attend_cells`.
@@ -198,8 +196,8 @@ class Ragged(Cells):
         groups = heads // kv_heads
         q, parts = q.view(n, kv_heads, groups, head_dim), []
         for head in range(kv_heads):
-            span = self.head_slice(layer, head)
-            if span.start == span.stop:
+            row_slice = self.head_slice(layer, head)
+            if row_slice.start == row_slice.stop:
                 shape = (groups, 1, n) if n > 1 else (1, 1, groups)
                 out = torch.zeros(*shape, head_dim, dtype=q.dtype, device=q.device)
                 log_sum = torch.full(shape, HIDDEN, dtype=torch.float32, device=q.device)
@@ -209,12 +207,12 @@ class Ragged(Cells):
             parts.append(
                 attend_cells(
                     q[:, head],
-                    self.stored_keys[span][None],
-                    self.stored_values[span][None],
+                    self.stored_keys[row_slice][None],
+                    self.stored_values[row_slice][None],
                     scale=scale,
                     bias=None,
                     causal=False,
-                    cell_bias=self.bias[span][None],
+                    cell_bias=self.bias[row_slice][None],
                     softcap=softcap,
                 )
             )
@@ -246,18 +244,18 @@ def _select(x: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([layer[selected] for layer, selected in pairs])
 
 
-def _gather(*parts: Tensor, order: Tensor) -> Tensor:
-    """Return rows of the concatenation of tensors, without concatenating them.
+def _gather(*parts: Tensor, indices: Tensor) -> Tensor:
+    """Return rows of the concatenation of tensors by index, without concatenating them.
 
-    Most rows come from the first tensor, which is usually the largest: they are copied once.
+    The first tensor is usually the largest, and its rows are copied once.
     """
-    first, order = parts[0], order.to(parts[0].device)
+    first, indices = parts[0], indices.to(parts[0].device)
     if not len(first):
-        return torch.cat(parts).index_select(0, order)
-    rows, begin = first.index_select(0, order.clamp(max=len(first) - 1)), len(first)
+        return torch.cat(parts).index_select(0, indices)
+    rows, begin = first.index_select(0, indices.clamp(max=len(first) - 1)), len(first)
     for part in parts[1:]:
-        inside = ((order >= begin) & (order < begin + len(part))).nonzero()[:, 0]
-        rows.index_copy_(0, inside, part.index_select(0, order[inside] - begin))
+        in_part = ((indices >= begin) & (indices < begin + len(part))).nonzero()[:, 0]
+        rows.index_copy_(0, in_part, part.index_select(0, indices[in_part] - begin))
         begin += len(part)
     return rows
 

@@ -17,14 +17,14 @@ from kvkeep.cache.shallow_copy import shallow_copy
 class PositionMap:
     """The position `m(t)` that a query at time `t` takes towards the cells of a segment.
 
-    Keys are written once, rotated to the position they had when they were evaluated, and never
-    move. RoPE attention depends only on the difference between the query's position and the
-    key's, so the distance at which a segment is seen is chosen by moving the query:
+    RoPE attention depends only on the distance from the key's position to the query's. So keys keep
+    the rotation with which they were written, and the distance of a segment is chosen by moving the
+    query:
 
         m(t) = t // group + offset
 
-    offset: negative where cells between the segment and the query were removed (evicted, shifted
-        out or deleted), positive where cells were inserted.
+    offset: negative if cells between the segment and the query were removed, positive if cells were
+        inserted.
     group: times per position; above 1 for the far cells of self-extend, whose keys are rotated to
         their positions divided by it.
     """
@@ -36,10 +36,7 @@ class PositionMap:
         return time // self.group + self.offset
 
     def closer(self, cells: int) -> "PositionMap":
-        """Return the map after `cells` between the segment and the query are gone.
-
-        A negative number stands for cells that were inserted.
-        """
+        """Return the map after so many cells before the query were removed; negative: inserted."""
         return PositionMap(self.offset - cells, self.group)
 
 
@@ -85,13 +82,13 @@ class Rope:
             torch.cat((-sine, sine), -1).to(self._device),
         )
 
-    def shifted(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Return keys rotated further, in float32, by a number of positions each.
+    def shifted(self, keys: Tensor, shifts: Tensor) -> Tensor:
+        """Return keys `[layers, kv_heads, n, head_dim]` rotated by `shifts` further positions.
 
-        keys: `[layers, kv_heads, n, head_dim]`. by: `[n]` or `[layers, kv_heads, n]`, applied in
-        every layer, `unrotated` ones included; see `Cells.key_shifts`.
+        shifts: `[n]` or `[layers, kv_heads, n]`, applied in every layer, `unrotated` ones included;
+        see `Cells.key_shifts`.
         """
-        return rotate(keys.unsqueeze(-2), self.at(by)).squeeze(-2)
+        return rotate(keys.unsqueeze(-2), self.at(shifts)).squeeze(-2)
 
     def for_layers(self, layers: range) -> "Rope":
         """Return the table for a cache that has only these layers."""

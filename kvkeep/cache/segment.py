@@ -15,24 +15,22 @@ GROWTH = 256  # cells added at least when a segment outgrows its storage
 
 
 class Segment:
-    """A run of cells: which slots of a block are live, in which order, and their position map.
+    """A run of live cells in the slots of a block, and their position map.
 
     start, length: the live cells are in slots `start, start + 1, ... (modulo capacity)`, oldest
         first.
     limit: the most cells it may hold; storage grows up to it.
-    anchor: its cells stay. Those of other segments are evicted, oldest first, when the window is
-        full.
+    anchor: whether its cells stay when the window is full; others are then evicted, oldest first.
     frozen: takes no new cells; see `reopen`.
     sealed: will never take new cells: other segments continue after its cells.
     lazy_growth: storage is allocated only as it fills, because other segments of the window still
         hold cells.
-    arriving: the number of its newest cells that the next step moves here from the window, which
-        still counts them until that step is committed.
+    arriving: how many of its newest cells are copies of window cells that the next step evicts.
     protected: in a successor, the cells that a rollback must restore.
 
-    Each cell has a *place*, the number of its slot plus the block's origin, and keeps it. Kernels
-    sum over blocks of places, so the last bit of a sum depends on places and on nothing else: not
-    on the size of the storage, nor on which segments share it. Storage can be moved and cut freely.
+    Each cell has a *place*, its slot number plus the block's origin, and keeps it. Kernels sum over
+    blocks of places. Therefore the last bit of a sum depends only on places, and storage can be
+    moved, cut and shared freely.
 
     Places begin at 0 and stay below the limit: there a segment becomes a ring, in which a new cell
     takes the place of the oldest. With a limit of 6:
@@ -92,10 +90,10 @@ class Segment:
         """Whether its cells are compressed; see `Cells`."""
         return self.block.slots.compressed
 
-    def slots(self, first: int, count: int) -> list[slice]:
-        """Return the slots of the `count` cells from the `first`-oldest on: one slice or two.
+    def slot_ranges(self, first: int, count: int) -> list[slice]:
+        """Return the slots of `count` cells, the first one with index `first`: one or two slices.
 
-        The cells need not exist: it is also where new cells would be.
+        Indices from `length` on are of cells yet to be written.
         """
         begin = (self.start + first) % self.capacity if self.capacity else 0
         end = begin + count
@@ -104,34 +102,40 @@ class Segment:
         return [slice(begin, self.capacity), slice(0, end - self.capacity)]
 
     def read(self, first: int, count: int) -> Cells:
-        """Return a copy of the `count` cells from the `first`-oldest on."""
-        return Cells.concatenate([self.block.slots.part(s) for s in self.slots(first, count)])
+        """Return a copy of `count` cells, the first one with index `first`; 0 is the oldest."""
+        return Cells.concatenate([self.block.slots.part(s) for s in self.slot_ranges(first, count)])
 
     def view(self, first: int, count: int) -> Cells:
         """Return the same as `read`, copied only if needed; the result must not be written to."""
-        slots = self.slots(first, count)
-        return self.block.slots.part(slots[0]) if len(slots) == 1 else self.read(first, count)
+        ranges = self.slot_ranges(first, count)
+        return self.block.slots.part(ranges[0]) if len(ranges) == 1 else self.read(first, count)
+
+    def select_live(self, numbers: Tensor) -> Tensor:
+        """Return the live cells' numbers, `[..., length]` of `[..., slots]`, oldest first.
+
+        Those of ragged cells, `[total]`, are returned as they are.
+        """
+        if isinstance(self.block.slots, Ragged):
+            return numbers
+        return torch.cat([numbers[..., s] for s in self.slot_ranges(0, self.length)], -1)
 
     def serials(self) -> list[int]:
         """Return the serials of the live cells' tokens, oldest first."""
-        parts = [self.block.slots.serials[s] for s in self.slots(0, self.length)]
-        return [serial for part in parts for serial in part.tolist()]
+        serials: list[int] = self.select_live(self.block.slots.serials).tolist()
+        return serials
 
     def positions(self) -> Tensor:
         """Return the positions of the live cells, oldest first.
 
         `[n]`; for compressed cells `[layers, kv_heads, n]`, for ragged ones `[total]`.
         """
-        positions = self.block.slots.positions
-        if isinstance(self.block.slots, Ragged):
-            return positions
-        return torch.cat([positions[..., slot] for slot in self.slots(0, self.length)], -1)
+        return self.select_live(self.block.slots.positions)
 
     def reserve(self, count: int) -> None:
         """Allocate storage for `count` live cells in total, or for as many as the limit allows.
 
-        The first storage is of the requested size; later growth is generous, so that cells that
-        are appended one by one are rarely copied.
+        Storage that exists grows by more than is needed, so that appending cell by cell rarely
+        copies them.
         """
         if self.place + count > self.limit:
             if not self._is_ring:
@@ -161,9 +165,9 @@ class Segment:
         In a full ring, that is the slot of the oldest cell.
         """
         self.reserve(self.length + 1)
-        slots = self.slots(self.length, 1)
-        self._prepare_write(slots)
-        return int(slots[0].start)
+        ranges = self.slot_ranges(self.length, 1)
+        self._prepare_write(ranges)
+        return int(ranges[0].start)
 
     def occupy(self, slot: int, position: int, serial: int) -> None:
         """Count a cell that was written into `next_slot()` as the newest."""
@@ -175,24 +179,24 @@ class Segment:
     def append(self, cells: Cells) -> None:
         """Add cells as the newest; the limit must leave room for them."""
         self.reserve(self.length + len(cells))
-        self._prepare_write(self.slots(self.length, len(cells)))
+        self._prepare_write(self.slot_ranges(self.length, len(cells)))
         self._write(cells, self.length)
         self.length += len(cells)
 
     def _write(self, cells: Cells, first: int) -> None:
         """Write cells after the `first` oldest."""
-        done = 0
-        for slot in self.slots(first, len(cells)):
-            end = done + slot.stop - slot.start
-            self.block.slots.write(slot, cells.part(slice(done, end)))
-            done = end
+        begin = 0
+        for slots in self.slot_ranges(first, len(cells)):
+            end = begin + slots.stop - slots.start
+            self.block.slots.write(slots, cells.part(slice(begin, end)))
+            begin = end
 
-    def _prepare_write(self, slots: list[slice]) -> None:
+    def _prepare_write(self, slot_ranges: list[slice]) -> None:
         """Copy shared storage before a write to it, and log protected cells in these slots."""
-        if any(slot.start < self.block.shared for slot in slots):
+        if any(slots.start < self.block.shared_slots for slots in slot_ranges):
             self.block = self.block.copy()
         elif self.protected is not None and self.protected.block is self.block:
-            self.protected.record(slots)
+            self.protected.record(slot_ranges)
 
     @property
     def slack(self) -> int:
@@ -200,18 +204,16 @@ class Segment:
         return self.limit // 16
 
     def drop_oldest(self, count: int) -> None:
-        """Drop the oldest `count` cells."""
         self.length -= count
         self.start += count
         if self._is_ring:
             self.start %= self.capacity
 
     def drop_newest(self, count: int) -> None:
-        """Drop the newest `count` cells."""
         self.length -= count
 
     def reopen(self, limit: int) -> bool:
-        """Reopen the segment for new cells, up to a limit. Returns False if it cannot be."""
+        """Let the segment take new cells, up to a limit; returns False if it cannot."""
         if self.compressed or self.sealed or self.length > limit:
             return False
         if self.frozen and self.map != PositionMap():
@@ -222,10 +224,10 @@ class Segment:
         return True
 
     def unseal(self) -> None:
-        """Allow a copy of a sealed segment to take new cells, in storage of its own.
+        """Allow a copy of a sealed segment to take new cells, in its own storage.
 
-        Does nothing unless the cells begin at place 0, as those of a freshly evaluated text do: a
-        continuation is then the same to the bit.
+        Does nothing unless its cells begin at place 0, as in a freshly evaluated text: only then is
+        a continuation the same to the bit.
         """
         if self.place == 0 and not self.compressed:
             self.sealed = False
@@ -233,26 +235,27 @@ class Segment:
     def part(self, first: int, count: int) -> "list[Segment]":
         """Return some of its cells in place, as sealed segments: one for each run of slots."""
         parts = []
-        for slot in self.slots(first, count) if count else []:
+        for slots in self.slot_ranges(first, count) if count else []:
             part = shallow_copy(self)
-            part.block, part.start = self.block.part(slot), 0
-            part.length, part.limit = slot.stop - slot.start, part.place + slot.stop - slot.start
+            part.block, part.start = self.block.part(slots), 0
+            part.length = slots.stop - slots.start
+            part.limit = part.place + part.length
             part.frozen = part.sealed = True
             part.lazy_growth, part.protected = False, None
             parts.append(part)
         return parts
 
-    def rest(self, first: int) -> "list[Segment]":
-        """Return its cells from the `first`-oldest on; they take new cells if this segment does."""
+    def tail(self, first: int) -> "list[Segment]":
+        """Return its cells from index `first` on; they take new cells if this segment does."""
         if not first:
             return [self]
         if self.frozen or self.wrapped or self.place + self.length == self.limit:
             return self.part(first, self.length - first)
-        rest, begin = shallow_copy(self), self.start + first
-        rest.block, rest.start, rest.length = self.block.rest(begin), 0, self.length - first
+        tail, begin = shallow_copy(self), self.start + first
+        tail.block, tail.start, tail.length = self.block.tail(begin), 0, self.length - first
         if self.protected is not None and self.protected.block is self.block:
-            rest.protected = self.protected.rest(rest.block, begin)
-        return [rest]
+            tail.protected = self.protected.tail(tail.block, begin)
+        return [tail]
 
     def compact(self) -> None:
         """Move its cells, which are in one run, to storage of exactly their size; places stay."""
@@ -268,21 +271,18 @@ class Segment:
         return successor
 
     def share(self) -> "Segment":
-        """Return a segment of the same cells for another owner.
-
-        Storage is shared until one of the two must write to it (copy-on-write).
-        """
+        """Return a segment of the same cells, for another session (copy-on-write)."""
         shared = shallow_copy(self)
         shared.protected = None
-        # A run continues after its last cell wherever that is; a ring needs all its slots.
-        extent = self.capacity if self.wrapped else self.start + self.length
-        shared.block = self.block.share(extent)
+        # Slots after the last cell are not shared, except in a wrapped ring, which needs them all.
+        slot_count = self.capacity if self.wrapped else self.start + self.length
+        shared.block = self.block.share(slot_count)
         return shared
 
     def fork(self) -> "Segment":
-        """Return a shared segment for a fork, sealed where this one can still grow in a run.
+        """Return a segment of the same cells for a fork.
 
-        The fork's new cells then go to a segment of its own.
+        It is sealed if this one can still grow: the fork's new cells go to another segment.
         """
         fork = self.share()
         if self.frozen or (self.place == 0 and self.length < self.limit):
@@ -292,7 +292,7 @@ class Segment:
     def normalise(self) -> "Segment":
         """Arrange its storage as a ring if its places have wrapped, else in one run; returns self.
 
-        A segment that was read from a file may have either order.
+        A segment that was read from a file may have its cells in another order of slots.
         """
         if not self._is_ring:
             if self.places_wrap:
@@ -303,13 +303,13 @@ class Segment:
 
     @property
     def places_wrap(self) -> bool:
-        """Whether its newest cells have begun again at place 0, in whichever slots they are."""
+        """Whether its newest cells have begun again at place 0."""
         return not self.frozen and self.place + self.length > self.limit
 
     def to(self, device: torch.device) -> "Segment":
         """Move its storage to a device; returns self."""
         slots = self.block.slots.to(device)
         if slots is not self.block.slots:
-            self.block = Block(slots, self.block.shared, self.block.origin)
+            self.block = Block(slots, self.block.shared_slots, self.block.origin)
         self.layout = replace(self.layout, device=device)
         return self

@@ -13,7 +13,7 @@ from kvkeep.cache.checks import (
     require,
     require_finite,
     require_flag,
-    require_kind,
+    require_instance,
     require_tensor,
     require_whole,
     require_within,
@@ -49,23 +49,22 @@ class CacheState:
     def check(
         self, layout: Layout, far_layout: Layout, heads: int, local: Layout | None = None
     ) -> None:
-        """Check that a cache of such cells can hold these contents.
+        """Check that a cache of such cells can hold these contents. Raises ValueError.
 
-        layout, far_layout: as in `KVCache`. heads: number of query heads. local: the layout of
-        local layers; None if there are none. Raises ValueError, which says what is wrong.
+        heads: number of query heads. local: the layout of local layers; None if there are none.
         """
         require_whole("the serial", self.serial, 0, MAX_NUMBER)
         require_whole("the clock", self.time, -MAX_NUMBER, self.serial)
         _check_window(self.window)
         for index, segment in enumerate(self.segments):
-            with _named(f"segment {index}"):
+            with _errors_name(f"segment {index}"):
                 self._check_segment(segment, layout, far_layout)
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
         for index, segment in enumerate(self.local):
             require(local is not None, "cells of local layers, of which the model has none")
             assert local is not None
-            with _named(f"segment {index} of local layers"):
+            with _errors_name(f"segment {index} of local layers"):
                 self._check_segment(segment, local, local)
                 plain = not segment.anchor and not segment.compressed
                 require(plain and segment.map.group == 1, "cells that are not a window's")
@@ -73,15 +72,12 @@ class CacheState:
             require_finite(f"the state {name!r}", state)
 
     def serials(self) -> Tensor:
-        """Return the serials of the live cells' tokens, `[n]` int64, oldest first.
-
-        Compressed cells are left out.
-        """
-        parts = [_live(s, s.block.slots.serials) for s in self.segments if not s.compressed]
+        """Return the serials of uncompressed live cells, `[n]` int64, oldest first."""
+        parts = [s.select_live(s.block.slots.serials) for s in self.segments if not s.compressed]
         return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts])
 
     def _check_segment(self, segment: Segment, layout: Layout, far_layout: Layout) -> None:
-        require_kind("it", segment, Segment)
+        require_instance("it", segment, Segment)
         for name in ("anchor", "frozen", "sealed"):
             require_flag(name, getattr(segment, name))
         require(not segment.arriving, "cells of a step that is not finished")
@@ -96,10 +92,10 @@ class CacheState:
             message = "a part of ragged cells, or ragged cells that grow"
             require(complete and segment.frozen, message)
         check_cells(cells, far_layout if segment.anchor else layout, segment.capacity)
-        serials = _live(segment, cells.serials)
+        serials = segment.select_live(cells.serials)
         if cells.bias is not None:
             require(bool((serials == NO_TOKEN).all()), "compressed cells with serials of tokens")
-            require_finite("the bias", _live(segment, cells.bias))
+            require_finite("the bias", segment.select_live(cells.bias))
             if isinstance(cells, Ragged) and cells.scores is not None:
                 require_finite("the scores", cells.scores)
         else:
@@ -109,16 +105,16 @@ class CacheState:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Say in a ValueError what was checked."""
+def _errors_name(checked: str) -> Iterator[None]:
+    """Put the name of what is checked in front of a ValueError's message."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
+        raise ValueError(f"{checked}: {error}") from None
 
 
 def check_map(position_map: PositionMap) -> None:
-    """Check a position map. Raises ValueError."""
+    """Raise ValueError for a group or an offset out of range."""
     require_whole("a map's group", position_map.group, 1, MAX_CELLS)
     require_whole("a map's offset", position_map.offset, -MAX_NUMBER, MAX_NUMBER)
 
@@ -173,7 +169,7 @@ def _check_window(window: Window) -> None:
 
 
 def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> None:
-    require_kind("the observed queries", observed, Queries)
+    require_instance("the observed queries", observed, Queries)
     require_tensor("query times", observed.times, torch.int64, None)
     require_whole("the number of queries", len(observed), 1, MAX_QUERIES)
     shape = (layout.layers, heads, len(observed), layout.head_dim)
@@ -181,10 +177,3 @@ def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> 
     require_finite("queries", observed.values)
     require_within("query times", observed.times, -MAX_NUMBER, time - 1)
     require(bool((observed.times.diff() > 0).all()), "query times must increase")
-
-
-def _live(segment: Segment, numbers: Tensor) -> Tensor:
-    """Select the live cells' numbers, `[..., length]` of `[..., slots]`, oldest first."""
-    if isinstance(segment.block.slots, Ragged):
-        return numbers
-    return torch.cat([numbers[..., slot] for slot in segment.slots(0, segment.length)], -1)

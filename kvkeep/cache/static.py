@@ -15,13 +15,13 @@ Geometry = tuple[object, ...]
 
 def geometry(step: DecodeStep) -> Geometry | None:
     """Return all that a replay requires to stay the same; None if the next step will differ."""
-    if not step.in_full_ring or step.queries is not None or step.local:
+    if not step.overwrites_oldest or step.queries is not None or step.local:
         return None
     if any(view.slots.quantised or view.bias is not None for view in step.views):
         return None
     addresses = [(v.slots.keys.data_ptr(), v.slots.values.data_ptr()) for v in step.views]
-    spans = [(view.span.start, view.span.stop, view.rotation) for view in step.views]
-    return *addresses, *spans, len(step.query_positions)
+    ranges = [(v.slot_range.start, v.slot_range.stop, v.rotation) for v in step.views]
+    return *addresses, *ranges, len(step.query_positions)
 
 
 class StaticStep(DecodeStep):

@@ -64,18 +64,18 @@ class Step:
         query_positions  [[6, 7], [3, 3]]    towards the anchor 6 - 2 - 1 and 7 - 2 - 2
         views            the anchor by rotation 1; cells 4 and 5 by rotation 0, 4 hidden from 7
 
-    query_positions: the different lists of positions, one for each query, that the queries take
-        towards segments; the first is that of the new tokens themselves.
-    views: the segments as the queries see them. attended: all that they see, new cells included.
+    query_positions: lists of a position for each query. The first has the new tokens' own; the
+        others are those that the queries take towards segments with other position maps.
+    views: the segments as the queries see them. attended: `views`, and a chunk's new cells.
     queries: `[layers, n, heads, head_dim]` to record the queries in; None if none are wanted.
     log_sums: `[layers, heads, n]` float32 to store the natural log of the sum in each query's
         softmax denominator; None if it is not wanted.
-    sampled: whether the model has just sampled the token; else it was given from outside, as in a
-        prompt. The cache does not depend on it, but executors may choose other weights by it.
+    sampled: whether the model has just sampled the token, in contrast to a prompt's. Executors may
+        choose other weights by it; the cache does not depend on it.
     local: the step of the local layers' cache, if the decoder has such layers.
     placements: for each decoder layer, the cache and layer that has its cells.
-    recurrent: states of layers without cells, by name. The executor replaces them, and writes to
-        none.
+    recurrent: states of layers without cells, by name. The executor replaces them and never writes
+        to one.
     """
 
     sampled = False
@@ -115,15 +115,14 @@ class Step:
 
     @cached_property
     def rotations(self) -> list[Rotation]:
-        """One for each entry of `query_positions`."""
         return [self.attention.rope.at(positions) for positions in self.query_positions]
 
     def _view_segment(self, segment: Segment, preceding: int) -> View | None:
         """Return what the queries see of a segment; None if they see none of it.
 
-        preceding: the number of window cells in the segments before it. Those evicted beyond them
-        are cells of this segment; or, if it is an anchor, were between it and the queries, which
-        come that much closer. With `window.moves`, they have only moved to an anchor.
+        preceding: the number of window cells in the segments before it. Further evicted cells are
+        of this segment or, if it is an anchor, were between it and the queries, which come closer
+        by as many positions, unless `window.moves`.
         """
         length = segment.length + (self._written if segment is self.newest else 0)
         evicted = [max(0, n - preceding) for n in self.evicted]
@@ -153,8 +152,8 @@ class Step:
         """Store the new cells of a layer and attend to all that its queries see.
 
         layer: index in this cache. q: `[n, heads, head_dim]`. k, v: `[n, kv_heads, head_dim]`, or
-        None for a layer that reads the cells of another one. All are unrotated: positions are the
-        step's concern. Returns `[n, heads * head_dim]`.
+        None for a layer that reads the cells of another one. All are unrotated. Returns
+        `[n, heads * head_dim]`.
         """
         self.observe(layer, q)
         attention = self.attention
@@ -168,7 +167,7 @@ class Step:
         return merge_heads(part.out, self.count).to(q.dtype)
 
     def observe(self, layer: int, q: Tensor) -> None:
-        """Record the queries of a layer, `[n, heads, head_dim]`, if they are wanted."""
+        """Record the queries of a layer, `[n, heads, head_dim]`, if `queries` is set."""
         if self.queries is not None:
             self.queries[layer].copy_(q)
 
@@ -182,13 +181,11 @@ class Step:
 
 
 class DecodeStep(Step):
-    """A step of one token, whose cell is written first, into the slot where it will stay.
-
-    In a full ring, that was the slot of the oldest cell.
+    """A step of one token, whose cell is written to its slot before attention.
 
     slot: of the newest segment.
     slot_tensors: the key and value in that slot, both `[layers, kv_heads, head_dim]`.
-    in_full_ring: whether the slot is that of the oldest cell.
+    overwrites_oldest: whether the slot is that of the oldest cell, as in a full ring.
     """
 
     _written = 1
@@ -200,7 +197,7 @@ class DecodeStep(Step):
         self.slot = newest.next_slot()
         slots = newest.block.slots
         self.slot_tensors = [x[:, :, self.slot] for x in (slots.stored_keys, slots.stored_values)]
-        self.in_full_ring = newest.length == newest.capacity
+        self.overwrites_oldest = newest.length == newest.capacity
         super().__init__(segments, window, times, attention)
 
     @cached_property
@@ -218,11 +215,9 @@ class DecodeStep(Step):
 
 
 class ChunkStep(Step):
-    """A step of several tokens, whose cells are kept apart until every layer has been through.
+    """A step of several tokens, whose cells go to `new_cells` until all layers are done.
 
-    So the first tokens still see old cells that the last ones do not.
-
-    new_cells: their cells.
+    Thus the first tokens still see old cells that the last tokens overwrite.
     """
 
     def __init__(

@@ -8,25 +8,25 @@ import torch
 from kvkeep.cache.block import Cells, Storage
 from kvkeep.cache.segment import Segment
 
-SLACK = 8  # one in so many of a budget's cells may be idle
-SMALL = 256  # cells; copying so many takes less time than a token does
-MAX_BORDERS = 16  # between segments that could be merged: each costs every later token a little
+IDLE_SHARE = 8  # an eighth of a budget's cells may be idle
+SMALL = 256  # cells: copying these takes less time than evaluating a token
+MAX_BORDERS = 16  # between segments that could be merged: each makes later tokens a little slower
 
 
 def nbytes(segments: Sequence[Segment]) -> int:
-    """Return the bytes of all storage that segments use, idle slots included."""
+    """Return the bytes of the segments' storage, idle slots included."""
     return sum(storage.nbytes for storage in _users_by_storage(segments))
 
 
 def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbours of one kind and one position map, copying their cells."""
+    """Merge neighbours of one position map that are all anchors, or all compressed, or neither."""
     return _merge(segments, None)
 
 
 def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbours that are small together; all of them, if too many would remain.
+    """Merge neighbours of together at most `SMALL` cells; all of them, if too many would remain.
 
-    So cells are rarely copied, and small edits do not make ever more segments.
+    Thus cells are rarely copied, and small edits do not make ever more segments.
     """
     merged = _merge(segments, SMALL)
     borders = sum(_mergeable(left, right) for left, right in itertools.pairwise(merged))
@@ -60,24 +60,22 @@ def _mergeable(left: Segment, right: Segment) -> bool:
 
 
 def trim(segments: Sequence[Segment], budget: int) -> None:
-    """Free storage that dropped cells have left, by moving the remaining cells.
+    """Free slots of dropped cells, by moving the remaining cells to storage of exactly their size.
 
-    A cut leaves cells where they are, so the slots of the removed cells become idle, and so do
-    those of cells that a window evicts from a frozen segment. Where more of a storage is idle than
-    in use, its cells move to storage of exactly their size. The same happens where all storage
-    takes more than a budget of cells and an eighth. The copying costs no more than the change that
-    made the slots idle. Storage that another session or a snapshot uses as well stays and does not
-    count: moving cells out would not free it.
+    Slots become idle when cells are cut out, or evicted from a frozen segment. Cells move if more
+    of their storage is idle than in use, or if all storage takes more than a budget of cells and an
+    eighth. The copying costs no more than the change that made the slots idle. Storage that another
+    session or a snapshot uses stays and does not count: moving cells out would not free it.
     """
     if not any(segment.frozen for segment in segments):
         return
     storages = {s: users for s, users in _users_by_storage(segments).items() if _movable(s, users)}
-    idle = {storage: storage.cells - _live_cells(users) for storage, users in storages.items()}
-    excess = _live_cells(segments) + sum(idle.values()) - budget - budget // SLACK
+    idle = {storage: storage.capacity - _live_cells(users) for storage, users in storages.items()}
+    excess = _live_cells(segments) + sum(idle.values()) - budget - budget // IDLE_SHARE
     for storage in sorted(storages, key=lambda storage: -idle[storage]):
         users = storages[storage]
-        wasted = idle[storage] - sum(_unfilled_slots(segment) for segment in users)
-        if idle[storage] and (wasted > _live_cells(users) or excess > 0):
+        left_by_drops = idle[storage] - sum(_unfilled_slots(segment) for segment in users)
+        if idle[storage] and (left_by_drops > _live_cells(users) or excess > 0):
             excess -= idle[storage]
             with torch.inference_mode():
                 for segment in users:

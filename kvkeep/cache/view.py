@@ -15,16 +15,16 @@ from kvkeep.cache.segment import Segment
 
 @dataclass(frozen=True)
 class View:
-    """Stored cells as the queries of this step see them.
+    """Stored cells as the queries of one step see them.
 
-    slots, span: the storage of the cells, and their range in it. origin: the place of its slot 0.
+    slots, slot_range: the storage of the cells, and their range in it. origin: the place of slot 0.
     rotation: index of the step's rotation that the queries take towards these cells.
     bias: `[n, cells]` float32, or None where every query sees every cell, as with ragged cells.
     causal: whether query i sees cells 0 ... i only; there is no bias then.
     """
 
     slots: Cells
-    span: slice
+    slot_range: slice
     rotation: int
     bias: Tensor | None
     origin: int
@@ -41,34 +41,34 @@ class View:
     ) -> "View":
         """Return the view of a segment's cells `first ... end - 1`, 0 for the oldest.
 
-        visible: for each query, the range (first, end) of cells that it sees, within the view's;
-        None if every query sees all of the view.
+        visible: for each query, the range (first, end) of cells that it sees, as ranks in the
+        segment; None if every query sees all of the view.
         """
-        slots = segment.slots(first, end - first)
-        span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
+        ranges = segment.slot_ranges(first, end - first)
+        slot_range = ranges[0] if len(ranges) == 1 else slice(0, segment.capacity)
         bias = None
-        if visible or end - first < span.stop - span.start:
-            span_slots = torch.arange(span.start, span.stop, dtype=torch.int64, device="cpu")
-            # A cell that is being written comes last, whether its slot was free or that of an
-            # evicted cell.
-            ranks = (span_slots - segment.start - first) % segment.capacity + first
+        if visible or end - first < slot_range.stop - slot_range.start:
+            slots = torch.arange(slot_range.start, slot_range.stop, dtype=torch.int64, device="cpu")
+            # The rank of each slot's cell. `first` is the lowest, so a cell that is written in this
+            # step has the highest, also in a ring where it takes the slot of an evicted cell.
+            ranks = (slots - segment.start - first) % segment.capacity + first
             bias = range_bias(ranks, visible or [(first, end)], segment.layout.device)
-        return cls(segment.block.slots, span, rotation, bias, segment.block.origin)
+        return cls(segment.block.slots, slot_range, rotation, bias, segment.block.origin)
 
     @cached_property
     def keys(self) -> tuple[KVTensor, ...]:
         """For each layer `[kv_heads, cells, head_dim]`; not for ragged cells."""
-        return self.slots.stored_keys[:, :, self.span].unbind()
+        return self.slots.stored_keys[:, :, self.slot_range].unbind()
 
     @cached_property
     def values(self) -> tuple[KVTensor, ...]:
         """For each layer `[kv_heads, cells, head_dim]`; not for ragged cells."""
-        return self.slots.stored_values[:, :, self.span].unbind()
+        return self.slots.stored_values[:, :, self.slot_range].unbind()
 
     @cached_property
     def cell_bias(self) -> tuple[Tensor | None, ...]:
         """For each layer `[kv_heads, cells]` float32, or None."""
-        return self.slots.layer_biases(self.span)
+        return self.slots.layer_biases(self.slot_range)
 
     def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
         """Attend with queries `[n, heads, head_dim]`, rotated; see `attend_cells`."""

@@ -12,9 +12,9 @@ class Window:
 
     size: the most of them that queries see; None for no bound.
     discard: how many of the oldest are evicted at once when one more would not fit.
-    moves: whether an earlier segment has taken over the evicted cells, so that no distance shrinks.
-    spare: how many evicted cells, which no query sees any more, stay in storage. If as many of the
-        newest are rewound, the window is whole again.
+    moves: whether evicted cells move to an earlier segment, so that distances stay as they are.
+    spare: how many evicted cells stay in storage, so that the window is full again after as many of
+        the newest cells are rewound.
     """
 
     size: int | None = None
@@ -32,7 +32,7 @@ class Window:
 
     @property
     def capacity(self) -> int | None:
-        """The most cells in storage, seen or spare; None for no bound."""
+        """The most cells in storage, spare ones included; None for no bound."""
         return None if self.size is None else self.size + self.spare
 
     def evict(self, segments: Sequence[Segment], count: int) -> None:

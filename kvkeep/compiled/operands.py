@@ -73,7 +73,7 @@ def ragged_cells(
     """
     vectors, offsets = (cells.total, head_dim), cells.offsets
     assert cells.bias is not None
-    if cells.counts.shape != (layers, kv_heads) or not cells.counts_match:
+    if cells.counts.shape != (layers, kv_heads) or not cells.counts_are_valid:
         heads = f"{layers} x {kv_heads} heads"
         require(False, f"{cells.total} cells, shared by {heads}", cells.counts.tolist())
     return (

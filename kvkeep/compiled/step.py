@@ -106,7 +106,7 @@ def _shared_view(view: SharedView, shape: CellShape) -> c.CSharedView:
         most = cells.max_count
         return c.CSharedView(keys, values, 0, most, readers, 0, None, cell_biases, 0, 0, offsets)
     bias, cell_bias, slots = view.bias, cells.bias, len(cells)
-    first, end = view.span.start, view.span.stop
+    first, end = view.slot_range.start, view.slot_range.stop
     if not 0 <= first < end <= slots:
         raise KernelMismatch(f"cells {first} to {end} were to be attended to, of {slots}")
     vectors = (layers, kv_heads, slots)

@@ -224,7 +224,9 @@ class Archive(Policy):
         return changed
 
     def _regroup(self, cache: KVCache, pins: Set[int]) -> None:
-        cache.regroup(lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins)
+        cache.reassign_anchors(
+            lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins
+        )
         self.settle(cache)  # the window may overflow with cells that are no longer anchors
         archived, limit = archived_segments(cache), self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) > limit:

@@ -66,7 +66,7 @@ class Sliding(Policy):
         """Turn cells into anchors in place for more `keep` or pins, and back for fewer."""
         changed = self.with_settings(**settings)
         changed.check(cells_to_pin(cache, changed.keep, pins))
-        cache.regroup(lambda rank, serial: rank < changed.keep or serial in pins)
+        cache.reassign_anchors(lambda rank, serial: rank < changed.keep or serial in pins)
         return changed
 
 

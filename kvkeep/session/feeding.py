@@ -250,10 +250,8 @@ def _unchanged_cells(cache: KVCache) -> int:
     for segment in cache.segments:
         if segment.compressed or segment.map != PositionMap():
             break
-        slots = segment.slots(0, segment.length)
-        positions = torch.cat([segment.block.slots.positions[part] for part in slots])
         expected = torch.arange(count, count + segment.length, dtype=torch.int64, device="cpu")
-        if not torch.equal(positions, expected):
+        if not torch.equal(segment.positions(), expected):
             break
         count += segment.length
     return count

@@ -199,7 +199,7 @@ def _split_segments(
         left = min(max(scope.rank - rank, 0), segment.length)
         right = min(max(end - rank, 0), segment.length)
         before += [segment] if left == segment.length else segment.part(0, left)
-        after += segment.rest(right) if right < segment.length else []
+        after += segment.tail(right) if right < segment.length else []
         rank += original.length
     cache.window.evict(before, evicted)
     for segment in before if scope.growth else ():
@@ -258,7 +258,7 @@ def _evaluate_ids(
     prefill_step: int,
 ) -> Segment:
     """Return the segment of the inserted tokens, evaluated over the segments before them."""
-    cache, count = memory.cache.empty(), len(scope.ids)
+    cache, count = memory.cache.new_empty(), len(scope.ids)
     cache.segments = [_hide_later_cells(segment, end_position) for segment in before]
     cache.time, cache.serial = end_position - count, memory.cache.serial
     if cache.local is not None:

@@ -149,7 +149,7 @@ def test_a_group_step_equals_single_steps(make: Callable[[], list[KVCache]]) -> 
 
 
 def cells(view: SharedView) -> int:
-    return int(view.span.stop - view.span.start)
+    return int(view.slot_range.stop - view.slot_range.start)
 
 
 def test_cells_shared_by_forks_are_viewed_once() -> None:

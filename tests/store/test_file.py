@@ -248,4 +248,4 @@ def test_the_zstd_codec_is_smaller_and_exact(smollm2: Model, tmp_path: Path) -> 
 def test_the_rewound_session_of_these_tests_has_a_ring_that_is_not_full() -> None:
     ring = SESSIONS["rewound"].cache.segments[-1]
     assert ring.length < ring.capacity
-    assert len(ring.slots(0, ring.length)) == 2
+    assert len(ring.slot_ranges(0, ring.length)) == 2

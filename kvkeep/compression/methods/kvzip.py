@@ -79,7 +79,7 @@ class KVzap(CellwiseEviction):
         assert surrogate is not None, "a calibration without a surrogate"
         cells, scores = candidates.cells, []
         if isinstance(cells, Ragged):
-            return surrogate.score(candidates.unrotated, cells.values, cells.owners)
+            return surrogate.score(candidates.unrotated, cells.values, cells.head_indices)
         shifts = cells.key_shifts(candidates.rope, -cells.positions)
         inverse = rotation = candidates.rope.at(shifts)
         layers, kv_heads, count = candidates.shape

@@ -18,13 +18,8 @@ def _tensor_names(compressed: bool, ragged: bool, worth: bool) -> list[str]:
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
     """Return the live cells as tensors, oldest first; those of a full ring in slot order."""
-    slots = segment.slots(0, segment.length)
-    if _in_slot_order(segment):
-        cells = segment.block.slots
-    elif len(slots) == 1:
-        cells = segment.block.slots.part(slots[0])
-    else:
-        cells = segment.read(0, segment.length)
+    in_slot_order = _in_slot_order(segment)
+    cells = segment.block.slots if in_slot_order else segment.view(0, segment.length)
     tensors = _named(f"segment.{index}.keys", cells.stored_keys)
     tensors |= _named(f"segment.{index}.values", cells.stored_values)
     # In files, `Ragged.scores` is called "worth", its name when the format was made.
