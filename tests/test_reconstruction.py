@@ -129,7 +129,7 @@ def test_scores_are_the_highest_attention_of_the_repeated_text(count: int) -> No
 
 @pytest.mark.parametrize("count", [5, 900])
 def test_contribution_scores_are_weighted_by_projected_values(count: int) -> None:
-    scores = reconstruction(fed(TEXT[:count]).core.memory, MODEL.text, by="contribution")
+    scores = reconstruction(fed(TEXT[:count]).core.memory, MODEL.text, kind="contribution")
     torch.testing.assert_close(
         scores, reference_scores(MODEL, TEXT[:count], "contribution"), **TOLERANCES
     )
@@ -141,9 +141,9 @@ def test_scores_of_the_default_model_are_close_to_float32(
 ) -> None:
     ids = topic_ids(smollm2)[:120]
     expected = reference_scores(smollm2_fp32, ids, by)
-    exact = reconstruction(fed(ids, smollm2_fp32).core.memory, smollm2.text, by=by)
+    exact = reconstruction(fed(ids, smollm2_fp32).core.memory, smollm2.text, kind=by)
     torch.testing.assert_close(exact, expected, rtol=0.01, atol=0.02)
-    scores = reconstruction(fed(ids, smollm2).core.memory, smollm2.text, by=by)
+    scores = reconstruction(fed(ids, smollm2).core.memory, smollm2.text, kind=by)
     assert (
         scores - expected
     ).abs().mean() < 0.1  # log of an attention weight, in bfloat16 and by the kernels
@@ -224,7 +224,7 @@ def test_scoring_can_be_interrupted_between_chunks(error: type[BaseException]) -
 def test_the_oldest_cells_are_scored_without_the_others(oldest: int) -> None:
     """Whole chunks are bit-exact, except the tokens that the next chunk repeats again."""
     session = fed(TEXT)
-    part = reconstruction(session.core.memory, MODEL.text, oldest=oldest)
+    part = reconstruction(session.core.memory, MODEL.text, count=oldest)
     assert part.shape[-1] == oldest
     chunks = list[int]()
     whole = reconstruction(session.core.memory, MODEL.text, chunks.append)

@@ -186,7 +186,7 @@ class Generation(Iterator[GenerationEvent]):
         stream = self._stream()
         rest = "".join(stream.flush())
         reason = "stop" if stream.stopped else reason
-        self._end(Finished(reason, rest, self.usage, stream.found), reason)
+        self._end(Finished(reason, rest, self.usage, stream.stop_found), reason)
 
     def fail(self, error: BaseException) -> None:
         """End it with an error."""

@@ -24,10 +24,10 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import cell_tokens, reconstruction
 
 SINKS = 4  # first cells, which always stay: attention sinks
-RECENT = 64  # newest cells that stay unchanged with a uniform budget
-MIN_RECENT = 32  # the least number of these where heads compete
-MAX_RECENT = 256  # the largest number of these where only repeats are compressed
-MIN_REPEATS = 1 / 8  # least share of repeats in the remaining cells, where only they are compressed
+RECENT = 64  # newest cells that stay unchanged with budget "uniform"
+MIN_RECENT = 32  # the same with budget "heads": at least
+MAX_RECENT = 256  # the same where only repeats are compressed: at most
+MIN_REPEATS = 1 / 8  # only repeats are compressed if they are this share of the remaining cells
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,7 @@ class CompressionReport:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """The settings of one compression of a memory: see `Session.compress`.
-
-    text: the model's tokenizer. statistics: of the model, from a calibration.
-    """
+    """The settings of one compression: see `Session.compress`."""
 
     method: Method
     ratio: float
@@ -70,11 +67,10 @@ class CompressionPlan:
 
     @property
     def effective_budget(self) -> Budget:
-        """The budget, or the method's default."""
         return self.method.budget if self.budget is None else self.budget
 
     def recent_cells(self, cells: int, pinned: int) -> int:
-        """Return how many of the newest of `cells` cells stay unchanged.
+        """Return how many of the newest of `cells` cells stay unchanged by default.
 
         Where heads compete, half of what remains: the following text continues from them, in all
         heads. Less at a ratio above 4, where the older text needs the cells more.
@@ -99,7 +95,6 @@ class CompressionPlan:
 
 
 def default_method(memory: Memory, statistics: Statistics | None) -> str:
-    """Return the default method for compressing a memory once."""
     if statistics is not None and statistics.surrogate is not None:
         return KVzap.name
     compressed_before = any(segment.compressed for segment in memory.cache.segments)
@@ -108,9 +103,9 @@ def default_method(memory: Memory, statistics: Statistics | None) -> str:
 
 @torch.inference_mode()
 def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, CompressionReport]:
-    """Return a memory with all cells compressed except sinks, the newest and pinned ones.
+    """Return a copy of the memory in which all cells but sinks, newest and pinned are compressed.
 
-    The given memory does not change. Raises InvalidArgument before anything is evaluated.
+    Raises InvalidArgument before anything is evaluated.
     """
     plan.check()
     memory.require_no_states("compressed")
@@ -181,10 +176,10 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
     if remaining_repeats < remaining * MIN_REPEATS:
         return None
     quotas = _split_quota([int(repeats.sum()) for repeats in repeats_by_run], remaining_repeats)
-    compressed = [run for run in runs if not run[1]]
+    to_compress = [run for run in runs if not run[1]]
     results = (
-        _compress_repeats(memory, plan, *arguments)
-        for arguments in zip(compressed, repeats_by_run, quotas, strict=True)
+        _compress_repeats(memory, plan, run, is_repeat, quota)
+        for run, is_repeat, quota in zip(to_compress, repeats_by_run, quotas, strict=True)
     )
     return "uniform", runs, results
 
@@ -192,7 +187,7 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
 def _split_into_runs(
     memory: Memory, plan: CompressionPlan, max_recent: int | None = None
 ) -> tuple[list[_Run], int]:
-    """Split the cells into runs that stay and runs to compress; return to how many these shrink.
+    """Return runs of cells that stay or are to be compressed, and how many of the latter remain.
 
     The count is for each KV head. Compressed cells have no common order over heads, so none of them
     counts as one of the newest. max_recent: bounds the default number of newest cells.
@@ -226,9 +221,9 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
     scores, start = None, 0
     if method.uses_reconstruction:
         newest = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
-        oldest = cache.cells - sum(count for _, _, _, count in newest)
+        scored = cache.cells - sum(count for _, _, _, count in newest)
         scores = reconstruction(
-            memory, plan.text, plan.progress, oldest, method.uses_reconstruction
+            memory, plan.text, plan.progress, scored, method.uses_reconstruction
         )
     candidates = []
     for run in runs:
@@ -250,11 +245,11 @@ def _run_cells(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
 
 
 def _compress_repeats(
-    memory: Memory, plan: CompressionPlan, run: _Run, repeats: Tensor, quota: int
+    memory: Memory, plan: CompressionPlan, run: _Run, is_repeat: Tensor, quota: int
 ) -> _RunResult:
-    cells, chunks = compress_repeats(_run_cells(memory, plan, run), repeats, quota)
+    cells, chunks = compress_repeats(_run_cells(memory, plan, run), is_repeat, quota)
     if plan.progress:
-        plan.progress(len(repeats))
+        plan.progress(len(is_repeat))
     return [cells], chunks
 
 
@@ -298,7 +293,7 @@ def _report_progress(plan: CompressionPlan, cells: int) -> None:
 
 
 def newest_queries(memory: Memory) -> Queries | None:
-    """The queries of the last tokens, evaluated again in a fork.
+    """Return the queries of the last tokens, which are evaluated again in a fork.
 
     Raises InvalidArgument if too few tokens are held.
     """

@@ -16,13 +16,14 @@ from kvkeep.session.rendering import (
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.session.session import Session
+    from kvkeep.session.spans import TokenRange
 
-CHAT = "chat"  # note of a snapshot: what a chat needs beside its tokens; see Conversation.notes
-_ANSWER = placeholder_for()  # stands for an answer in a rendering
+CHAT = "chat"  # the key of `Conversation.notes` in a snapshot
+_ANSWER_TEXT = placeholder_for()  # stands for any answer
 
 
 def system_tokens(codec: "TextCodec", system: str) -> int:
-    """Return how many of a chat's first tokens are its system prompt, as the template writes it.
+    """Return how many of a chat's first tokens are its system prompt, with the template around it.
 
     Raises InvalidArgument if the template takes no system prompt, UnsupportedModel if there is no
     template.
@@ -31,15 +32,15 @@ def system_tokens(codec: "TextCodec", system: str) -> int:
     before, text, between = pieces[:3]
     try:
         prompt = {"role": "system", "content": system}
-        alone = codec.chat([prompt], add_generation_prompt=False).sealed
+        system_only = codec.chat([prompt], add_generation_prompt=False).sealed
     except KvkeepError:
-        alone = ""
+        system_only = ""
     # Some templates put it inside the first user turn: then it ends where the user's text begins.
-    after = between
-    if alone.startswith(before + text) and "".join(pieces).startswith(alone):
-        after = alone[len(before + text) :]
+    end = between
+    if system_only.startswith(before + text) and "".join(pieces).startswith(system_only):
+        end = system_only[len(before + text) :]
     # If it ends inside a word, its last token differs from that of the whole rendering.
-    ids, _ = encode_pieces(codec, [before, text, after])
+    ids, _ = encode_pieces(codec, [before, text, end])
     return common_prefix(encode_pieces(codec, pieces)[0], ids)
 
 
@@ -52,11 +53,11 @@ class Conversation:
 
     Turns are spans of the session, which follow every edit: "system" and "turn 3" include the
     template's tokens around them ("opening" if the template writes something before the first turn
-    without a system prompt); "system text", "turn 3 question" and "turn 3 answer" exclude them. No
-    token of the latter reaches into the template, so that any can be replaced by its name (for the
-    exceptions, see `encode_pieces`).
+    without a system prompt); "system text", "turn 3 question" and "turn 3 answer" exclude them.
+    No token is part text and part template (exceptions: see `encode_pieces`), so that a text span
+    can be replaced by its name.
 
-    notes: what a snapshot must hold beside tokens and spans.
+    notes: saved with a snapshot of the session.
     """
 
     def __init__(
@@ -105,9 +106,7 @@ class Conversation:
         """
         tokens, spans = self.session.tokens, self.session.places
         if not tokens:
-            return encode_pieces(self.codec, _first_turn_pieces(self.codec, self.system, question))[
-                0
-            ]
+            return self._encode_first_turn(question)[0]
         before, *rest = self._later_turn_pieces(question)
         _, system_end = spans.get("system", spans.get("opening", (0, None)))
         if system_end == len(tokens):  # no turn follows the system prompt
@@ -119,29 +118,27 @@ class Conversation:
             self.session.rewind(1)
         return ids[overlap(self.session.tokens, ids[: len(closing)]) :]
 
-    def name_turn(self, question: str, fed: int, generated: int = 0) -> None:
+    def name_turn(self, question: str, prompt_tokens: int, generated: int = 0) -> None:
         """Name the spans of a turn whose tokens were prefilled.
 
-        fed: count of tokens that `begin_turn` returned. generated: count of tokens since then.
+        prompt_tokens: count of tokens that `begin_turn` returned. generated: count since then.
         """
         end, previous = len(self.session.tokens) - generated, self.last_turn
         ids, ranges = encode_pieces(self.codec, self._later_turn_pieces(question))
-        prefilled = self.session.tokens[end - fed : end]
-        turn_length = len(ids) if prefilled[-len(ids) :] == ids else fed
+        prefilled = self.session.tokens[end - prompt_tokens : end]
+        turn_length = len(ids) if prefilled[-len(ids) :] == ids else prompt_tokens
         start, turn = end - turn_length, f"turn {previous + 1}"
         if previous:
             # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
             name = f"turn {previous}"
             self.session.name(name, self.session.places[name][0], start)
-        elif fed == end and start:
+        elif prompt_tokens == end and start:
             self._name_system(question, start)
         self.session.name(turn, start, end)
         self._last_turn = previous + 1
-        if turn_length == fed == end and prefilled != ids:
+        if turn_length == prompt_tokens == end and prefilled != ids:
             # The template writes the first turn differently.
-            ids, ranges = encode_pieces(
-                self.codec, _first_turn_pieces(self.codec, self.system, question)
-            )
+            ids, ranges = self._encode_first_turn(question)
         self._name_text(f"{turn} question", ranges[-2], end - len(ids))
 
     @property
@@ -174,12 +171,10 @@ class Conversation:
         return count
 
     def _name_system(self, question: str, end: int) -> None:
-        """Name the first `end` tokens, which come before the first turn."""
+        """Name the tokens before the first turn: the first `end`."""
         self.session.name("opening" if self.system is None else "system", 0, end)
         if self.system is not None:
-            _, ranges = encode_pieces(
-                self.codec, _first_turn_pieces(self.codec, self.system, question)
-            )
+            _, ranges = self._encode_first_turn(question)
             self._name_text("system text", ranges[1])
 
     def _name_text(self, name: str, text: tuple[int, int], offset: int = 0) -> None:
@@ -187,26 +182,34 @@ class Conversation:
         if start < end:
             self.session.name(name, offset + start, offset + end)
 
+    def _encode_first_turn(self, question: str) -> "tuple[list[int], list[TokenRange]]":
+        return encode_pieces(self.codec, _first_turn_pieces(self.codec, self.system, question))
+
     @cached_property
     def _answer_end(self) -> str:
         """The text that the template writes after an answer."""
-        turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
-        end = self.codec.chat(turn, add_generation_prompt=False).sealed.partition(_ANSWER)[2]
+        turn = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": _ANSWER_TEXT},
+        ]
+        rendered = self.codec.chat(turn, add_generation_prompt=False).sealed
+        end = rendered.partition(_ANSWER_TEXT)[2]
         return end if self._render_after_answer("-").startswith(end) else ""
 
     def _later_turn_pieces(self, question: str) -> tuple[str, str, str]:
         """Return a later turn up to where its answer begins: before, of and after the question."""
-        mark, skipped = placeholder_for(question), len(self._answer_end)
+        placeholder, skipped = placeholder_for(question), len(self._answer_end)
         rendered = self._render_after_answer(question)[skipped:]
-        return split_at_text(rendered, self._render_after_answer(mark)[skipped:], mark)
+        with_placeholder = self._render_after_answer(placeholder)[skipped:]
+        return split_at_text(rendered, with_placeholder, placeholder)
 
     def _render_after_answer(self, question: str) -> str:
         turns = [
             {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _ANSWER},
+            {"role": "assistant", "content": _ANSWER_TEXT},
             {"role": "user", "content": question},
         ]
-        return self.codec.chat(turns).sealed.partition(_ANSWER)[2]
+        return self.codec.chat(turns).sealed.partition(_ANSWER_TEXT)[2]
 
 
 def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) -> list[str]:
@@ -215,12 +218,14 @@ def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) ->
     The question is the last piece but one, and the system prompt's text, if there is one, the
     second. Either is "" if the template does not write it as one piece.
     """
-    rendered, mark = _render_first_turn(codec, system, question), placeholder_for(system, question)
-    before, text, after = split_at_text(rendered, _render_first_turn(codec, system, mark), mark)
+    placeholder = placeholder_for(system, question)
+    rendered = _render_first_turn(codec, system, question)
+    with_placeholder = _render_first_turn(codec, system, placeholder)
+    before, text, after = split_at_text(rendered, with_placeholder, placeholder)
     if system is None:
         return [before, text, after]
     before_system, system_text, rest = split_at_text(
-        rendered, _render_first_turn(codec, mark, question), mark
+        rendered, _render_first_turn(codec, placeholder, question), placeholder
     )
     between = len(rest) - len(text) - len(after)
     if not system_text or between < 0:
@@ -234,6 +239,6 @@ def _render_first_turn(codec: "TextCodec", system: str | None, question: str) ->
 
 
 def turns_in(spans: Iterable[str]) -> list[int]:
-    """Return the numbers of the turns among the names of spans, ascending."""
+    """Return the numbers of the turns among span names, ascending."""
     names = [name.removeprefix("turn ") for name in spans if name.startswith("turn ")]
     return sorted(int(name) for name in names if name.isdecimal())

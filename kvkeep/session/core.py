@@ -22,12 +22,12 @@ WHOLE_PROMPT = -1  # keep: all of the first prompt
 
 @dataclass
 class SessionState:
-    """The state of a session: memory, sampler and spans, replaced as a whole by one assignment.
+    """The state of a session, replaced as a whole by one assignment.
 
     A state in use is never changed: a call changes a `successor`, and may fail at any point.
 
-    spans: token ranges by name. keep_whole_prompt: whether `keep` is to cover the first prompt,
-    which has not been fed yet.
+    spans: token ranges by name. keep_whole_prompt: whether `keep` will be set to the length of the
+    first prompt, which has not been fed yet.
     """
 
     memory: Memory
@@ -36,7 +36,7 @@ class SessionState:
     keep_whole_prompt: bool = False
 
     def successor(self) -> "SessionState":
-        """Return a copy to be changed and taken in place of this one; see `KVCache.successor`."""
+        """Return a copy to change and then use in place of this state; see `KVCache.successor`."""
         successor = shallow_copy(self)
         successor.memory = self.memory.successor()
         return successor
@@ -49,16 +49,15 @@ class SessionState:
 
     @property
     def keep(self) -> int:
-        """The count of first tokens that are never evicted; see `Session.keep`."""
         return WHOLE_PROMPT if self.keep_whole_prompt else self.memory.policy.keep
 
     def check_prompt(self, count: int) -> None:
-        """Raise InvalidArgument if a first prompt of `count` tokens could not be kept whole."""
+        """Raise InvalidArgument if the whole first prompt is to be kept and does not fit."""
         if self.keep_whole_prompt:
             self.memory.policy.with_settings(keep=count)
 
     def keep_prompt(self, count: int) -> None:
-        """Keep all of a first prompt of `count` tokens if the session is to do so."""
+        """Set `keep` to the length of the first prompt if all of it is to be kept."""
         if self.keep_whole_prompt:
             self.memory.change_policy(keep=count)
             self.keep_whole_prompt = False
@@ -69,29 +68,26 @@ class SessionState:
         logits: `[vocab]` float32, of the last token.
         """
         if sampling.temperature:
-            self.sampler = Sampler.at(self.sampler.state())
+            self.sampler = Sampler.from_state(self.sampler.state())
         return self.sampler.choose(logits, self.memory.tokens, sampling)
 
     def truncate_spans(self, tokens: int) -> None:
-        """Shorten every span to the first `tokens` tokens."""
         self.move_spans(lambda span: (min(span[0], tokens), min(span[1], tokens)))
 
     def move_spans(self, move: Callable[[TokenRange], TokenRange]) -> None:
         """Move every span. A span that loses its last token is removed."""
-        moved = {name: (old, move(old)) for name, old in self.spans.items()}
-        self.spans = {
-            name: new for name, (old, new) in moved.items() if new[0] < new[1] or old[0] == old[1]
-        }
+        moved = ((name, span, move(span)) for name, span in self.spans.items())
+        self.spans = {name: new for name, old, new in moved if new[0] < new[1] or old[0] == old[1]}
 
 
 @dataclass(eq=False)
 class SessionCore:
-    """The parts of a session: its model, its current state and its settings.
+    """The model, current state and settings of a session.
 
-    The functions that edit, feed and sample a session take its core. They replace `state` by way
-    of `session_transaction`, never in part.
+    Functions that feed, sample and edit take a core. They replace `state` as a whole, by
+    `session_transaction`.
 
-    store: the prefix cache for first prompts, or None. finish_reason: why the last stream ended.
+    store: the prefix cache for first prompts. finish_reason: why the last stream ended.
     """
 
     model: LoadedModel
@@ -102,7 +98,6 @@ class SessionCore:
 
     @property
     def memory(self) -> Memory:
-        """The memory of the current state."""
         return self.state.memory
 
     def set_span(self, name: str, tokens: TokenRange | None) -> None:
@@ -112,16 +107,13 @@ class SessionCore:
             state.spans = others if tokens is None else {**state.spans, name: tokens}
 
     def encode(self, prompt: str | Sequence[int], special: bool) -> list[int]:
-        """Return the token ids of text, or checked token ids.
-
-        special: whether the text of a special token becomes that token.
-        """
+        """Return the token ids of text, or validated token ids. special: see `Session.feed`."""
         if isinstance(prompt, str):
             return self.model.text.encode(prompt, validation.flag("special", special))
         return validation.token_ids("tokens", prompt, self.model.spec.vocab_size)
 
     def encode_prompt(self, prompt: str | Sequence[int], special: bool) -> list[int]:
-        """Return the token ids of a prompt that is to be evaluated next.
+        """Return the token ids of a prompt to evaluate next.
 
         Raises InvalidArgument for an empty prompt, ContextFull for one that does not fit.
         """
@@ -133,7 +125,7 @@ class SessionCore:
         return ids
 
     def token_range(self, start: int | str, end: int | None) -> TokenRange:
-        """Return tokens `start ... end - 1`, or the range of a named span, as a range.
+        """Return a range, `start ... end - 1` or that of a span named `start`, as two indices.
 
         Raises InvalidArgument for an unknown name and for a range that is empty or out of bounds.
         """
@@ -178,31 +170,28 @@ def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionSt
 
 
 class StateChange:
-    """Successors of the states of sessions, to be committed or rolled back.
+    """Successors of the states of sessions, to commit or roll back.
 
-    The caller holds the compute lock and defers Ctrl-C meanwhile, as `session_transaction` does.
+    The caller holds the compute lock and defers Ctrl-C meanwhile.
 
     states: the successors, in the order of the sessions.
     """
 
     def __init__(self, cores: Sequence[SessionCore]):
         self._cores = cores
-        self._before = [core.state for core in cores]
-        self.states = [state.successor() for state in self._before]
+        self._previous = [core.state for core in cores]
+        self.states = [state.successor() for state in self._previous]
 
     def commit(self) -> None:
-        """Make the successors the states of the sessions, and release the states before them."""
+        """Replace the states of the sessions by the successors."""
         for core, state in zip(self._cores, self.states, strict=True):
             core.state = state
-        self._before.clear()  # a reference to them would keep storage that only they used
+        self._previous.clear()  # a reference would keep storage that only they used
         for state in self.states:
             state.memory.commit()
 
     def rollback(self) -> None:
-        """Make the sessions what they were, and put back every cell that was overwritten.
-
-        Does nothing after a commit.
-        """
-        for core, old, state in zip(self._cores, self._before, self.states, strict=False):
+        """Restore states and overwritten cells. Does nothing after a commit."""
+        for core, old, state in zip(self._cores, self._previous, self.states, strict=False):
             core.state = old
             state.memory.cache.rollback()

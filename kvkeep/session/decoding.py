@@ -20,7 +20,6 @@ _LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt 
 
 @computes
 def next_token(core: SessionCore, sampling: Sampling) -> int:
-    """Sample a token, append it and evaluate it; see `Session.next_token`."""
     logits = core.memory.logits()
     if logits is None:
         raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
@@ -52,20 +51,17 @@ def _append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: 
     for memory in memories:
         memory.policy.open(memory.cache, 1)
     decoder, chunks = memories[0].decoder, [[token] for token in tokens]
-    with StepTransaction(memories, chunks, sampled=True, grouped=grouped) as opened:
-        hidden = decoder.hidden(opened.tokens, opened.step)
+    with StepTransaction(memories, chunks, sampled=True, grouped=grouped) as transaction:
+        hidden = decoder.hidden(transaction.tokens, transaction.step)
         logits = decoder.logits(hidden)
-    opened.append(hidden, logits)
+    transaction.append(hidden, logits)
 
 
 def stream_text(
     core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
 ) -> Iterator[str]:
-    """Sample tokens and yield their text; see `Session.stream`.
-
-    end_ids: the tokens at which the stream ends.
-    """
-    before, core.finish_reason, yielded = core.memory.tokens, None, 0
+    """Sample tokens and yield their text until one of `end_ids`; see `Session.stream`."""
+    context, core.finish_reason, yielded = core.memory.tokens, None, 0
     try:
         for piece in _stream_pieces(core, max_tokens, sampling, end_ids):
             yielded += len(piece)
@@ -74,10 +70,10 @@ def stream_text(
         raise
     except BaseException as error:
         core.finish_reason = _failure_reason(error)
-        text = TextStream(core.model.text, sampling.stop, before)
-        if missing := text.all_of(core.memory.tokens[len(before) :])[yielded:]:
+        text = TextStream(core.model.text, sampling.stop, context)
+        if not_yielded := text.all_of(core.memory.tokens[len(context) :])[yielded:]:
             try:
-                yield missing
+                yield not_yielded
             except GeneratorExit:
                 if isinstance(error, Exception):
                     raise  # the stream is closed; only an interrupt must not get lost
@@ -113,19 +109,19 @@ def _failure_reason(error: BaseException) -> str:
 
 @computes
 def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> Tensor:
-    """Evaluate one step of a prompt and return the log probabilities of its tokens.
+    """Evaluate one step of a prompt; return the log probabilities of its tokens, `[n]` float64.
 
-    done: how many of the ids are evaluated. sampled: whether the step is of one token, evaluated
-    as if the model had chosen it. Returns `[n]` float64; NaN for the first token of a session.
+    The first token of a session has NaN. done: how many of the ids are evaluated. sampled: whether
+    to evaluate one token only, by a decode step.
     """
     with session_transaction([core]) as (state,):
-        before = state.memory.hidden
+        last_hidden = state.memory.hidden
         state.keep_prompt(len(ids))
         size = 1 if sampled else core.prefill_step
         hidden = evaluate_step(state.memory, ids, done, size, sampled).hidden
         targets = ids[done : done + len(hidden)]
-        if before is not None:
-            rows = torch.cat((before, hidden[:-1]))
+        if last_hidden is not None:
+            rows = torch.cat((last_hidden, hidden[:-1]))
             return _log_probabilities(state.memory, rows, targets)
         first = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
         return torch.cat((first, _log_probabilities(state.memory, hidden[:-1], targets[1:])))

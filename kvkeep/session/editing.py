@@ -104,10 +104,10 @@ class SessionEdits:
         if keep is None:
             keep = min(core.state.keep, 4) if memory.policy.name == "full" else core.state.keep
         ids = core.encode(bridge, special=False)
-        free = len(memory.tokens) - keep - len(ids) - 1
-        if not 1 <= count <= free or keep < 0:
+        max_count = len(memory.tokens) - keep - len(ids) - 1
+        if not 1 <= count <= max_count or keep < 0:
             raise InvalidArgument(
-                f"make_room takes 1 to {free} tokens here, with the first {keep} kept and a "
+                f"make_room takes 1 to {max_count} tokens here, with the first {keep} kept and a "
                 f"bridge of {len(ids)}; found {count}"
             )
         end = keep + count + len(ids)
@@ -127,10 +127,7 @@ def _edit(
     recompute: Recompute,
     name: str | None = None,
 ) -> EditReport:
-    """Put `ids` in place of tokens `start ... end - 1` of a session.
-
-    name: of the span that is replaced; it names `ids` afterwards.
-    """
+    """Put `ids` in place of tokens `start ... end - 1`. name: of the span that is replaced."""
     started = time.perf_counter()
     core.memory.require_no_states("edited")
     core.state.check_prompt(len(ids))
@@ -146,7 +143,7 @@ def _edit(
 
 
 def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
-    """Remove tokens that are forgotten altogether from the history."""
+    """Remove tokens without cells from the history."""
     core.memory.require_no_states("edited")
     if any(segment.compressed for segment in core.memory.cache.segments):
         raise InvalidArgument(
@@ -179,10 +176,9 @@ def prepare_edit(
     recompute: Recompute,
     prefill_step: int,
 ) -> PreparedEdit:
-    """Evaluate what it takes to put `ids` in place of tokens `start ... end - 1`.
+    """Evaluate all but the last token of an edit: `ids` in place of tokens `start ... end - 1`.
 
-    The memory does not change. recompute: as for `Session.delete`; with "none", earlier cells are
-    seen from other distances, and later ones stay as they were computed.
+    The memory does not change. recompute: as for `Session.delete`.
 
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
@@ -208,15 +204,16 @@ def prepare_edit(
 def _evaluate_suffix(
     memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
 ) -> Memory:
-    """Return a fork that is rewound to `start` and has `ids` and the later tokens evaluated."""
+    """Return a fork, rewound to `start`, with `ids` and the tokens from `end` on evaluated."""
     removed = len(memory.tokens) - start
     memory.require_room(len(ids) - (end - start))
     memory.require_rewind(removed)
     edited, done = memory.fork(), 0
-    exact_cells = sum(s.length for s in memory.cache.segments if not s.compressed)
+    exact_cells = sum(seg.length for seg in memory.cache.segments if not seg.compressed)
     scope = EditScope.locate(memory, start, end, ids, exact_cells - removed)
     following = [*ids, *memory.tokens[end:]]
-    are_pinned = [scope.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
+    are_pinned = [scope.pinned] * len(ids)
+    are_pinned += [serial in memory.pins for serial in memory.serials[end:]]
     rewind(edited, removed)
     if memory.is_bounded:
         edited.change_policy(keep=scope.keep)

@@ -39,13 +39,13 @@ class StepTransaction:
 
     It opens a step of each memory's cache, and ends them with its block:
 
-        with StepTransaction([memory], [[17]]) as opened:
-            hidden = decoder.hidden(opened.tokens, opened.step)
+        with StepTransaction([memory], [[17]]) as transaction:
+            hidden = decoder.hidden(transaction.tokens, transaction.step)
             logits = decoder.logits(hidden)
-        opened.append(hidden, logits)     # token 17 is in the memory
+        transaction.append(hidden, logits)     # token 17 is in the memory
 
-    All of it under `torch.inference_mode()`. If that raises, the memories must be discarded: they
-    are successors or forks that a `session_transaction` or the caller drops.
+    All of it under `torch.inference_mode()`. If that raises, the memories must be discarded, so
+    they are successors or forks.
 
     step: a step of n tokens of one memory, or a GroupStep of one token of each.
     tokens: `[n]` int64 on the cache's device: of one memory, or one of each.
@@ -63,7 +63,7 @@ class StepTransaction:
         """Open a step of each memory's cache, which its policy has just opened for these tokens.
 
         chunks: the token ids for each memory. sampled: whether the model itself has chosen them.
-        grouped: whether `step` is a GroupStep. If not, there is one memory.
+        grouped: whether `step` is a GroupStep, for one token of each of any number of memories.
         """
         self._memories, self._chunks = memories, chunks
         self._cache_steps = ExitStack()
@@ -88,7 +88,7 @@ class StepTransaction:
         """Append the tokens to the memories; return what their policies compress for that.
 
         hidden: `[n, hidden_size]` of `tokens`. logits: `[memories, vocab]` of the last token of
-        each memory; None to compute them when they are first needed. Either has only finite values.
+        each memory; None to compute them when they are first needed. Both are finite.
         """
         compressions, end, last_logits = list[Sequence[Compression]](), 0, None
         for index, (memory, chunk) in enumerate(zip(self._memories, self._chunks, strict=True)):
@@ -113,7 +113,7 @@ def evaluate(memory: Memory, ids: Sequence[int], prefill_step: int) -> Iterator[
 def evaluate_all(
     memory: Memory, ids: Sequence[int], prefill_step: int, pinned: bool = False
 ) -> None:
-    """Evaluate token ids into a memory. pinned: whether they are pinned then."""
+    """Evaluate token ids into a memory, and pin them if `pinned`."""
     for _ in evaluate(memory, ids, prefill_step):
         pass
     if pinned:
@@ -126,18 +126,18 @@ def evaluate_step(
 ) -> StepResult:
     """Evaluate the next step of the ids, of which the first `done` are in the memory.
 
-    prefill_step: see `open_step`; 1 if `sampled`: whether the model itself has chosen the ids.
+    sampled: whether the model itself has chosen the ids; `prefill_step` is 1 then.
     """
     chunk = open_step(memory, ids, done, prefill_step)
     return evaluate_chunk(memory, chunk, done + len(chunk) == len(ids), sampled)
 
 
 def open_step(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) -> Sequence[int]:
-    """Have the policy open the cache for the ids of the next step; return these.
+    """Have the policy open the cache for the ids of the next step; return these ids.
 
-    They are at most `prefill_step`. Steps end at multiples of it, whatever the policy made of those
-    before: two prompts with a common beginning are evaluated in the same steps for as long as they
-    are equal. With `prefill_step` 512 and 300 tokens in the memory, the next step is of 212.
+    Steps end at multiples of `prefill_step`, whatever the policy made of those before, so that two
+    prompts are evaluated in the same steps for as long as they are equal. With `prefill_step` 512
+    and 300 tokens done, the next step is of 212.
     """
     size = min(len(ids) - done, prefill_step - done % prefill_step)
     # Space for an answer to a long prompt is reserved, or its first token would move all cells.
@@ -149,18 +149,18 @@ def open_step(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) 
 def evaluate_chunk(
     memory: Memory, chunk: Sequence[int], last: bool = False, sampled: bool = False
 ) -> StepResult:
-    """Evaluate tokens for which the policy has just opened the cache, in one step.
+    """Evaluate in one step the tokens for which the policy has just opened the cache.
 
     last: whether no more tokens follow, so that logits are computed. sampled: see `evaluate_step`.
     """
     cells_before = memory.cache.cells
-    with StepTransaction([memory], [chunk], sampled) as opened:
-        hidden = memory.decoder.hidden(opened.tokens, opened.step)
+    with StepTransaction([memory], [chunk], sampled) as transaction:
+        hidden = memory.decoder.hidden(transaction.tokens, transaction.step)
         logits = memory.decoder.logits(hidden[-1:]) if last else None
         if logits is None:
             require_finite(hidden)
     peak_cells = cells_before + len(chunk) if len(chunk) > 1 else memory.cache.cells
-    (compressions,) = opened.append(hidden, logits)
+    (compressions,) = transaction.append(hidden, logits)
     return StepResult(hidden, peak_cells, compressions)
 
 

@@ -17,11 +17,11 @@ from kvkeep.session.session import Session
 
 
 class ExternalStep:
-    """Tokens that are appended to sessions, all or none, whose last step is computed elsewhere.
+    """Tokens to append to sessions, all or none, whose last step another library computes.
 
-    The steps before the last are evaluated here, where a policy makes several steps of the tokens.
-    The last one is left open: the caller computes `tokens` with `step`, and calls `finish` and then
-    `commit`, or `rollback`. Meanwhile no other thread computes, and Ctrl-C waits.
+    Earlier steps are evaluated here, if the policy needs several. The last one is left open: the
+    caller computes `tokens` with `step`, and calls `finish` and then `commit`, or `rollback`.
+    Meanwhile no other thread computes, and Ctrl-C waits.
 
     step: the open step: of one session, or of one token of each session.
     tokens: its tokens, `[1, n]` or `[sessions, 1]`.
@@ -32,7 +32,7 @@ class ExternalStep:
 
     def __init__(self, sessions: Sequence[Session], ids: Sequence[Sequence[int]]):
         """ids: token ids for each session, at least one. Raises as `Session.feed`."""
-        self._hidden = list[list[Tensor]]()  # of the steps before the last, by session
+        self._hidden = list[list[Tensor]]()  # for each session, of each step before the last
         self._inference_mode: torch.inference_mode | None = None
         with ExitStack() as exits:
             exits.enter_context(computing())
@@ -42,7 +42,6 @@ class ExternalStep:
     def _open(
         self, exits: ExitStack, cores: Sequence[SessionCore], ids: Sequence[Sequence[int]]
     ) -> None:
-        """Evaluate all but the last step, and open that."""
         for core, session_ids in zip(cores, ids, strict=True):
             core.memory.require_room(len(session_ids))
             core.state.check_prompt(len(session_ids))
@@ -108,8 +107,8 @@ def _open_last(
 ) -> tuple[list[Tensor], Sequence[int]]:
     """Evaluate all but the last step of the ids, and have the policy open the cache for that.
 
-    grouped: whether the last step is to be of one token. Returns the hidden states of each step
-    that was evaluated, and the ids of the last one.
+    grouped: whether the last step is of one token. Returns the hidden states of each evaluated
+    step, and the ids of the last one.
     """
     hidden, done, prompt = list[Tensor](), 0, ids[:-1] if grouped else ids
     while done < len(prompt):

@@ -20,12 +20,12 @@ from kvkeep.session.memory import Memory
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 
-_NOT_STORED = (
+_NO_PREFIX = (
     "some layers of this model {}: its prompts are evaluated from the beginning; save a session "
     "and restore it instead"
 )
-_LOCAL = _NOT_STORED.format("see the newest tokens alone, and keep no others")
-_RECURRENT = _NOT_STORED.format("keep states of all tokens so far")
+_LOCAL_ERROR = _NO_PREFIX.format("see the newest tokens alone, and keep no others")
+_RECURRENT_ERROR = _NO_PREFIX.format("keep states of all tokens so far")
 _LONG_PROMPT = 0.25  # seconds; after so many, returning freed memory to the system costs nothing
 
 
@@ -85,7 +85,7 @@ class Feeding(Iterator[FeedStep]):
         self._seconds, self._closed = seconds, False
         self._prefix = _StoredPrefix(None, core.model)
         self._compressions: list[Compression] = []
-        self._peak, self._tokens = core.memory.cache.cells, core.memory.tokens
+        self._peak_cells, self._session_tokens = core.memory.cache.cells, core.memory.tokens
 
     def __next__(self) -> FeedStep:
         """Evaluate the next step. Raises ContextFull and NonFiniteLogits as `Session.feed`."""
@@ -99,20 +99,20 @@ class Feeding(Iterator[FeedStep]):
         """
         if self._closed or self.done == self.total:
             raise StopIteration
-        started, before = time.perf_counter(), self.done
+        started, done_before = time.perf_counter(), self.done
         try:
             if not self.done:
                 self._load_prefix()
-            reused = self.done > before
+            reused = self.done > done_before
             if not reused:
                 size = size or self._core.prefill_step
                 self._evaluate(size)
-                self._prefix.store_new(self._core.memory, min(self.total - self.done, size))
+                self._prefix.store_blocks(self._core.memory, min(self.total - self.done, size))
         finally:
             self._seconds += time.perf_counter() - started
         if self.done == self.total and self._seconds > _LONG_PROMPT:
             trim()
-        return FeedStep(self.done - before, self.done, self.total, reused)
+        return FeedStep(self.done - done_before, self.done, self.total, reused)
 
     def _load_prefix(self) -> None:
         """Load a first prompt's prefix from the prefix store; Ctrl-C may interrupt the reading."""
@@ -131,7 +131,7 @@ class Feeding(Iterator[FeedStep]):
 
     def _evaluate(self, size: int) -> None:
         core = self._core
-        if core.memory.tokens is not self._tokens:
+        if core.memory.tokens is not self._session_tokens:
             self._prefix.store = None  # the session was changed meanwhile: this is no first prompt
         core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
@@ -139,12 +139,12 @@ class Feeding(Iterator[FeedStep]):
                 state.keep_prompt(self.total)
                 step = evaluate_step(state.memory, self._ids, self.done, size)
             self._advance(step.hidden.shape[0])
-        self._peak = max(self._peak, step.peak_cells)
+        self._peak_cells = max(self._peak_cells, step.peak_cells)
         self._compressions += step.compressions
 
     def _advance(self, count: int) -> None:
         self.done += count
-        self._tokens = self._core.memory.tokens
+        self._session_tokens = self._core.memory.tokens
 
     def close(self) -> None:
         """Evaluate no more of the prompt. The session stays as it is."""
@@ -157,7 +157,7 @@ class Feeding(Iterator[FeedStep]):
         return FeedReport(
             self.done,
             self._seconds,
-            self._peak,
+            self._peak_cells,
             prefix.reused,
             prefix.differs_at,
             tuple(self._compressions),
@@ -172,8 +172,7 @@ class _StoredPrefix:
     A store only saves work: after a failure it is not used any more.
 
     store: None if nothing more is to be stored there. reused: tokens that came from it. stored:
-    tokens that it holds now. differs_at: the first token at which the nearest stored prompt
-    differs. error: the message of its failure.
+    tokens of the prompt that it has. differs_at, error: see `FeedReport`.
     """
 
     store: PrefixCache | None
@@ -192,7 +191,7 @@ class _StoredPrefix:
         """
         policy, store = memory.policy, self.store
         if memory.cache.local is not None or memory.decoder.spec.recurrent:
-            self._fail(_LOCAL if memory.cache.local is not None else _RECURRENT)
+            self._fail(_LOCAL_ERROR if memory.cache.local is not None else _RECURRENT_ERROR)
         elif store is not None:
             max_tokens = min(len(ids), policy.exact + 1) - max(1, policy.observed)
             try:
@@ -206,12 +205,12 @@ class _StoredPrefix:
             self.reused = self.stored = match.tokens
             self.differs_at = match.differs_at
 
-    def store_new(self, memory: Memory, upcoming: int) -> None:
-        """Store the whole blocks of the prompt that the store does not have yet.
+    def store_blocks(self, memory: Memory, upcoming: int) -> None:
+        """Store the complete blocks of the prompt that the store does not have yet.
 
-        Only cells that depend on their tokens alone. To amortise finding their place among earlier
-        blocks, they are stored once there are as many as the store holds of the prompt; all of them
-        before the policy changes them, and at the prompt's end.
+        Only cells that depend on their tokens alone. To amortise the search among earlier blocks,
+        as many are stored at once as the store already has; all of them before the policy changes
+        them, and at the prompt's end.
 
         upcoming: how many tokens the next step may evaluate; 0 at the prompt's end.
         """

@@ -24,10 +24,7 @@ class History(Sequence[int]):
         self._end = [self._length]
 
     def extended(self, numbers: Sequence[int]) -> "History":
-        """Return a history with more numbers at its end, in place if it reaches to the shared end.
-
-        Costs a copy otherwise.
-        """
+        """Return a longer history: in place if this one reaches the shared end, else by a copy."""
         added = array(self._numbers.typecode, numbers)  # raises for anything that is no number
         try:
             end = self._end.pop()
@@ -41,7 +38,6 @@ class History(Sequence[int]):
         return self._sharing(end + len(added))
 
     def first(self, count: int) -> "History":
-        """Return a history of the first `count` numbers."""
         return self._sharing(min(count, self._length))
 
     def _sharing(self, length: int) -> "History":
@@ -56,11 +52,10 @@ class History(Sequence[int]):
         return History(copied.typecode, copied)
 
     def array(self) -> "array[int]":
-        """Return a copy as an array."""
+        """Return a copy."""
         return self._numbers[: self._length]
 
     def tolist(self) -> list[int]:
-        """Return a copy as a list."""
         return self.array().tolist()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Edits in place: what follows stays as it was computed, and sees what is before from elsewhere.
+"""Edits in place: later cells stay as they were computed, and earlier ones are seen from elsewhere.
 
 Deleting tokens 10 ... 14 of 100 moves no cell: the cells of tokens 0 ... 9 are seen from five
 positions closer, by the offset of their segments, and only the last token is evaluated anew.
@@ -22,7 +22,7 @@ _LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without ea
 
 @dataclass(frozen=True)
 class EditScope:
-    """The tokens that an edit replaces, and what it means for what is never evicted.
+    """The tokens that an edit replaces, and its effect on what is never evicted.
 
     rank: how many held cells lie before the edit, compressed ones not counted. keep: the policy's
     setting after the edit. pinned: whether the inserted tokens are pinned.
@@ -41,8 +41,9 @@ class EditScope:
     ) -> "EditScope":
         """Return the scope of an edit that puts `ids` in place of tokens `start ... end - 1`.
 
-        What replaces kept or pinned tokens, or is inserted between two such, is kept or pinned,
-        too. `keep` never shrinks: without its first tokens, a window cannot attend any more.
+        Tokens that replace kept or pinned ones, or are inserted between two of them, are kept or
+        pinned, too. `keep` never shrinks: without its first tokens, a window cannot attend any
+        more.
         """
         around = range(start, end) if end > start else range(start - 1, start + 1)
         inside = bool(around) and around[0] >= 0 and around[-1] < len(memory.tokens)
@@ -107,7 +108,7 @@ class InPlaceEdit:
 
     @torch.inference_mode()
     def apply(self, memory: Memory) -> tuple[Memory, int]:
-        """Apply the edit to a successor of the memory, and return that; see `PreparedEdit`."""
+        """Apply the edit to a successor of the memory; see `PreparedEdit`."""
         scope, cache = self.scope, memory.cache
         before, after = _split_segments(cache, scope, self.end_position, self.evicted)
         following = len(memory.tokens) - scope.end
@@ -127,11 +128,11 @@ class InPlaceEdit:
 
 
 def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
-    """Return how many held cells lie before an edit, and at which position it ends.
+    """Return how many held cells lie before an edit, and the position at which it ends.
 
     Compressed cells are not counted. The position is as the newest tokens see it: that of the token
     after the edit, had none been evicted. Removed tokens must be held; inserted ones need a held
-    token on one side, and go right beside it. Raises InvalidArgument otherwise.
+    neighbour. Raises InvalidArgument otherwise.
 
     Of tokens 0 ... 6, let 0, 1 and 4, 5, 6 be held (two kept, a window of three). The newest see
     the kept ones at positions 2 and 3. Deleting 0 and 1 has rank 0 and ends at 4; inserting after 1
@@ -140,14 +141,14 @@ def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
     exact = [segment for segment in memory.cache.segments if not segment.compressed]
     serials = [serial for segment in exact for serial in segment.serials()]
     positions = [x for segment in exact for x in _seen_positions(segment).tolist()]
-    places = dict(zip(serials, enumerate(positions), strict=True))
+    located = dict(zip(serials, enumerate(positions), strict=True))  # to (rank, position)
     if end > start:
-        removed = [places[serial] for serial in memory.serials[start:end] if serial in places]
+        removed = [located[serial] for serial in memory.serials[start:end] if serial in located]
         if len(removed) == end - start:
             return removed[0][0], removed[-1][1] + 1
-    elif following := places.get(memory.serials[start]):
+    elif following := located.get(memory.serials[start]):
         return following
-    elif start and (previous := places.get(memory.serials[start - 1])):
+    elif start and (previous := located.get(memory.serials[start - 1])):
         return previous[0] + 1, previous[1] + 1
     raise InvalidArgument(
         f"tokens {start} to {end} are not all remembered: edit what is held, or begin anew "
@@ -158,24 +159,24 @@ def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
 def _count_evictions(memory: Memory, scope: EditScope) -> int:
     """Return how many of the oldest window cells before the edit must go.
 
-    Tokens inserted among window cells cannot outlive those after them, so that only cells before
-    them may be evicted; after tokens that are never evicted, later cells may go as well. An archive
-    evicts none: it compresses the oldest of the window once the edit is done. Raises ContextFull if
-    that is not enough.
+    Tokens inserted among window cells cannot outlive those after them, so that only earlier cells
+    may be evicted for them; for tokens that are never evicted, later cells may go as well. An
+    archive evicts none: it compresses the oldest of the window once the edit is done. Raises
+    ContextFull if that is not enough.
     """
     cache, policy = memory.cache, memory.policy
     excess = max(0, cache.cells + scope.growth - policy.max_kv_size)
     in_window = [not s.anchor for s in cache.segments if not s.compressed for _ in range(s.length)]
     archives = memory.is_bounded and cache.window.moves
-    before = sum(in_window if archives else in_window[: scope.rank]) if memory.is_bounded else 0
+    earlier = sum(in_window if archives else in_window[: scope.rank]) if memory.is_bounded else 0
     later = excess if memory.is_bounded and scope.permanent else 0
-    if excess > before + later:
+    if excess > earlier + later:
         raise ContextFull(
             f"{len(scope.ids)} tokens do not fit in the place of {scope.removed}: {cache.cells} of "
-            f"{policy.max_kv_size} cells are held, and {before} of them can make room for what is "
+            f"{policy.max_kv_size} cells are held, and {earlier} of them can make room for what is "
             "inserted there"
         )
-    return 0 if archives else min(before, excess)
+    return 0 if archives else min(earlier, excess)
 
 
 def _split_segments(
@@ -196,10 +197,10 @@ def _split_segments(
             moved = _move_compressed(cache, segment, end_position, scope.growth)
             (before if older else after).append(moved)
             continue
-        left = min(max(scope.rank - rank, 0), segment.length)
-        right = min(max(end - rank, 0), segment.length)
-        before += [segment] if left == segment.length else segment.part(0, left)
-        after += segment.tail(right) if right < segment.length else []
+        first_removed = min(max(scope.rank - rank, 0), segment.length)
+        first_later = min(max(end - rank, 0), segment.length)
+        before += [segment] if first_removed == segment.length else segment.part(0, first_removed)
+        after += segment.tail(first_later) if first_later < segment.length else []
         rank += original.length
     cache.window.evict(before, evicted)
     for segment in before if scope.growth else ():
@@ -209,17 +210,14 @@ def _split_segments(
 
 
 def _seen_positions(segment: Segment) -> Tensor:
-    """Return the positions at which the newest tokens see its cells.
-
-    `[n]`, or of compressed cells those of each KV head.
-    """
+    """Return the positions at which the newest tokens see cells: `[n]`, or of each KV head."""
     return segment.positions() - segment.map.offset
 
 
 def _move_compressed(cache: KVCache, segment: Segment, end_position: int, growth: int) -> Segment:
-    """Return a compressed segment whose cells before a position are seen from `growth` further.
+    """Return a compressed segment whose cells before `end_position` are seen `growth` further away.
 
-    Each KV head has cells of its own. If some lie behind the position, the others are rotated.
+    If cells of some KV heads lie behind it, the earlier ones are rotated.
     """
     seen = _seen_positions(segment)
     if not growth or int(seen.min()) >= end_position:
@@ -233,7 +231,7 @@ def _move_compressed(cache: KVCache, segment: Segment, end_position: int, growth
 
 
 def _hide_later_cells(segment: Segment, end_position: int) -> Segment:
-    """Return the segment with its compressed cells at or behind a position hidden by a bias."""
+    """Return the segment with compressed cells from `end_position` on hidden by a bias."""
     if not segment.compressed or int(_seen_positions(segment).max()) < end_position:
         return segment
     cells = segment.read(0, segment.length)

@@ -20,12 +20,11 @@ from kvkeep.storage.snapshots.memory_state import MemoryState
 class Memory:
     """The tokens of a session, their KV cache under a policy, and the last token's hidden state.
 
-    A call that fails may leave half of its work behind. A caller that must not lose the memory
-    changes a `successor` or a `fork` of it, and replaces it by that after the call.
+    A call that fails may leave half of its work behind: callers change a `successor` or a `fork`.
 
     tokens: all ids so far, evicted ones included. serials: the number that each token got when it
-    was evaluated, by which its cell is found. bits: of the cells. pins: serials of pinned tokens.
-    hidden: `[1, hidden_size]` of the last token.
+    was evaluated, by which its cell is found. pins: serials of pinned tokens. hidden:
+    `[1, hidden_size]` of the last token.
     """
 
     def __init__(self, decoder: Decoder, policy: Policy, bits: Bits = Bits()):  # noqa: B008
@@ -47,7 +46,7 @@ class Memory:
         return fork
 
     def successor(self) -> "Memory":
-        """Return a copy to be changed and taken in place of this one; see `KVCache.successor`."""
+        """Return a copy to change and then use in place of this memory; see `KVCache.successor`."""
         successor = shallow_copy(self)
         successor.cache = self.cache.successor()
         return successor
@@ -80,10 +79,7 @@ class Memory:
     def from_state(
         cls, decoder: Decoder, policy: Policy, bits: Bits, state: MemoryState
     ) -> "Memory":
-        """Return the memory that was in a state.
-
-        Raises ValueError if no memory of this model under this policy can be in it.
-        """
+        """Return the memory with a state. Raises ValueError if it is impossible for this model."""
         memory = cls(decoder, policy, bits)
         layout, device = memory.cache.layout.plain, memory.cache.layout.device
         memory.cache = memory.cache.restore(state.cache)
@@ -112,18 +108,21 @@ class Memory:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a window evicts, so that kept and pinned cells are of another kind."""
+        """Whether the policy evicts the oldest cells at its budget, so that more tokens always fit.
+
+        Its anchors are then the kept and pinned cells.
+        """
         return self.policy.room(self.cache) is None
 
-    def require_no_states(self, what: str) -> None:
+    def require_no_states(self, operation: str) -> None:
         """Raise InvalidArgument if layers keep states, from which no token can be removed.
 
-        what: the operation as a participle, for the message: "this memory cannot be edited".
+        operation: a participle, for the message: "this memory cannot be edited".
         """
         if self.cache.recurrent:
             raise InvalidArgument(
-                f"this memory cannot be {what}: some layers of the model keep states of all tokens "
-                "so far in place of cells, and no token can be removed from these; fork or save "
+                f"this memory cannot be {operation}: some layers of the model keep states of all "
+                "tokens so far in place of cells, and no token can be removed from these; fork or save "
                 "the session before tokens that may have to be removed"
             )
 
@@ -160,7 +159,7 @@ class Memory:
     def append(self, ids: Sequence[int], hidden: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens whose cells the cache has just taken.
 
-        hidden: `[1, hidden_size]`, logits: `[vocab]`, of the last token, as far as they are known.
+        hidden: `[1, hidden_size]`, logits: `[vocab]`, of the last token; None if not known.
         """
         self.tokens = self.tokens.extended(ids)
         self.serials = self.serials.extended(self._newest_serials(len(ids)))
@@ -188,7 +187,7 @@ class Memory:
     def replace_tokens(
         self, start: int, end: int, ids: Sequence[int], pinned: bool = False
     ) -> None:
-        """List `ids`, whose serials are the newest, in place of tokens `start ... end - 1`.
+        """List `ids` in place of tokens `start ... end - 1`. Their serials are the newest ones.
 
         pinned: whether they are pinned.
         """
@@ -227,10 +226,7 @@ class Memory:
         return removed
 
     def pop_last(self) -> tuple[list[int], bool]:
-        """Remove the last token, to be evaluated anew: return its id, and whether it was pinned.
-
-        The list is empty if there is no token.
-        """
+        """Remove the last token, if any: return its id in a list, and whether it was pinned."""
         total = len(self.tokens)
         last, pinned = self.tokens[-1:], bool(self.pins & set(self.serials[-1:]))
         if pinned:  # the token gets another serial
@@ -238,10 +234,10 @@ class Memory:
         self.drop_newest(len(last))
         return last, pinned
 
-    def truncate(self, count: int) -> None:
+    def take_back(self, count: int) -> None:
         """Remove the last `count` tokens and the logits, so that all is as before they came.
 
-        Raises InvalidArgument if cells of earlier tokens were evicted.
+        Raises InvalidArgument if cells of earlier tokens were evicted, or if there are not as many.
         """
         total = len(self.tokens)
         if self.rewindable != total or not _holds_local_window(self.cache, total, count):
@@ -264,8 +260,8 @@ class Memory:
     def beginning(self, count: int) -> "Memory":
         """Return a memory of the first `count` tokens, as if no others had come, without logits.
 
-        Its cells lie as in a memory that was given these tokens alone, which those of a fork do
-        not, so that it continues to the bit as that one would. They are copied on the first write.
+        Its cells lie as in a memory that was given these tokens alone, so that it continues to the
+        bit as that one would; those of a fork do not. They are copied on the first write.
 
         Raises InvalidArgument if these tokens are not all held.
         """
@@ -326,10 +322,7 @@ class Memory:
 
 
 def count_newest_held(cache: KVCache, serials: Sequence[int]) -> int:
-    """Return how many of the last tokens are held without a gap, outside self-extend's groups.
-
-    serials: of all tokens, in order.
-    """
+    """Return how many of the last tokens are held without a gap, outside self-extend's groups."""
     exact = [s for segment in cache.segments if segment.map.group == 1 for s in segment.serials()]
     pairs = zip(reversed(exact), reversed(serials), strict=False)
     matches = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)

@@ -42,8 +42,8 @@ def reconstruction(
     memory: Memory,
     text: TextCodec,
     progress: Callable[[int], None] | None = None,
-    oldest: int | None = None,
-    by: ReconstructionScore = "attention",
+    count: int | None = None,
+    kind: ReconstructionScore = "attention",
 ) -> Tensor:
     """Return the log of the largest score of each cell, `[layers, kv_heads, n]` float32.
 
@@ -54,8 +54,8 @@ def reconstruction(
     Args:
         text: the model's tokenizer.
         progress: called after each chunk with the number of cells in it.
-        oldest: score this many of the oldest cells only; None for all.
-        by: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that times
+        count: score this many of the oldest cells only; None for all.
+        kind: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that times
             the norm of the projected value, over the norm of the residual stream of the query's
             token.
 
@@ -69,12 +69,12 @@ def reconstruction(
             f"of one token each, found {serials.count(NO_TOKEN)} compressed ones of {len(serials)}:"
             " read the text anew"
         )
-    ids = tokens[:oldest]
+    ids = tokens[:count]
     while done < len(ids):
         first = max(0, done - OVERLAP)
         prompt = _prompt(ids, first, text)
         chunk = ids[first : first + max(STEP - len(prompt), STEP // 2)]
-        chunk_scores, overlap = _scores(memory, prompt, chunk, first, by), done - first
+        chunk_scores, overlap = _score_chunk(memory, prompt, chunk, first, kind), done - first
         if overlap:
             larger = torch.maximum(scores[-1][..., -overlap:], chunk_scores[..., :overlap])
             scores[-1] = torch.cat((scores[-1][..., :-overlap], larger), -1)
@@ -95,22 +95,21 @@ def cell_tokens(memory: Memory) -> list[int] | None:
 
 
 def _prompt(ids: list[int], first: int, text: TextCodec) -> list[int]:
-    """The prompt to repeat the chunk that begins with token `first`."""
     if not first:
         return text.encode(FIRST_PROMPT)
     return text.encode(LATER_PROMPT) + ids[max(0, first - LEAD) : first] + text.encode("\n\n")
 
 
-def _scores(
-    memory: Memory, prompt: list[int], chunk: list[int], first: int, by: ReconstructionScore
+def _score_chunk(
+    memory: Memory, prompt: list[int], chunk: list[int], first: int, kind: ReconstructionScore
 ) -> Tensor:
-    """The scores of a chunk's cells, `[layers, kv_heads, m]`; they start at the first-oldest cell.
+    """Return the scores of a chunk's cells, `[layers, kv_heads, m]`.
 
-    prompt: evaluated before the chunk is repeated.
+    prompt: evaluated before the chunk is repeated. first: index of the chunk's first cell.
     """
     prefix = memory.cache.fork()
     prefix.drop_newest(prefix.cells - first - len(chunk))
-    step, norms = _evaluate(memory, prefix, prompt + chunk, by)
+    step, norms = _evaluate(memory, prefix, prompt + chunk, kind)
     # The last token of the prompt is the query that looks for the first token of the chunk.
     rows = slice(len(prompt) - 1, None)
     assert step.queries is not None
@@ -129,18 +128,18 @@ def _scores(
         rotated = prefix.rope.rotate_layers(queries, row_rotation)
         plain = cells.dequantised(rotated.dtype)
         if norms is None:
-            scores.append(_largest(plain.keys, rotated, log_sums, step.attention.scale))
+            scores.append(_largest_log_weights(plain.keys, rotated, log_sums, step.attention.scale))
             continue
         groups = log_sums.shape[1] // plain.keys.shape[1]
         keys = plain.keys.repeat_interleave(groups, 1)  # each query head projects values by itself
-        head_scores = _largest(keys, rotated, log_sums, step.attention.scale)
+        head_scores = _largest_log_weights(keys, rotated, log_sums, step.attention.scale)
         head_scores += memory.decoder.value_norms(plain.values).log()
         scores.append(head_scores.view(len(keys), -1, groups, len(plain)).amax(2))
     return torch.cat(scores, -1)
 
 
 def _evaluate(
-    memory: Memory, prefix: KVCache, ids: list[int], by: ReconstructionScore
+    memory: Memory, prefix: KVCache, ids: list[int], kind: ReconstructionScore
 ) -> tuple[ChunkStep, Tensor | None]:
     """Evaluate tokens after a prefix, and return the step with its queries and log-sums.
 
@@ -156,17 +155,18 @@ def _evaluate(
         step.queries = torch.empty(shape, dtype=layout.dtype, device=device)
         step.log_sums = torch.empty(layout.layers, heads, n, dtype=torch.float32, device=device)
         norms = None
-        if by == "contribution":
+        if kind == "contribution":
             norms = torch.empty(spec.layers, n, dtype=torch.float32, device=device)
         tokens = torch.tensor(ids, dtype=torch.int64, device=device)
         require_finite(memory.decoder.hidden(tokens, step, norms))
     return step, None if norms is None else norms[spec.layers_with_cells(spec.groups[0])]
 
 
-def _largest(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> Tensor:
-    """The log of the largest softmax weight of any query for each key, `[layers, kv_heads, m]`.
+def _largest_log_weights(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+    """Return the log of each key's largest softmax weight of any query, `[layers, kv_heads, m]`.
 
     That is the largest `q k scale - log_sum`: one product, with the log-sum in two more dimensions.
+
     keys: `[layers, kv_heads, m, head_dim]`. queries: `[layers, n, heads, head_dim]`, rotated.
     log_sums: `[layers, heads, n]`.
     """
@@ -176,6 +176,6 @@ def _largest(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> T
     coarse = offset.to(keys.dtype)
     fine = (offset - coarse).to(keys.dtype)  # the rounding error of the first in bfloat16
     rows = torch.cat((queries.transpose(1, 2), coarse, fine), -1)
-    among = rows.reshape(layers, kv_heads, -1, head_dim + 2)
-    largest, _ = most_similar(torch.cat((keys, ones), -1), among)
+    rows = rows.reshape(layers, kv_heads, -1, head_dim + 2)
+    largest, _ = most_similar(torch.cat((keys, ones), -1), rows)
     return largest * scale

@@ -35,8 +35,8 @@ def split_at_text(rendered: str, with_placeholder: str, placeholder: str) -> tup
     """
     before, separator, after = with_placeholder.partition(placeholder)
     end = len(rendered) - len(after)
-    fits = separator and len(before) <= end
-    if not fits or not (rendered.startswith(before) and rendered.endswith(after)):
+    is_consistent = separator and len(before) <= end
+    if not is_consistent or not (rendered.startswith(before) and rendered.endswith(after)):
         return rendered, "", ""
     return before, rendered[len(before) : end], after
 
@@ -78,13 +78,13 @@ def encode_pieces(
 class _Part:
     """Neighbouring pieces that are encoded together.
 
-    has_message: whether one of them is a message's text. joins: whether the joined text has a token
-    border where the part begins, and the message beside it has the same tokens as alone.
+    has_message: whether one of them is a message's text. has_natural_border: whether the part
+    begins at a "natural" border; see `_border`.
     """
 
     pieces: list[str]
     has_message: bool
-    joins: bool = False
+    has_natural_border: bool = False
 
     @property
     def text(self) -> str:
@@ -119,8 +119,10 @@ def _border(
     at = len(joined) - len(right_ids) if right_is_message else len(left_ids)
     if at >= 0:
         message, template = (right_ids, left_ids) if right_is_message else (left_ids, right_ids)
-        halves = (joined[at:], joined[:at]) if right_is_message else (joined[:at], joined[at:])
-        if halves[0] == message and codec.decode(halves[1]) == codec.decode(template):
+        in_message, in_template = joined[:at], joined[at:]
+        if right_is_message:
+            in_message, in_template = in_template, in_message
+        if in_message == message and codec.decode(in_template) == codec.decode(template):
             return "natural"
     if right_is_message and left.endswith(" ") and not right[0].isspace():
         return None
@@ -130,9 +132,9 @@ def _border(
 def _encode_in_context(
     codec: "TextCodec", part: _Part, before: Sequence[_Part], after: Sequence[_Part]
 ) -> list[int]:
-    """Return the token ids of a template part as they are beside the messages that it joins."""
-    left = "".join(neighbour.text for neighbour in before if part.joins)
-    right = "".join(neighbour.text for neighbour in after if neighbour.joins)
+    """Return the ids that a template part has in one text with messages at natural borders."""
+    left = "".join(neighbour.text for neighbour in before if part.has_natural_border)
+    right = "".join(neighbour.text for neighbour in after if neighbour.has_natural_border)
     left_ids, right_ids = codec.encode_sealed(left), codec.encode_sealed(right)
     joined = codec.encode_sealed(left + part.text + right)
     start, end = len(left_ids), len(joined) - len(right_ids)
@@ -151,10 +153,7 @@ def _borders(codec: "TextCodec", pieces: Sequence[str], ids: Sequence[int]) -> l
 
 
 def overlap(left: Sequence[object], right: Sequence[object]) -> int:
-    """Return the largest n for which the last n items of one sequence are the first n of another.
-
-    For "ab" and "bc" it is 1.
-    """
+    """Return the largest n for which the last n items of `left` are the first n of `right`."""
     lengths = range(min(len(left), len(right)), 0, -1)
     return next((n for n in lengths if left[-n:] == right[:n]), 0)
 

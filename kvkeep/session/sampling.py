@@ -134,15 +134,15 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
-    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
-    _require(several, "stop", "a tuple of strings, none empty", value)
+    is_sequence = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    _require(is_sequence, "stop", "a tuple of strings, none empty", value)
     strings = tuple(validation.text("stop", item) for item in cast(Iterable[object], value))
     _require(all(strings), "stop", "a tuple of strings, none empty", value)
     return strings
 
 
-def _require(holds: bool, name: str, expected: str, found: object) -> None:
-    if not holds:
+def _require(condition: bool, name: str, expected: str, found: object) -> None:
+    if not condition:
         raise InvalidArgument(f"{name} must be {expected}; found {found!r}")
 
 
@@ -160,8 +160,8 @@ class Sampler:
         return {"seed": self._seed, "generator": self._random.bit_generator.state}
 
     @classmethod
-    def at(cls, state: Mapping[str, Any]) -> "Sampler":
-        """Return the sampler that was in a state. Raises InvalidArgument for an invalid one."""
+    def from_state(cls, state: Mapping[str, Any]) -> "Sampler":
+        """Return the sampler with a state. Raises InvalidArgument for an invalid one."""
         sampler = cls()
         if not state:
             return sampler
@@ -176,10 +176,7 @@ class Sampler:
         return sampler
 
     def choose(self, logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> int:
-        """Return a token id.
-
-        logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
-        """
+        """Return a token id. logits: `[vocab]` float32, finite. tokens: all so far."""
         if sampling.greedy:
             return _argmax(_penalised(logits.cpu(), tokens, sampling))
         ids, weights = distribution(logits, tokens, sampling)
@@ -210,12 +207,12 @@ def distribution(
 
 
 def _argmax(scores: Tensor) -> int:
-    """In numpy: for a vector, waking torch's threads takes longer than the search."""
+    # In numpy: for a vector, waking torch's threads takes longer than the search.
     return int(scores.numpy().argmax())
 
 
 def _top_k(scores: Tensor, count: int) -> Tensor | None:
-    """The ids of the `count` largest scores, and of those equal to the last; None for all."""
+    """Return the ids of the `count` largest scores and of ties with the last; None for all."""
     if not 0 < count < scores.shape[0]:
         return None
     # Scores, since the probabilities of different scores may both be 0.
@@ -249,10 +246,7 @@ def _filtered(
 
 
 def _penalised(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Tensor:
-    """Return the scores to sample from; the argument itself if nothing changes.
-
-    logits: `[vocab]` float32, finite, on the CPU. tokens: all so far.
-    """
+    """Return the scores to sample from. logits: `[vocab]` float32, finite, on the CPU."""
     scores = _biased(logits, sampling.logit_bias) if sampling.logit_bias else logits
     window = sampling.repetition_window
     subtracts = sampling.presence_penalty or sampling.frequency_penalty
@@ -280,12 +274,12 @@ def _penalise_repeats(logits: Tensor, counts: Counter[int], sampling: Sampling) 
     scores, factor = logits[ids].double(), sampling.repetition_penalty
     if factor != 1:
         scores = torch.where(scores > 0, scores / factor, scores * factor)
-    times = torch.tensor([counts[token] for token in recent], dtype=torch.float64, device="cpu")
-    scores = scores - sampling.presence_penalty - sampling.frequency_penalty * times
+    occurrences = [counts[token] for token in recent]
+    repeats = torch.tensor(occurrences, dtype=torch.float64, device="cpu")
+    scores = scores - sampling.presence_penalty - sampling.frequency_penalty * repeats
     return _with_scores(logits, ids, scores)
 
 
 def _with_scores(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    """Return the logits with other scores for some tokens."""
     # Clamped to finite float32: infinity minus infinity would be NaN.
     return logits.index_put((ids,), scores.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float())

@@ -150,8 +150,8 @@ class Session(SessionEdits):
     ) -> Tensor:
         """Evaluate a prompt as `feed` does, and return the log probability of each token.
 
-        written: whether to evaluate each token by itself, as if it had just been sampled: with
-            packed weights, if the model has them.
+        written: whether to evaluate tokens one by one, as generation does. The result differs by
+            rounding, and more where generation reads weights in fewer bits than prompts do.
 
         Returns `[n]` float64: natural logs; NaN for the first token of a session.
         """
@@ -192,7 +192,7 @@ class Session(SessionEdits):
         were evicted meanwhile.
         """
         with session_transaction([self.core]) as (state,):
-            state.memory.truncate(validation.integer("count", count, 0))
+            state.memory.take_back(validation.integer("count", count, 0))
             state.truncate_spans(len(state.memory.tokens))
 
     @computes
@@ -221,8 +221,8 @@ class Session(SessionEdits):
         "archive" compresses as it goes.
 
         Args:
-            recent: None for 64 with a uniform budget. If heads compete, half of what remains at
-                ratios up to 4, 2 / ratio of it above, and 32 or more.
+            recent: None for 64 if the budget is "uniform". If it is "heads", None for half of the
+                remaining cells up to ratio 4, 2 / ratio of them above, and 32 at least.
             method: see `kvkeep.compression.methods`. None: "kvzap" if the calibration has a
                 surrogate, otherwise "kvzip", which has the model repeat the text in about the time
                 of a prefill; "fitted" if some cells were compressed before.
@@ -243,10 +243,16 @@ class Session(SessionEdits):
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(core.model)
         statistics = calibration.statistics if calibration else None
-        chosen = make_method(default_method(core.memory, statistics) if method is None else method)
-        recent = validation.optional_integer("recent", recent)
+        method = default_method(core.memory, statistics) if method is None else method
         plan = CompressionPlan(
-            chosen, ratio, budget, core.model.text, recent, seed, statistics, progress
+            make_method(method),
+            ratio,
+            budget,
+            core.model.text,
+            validation.optional_integer("recent", recent),
+            seed,
+            statistics,
+            progress,
         )
         memory, report = compress_memory(core.memory, plan)
         core.state = replace(core.state, memory=memory)
@@ -432,13 +438,12 @@ class Session(SessionEdits):
             state.memory.change_policy(discard=validation.integer("discard", discard))
 
     def __repr__(self) -> str:
-        spans, pins = self.core.state.spans, self.core.memory.pins
-        named = f", {len(spans)} spans" if spans else ""
-        pinned = f", {len(pins)} pinned" if pins else ""
+        spans, pins = len(self.core.state.spans), len(self.core.memory.pins)
+        counts = (f", {spans} spans" if spans else "") + (f", {pins} pinned" if pins else "")
         return (
             f"<{type(self).__name__} of {self.core.model.name}: {self.policy}, "
             f"{self.cache.cells:,} of {self.max_kv_size:,} cells "
-            f"({self.cache.nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{named}{pinned}>"
+            f"({self.cache.nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{counts}>"
         )
 
     @property
@@ -501,8 +506,8 @@ class Session(SessionEdits):
 
     def watch(self) -> Callable[[], bool]:
         """Return a function that tells whether the session has changed since this call."""
-        before = weakref.ref(self.core.state)
-        return lambda: before() is not self.core.state
+        watched = weakref.ref(self.core.state)
+        return lambda: watched() is not self.core.state
 
     @property
     def token_status(self) -> list[TokenStatus]:

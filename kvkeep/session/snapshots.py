@@ -17,7 +17,7 @@ from kvkeep.storage.snapshots.snapshot import Snapshot
 
 
 def snapshot_of(core: SessionCore) -> Snapshot:
-    """Return everything that a session is now. Cells are shared until one side writes to them."""
+    """Return a snapshot. Cells are shared until one side writes to them."""
     model, state = core.model, core.state
     policy, cache = state.memory.policy, state.memory.cache
     return Snapshot(
@@ -45,7 +45,7 @@ def snapshot_of(core: SessionCore) -> Snapshot:
 def restored_state(
     model: LoadedModel, snapshot: Snapshot, calibration: Calibration | None
 ) -> SessionState:
-    """Return the state that a snapshot was taken of. Each part is checked by its own class.
+    """Return the state that a snapshot was taken of.
 
     Raises FingerprintMismatch for another model, InvalidSnapshot, saying what is wrong, if no
     session of this model can be in that state, and InvalidArgument if its policy compresses by
@@ -55,23 +55,23 @@ def restored_state(
     with _invalid_snapshot(model):
         policy_settings = {k: value for k, value in snapshot.policy.items() if k != "pinned"}
         policy = make_policy(**policy_settings).for_model(model.spec.max_positions)
-    if needed := policy.calibrated_by:
-        if calibration is None or calibration.digest != needed:
+    if needed_digest := policy.calibrated_by:
+        if calibration is None or calibration.digest != needed_digest:
             digest = calibration.digest[:12] if calibration else "none"
             raise InvalidArgument(
-                f"the snapshot's session compresses by the calibration {needed[:12]}; found "
-                f"{digest}: pass the one that the session was created with"
+                f"the snapshot's session compresses by the calibration {needed_digest[:12]}; "
+                f"found {digest}: pass the one that the session was created with"
             )
         calibration.require(model)
         policy = policy.calibrated(calibration.statistics, calibration.digest)
     with _invalid_snapshot(model):
         settings = snapshot.settings
         check_settings(settings, len(snapshot.tokens))
-        states = model.spec.recurrent and len(snapshot.tokens) > 0
-        require(bool(snapshot.recurrent) == states, "states of layers missing, or of none")
+        needs_states = model.spec.recurrent and len(snapshot.tokens) > 0
+        require(bool(snapshot.recurrent) == needs_states, "states of layers missing, or of none")
         spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
         memory = Memory.from_state(model.decoder, policy, snapshot.bits, snapshot.memory)
-        sampler = Sampler.at(snapshot.sampler)
+        sampler = Sampler.from_state(snapshot.sampler)
         return SessionState(memory, sampler, spans, settings["keep_whole_prompt"])
 
 

@@ -18,7 +18,7 @@ GONE: frozenset[TokenStatus] = frozenset(("compressed", "forgotten"))  # no cell
 class Span:
     """Tokens `start ... end - 1` of a session.
 
-    remembered: how many of them are still held.
+    remembered: how many of them are still statuses.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Span:
 
 
 def after_edit(span: TokenRange, start: int, end: int, added: int) -> TokenRange:
-    """Return where a span lies after tokens `start ... end - 1` were replaced by `added` others.
+    """Return a span's range after tokens `start ... end - 1` were replaced by `added` others.
 
     Tokens that replace tokens of a span belong to it; tokens inserted at its border do not. With
     span (4, 8) and one token added: replacing 5 ... 6 gives (4, 7), inserting at 4 gives (5, 9).
@@ -51,19 +51,18 @@ def after_edit(span: TokenRange, start: int, end: int, added: int) -> TokenRange
 
 
 def token_statuses(memory: Memory) -> list[TokenStatus]:
-    """Return the status of each token of a memory, in order."""
-    held: dict[int, TokenStatus] = {}
-    gone: TokenStatus = "forgotten"
+    statuses: dict[int, TokenStatus] = {}
+    status_without_cell: TokenStatus = "forgotten"
     for segment in memory.cache.segments:
         if segment.compressed:
-            gone = "compressed"
+            status_without_cell = "compressed"
             continue
         for serial in segment.serials():
             if segment.map.group > 1:
                 status: TokenStatus = "grouped"
-            elif segment.anchor and len(held) < memory.policy.keep:
+            elif segment.anchor and len(statuses) < memory.policy.keep:
                 status = "kept"
             else:
                 status = "pinned" if serial in memory.pins else "window"
-            held[serial] = status
-    return [held.get(serial, gone) for serial in memory.serials]
+            statuses[serial] = status
+    return [statuses.get(serial, status_without_cell) for serial in memory.serials]

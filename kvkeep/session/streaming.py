@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.rendering import overlap
 
-SEAM = 16  # preceding tokens that may hold the beginning of the first character
+SEAM = 16  # preceding tokens to push first, as the first character may begin in them
 
 
 class TextStream:
     """Text of pushed tokens; an end that may begin a stop string is held back.
 
-    before: the preceding tokens, which may end inside a character. found: the stop string that
-    ended the text, or None.
+    before: the preceding tokens, which may end inside a character. stop_found: the stop string that
+    ended the text.
     """
 
     def __init__(self, text: TextCodec, stop: tuple[str, ...], before: Sequence[int] = ()):
@@ -21,11 +21,11 @@ class TextStream:
             self._pieces.push(token)
         self._stop = stop
         self._held = ""
-        self.found: str | None = None
+        self.stop_found: str | None = None
 
     @property
     def stopped(self) -> bool:
-        return self.found is not None
+        return self.stop_found is not None
 
     def push(self, token: int) -> Iterator[str]:
         """Append a token; yield the text that is now certain, if there is any."""
@@ -40,18 +40,19 @@ class TextStream:
             yield certain
 
     def all_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of these tokens if no more follow."""
+        """Push tokens, and return their text and what was held back."""
         return "".join(piece for token in tokens for piece in self.push(token)) + "".join(
             self.flush()
         )
 
     def _release(self, piece: str) -> str:
+        """Append a piece; return the text that cannot be part of a stop string."""
         if self.stopped:
             return ""
         self._held += piece
         matches = [(index, s) for s in self._stop if (index := self._held.find(s)) >= 0]
         if matches:
-            end, self.found = min(matches)
+            end, self.stop_found = min(matches)
             certain, self._held = self._held[:end], ""
             return certain
         uncertain = max((overlap(self._held, s[:-1]) for s in self._stop), default=0)
