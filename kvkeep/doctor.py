@@ -177,7 +177,7 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
 
 
 def _decode_speed(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
-    """Load the model and measure tokens/s over 32 tokens: the inverse of the median time."""
+    """Load the model and return tokens/s: the inverse of the median time of 32 tokens."""
     session = load_model(name, dtype=dtype, weights=weights).session(_MAX_CELLS)
     session.feed([1])
     seconds = list[float]()
@@ -197,7 +197,7 @@ def _describe_kernels() -> Kernels:
 
 
 def _set_variables(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment variables of these names that are set, and not empty."""
+    """Return the environment variables of these names that are not empty."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
@@ -219,7 +219,6 @@ def cpu_facts() -> dict[str, str]:
 
 
 def processor_name(facts: dict[str, str]) -> str:
-    """Return the processor's name. facts: the result of `cpu_facts`."""
     name = facts.get("model name")
     if not name and platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]

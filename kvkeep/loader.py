@@ -134,7 +134,6 @@ def _load_decoder(
 def _read_tensors(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
-    """Read and check the tensors of a folder in Hugging Face layout."""
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
     tensors = decoder_tensors(spec, read)

@@ -97,28 +97,28 @@ class Model(LoadedModel):
                 raise InvalidArgument(
                     f"{', '.join(names)} cannot be given beside {policy}, which says it already"
                 )
-            chosen = policy
+            session_policy = policy
         else:
             named: dict[str, Any] = {**settings, "keep": 0 if keep_all else keep}
             if max_kv_size is None:
                 trained = self.spec.max_positions
                 max_kv_size = make_policy(policy, trained, **named).longest(trained)
-            chosen = make_policy(policy, max_kv_size, **named)
-        chosen = self._fit_policy(chosen)
+            session_policy = make_policy(policy, max_kv_size, **named)
+        session_policy = self._fit_policy(session_policy)
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(self)
-            chosen = chosen.calibrated(calibration.statistics, calibration.digest)
-        chosen.require_statistics()
+            session_policy = session_policy.calibrated(calibration.statistics, calibration.digest)
+        session_policy.require_statistics()
         if bits is not None and _names_given(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("give bits, or kv_bits or far_bits")
         bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
-        session = Session(self, chosen, prefill_step, store, bits)
+        session = Session(self, session_policy, prefill_step, store, bits)
         if keep_all:
             session.keep = WHOLE_PROMPT
         return session
 
     def _fit_policy(self, policy: Policy) -> Policy:
-        """Return the policy for this model; raise InvalidArgument if it attends too far back."""
+        """Return the policy for this model. Raises InvalidArgument if it attends too far back."""
         try:
             return policy.for_model(self.spec.max_positions)
         except InvalidArgument as error:
@@ -149,6 +149,5 @@ def on_device(name: str) -> torch.device:
 
 
 def _devices() -> str:
-    """The usable devices, for messages."""
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return ", ".join([*names, "mps"] if torch.backends.mps.is_available() else names)

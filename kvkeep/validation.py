@@ -20,10 +20,7 @@ Word = TypeVar("Word", bound=str)
 
 
 def integer(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Return a whole number, of Python, numpy or torch; no bool, and no float.
-
-    minimum, maximum: the range, both ends included; None for no end.
-    """
+    """Return a whole number from `minimum` to `maximum`; no bool, and no float."""
     if isinstance(value, bool):
         raise _invalid(name, "a whole number", value)
     try:
@@ -36,7 +33,6 @@ def integer(name: str, value: Any, minimum: int | None = None, maximum: int | No
 
 
 def optional_integer(name: str, value: Any, minimum: int | None = None) -> int | None:
-    """Return the result of `integer`; None for None."""
     return None if value is None else integer(name, value, minimum)
 
 
@@ -75,38 +71,31 @@ def text(name: str, value: Any) -> str:
 
 
 def one_of(name: str, value: Word, choices: Collection[str]) -> Word:
-    """Return one of a few words; the error names all of them."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} must be one of {', '.join(choices)}; found {value!r}")
     return value
 
 
 def path(name: str, value: Any) -> Path:
-    """Return a file system path."""
     if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
         raise _invalid(name, "a path", value)
     return Path(value)
 
 
 def instance(name: str, value: Any, expected: type[T]) -> T:
-    """Return the value if it is an instance of the expected class."""
     if not isinstance(value, expected):
         raise _invalid(name, f"a {expected.__name__}", value)
     return value
 
 
 def progress(value: Any) -> Callable[[int], None] | None:
-    """Return a progress callback, or None."""
     if value is not None and not callable(value):
         raise _invalid("progress", "something to call with a number, or None", value)
     return value  # type: ignore[no-any-return]
 
 
 def token_ids(name: str, value: Any, vocabulary: int) -> list[int]:
-    """Return token ids: from a list, an array or a tensor of whole numbers below `vocabulary`.
-
-    The error names the first invalid one.
-    """
+    """Return token ids from a list, an array or a tensor of whole numbers below `vocabulary`."""
     if isinstance(value, (str, bytes, bytearray, dict, set, frozenset)) or not (
         isinstance(value, Iterable) or hasattr(value, "tolist")
     ):

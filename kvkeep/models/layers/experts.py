@@ -172,7 +172,6 @@ class ParallelExperts:
 
 
 def make_mlp(weights: NamedWeights, layer: int) -> Mlp:
-    """Return a layer's MLP."""
     spec = weights.spec
     mlp = _make_gated_mlp(weights, "mlp", spec.mlp_width(layer), spec.mlp_bias)
     sparsity = spec.activation_sparsity[layer] if spec.activation_sparsity else 0
@@ -182,7 +181,6 @@ def make_mlp(weights: NamedWeights, layer: int) -> Mlp:
 
 
 def make_experts(weights: NamedWeights) -> Experts:
-    """Return a layer's mixture of experts."""
     spec, hidden, shared = weights.spec, weights.spec.hidden_size, None
     bias = spec.clamped_experts
     router = weights.float32_linear("mlp.gate.weight", spec.experts, hidden, bias)
@@ -198,7 +196,6 @@ def make_experts(weights: NamedWeights) -> Experts:
 
 
 def make_parallel_experts(weights: NamedWeights, experts: Experts) -> ParallelExperts:
-    """Return a layer's experts as they compute beside its MLP."""
     spec, hidden = weights.spec, weights.spec.hidden_size
     norms = {
         field: weights.norm(f"{name}.weight", hidden) for field, name in PARALLEL_NORMS.items()

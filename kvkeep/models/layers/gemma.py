@@ -7,7 +7,7 @@ residual stream.
 AltUp (arXiv:2301.13310): a token has several residual streams, each as wide as its embedding, of
 which each layer computes one. Before a layer all streams are predicted from all of them; the layer
 transforms the active one; the difference from its prediction corrects all streams. The coefficients
-of both steps are computed from the active stream:
+of the prediction are computed from the active stream, those of the correction from the output:
 
     streams     [n, inputs, hidden_size]
     predicted   stream i + sum over j of coefficient[i, j] * stream j
@@ -56,9 +56,9 @@ class PerLayerEmbedding:
         """Return `[n, size]` for each layer. tokens: `[n]`, x: embeddings `[n, hidden_size]`."""
         shape = (len(tokens), -1, self.size)
         indices = torch.where(tokens < self.rows, tokens, 0)
-        looked_up = (self.table.take_rows(indices) * self.factor).view(shape)
+        table_rows = (self.table.take_rows(indices) * self.factor).view(shape)
         projected = (self.projection(x) * x.shape[-1] ** -0.5).view(shape)
-        return ((self.norm(projected) + looked_up) * math.sqrt(0.5)).unbind(1)
+        return ((self.norm(projected) + table_rows) * math.sqrt(0.5)).unbind(1)
 
 
 @dataclass(frozen=True)
@@ -166,15 +166,14 @@ class Laurel:
 
 
 def make_per_layer_embedding(weights: NamedWeights, factor: float) -> PerLayerEmbedding | None:
-    """Return the model's per-layer embedding; None if it has none."""
     spec = weights.spec
-    size, all_layers = spec.per_layer_size, spec.layers * spec.per_layer_size
+    size, total_size = spec.per_layer_size, spec.layers * spec.per_layer_size
     rows = spec.per_layer_vocab or spec.vocab_size
     if not size:
         return None
     return PerLayerEmbedding(
-        weights.product(TABLE, rows, all_layers),
-        weights.product(PROJECTION, all_layers, spec.hidden_size),
+        weights.product(TABLE, rows, total_size),
+        weights.product(PROJECTION, total_size, spec.hidden_size),
         weights.norm(PROJECTION_NORM, size),
         size,
         factor,
@@ -183,7 +182,6 @@ def make_per_layer_embedding(weights: NamedWeights, factor: float) -> PerLayerEm
 
 
 def make_per_layer_input(weights: NamedWeights) -> PerLayerInput | None:
-    """Return a layer's per-layer input; None if the model has none."""
     spec, size, hidden = weights.spec, weights.spec.per_layer_size, weights.spec.hidden_size
     if not size:
         return None
@@ -197,7 +195,6 @@ def make_per_layer_input(weights: NamedWeights) -> PerLayerInput | None:
 
 
 def make_streams(weights: NamedWeights) -> AltUpStreams | None:
-    """Return the model's streams; None if it has one residual stream."""
     inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
     if not inputs:
         return None
@@ -212,7 +209,6 @@ def make_streams(weights: NamedWeights) -> AltUpStreams | None:
 
 
 def make_altup(weights: NamedWeights, per_layer_input: PerLayerInput | None) -> AltUp | None:
-    """Return a layer's AltUp; None if the model has one residual stream."""
     inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
     if not inputs:
         return None
@@ -229,7 +225,6 @@ def make_altup(weights: NamedWeights, per_layer_input: PerLayerInput | None) -> 
 
 
 def make_laurel(weights: NamedWeights) -> Laurel | None:
-    """Return a layer's LAuReL branch; None if the model has none."""
     rank, hidden = weights.spec.laurel_rank, weights.spec.hidden_size
     if not rank:
         return None
@@ -241,7 +236,7 @@ def make_laurel(weights: NamedWeights) -> Laurel | None:
 
 
 def _scaled_to_norm(x: Tensor, reference: Tensor) -> Tensor:
-    """Return x scaled row by row to the RMS of the reference; both `[n, hidden_size]`."""
+    """Scale x row by row to the RMS of the reference; both `[n, hidden_size]`."""
     wide = x.float()
     target = reference.float().pow(2).mean(-1, keepdim=True).sqrt()
     rms = wide.pow(2).mean(-1, keepdim=True).clamp_min(1e-5).sqrt()

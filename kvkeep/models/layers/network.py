@@ -1,7 +1,7 @@
 """The forward pass of all families, in torch: Llama's, with what others do differently as data.
 
-Projections, norms and MLPs. What differs between families is in the `ModelSpec`
-(`models/spec/families.py` has the table). Queries and keys go unrotated to the step.
+The differences are in the `ModelSpec`; `models/spec/families.py` has the table. Queries and keys go
+unrotated to the step.
 """
 
 import math
@@ -135,7 +135,7 @@ class Network:
     def _attention_and_mlp(
         self, index: int, layer: DecoderLayer, step: LayerAttention, norms: Tensor | None, x: Tensor
     ) -> Tensor:
-        """Apply attention and MLP to the residual stream x, `[n, hidden_size]`."""
+        """Apply a layer to the residual stream x, `[n, hidden_size]`."""
         if norms is not None:
             norms[index] = x.float().norm(dim=-1)
         attention_input = _normed(layer.attention_norm, x)
@@ -198,7 +198,7 @@ def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor that the forward pass needs.
+    """Return the name and shape of every tensor of the forward pass.
 
     Checksums depend on their order.
     """
@@ -225,8 +225,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def _make_layer(weights: NamedWeights, index: int) -> DecoderLayer:
     """Build a layer. It takes its tensors in the order that `tensor_shapes` has."""
     spec, group, hidden = weights.spec, weights.spec.group_of(index), weights.spec.hidden_size
-    own_cells = spec.kv_source(index) == index
-    own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)
+    has_cells = spec.kv_source(index) == index
+    has_values = has_cells and not (spec.keys_as_values and index not in spec.local_layers)
     queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
 
     def norm(name: str, exists: bool, width: int = hidden) -> Norm | None:
@@ -242,15 +242,15 @@ def _make_layer(weights: NamedWeights, index: int) -> DecoderLayer:
         "mlp_output_norm": norm("post_mlp_layernorm", spec.norms_after),
     }
     query = projection("q_proj", queries)
-    key = projection("k_proj", keys) if own_cells else None
-    value = projection("v_proj", keys) if own_values else None
+    key = projection("k_proj", keys) if has_cells else None
+    value = projection("v_proj", keys) if has_values else None
     output = weights.product("self_attn.o_proj.weight", hidden, queries, spec.output_bias)
-    in_place = spec.is_sparse(index) and not spec.experts_beside
-    mlp = make_experts(weights) if in_place else make_mlp(weights, index)
+    replaces_mlp = spec.is_sparse(index) and not spec.experts_beside
+    mlp = make_experts(weights) if replaces_mlp else make_mlp(weights, index)
     experts_beside = make_experts(weights) if spec.experts_beside else None
     widths = (queries, keys) if spec.qk_norm_whole else (group.head_dim, group.head_dim)
     norms["query_norm"] = norm("self_attn.q_norm", spec.qk_norm, widths[0])
-    norms["key_norm"] = norm("self_attn.k_norm", spec.qk_norm and own_cells, widths[1])
+    norms["key_norm"] = norm("self_attn.k_norm", spec.qk_norm and has_cells, widths[1])
     if spec.sinks:  # the cache has them
         weights.tensor("self_attn.sinks", spec.heads)
     parallel_experts = make_parallel_experts(weights, experts_beside) if experts_beside else None

@@ -105,20 +105,17 @@ class NamedWeights:
     prefix: str = ""
 
     def layer(self, index: int) -> "NamedWeights":
-        """Return the weights of one layer."""
         return replace(self, prefix=f"model.layers.{index}.")
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor, which has this shape."""
+        """Return a tensor. Its shape is for `DeclaredTensors`."""
         return self.tensors[self.prefix + name]
 
     def product(self, name: str, rows: int, columns: int, bias: bool = False) -> Product:
-        """Return a matrix, with its bias."""
         product = self.products.get(self.prefix + name)
         return self._linear(name, rows, columns, bias, None) if product is None else product
 
     def float32_linear(self, name: str, rows: int, columns: int, bias: bool = False) -> Linear:
-        """Return a matrix with its bias, computed in float32."""
         return self._linear(name, rows, columns, bias, torch.float32)
 
     def _linear(
@@ -157,7 +154,6 @@ def require_finite(x: Tensor) -> None:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Return x after `require_finite(x)`."""
     require_finite(x)
     return x
 

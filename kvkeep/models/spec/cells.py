@@ -52,7 +52,7 @@ def new_cache(
 
 
 def _placements(spec: ModelSpec) -> tuple[LayerPlacement, ...]:
-    """Return for each layer which cache its cells are in, and where among that cache's layers."""
+    """Return for each layer which cache its cells are in, and their index among its layers."""
     groups = [spec.layers_with_cells(group) for group in spec.groups]
     is_local = [layer in spec.local_layers for layer in range(spec.layers)]
     return tuple(

@@ -8,10 +8,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile
 from kvkeep.models.spec.config_fields import ConfigFields, is_whole, read_json
-from kvkeep.models.spec.config_gemma import (
-    gemma3n_fields,
-    gemma4_fields,
-)
+from kvkeep.models.spec.config_gemma import gemma3n_fields, gemma4_fields
 from kvkeep.models.spec.config_layers import expert_fields, layer_kind_fields, model_window
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
@@ -41,9 +38,8 @@ def read_spec(folder: Path) -> ModelSpec:
             f"{folder} has no config.json; give the folder of a model in Hugging Face layout "
             "(config.json, model.safetensors, tokenizer.json), or a .gguf file"
         )
-    return spec_from_config(
-        read_json(path), read_json(generation) if generation.exists() else {}, path
-    )
+    generation_values = read_json(generation) if generation.exists() else {}
+    return spec_from_config(read_json(path), generation_values, path)
 
 
 def spec_from_config(
@@ -51,9 +47,7 @@ def spec_from_config(
 ) -> ModelSpec:
     """Build the specification from the contents of config.json and generation_config.json.
 
-    path: of config.json, for messages.
-
-    Raises BadModelFile and UnsupportedModel as `read_spec` does.
+    path: of config.json, for messages. Raises BadModelFile and UnsupportedModel.
     """
     architecture, family = _architecture_and_family(values, path)
     values = _language_model_config(values) if family.multimodal else values
@@ -112,7 +106,6 @@ def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str
 
 
 def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of a multimodal model's language model."""
     text_config = values.get("text_config")
     if not isinstance(text_config, dict):
         return values
@@ -121,7 +114,7 @@ def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _head_fields(config: ConfigFields, local_fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counts and width of heads. local_fields: of local layers, checked alike."""
+    """Return heads, kv_heads and head_dim. local_fields: of local layers, checked as well."""
     heads = config.positive_int("num_attention_heads")
     kv_heads = config.positive_int("num_key_value_heads", default=heads)
     default_width = config.positive_int("hidden_size") // heads

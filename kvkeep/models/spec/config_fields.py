@@ -39,24 +39,23 @@ def read_json(path: Path) -> dict[str, Any]:
 class ConfigFields:
     """The fields of a config.json, with the defaults of the model's family.
 
-    path: of the file, for messages. The accessors treat null like a missing field, and raise
-    BadModelFile for a missing field without a default and for values of another kind.
+    Accessors treat null like a missing field, and raise BadModelFile for a missing field without a
+    default and for values of another kind.
+
+    path: of the file, for messages.
     """
 
     values: Mapping[str, Any]
     path: Path
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field unchecked."""
         return self.values.get(key, default)
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy in which these fields are replaced."""
         return replace(self, values={**self.values, **values})
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
         return self.positive_int("num_hidden_layers")
 
     def positive_int(self, key: str, default: int | None = None) -> int:
@@ -83,7 +82,6 @@ class ConfigFields:
         return float(value)
 
     def invalid(self, key: str, expected: str) -> BadModelFile:
-        """Return the error for the value of a field."""
         return BadModelFile(
             f"{self.path}: {key} must be {expected}, found {self.get(key)!r}; fetch the model again"
         )
@@ -96,7 +94,6 @@ class ConfigFields:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value of a config is a finite number above 0."""
     return type(value) in (int, float) and 0 < value < math.inf
 
 

@@ -26,14 +26,14 @@ def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[
     Raises BadModelFile, and UnsupportedModel for variants that are not supported.
     """
     inputs = config.positive_int("altup_num_inputs")
-    active = config.non_negative_int("altup_active_idx", default=0)
-    if not active < inputs <= _MOST_STREAMS:
-        expected = f"at most {_MOST_STREAMS} and more than altup_active_idx ({active})"
+    active_index = config.non_negative_int("altup_active_idx", default=0)
+    if not active_index < inputs <= _MOST_STREAMS:
+        expected = f"at most {_MOST_STREAMS} and more than altup_active_idx ({active_index})"
         raise config.invalid("altup_num_inputs", expected)
     per_layer_vocab = config.positive_int("vocab_size_per_layer_input")
     return {
         "altup_inputs": inputs,
-        "altup_active": active,
+        "altup_active": active_index,
         "laurel_rank": config.positive_int("laurel_rank"),
         "activation_sparsity": _sparsity(config),
         **_mlp_widths(config),
@@ -77,8 +77,7 @@ def gemma4_fields(
     """Return a Gemma 4 config as it holds for global layers, and the fields that only Gemma 4 has.
 
     In the file, `head_dim` and `num_key_value_heads` are those of local layers. transformers states
-    the global layers' under each of these layers (`per_layer_config`), files on the hub in two
-    fields of their own.
+    those of global layers in `per_layer_config`, files on the hub in two fields of their own.
 
     Raises BadModelFile, and UnsupportedModel for variants that are not supported.
     """
@@ -137,7 +136,7 @@ def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) ->
 
 
 def _shared_kv_layers(config: ConfigFields, local_layers: tuple[int, ...]) -> int:
-    """Return how many of the last layers attend to the cells of earlier ones, as in ModelSpec.
+    """Return how many of the last layers attend to the cells of earlier ones.
 
     Raises BadModelFile where no earlier layer of the same kind has cells, and UnsupportedModel
     where no layer is local.

@@ -95,7 +95,7 @@ def _layers_without_rope(config: ConfigFields) -> tuple[int, ...]:
 def model_window(config: ConfigFields, family: Family) -> int | None:
     """Return the sliding window with which all layers were trained, in tokens; None without one.
 
-    For families whose local layers differ from the others, see `layer_kind_fields`.
+    For families with local and global layers, see `layer_kind_fields`.
     """
     slides = family.window == "sliding_window" or bool(config.get("use_sliding_window"))
     if family.window == "max_window_layers" and slides:
@@ -110,10 +110,7 @@ def model_window(config: ConfigFields, family: Family) -> int | None:
 
 
 def expert_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
-    """Return the fields of a mixture of experts; empty if the family has none.
-
-    Raises BadModelFile.
-    """
+    """Return the fields of a mixture of experts. Raises BadModelFile."""
     mixture = family.mixture
     if mixture is None:
         return {}
@@ -132,7 +129,7 @@ def expert_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
 
 
 def expert_counts(config: ConfigFields, total_key: str, per_token_key: str) -> dict[str, int]:
-    """Return experts and experts_per_token, read from the named fields. Raises BadModelFile."""
+    """Return experts and experts_per_token, read from two fields. Raises BadModelFile."""
     total, per_token = config.positive_int(total_key), config.positive_int(per_token_key)
     if per_token > total:
         raise config.invalid(per_token_key, f"at most {total_key} ({total})")

@@ -161,7 +161,6 @@ class ModelSpec:
         )
 
     def mlp_width(self, layer: int) -> int:
-        """Return the intermediate size of a layer's MLP."""
         if self.mlp_widths:
             return self.mlp_widths[layer]
         is_wide = self.wide_shared_mlp and self.kv_source(layer) != layer
@@ -174,7 +173,7 @@ class ModelSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the products of queries and keys in global layers."""
+        """The factor on products of queries and keys in global layers."""
         return self.groups[0].softmax_scale
 
     @cached_property
@@ -207,18 +206,16 @@ class ModelSpec:
         return tuple(layer for layer in self.unrotated_layers if layer in layers)
 
     def group_of(self, layer: int) -> "LayerGroup":
-        """Return the group that a layer belongs to."""
         return self.groups[layer in self.local_layers]
 
     def layers_with_cells(self, group: "LayerGroup") -> list[int]:
-        """Return the layers of a group that have cells of their own."""
         return [layer for layer in group.layers if self.kv_source(layer) == layer]
 
     def kv_source(self, layer: int) -> int:
         """Return the layer whose cells a layer attends to: itself, except in `shared_kv_layers`.
 
-        Example: with 6 layers, of which 2 and 5 are global and the last 2 share, layer 5 attends to
-        the cells of layer 2, and layer 4 to those of layer 3.
+        With 6 layers, of which 2 and 5 are global and the last 2 share, layer 5 attends to the
+        cells of layer 2, and layer 4 to those of layer 3.
         """
         first_shared = self.layers - self.shared_kv_layers
         if layer < first_shared:
@@ -247,7 +244,7 @@ class LayerGroup:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on products of queries and keys, the same in all layers of the group."""
+        """The factor on products of queries and keys."""
         if self.multiplier is not None:
             return self._attention_scaling**2 * self.multiplier
         return self._attention_scaling**2 / math.sqrt(self.head_dim)

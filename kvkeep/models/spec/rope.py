@@ -25,7 +25,7 @@ def rope_fields(
     """Return rope and local_rope of a ModelSpec, and the length that it was trained or extended to.
 
     transformers 5 has an object of settings for each kind of layer; in transformers 4 the base of
-    local layers was a field of its own, and none of them were scaled.
+    local layers was a field of its own, and they were not scaled.
 
     Raises BadModelFile, UnsupportedModel.
     """
@@ -52,7 +52,6 @@ def rope_fields(
 def _rope_and_trained_length(
     config: ConfigFields, family: Family, head_dim: int
 ) -> tuple[RopeSpec, int]:
-    """Return the RoPE table, and the length in tokens that it was trained or extended to."""
     stated_length = config.positive_int("max_position_embeddings")
     values = (
         config.get("rope_scaling") or config.get("rope_parameters") or dict(family.default_rope)
@@ -65,8 +64,8 @@ def _rope_and_trained_length(
     settings = _normalised_settings(config, values, family)
     if family.gemma4 and settings.get("rope_type") == "proportional":
         return _proportional(settings, head_dim), stated_length
-    theta_holder = settings if settings.get("rope_theta") is not None else config
-    theta = theta_holder.positive_float("rope_theta", default=10_000.0)
+    theta_source = settings if settings.get("rope_theta") is not None else config
+    theta = theta_source.positive_float("rope_theta", default=10_000.0)
     rotary_dim = _rotary_dim(config, settings, family, head_dim)
     rope = rope_spec(settings.values, theta, rotary_dim, max_positions=stated_length)
     unrotated = (0.0,) * (head_dim // 2 - rotary_dim // 2)
@@ -84,7 +83,7 @@ def _rope_and_trained_length(
 
 
 def _proportional(settings: ConfigFields, head_dim: int) -> RopeSpec:
-    """Take the first frequencies of a whole head's table; the other pairs are not rotated."""
+    """Return the first frequencies of a whole head's table; the other pairs are not rotated."""
     share = settings.positive_float("partial_rotary_factor", default=1.0)
     pairs = int(share * head_dim // 2)
     if not 0 < pairs <= head_dim // 2:
@@ -106,21 +105,20 @@ def _normalised_settings(
     if kind == "mrope" and family.multimodal:  # in text, all three positions are the same
         return settings.updated({"rope_type": "default"})
     in_config = config.get(_ORIGINAL_LENGTH) and not family.separate_local_rope
-    holder = config if in_config else settings
+    source = config if in_config else settings
     # Phi-3's config calls longrope by other names.
     is_phi3 = family is FAMILIES["Phi3ForCausalLM"]
     if kind == "longrope" or (kind in ("su", "yarn") and is_phi3):
         longest = config.positive_int("max_position_embeddings")
-        original = holder.positive_int(_ORIGINAL_LENGTH, default=longest)
+        original = source.positive_int(_ORIGINAL_LENGTH, default=longest)
         return settings.updated({"rope_type": "longrope", _ORIGINAL_LENGTH: original})
-    stated = holder.get(_ORIGINAL_LENGTH)
+    stated = source.get(_ORIGINAL_LENGTH)
     return settings if stated is None else settings.updated({_ORIGINAL_LENGTH: stated})
 
 
 def _rotary_dim(config: ConfigFields, settings: ConfigFields, family: Family, head_dim: int) -> int:
-    """Return how many dimensions of each head are rotated."""
-    holder = settings if settings.get("partial_rotary_factor") is not None else config
-    share = holder.positive_float("partial_rotary_factor", family.partial_rotary_factor or 1.0)
+    source = settings if settings.get("partial_rotary_factor") is not None else config
+    share = source.positive_float("partial_rotary_factor", family.partial_rotary_factor or 1.0)
     if share == 1:
         return head_dim
     if family.partial_rotary_factor is None:
@@ -141,7 +139,7 @@ def _no_pairs(config: ConfigFields, share: float, head_dim: int) -> BadModelFile
 def rope_spec(
     settings: Mapping[str, Any], theta: float, rotary_dim: int, max_positions: int
 ) -> RopeSpec:
-    """Compute the frequency table for a config's `rope_scaling` or `rope_parameters`.
+    """Return the frequency table for a config's `rope_scaling` or `rope_parameters`.
 
     theta: base of the geometric series. rotary_dim: how many of a head's dimensions are rotated.
     max_positions: stands in for `original_max_position_embeddings` where that is missing.
@@ -183,7 +181,8 @@ class _Scaling:
     def frequencies(self) -> list[float]:
         """Return radians per position for each rotated pair, `[rotary_dim / 2]`."""
         rotary_dim = self.rotary_dim
-        unscaled = [self.theta ** (-pair / rotary_dim) for pair in range(0, rotary_dim, 2)]
+        dimensions = range(0, rotary_dim, 2)
+        unscaled = [self.theta ** (-dimension / rotary_dim) for dimension in dimensions]
         match self.kind:
             case "linear":
                 factor = self._number("factor")
@@ -216,7 +215,6 @@ class _Scaling:
         return magnitude(1.0)
 
     def invalid(self, reason: str) -> BadModelFile:
-        """Return the error for settings that give no table."""
         return BadModelFile(
             f"RoPE kind {self.kind!r} has settings that give no table ({reason}); repair the "
             "model's config.json or fetch it again"
@@ -229,20 +227,22 @@ class _Scaling:
         scaled = []
         for frequency in unscaled:
             turns = original * frequency / (2 * math.pi)
-            kept = min(max((turns - low) / (high - low), 0.0), 1.0) if high != low else turns > low
-            scaled.append(frequency * ((1 - kept) / factor + kept))
+            high_share = (
+                min(max((turns - low) / (high - low), 0.0), 1.0) if high != low else turns > low
+            )
+            scaled.append(frequency * ((1 - high_share) / factor + high_share))
         return scaled
 
     def _yarn(self, unscaled: list[float]) -> list[float]:
         """Scale as YaRN (Peng et al., 2023): keep high frequencies, divide low ones by `factor`."""
         factor, original = self._extension_factor(), self._original_length()
 
-        def dimension_turning(turns: float) -> float:
+        def pair_turning(turns: float) -> float:
             distance = math.log(original / (turns * 2 * math.pi))
             return self.rotary_dim * distance / (2 * math.log(self.theta))
 
-        first = dimension_turning(self._number("beta_fast", 32))
-        last = dimension_turning(self._number("beta_slow", 1))
+        first = pair_turning(self._number("beta_fast", 32))
+        last = pair_turning(self._number("beta_slow", 1))
         if self.settings.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.rotary_dim - 1)
@@ -250,18 +250,18 @@ class _Scaling:
             last += 0.001
         scaled = []
         for pair, frequency in enumerate(unscaled):
-            slowed = min(max((pair - first) / (last - first), 0.0), 1.0)
-            scaled.append(frequency * (slowed / factor + 1 - slowed))
+            low_share = min(max((pair - first) / (last - first), 0.0), 1.0)
+            scaled.append(frequency * (low_share / factor + 1 - low_share))
         return scaled
 
     def _longrope_short(self, unscaled: list[float]) -> list[float]:
-        """Divide each frequency by its own number in LongRoPE's table for short texts."""
-        divisors = self.settings.get("short_factor")
-        if not isinstance(divisors, list) or len(divisors) != len(unscaled):
+        """Divide each frequency by its own factor in LongRoPE's table for short texts."""
+        factors = self.settings.get("short_factor")
+        if not isinstance(factors, list) or len(factors) != len(unscaled):
             raise self.invalid(f"short_factor has to be {len(unscaled)} numbers")
         return [
-            frequency / self._checked("short_factor", divisor)
-            for frequency, divisor in zip(unscaled, divisors, strict=True)
+            frequency / self._positive("short_factor", factor)
+            for frequency, factor in zip(unscaled, factors, strict=True)
         ]
 
     def _original_length(self) -> float:
@@ -275,9 +275,9 @@ class _Scaling:
         value = self.settings.get(key)
         if default is not None and (value is None or value == 0):
             return default
-        return self._checked(key, value)
+        return self._positive(key, value)
 
-    def _checked(self, key: str, value: Any) -> float:
+    def _positive(self, key: str, value: Any) -> float:
         if not is_positive(value):
             raise BadModelFile(
                 f"RoPE kind {self.kind!r} needs a positive number as {key!r}, found {value!r}; "

@@ -106,7 +106,6 @@ def unsupported_reason(architecture: object) -> str:
 
 
 def unsupported_architecture(architecture: object) -> UnsupportedModel:
-    """Return the error for an architecture of config.json that is not supported."""
     return UnsupportedModel(
         f"architecture {architecture} is not supported{unsupported_reason(architecture)}; "
         f"supported: {', '.join(FAMILIES)}"

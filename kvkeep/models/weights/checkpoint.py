@@ -46,7 +46,7 @@ _QUERY_OR_KEY = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_(?:proj|norm)
 def decoder_shapes(
     spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of what `decoder_tensors` makes of tensors of these shapes.
+    """Return names and shapes of the result of `decoder_tensors` for tensors of these shapes.
 
     A fused matrix whose rows are not those of its parts stays whole, under a name that no decoder
     has.
@@ -71,19 +71,16 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
         rows = _fused_rows(spec, name)
         parts = torch.split(tensor, list(rows.values())) if rows else (tensor,)
         split |= zip(rows or [name], parts, strict=True)
-    return {
-        name: tensor
-        if (order := rope_row_order(spec, name, len(tensor))) is None
-        else tensor[order]
-        for name, tensor in split.items()
-    }
+    for name, tensor in split.items():
+        if (order := rope_row_order(spec, name, len(tensor))) is not None:
+            split[name] = tensor[order]
+    return split
 
 
 def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
     """Return, for each checkpoint tensor, the decoder's tensors that it holds, in order."""
-    stored_names = {
-        ours: theirs for theirs, ours in FAMILIES[spec.architecture].renamed_tensors.items()
-    }
+    renamed = FAMILIES[spec.architecture].renamed_tensors
+    stored_names = {name: stored for stored, name in renamed.items()}
     parts: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
         fused, layer = fused_part(spec, name), _LAYER_TENSOR.fullmatch(name)
@@ -98,7 +95,6 @@ def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def is_text(spec: ModelSpec, name: str) -> bool:
-    """Whether a checkpoint tensor belongs to the language model."""
     return not (FAMILIES[spec.architecture].multimodal and _OTHER_MODALITIES.fullmatch(name))
 
 
@@ -165,7 +161,7 @@ def _head_order(spec: ModelSpec) -> list[int]:
 
 
 def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
-    """Return a fused matrix's parts and their row counts, in order; empty for other tensors."""
+    """Return the parts of a fused matrix and their row counts; empty for other tensors."""
     family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return {}

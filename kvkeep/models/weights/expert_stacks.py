@@ -67,7 +67,7 @@ class ExpertStack:
 
     Attributes:
         prefix: of the decoder's names, before the index of the expert.
-        rows: of each matrix among those of one expert, by "gate", "up" or "down".
+        rows: the rows of "gate", "up" or "down" in the matrix of one expert.
         transposed: as in gpt-oss: matrices are `[experts, columns, rows]`.
         suffix: "_bias" for biases, "_blocks" for matrices in MXFP4, "" for other matrices.
     """
@@ -89,7 +89,7 @@ class ExpertStack:
         return self.experts, *((self.columns, rows) if self.transposed else (rows, self.columns))
 
     def parts(self) -> Iterator[tuple[str, int, slice, Shape]]:
-        """Yield the decoder's name, the expert, the rows among its rows, and the shape of each."""
+        """Yield the decoder's name, the expert, its rows and the shape of each part."""
         bias = self.suffix == "_bias"
         for expert in range(self.experts):
             for matrix, rows in self.rows.items():
@@ -105,10 +105,10 @@ def expert_stack(spec: ModelSpec, name: str) -> ExpertStack | None:
     if not spec.experts or layer is None or match is None:
         return None
     module, projection, suffix, linear = match.groups(default="")
-    clamped, is_named_so = spec.clamped_experts, bool(module)
+    clamped, is_stack = spec.clamped_experts, bool(module)
     if clamped or spec.experts_beside:
-        is_named_so = module == ("mlp." if clamped else "") and not linear
-    if not is_named_so or (suffix and not clamped):
+        is_stack = module == ("mlp." if clamped else "") and not linear
+    if not is_stack or (suffix and not clamped):
         return None
     inner, columns = spec.expert_size, spec.hidden_size
     rows = {"gate": range(inner), "up": range(inner, 2 * inner)}
@@ -140,27 +140,27 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
     layer = _LAYER_TENSOR.fullmatch(name)
     if not spec.experts or layer is None:
         return name
-    prefix, ours = layer.groups()
-    stored, expert = ours, _EXPERT.fullmatch(ours)
+    prefix, layer_tensor = layer.groups()
+    stored, expert = layer_tensor, _EXPERT.fullmatch(layer_tensor)
     index, matrix, kind = expert.groups() if expert else ("", "", "")
     stack = "down" if matrix == "down" else "gate_up"
     if spec.clamped_experts:
-        stored = ours.replace("mlp.gate.", "mlp.router.")
+        stored = layer_tensor.replace("mlp.gate.", "mlp.router.")
         if expert:
             stored = f"mlp.experts.{stack}_proj{'_bias' if kind == 'bias' else ''}"
     elif spec.experts_beside:
         names = {name: stored for stored, name in _GEMMA_ROUTER.items()}
-        stored = f"experts.{stack}_proj" if expert else names.get(ours, ours)
+        stored = f"experts.{stack}_proj" if expert else names.get(layer_tensor, layer_tensor)
     elif spec.architecture == "GraniteMoeForCausalLM":
         linear = "output" if matrix == "down" else "input"
-        stored = ours.replace("mlp.gate.", "block_sparse_moe.router.layer.")
+        stored = layer_tensor.replace("mlp.gate.", "block_sparse_moe.router.layer.")
         if expert:
             stored = f"block_sparse_moe.{linear}_linear.weight"
     elif spec.architecture == "MixtralForCausalLM":
-        numbers = {matrix: number for number, matrix in _MIXTRAL.items()}
-        stored = ours.replace("mlp.gate.", "block_sparse_moe.gate.")
+        mixtral_names = {name: mixtral_name for mixtral_name, name in _MIXTRAL.items()}
+        stored = layer_tensor.replace("mlp.gate.", "block_sparse_moe.gate.")
         if expert:
-            stored = f"block_sparse_moe.experts.{index}.{numbers[matrix]}.weight"
+            stored = f"block_sparse_moe.experts.{index}.{mixtral_names[matrix]}.weight"
     return prefix + stored
 
 
@@ -173,12 +173,12 @@ def split_stack_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str
     used_scales = set()
     for name, shape in shapes.items():
         stack = expert_stack(spec, name)
-        as_expected = stack is not None and tuple(shape) == stack.shape
-        if as_expected and name.endswith("_blocks"):
+        has_expected_shape = stack is not None and tuple(shape) == stack.shape
+        if has_expected_shape and name.endswith("_blocks"):
             scales = _scales_name(name)
-            as_expected = tuple(shapes.get(scales, ())) == tuple(shape[:-1])
-            used_scales |= {scales} if as_expected else set()
-        if stack is not None and as_expected:
+            has_expected_shape = tuple(shapes.get(scales, ())) == tuple(shape[:-1])
+            used_scales |= {scales} if has_expected_shape else set()
+        if stack is not None and has_expected_shape:
             split |= {part: part_shape for part, _, _, part_shape in stack.parts()}
         else:
             split[name] = shape
@@ -207,7 +207,7 @@ def split_stacks(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack to `[rows, columns]` float32.
+    """Return `[rows, columns]` float32.
 
     blocks: `[rows, groups, 16]` uint8, scales: `[rows, groups]` uint8.
     """

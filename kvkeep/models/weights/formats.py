@@ -90,7 +90,6 @@ class Format:
 
 
 def split_last(x: Tensor, *sizes: int) -> Tensor:
-    """Reshape the last dimension to several."""
     return x.reshape(*x.shape[:-1], *sizes)
 
 

@@ -64,7 +64,6 @@ def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
 
 
 def converted_path(folder: Path) -> Path:
-    """Return the path of a converted model's weights, whether the file exists or not."""
     return folder / "packed.safetensors"
 
 
@@ -109,10 +108,12 @@ def load_rounded(
         source = EMBEDDING if name == HEAD and spec.tied_head else name
         yield pack(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
 
-    new = {name: NewMatrix(formats[name], shape, rounded(name)) for name, shape in shapes.items()}
+    new_matrices = {
+        name: NewMatrix(formats[name], shape, rounded(name)) for name, shape in shapes.items()
+    }
     description = f"packing to {next(iter(formats.values())).name}"
     advice = ', or use weights="bf16"'
-    checksum = _write_file(path, new, description, progress, "packed", advice)
+    checksum = _write_file(path, new_matrices, description, progress, "packed", advice)
     loaded = read_packed(path, shapes)
     if checksum_of(loaded) != checksum:
         raise BadModelFile(
@@ -145,8 +146,8 @@ def load_unpacked(
     def unpacked(name: str) -> Iterator[Matrix]:
         return (as_tensor(rows, dtype) for rows in row_chunks(packed[name]))
 
-    new = {name: NewMatrix(dtype, shape, unpacked(name)) for name, shape in shapes.items()}
-    _write_file(path, new, f"unpacking to {dtype_name}", progress, "unpacked")
+    new_matrices = {name: NewMatrix(dtype, shape, unpacked(name)) for name, shape in shapes.items()}
+    _write_file(path, new_matrices, f"unpacking to {dtype_name}", progress, "unpacked")
     return _only_tensors(read_packed(path, shapes))
 
 
@@ -156,7 +157,7 @@ def _only_tensors(loaded: dict[str, Matrix]) -> dict[str, Tensor]:
 
 def _write_file(
     path: Path,
-    new: Mapping[str, NewMatrix],
+    new_matrices: Mapping[str, NewMatrix],
     description: str,
     progress: bool,
     form: str,
@@ -165,7 +166,7 @@ def _write_file(
     """Write a file under kvkeep's home; return its checksum. Raises ModelError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return write_packed(path, new, description, progress)
+        return write_packed(path, new_matrices, description, progress)
     except (OSError, StoreError) as error:
         raise ModelError(
             f"cannot write {form} weights to {path.parent} ({error}); free some space, or set "

@@ -43,7 +43,6 @@ class NewMatrix:
     chunks: Iterator[Matrix]
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
-        """Return the entries of the file's header."""
         if isinstance(self.format, torch.dtype):
             nbytes = self.format.itemsize * math.prod(self.shape)
             return {name: TensorEntry(DTYPE_NAMES[self.format], self.shape, nbytes)}
@@ -68,7 +67,6 @@ def checksum_of(matrices: Mapping[str, Matrix]) -> str:
 
 
 def _stored_tensors(name: str, matrix: Matrix) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a file has of a matrix, by name."""
     if isinstance(matrix, PackedMatrix):
         return [(f"{name}.codes", matrix.data), (f"{name}.scales", matrix.scales)]
     return [(name, matrix)]
@@ -152,9 +150,9 @@ def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
             if not isinstance(formats, dict) or not set(formats.values()) <= FORMATS.keys():
                 raise ValueError("its formats are not those of kvkeep")
             names = set(file.keys())
-            used = {f"{name}{end}" for name in shapes for end in ("", ".codes", ".scales")}
-            if names - used:
-                raise ValueError(f"it has {min(names - used)}, which the model does not have")
+            expected = {f"{name}{end}" for name in shapes for end in ("", ".codes", ".scales")}
+            if names - expected:
+                raise ValueError(f"it has {min(names - expected)}, which the model does not have")
             return {
                 name: _read_matrix(file, name, formats.get(name), shape)
                 for name, shape in shapes.items()

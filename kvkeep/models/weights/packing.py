@@ -89,7 +89,6 @@ Matrix: TypeAlias = Tensor | PackedMatrix
 
 
 def format_name(matrix: Matrix) -> str:
-    """Return the name of a matrix's format, or of its dtype."""
     return matrix.format.name if isinstance(matrix, PackedMatrix) else _DTYPE_NAMES[matrix.dtype]
 
 
@@ -110,14 +109,13 @@ def row_chunks(matrix: Matrix) -> Iterator[Matrix]:
 
 
 def packable(weight_format: Format, rows: int, columns: int) -> bool:
-    """Whether a matrix of this shape can be packed."""
     return rows > 0 and columns > 0 and columns % weight_format.span == 0
 
 
 def packed_shapes(
     weight_format: Format, rows: int, columns: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of `data` and `scales` for a matrix of this shape."""
+    """Return the shapes of `data` and `scales`."""
     blocks = -(-rows // BLOCK)
     data = (blocks, columns // GROUP, weight_format.group_bytes)
     return data, (blocks, columns // weight_format.span, weight_format.tile_bytes)

@@ -69,7 +69,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def is_router(name: str) -> bool:
     """Whether a matrix routes tokens to experts, or weights the shared expert.
 
-    It is small, and a small error of it selects another expert: it is never rounded.
+    It is never rounded: a small error of it selects another expert.
     """
     return name.endswith(_ROUTERS)
 
@@ -80,13 +80,13 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
     source: for messages. Raises BadModelFile if one is missing or has another shape, and
     UnsupportedModel for one that the forward pass would not use: it is another kind of model.
     """
-    parts, required = f"{spec.layers} layers", spec.layers
-    if required <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
-        parts, required = f"{parts} and {spec.experts} experts", spec.experts
-    if required > len(shapes):  # checked before that many names are generated
+    stated, minimum = f"{spec.layers} layers", spec.layers
+    if minimum <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
+        stated, minimum = f"{stated} and {spec.experts} experts", spec.experts
+    if minimum > len(shapes):  # checked before that many names are generated
         raise BadModelFile(
             f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
-            f"{parts}; fetch the model again"
+            f"{stated}; fetch the model again"
         )
     expected = tensor_shapes(spec)
     if spec.tied_head and HEAD in shapes:  # a copy of the embedding: see `check_tied`
@@ -113,10 +113,7 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
 
 
 def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Check that the head of a model with a tied head equals the embedding.
-
-    source: for messages. Raises UnsupportedModel.
-    """
+    """Raise UnsupportedModel if a tied head differs from the embedding. source: for messages."""
     if spec.tied_head and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         raise UnsupportedModel(
             f"{source} has a {HEAD} of its own, and its config.json says that the head is the "
@@ -146,7 +143,6 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:
-    """Return the names of the tensors in each file of the model."""
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists():
         with _open_safetensors(single) as file:
