@@ -19,7 +19,7 @@ from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
 
 _log = logging.getLogger("kvkeep.engine")
-_LOGGED_MISSES = 50  # of one owner
+_MAX_MISSES = 50  # of one owner
 
 
 class Admission:
@@ -28,13 +28,13 @@ class Admission:
     def __init__(
         self, registry: SessionRegistry, log: OperationLog, new_session: Callable[[str], Session]
     ):
-        """new_session: creates one for an owner."""
+        """new_session: creates an empty session for an owner."""
         self._registry, self._policy = registry, registry.policy
-        self._operations, self._new_session = log, new_session
+        self._operation_log, self._new_session = log, new_session
         self.scheduler = Scheduler(registry.policy, self._fork_followers, self._release_session)
-        # Of each owner, the newest first.
-        self.cache_misses = defaultdict[str, deque[CacheMiss]](lambda: deque(maxlen=_LOGGED_MISSES))
-        # Generations that wait until the prompt that they share with another is prefilled.
+        # By owner, the newest first.
+        self.cache_misses = defaultdict[str, deque[CacheMiss]](lambda: deque(maxlen=_MAX_MISSES))
+        # By the generation whose prefill of a shared prompt they wait for.
         self._followers: dict[Generation, list[Generation]] = {}
         self._end_reasons = Counter[str]()
         self._totals = Totals(self._end_reasons)
@@ -46,13 +46,13 @@ class Admission:
         owner: str,
         listener: Callable[[GenerationEvent], None] | None,
         revision: int | None = None,
-        followers: Sequence[Sampling] = (),
+        follower_samplings: Sequence[Sampling] = (),
     ) -> Generation:
-        """Start a generation; see `Engine.submit`. followers: others that will fork its prompt."""
+        """Start a generation; see `Engine.submit`. Its followers fork the prefilled session."""
         self._policy.admit(owner, self.scheduler.running, self.scheduler.step_seconds)
         if session is None:
             assert isinstance(request, GenerationRequest)
-            self._check_prompt(request, held=0)
+            self._check_prompt(request, session_length=0)
             record, reuse = self._session_for_prompt(request.prompt, owner)
         else:
             record, reuse = self._registry.load_idle(session, owner, revision), Reuse()
@@ -60,12 +60,13 @@ class Admission:
                 length = len(record.live.tokens)
                 request = request(record)
                 record.note_truncation(length)
-            self._check_prompt(request, held=len(record.live.tokens))
+            self._check_prompt(request, session_length=len(record.live.tokens))
         try:
-            require_own_constraints([request.sampling, *followers], self._samplings())
+            samplings = [request.sampling, *follower_samplings]
+            require_own_constraints(samplings, self._admitted_samplings())
             prompt, limit = request.prompt, request.max_tokens
-            tokens = None if limit is None else len(prompt) + limit
-            self._registry.reserve(record, tokens, 1 + len(followers))
+            new_tokens = None if limit is None else len(prompt) + limit
+            self._registry.reserve(record, new_tokens, len(samplings))
             rest = prompt[reuse.tokens :]
             feeding = record.live.feeding(rest) if rest else None
         except BaseException:
@@ -88,7 +89,7 @@ class Admission:
     ) -> list[Generation]:
         """Start a generation for each sampling; the prompt is prefilled once for all of them."""
         requests = [replace(request, sampling=sampling) for sampling in samplings]
-        first = self.admit(requests[0], None, owner, listeners[0], followers=samplings[1:])
+        first = self.admit(requests[0], None, owner, listeners[0], follower_samplings=samplings[1:])
         followers = [
             Generation(other, first.record, listener)
             for other, listener in zip(requests[1:], listeners[1:], strict=True)
@@ -97,7 +98,6 @@ class Admission:
         return [first, *followers]
 
     def totals(self) -> Totals:
-        """Return what was done until now, and what is held."""
         records = list(self._registry)
         in_memory = sum(record.session is not None for record in records)
         return replace(
@@ -113,24 +113,23 @@ class Admission:
     # A session for a request
 
     def _session_for_prompt(self, prompt: Sequence[int], owner: str) -> tuple[SessionRecord, Reuse]:
-        """Return an unnamed session for a prompt, and what of the prompt is in it."""
-        fresh = self._new_session(owner)
-        match = best_match(prompt, self._registry.of(owner), fresh)
+        """Return an unnamed session for a prompt, and the part of the prompt that it holds."""
+        empty = self._new_session(owner)
+        match = best_match(prompt, self._registry.of(owner), empty)
         if not match.resumes_session:
             self.cache_misses[owner].appendleft(cache_miss(prompt, match))
         reuse, source = match.reuse(prompt), match.record
         if source and match.resumes_session and not source.named:
             source.live.draw_anew()
             return source, reuse
-        record = self._registry.add(match.session(fresh), owner, named=False)
+        record = self._registry.add(match.build_session(empty), owner, named=False)
         record.parent = reuse.session
-        match.describe(record)
+        match.note_origin(record)
         return record, reuse
 
-    def _check_prompt(self, request: GenerationRequest, held: int) -> None:
-        """Raise InvalidArgument for a prompt that is too long, or empty with no tokens `held`."""
+    def _check_prompt(self, request: GenerationRequest, session_length: int) -> None:
         limit = self._policy.limits.prompt_tokens
-        if not request.prompt and not held:
+        if not request.prompt and not session_length:
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
         if len(request.prompt) > limit:
             raise InvalidArgument(
@@ -138,8 +137,7 @@ class Admission:
                 f"{len(request.prompt):,}: feed a session in parts"
             )
 
-    def _samplings(self) -> Iterator[Sampling]:
-        """Yield the sampling of each generation, those that wait for a shared prefill included."""
+    def _admitted_samplings(self) -> Iterator[Sampling]:
         waiting = itertools.chain(*self._followers.values())
         for generation in (*self.scheduler.running, *waiting):
             yield generation.request.sampling
@@ -189,11 +187,10 @@ class Admission:
             return
         record.mark_changed()
         seconds = usage.prefill_seconds + usage.decode_seconds
-        self._operations.add(record, "generate", usage.evaluated + usage.generated, seconds)
+        self._operation_log.add(record, "generate", usage.evaluated + usage.generated, seconds)
 
     def _add_to_totals(self, generation: Generation) -> None:
-        usage = generation.usage
-        totals = self._totals
+        usage, totals = generation.usage, self._totals
         self._end_reasons[generation.end_reason] += 1
         # A prompt that was cancelled counts as far as it was prefilled.
         totals.prefilled += max(0, usage.evaluated - generation.unprefilled)

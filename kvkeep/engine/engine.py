@@ -13,9 +13,9 @@ from kvkeep.engine.admission import Admission
 from kvkeep.engine.events import GenerationEvent
 from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.operations import Operation, OperationLog, Totals
-from kvkeep.engine.record import STEP, SessionRecord
+from kvkeep.engine.record import PREFILL_STEP, SessionRecord
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
-from kvkeep.engine.reuse import CacheMiss, WholeSteps
+from kvkeep.engine.reuse import CacheMiss, StepAlignedCache
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_files import SnapshotLabels
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
@@ -50,10 +50,9 @@ class Engine:
             print([answer.text() for answer in answers])
 
     All methods may be called from any thread; results that take time are
-    `concurrent.futures.Future`s. One thread computes: one token of all generations that decode,
-    then a prefill step of one prompt. The number of generations changes the speed of each, and no
-    bit of its result. A prompt without a session reuses what it can of its owner's sessions and of
-    a prefix store. `owner` separates tenants: a short name, such as the digest of a key.
+    `concurrent.futures.Future`s. Other generations slow a generation down, but change no bit of
+    its result. A prompt without a session reuses prefixes from its owner's sessions and prefix
+    store. `owner` separates tenants: a short name, such as the digest of a key.
     """
 
     def __init__(
@@ -66,28 +65,27 @@ class Engine:
         stores: str | Path | Callable[[str], PrefixCache] | None = None,
         snapshots: Callable[[str], SnapshotLabels] | None = None,
     ):
-        """settings: of sessions that are created for a prompt, as of `Model.session`; by default
-        its defaults and a prefill step of 128. folder: where sessions are saved; None for memory
-        alone. stores: a folder for each owner's prefix store, or a function that returns an
-        owner's; None for none. snapshots: returns an owner's snapshots by label; None for those in
-        the folder."""
+        """settings: of `Model.session`, for new sessions; the prefill step is 128 by default.
+        folder: where sessions are saved; None to keep them in memory only. stores: a folder for
+        prefix stores, or a function that returns an owner's store; None for no stores. snapshots:
+        returns an owner's labelled snapshots; None for those in `folder`."""
         self.model = model
-        self.settings = {"prefill_step": STEP, **(settings or {})}
+        self.settings = {"prefill_step": PREFILL_STEP, **(settings or {})}
         self.limits = limits or Limits()
         session_folder = None if folder is None else validation.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # invalid settings are refused here, not at the first request
         policy = SchedulingPolicy(self.limits)
         self._registry = SessionRegistry(model, session_folder, policy, snapshots)
-        self.losses = self._registry.losses  # what earlier sessions have lost, a line for each
+        self.losses = self._registry.losses
         self._log = OperationLog()
-        idle = self.limits.save_idle_after / 2 + 0.05
-        self._thread = EngineThread(self._step, idle, self._end)
+        step_interval = self.limits.save_idle_after / 2 + 0.05
+        self._thread = EngineThread(self._step, step_interval, self._end)
         self._saver = SessionSaver(self._registry, self._thread.post)
         self._operations = SessionOperations(self._registry, self._log, self._new_session)
         self._admission = Admission(self._registry, self._log, self._new_session)
         self._scheduler = self._admission.scheduler
-        self._deadline = 0.0
+        self._shutdown_deadline = 0.0
         self.borrowed = BorrowedSessions(self._registry, self._discard)
         self._thread.start()
 
@@ -102,7 +100,7 @@ class Engine:
     def generate(
         self, request: GenerationRequest, session: str | None = None, owner: str = "0"
     ) -> Generation:
-        """Submit a request; return its generation once it is admitted. See `submit`."""
+        """Submit a request as `submit` does, and wait until it is admitted."""
         return self.submit(request, session, owner).result()[0]
 
     def submit(
@@ -113,11 +111,11 @@ class Engine:
         listener: Callable[[GenerationEvent], None] | None = None,
         revision: int | None = None,
     ) -> Future[list[Generation]]:
-        """Start a generation, in a session or in one that is created for it.
+        """Start a generation in a named session, or in one that is created for it.
 
-        request: or, for a session, a function that returns it for the session as it is then.
-        listener: see `Generation`. revision: that the session must be at. Raises InvalidArgument
-        and ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy, WrongRevision.
+        request: for a named session also a function that returns it, called at admission.
+        listener: see `Generation`. revision: that the session must have. Raises InvalidArgument and
+        ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy, WrongRevision.
         """
         if not callable(request) or session is None:
             validation.instance("request", request, GenerationRequest)
@@ -159,16 +157,16 @@ class Engine:
     def snapshot(
         self, name: str, label: str, owner: str = "0", revision: int | None = None
     ) -> Future[int]:
-        """Write a snapshot under a label; the result is its bytes. Raises as `snapshots`."""
+        """Write a labelled snapshot; the result is its size in bytes. Raises as `snapshots`."""
         load, write = self._registry.load_existing, self._saver.snapshot
         return flatten(self.call(lambda: write(load(name, owner, revision), label)))
 
     def discard(self, name: str, owner: str = "0") -> Future[None]:
-        """Forget a session, and cancel its generation."""
+        """Remove a session, and cancel its generation."""
         return self.call(lambda: self._discard(self._registry.find(name, owner)))
 
     def shared_bytes(self, record: SessionRecord) -> int:
-        """Return the bytes of its storage that other sessions use, too. In the engine's thread."""
+        """Return the bytes that it shares with other sessions. Call it in the engine's thread."""
         return self._registry.shared_bytes(record)
 
     # Snapshots, in the caller's thread
@@ -184,19 +182,19 @@ class Engine:
     # Statistics
 
     def cache_misses(self, owner: str = "0") -> Future[list[CacheMiss]]:
-        """Return the newest prompts that continued no session, the newest first."""
+        """Return the recent prompts that continued no session, the newest first."""
         return self.call(lambda: list(self._admission.cache_misses[owner]))
 
     def operations(self, owner: str = "0") -> Future[list[Operation]]:
-        """Return the newest operations, the newest first."""
+        """Return the recent operations, the newest first."""
         return self.call(lambda: list(self._log.recent[owner]))
 
     def totals(self) -> Future[Totals]:
-        """Return what was done until now, and what is held."""
+        """Return counts of the work since the start, and of the present work."""
         return self.call(self._admission.totals)
 
     def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
-        """Call a listener with each operation, in the engine's thread; returns how to remove it."""
+        """Add a listener to operations, called in the engine's thread; return its remover."""
         return self._log.watch(listener)
 
     # The thread
@@ -206,18 +204,18 @@ class Engine:
         return self._thread.call(function, *args, **kwargs)
 
     def yield_turn(self, tokens: int = 0) -> None:
-        """Take a scheduler step amid long work in the engine's thread, as a `progress` callback."""
+        """Run a scheduler step: a `progress` callback for long work in the engine's thread."""
         self._scheduler.step()
 
     def close(self, grace: float = 0.0) -> None:
         """Admit nothing more, let generations run for `grace` seconds, and save all changes."""
         if not self._thread.closing.is_set():
-            self._deadline = time.monotonic() + grace
+            self._shutdown_deadline = time.monotonic() + grace
             self._thread.close()
 
     def _step(self) -> bool:
         """Run a scheduler step; returns whether there is more to do."""
-        if self._thread.closing.is_set() and time.monotonic() >= self._deadline:
+        if self._thread.closing.is_set() and time.monotonic() >= self._shutdown_deadline:
             for generation in self._scheduler.running:
                 generation.cancel()
         self._scheduler.step()
@@ -238,10 +236,10 @@ class Engine:
     def _new_session(self, owner: str, **settings: Any) -> Session:
         settings = {**self.settings, **settings}
         session = self.model.session(**settings)
-        # What a store has was evaluated over cells that were not quantised.
+        # Stored cells were evaluated over cells that were not quantised.
         if self._stores is None or session.bits != Bits():
             return session
-        store = WholeSteps(self._stores(owner), session.prefill_step)
+        store = StepAlignedCache(self._stores(owner), session.prefill_step)
         return self.model.session(store=store, **settings)
 
 

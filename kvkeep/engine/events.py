@@ -19,8 +19,8 @@ class Reuse:
     source: Literal["", "session", "store"] = ""
     # Why the rest was not reused, a `kvkeep.engine.reuse.MissReason`; "" if all of it was.
     reason: str = ""
-    differs_at: int | None = None  # the first token that the nearest text does not have
-    session: str | None = None  # the session that the tokens come from
+    differs_at: int | None = None  # index of the first token that differs from the nearest text
+    session: str | None = None  # name of the session that the tokens come from
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GeneratedToken:
     """A token was generated."""
 
     token: int
-    text: str  # that is certain now: "" while a stop string or a character may continue
+    text: str  # "" while a stop string or a character may continue
     logprob: TokenLogprob | None = None  # of the token itself, if requested
     top_logprobs: Sequence[TokenLogprob] = ()  # of the most likely tokens, if requested
 
@@ -79,7 +79,7 @@ class Finished:
     """The generation is complete."""
 
     reason: EndReason
-    text: str  # that was held back until now
+    text: str  # the rest, which was held back
     usage: Usage
     stop: str | None = None  # the stop string that ended it
 

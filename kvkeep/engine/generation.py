@@ -30,7 +30,7 @@ from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import GREEDY, Session
 from kvkeep.session.streaming import TextStream
 
-# "waiting": for the prefill of a prompt that it shares with another generation.
+# "waiting": until another generation has prefilled the prompt that they share.
 Phase = Literal["waiting", "prefill", "decode", "done"]
 
 CANCELLED = "the answer was cancelled"
@@ -45,13 +45,13 @@ class GenerationRequest:
     prompt: tuple[int, ...] = ()  # token ids
     max_tokens: int | None = None  # None for as many as the model gives
     sampling: Sampling = GREEDY
-    ignore_eos: bool = False  # whether generation continues after an end token
+    ignore_eos: bool = False  # continue after an end token
     # How many of the most likely tokens are reported with their probabilities; 0 for the generated
     # token alone, None for none.
     logprobs: int | None = None
     priority: int = 0  # greater is sooner; a prompt that waits gains on those that came later
-    # Called in the engine's thread when the generation has ended in any way, with the session, how
-    # many tokens of the prompt were prefilled, and how many were generated.
+    # Called in the engine's thread when the generation has ended in any way, with the session, the
+    # number of prefilled prompt tokens, and the number of generated tokens.
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,11 +72,11 @@ class Generation(Iterator[GenerationEvent]):
         record: SessionRecord,
         listener: Callable[[GenerationEvent], None] | None = None,
     ):
-        """listener: gets each event in the engine's thread, which it must not block; iterating then
-        yields nothing."""
+        """listener: called in the engine's thread with each event, and must not block; iterating
+        then yields nothing."""
         self.number = next(_generation_numbers)  # in the order of submission
         self.request, self.record = request, record
-        self.phase: Phase = "waiting"  # what it needs next
+        self.phase: Phase = "waiting"
         self.reuse = Reuse()
         self.cancelled = False
         self.error: BaseException | None = None
@@ -85,12 +85,12 @@ class Generation(Iterator[GenerationEvent]):
         self.unprefilled = 0  # prompt tokens that were not prefilled when it ended
         self.age = 0  # tokens that were prefilled for other prompts while this one waited
         self._feeding: Feeding | None = None
-        self._exact = False
-        self._logprobs: Tensor | None = None  # `[vocab]`: of the next token, if requested
-        self._submitted = time.perf_counter()
-        self._prefill_began: float | None = None
-        self._prefill_ended: float | None = None
-        self._text: TextStream | None = None
+        self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
+        self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
+        self._submit_time = time.perf_counter()
+        self._prefill_start: float | None = None
+        self._prefill_end: float | None = None
+        self._text_stream: TextStream | None = None
         self._events: SimpleQueue[GenerationEvent] = SimpleQueue()
         self._exhausted = False
         self._listener = listener or self._events.put
@@ -98,7 +98,7 @@ class Generation(Iterator[GenerationEvent]):
     # For the caller
 
     def cancel(self) -> None:
-        """End it after the current token. What was generated until then stays in the session."""
+        """End it after the current token. The generated tokens stay in the session."""
         self.cancelled = True
 
     def __next__(self) -> GenerationEvent:
@@ -111,67 +111,63 @@ class Generation(Iterator[GenerationEvent]):
         return event
 
     def text(self) -> str:
-        """Wait for the end and return all of the text. Raises what the generation failed with."""
+        """Wait for the end and return all of the text. Raises the generation's error."""
         return "".join(e.text for e in self if isinstance(e, (GeneratedToken, Finished)))
 
     # For the engine, in its thread
 
     @property
     def prefill_remaining(self) -> int:
-        """Tokens of the prompt that are still to be evaluated."""
         return self._feeding.total - self._feeding.done if self._feeding else 0
 
     def start(self, feeding: Feeding | None, reuse: Reuse) -> None:
         """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
         self._feeding, self.reuse = feeding, reuse
-        # Steps then end at multiples of the prefill step, as those of any prompt that begins so.
-        self._exact = self.record.exact_tokens == len(self.record.live.tokens)
+        self._step_aligned = self.record.exact_tokens == len(self.record.live.tokens)
         if feeding is None:
             self.phase = "decode"
-            self._prefill_began = self._prefill_ended = time.perf_counter()
+            self._prefill_start = self._prefill_end = time.perf_counter()
         else:
             self.phase = "prefill"
         if feeding is not None or reuse.tokens:
             self._emit_progress()
 
     def prefill_next_step(self) -> None:
-        """Evaluate one step of the prompt."""
         assert self._feeding is not None
-        if self._prefill_began is None:
-            self._prefill_began = time.perf_counter()
+        if self._prefill_start is None:
+            self._prefill_start = time.perf_counter()
         session = self.record.live
         step = self._feeding.step(prefill_step_at(session.prefill_step, len(session.tokens)))
         if step.reused:
             self.reuse = replace(self.reuse, tokens=self.reuse.tokens + step.tokens, source="store")
-        if self._exact:
-            self.record.exact_tokens = self.record.whole_steps(len(session.tokens))
+        if self._step_aligned:
+            self.record.exact_tokens = self.record.end_of_last_step(len(session.tokens))
         self._emit_progress()
         if not self.prefill_remaining:
             self._feeding, self.phase = None, "decode"
-            self._prefill_ended = time.perf_counter()
+            self._prefill_end = time.perf_counter()
 
-    def may_decode(self) -> bool:
-        """Whether another token may be generated; ends the generation if not."""
+    def check_can_decode(self) -> bool:
+        """Return whether another token may be generated; end the generation if not."""
         if self.request.max_tokens == len(self.generated):
             self.finish("length")
         elif self.record.live.room == 0:
             self.finish("full")
         return self.phase == "decode"
 
-    def note_logprobs(self) -> None:
-        """Keep the log-probabilities of the next token, if the request asks for them."""
+    def store_logprobs(self) -> None:
         logits = None if self.request.logprobs is None else self.record.live.logits
         if logits is not None:
             self._logprobs = torch.log_softmax(logits.float().cpu(), -1)
 
     def add_token(self, token: int) -> None:
-        """Report a token that was sampled, and end the generation if it was the last."""
+        """Report a sampled token, and end the generation if it was the last."""
         self.generated.append(token)
         request, model = self.request, self.record.live.core.model
         if token in model.end_token_ids and not request.ignore_eos:
             self.finish("eos")
             return
-        stream = self._stream()
+        stream = self._get_text_stream()
         text = "".join(stream.push(token))
         self._emit(GeneratedToken(token, text, *self._reported_logprobs(token)))
         if stream.stopped:
@@ -182,28 +178,26 @@ class Generation(Iterator[GenerationEvent]):
             self.finish("length")
 
     def finish(self, reason: EndReason) -> None:
-        """End it with a reason; a stop string in the text that was held back takes precedence."""
-        stream = self._stream()
+        """End it; a stop string in the text that was held back overrides the reason."""
+        stream = self._get_text_stream()
         rest = "".join(stream.flush())
         reason = "stop" if stream.stopped else reason
         self._end(Finished(reason, rest, self.usage, stream.stop_found), reason)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error."""
         self.error = self.error or error
         self._end(Failed(error), "cancelled" if isinstance(error, Cancelled) else "failed")
 
     @property
     def usage(self) -> Usage:
-        """The tokens and seconds it has taken until now."""
         now = time.perf_counter()
-        began = now if self._prefill_began is None else self._prefill_began
-        ended = now if self._prefill_ended is None else self._prefill_ended
+        began = now if self._prefill_start is None else self._prefill_start
+        ended = now if self._prefill_end is None else self._prefill_end
         return Usage(
             len(self.request.prompt),
             len(self.generated),
             self.reuse,
-            max(0.0, began - self._submitted),
+            max(0.0, began - self._submit_time),
             max(0.0, ended - began),
             max(0.0, now - ended),
         )
@@ -222,11 +216,11 @@ class Generation(Iterator[GenerationEvent]):
 
     def _emit_progress(self) -> None:
         total = len(self.request.prompt)
-        done, seconds = total - self.prefill_remaining, time.perf_counter() - self._submitted
+        done, seconds = total - self.prefill_remaining, time.perf_counter() - self._submit_time
         self._emit(PrefillProgress(done, total, self.reuse, seconds))
 
     def _reported_logprobs(self, token: int) -> tuple[TokenLogprob | None, Sequence[TokenLogprob]]:
-        """Return the log-probabilities of a sampled token and of the most likely ones."""
+        """Return the log-probabilities of a sampled token and of the most likely tokens."""
         logprobs = self._logprobs
         if logprobs is None:
             return None, ()
@@ -236,10 +230,10 @@ class Generation(Iterator[GenerationEvent]):
         top = zip(ids.tolist(), values.tolist(), strict=True)
         return logprob, [TokenLogprob(*pair) for pair in top]
 
-    def _stream(self) -> TextStream:
-        if self._text is None:
+    def _get_text_stream(self) -> TextStream:
+        if self._text_stream is None:
             session = self.record.live
             context = session.tokens.first(len(session.tokens) - len(self.generated))
             stop, codec = self.request.sampling.stop, session.core.model.text
-            self._text = TextStream(codec, stop, context)
-        return self._text
+            self._text_stream = TextStream(codec, stop, context)
+        return self._text_stream

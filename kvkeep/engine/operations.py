@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 from kvkeep.engine.record import SessionRecord
 
-_LOGGED = 200  # operations of one owner
+_MAX_LOGGED = 200  # operations of one owner
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on a session: `what`, with so many `tokens`, in `seconds`."""
+    """An operation on a session."""
 
     owner: str
     session: str
-    what: str
+    what: str  # such as "generate" or "fork"
     revision: int  # of the session afterwards
-    tokens: int
+    tokens: int  # evaluated or added
     seconds: float
     nbytes: int  # of the session's cells
     when: float = field(default_factory=time.time)  # in seconds since 1970
@@ -45,8 +45,8 @@ class OperationLog:
     """Operations that have changed sessions, and their listeners. Used in the engine's thread."""
 
     def __init__(self) -> None:
-        # Of each owner, the newest first.
-        self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_LOGGED))
+        # By owner, the newest first.
+        self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_MAX_LOGGED))
         self._listeners: dict[Callable[[Operation], None], None] = {}
 
     def add(self, record: SessionRecord, what: str, tokens: int = 0, seconds: float = 0.0) -> None:

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvkeep.cache.segment import GROWTH
-from kvkeep.engine.session_files import NOTES, SessionFile, other_notes
+from kvkeep.engine.session_files import NOTES, SessionFile
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.session import Session
 
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
 # forked. Growing storage exceeds the held cells by no more than that, or by a few cells.
 _STORAGE_FACTOR = 9 / 8
-STEP = 128  # default prefill step in tokens: running generations decode one token between two steps
+PREFILL_STEP = 128  # default, in tokens: running generations decode a token between two steps
 _SHALLOW_STEPS = 12  # prefill steps after which the step size is halved
 
-# What the engine is doing in a session.
 Activity = Literal["idle", "generating", "changing"]
 
 # Fields that a snapshot's notes hold, by their keys there, which are part of the file format.
@@ -41,24 +40,23 @@ class SessionRecord:
     file: SessionFile | None  # where it is saved; None for memory alone
     session: Session | None  # None while it is on disk only
     revision: int = 0  # grows with each change
-    saved_revision: int | None = None  # on disk; None for none
-    saving_revision: int | None = None  # being written; None for none
+    saved_revision: int | None = None  # the one on disk
+    saving_revision: int | None = None  # the one that is being written
     pinned: bool = False  # stays in memory
     parent: str | None = None  # the session that it was forked from
-    # The first tokens that were evaluated in whole prefill steps. Any text that begins with them
-    # would get the same cells, to the bit.
+    # How many of the first tokens were evaluated in whole prefill steps. Any text that begins with
+    # them would get the same cells, to the bit.
     exact_tokens: int = 0
     sampled_length: int = 0  # tokens held when the newest one was sampled; 0 for none
-    edit: str = ""  # the operation that changed it other than by appending; "" for none
-    # Of a session found on disk: the unsaved revision that a killed engine had reached.
-    lost_revision: int | None = None
-    borrowed: bool = False  # its home is a store elsewhere, which has it while `leases` is 0
-    leases: int = 0  # callers that need it to stay here
-    evictable: bool = False  # may be dropped to make room although it has a name
+    edit: str = ""  # the first operation that did more than append; "" for none
+    lost_revision: int | None = None  # unsaved, in an engine that was killed
+    borrowed: bool = False  # its home is a shared store
+    leases: int = 0  # callers that need it to stay in this engine
+    ephemeral: bool = False  # named, but neither saved nor protected from eviction
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values of its creator
     removed: bool = False  # deleted
     activity: Activity = "idle"
-    reserved: int = 0  # bytes that it may come to take while it is busy
+    reserved: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)
 
@@ -78,41 +76,46 @@ class SessionRecord:
         return self.named and self.session is not None and self.saved_revision != self.revision
 
     @property
-    def expendable(self) -> bool:
-        """Whether it may be dropped to make room although it has a name."""
-        return self.borrowed or self.evictable
+    def may_be_lost(self) -> bool:
+        """Whether eviction may lose it although it has a name."""
+        return self.borrowed or self.ephemeral
 
     @property
-    def can_leave_memory(self) -> bool:
-        """Whether it may be evicted, and can be loaded again if it is to be kept."""
+    def evictable(self) -> bool:
+        """Whether it is idle in memory, and may be lost or can be loaded again."""
         if self.session is None or self.busy or self.leases:
             return False
-        recoverable = not self.named or self.file is not None
-        return self.expendable or (recoverable and not self.pinned)
+        if self.may_be_lost:
+            return True
+        return not self.pinned and (not self.named or self.file is not None)
 
     def snapshot_notes(self) -> dict[str, Any]:
         """Return the notes of a snapshot, from which another record can `resume`."""
         fields = {key: getattr(self, name) for key, name in _NOTED_FIELDS.items()}
-        noted = {"name": self.name, "revision": self.revision, **fields}
-        return {**self.notes, NOTES: noted}
+        return {**self.notes, NOTES: {"name": self.name, "revision": self.revision, **fields}}
 
     def resume(self, notes: Mapping[str, Any]) -> None:
-        """Continue the record that these `snapshot_notes` are of."""
-        noted, self.notes = notes.get(NOTES, {}), other_notes(notes)
-        self.revision = self.saved_revision = noted.get("revision", 0)
+        """Take over all fields that the notes of the session's own snapshot hold."""
+        fields = self._split_notes(notes)
+        self.revision = self.saved_revision = fields.get("revision", 0)
         for key, name in _NOTED_FIELDS.items():
-            setattr(self, name, noted.get(key, getattr(self, name)))
+            setattr(self, name, fields.get(key, getattr(self, name)))
 
     def derive_from(self, notes: Mapping[str, Any]) -> None:
-        """Describe a new session that was restored from a snapshot with these notes."""
-        noted, self.notes = notes.get(NOTES, {}), other_notes(notes)
-        self.exact_tokens = noted.get("evaluated", 0)
-        self.sampled_length = noted.get("sampled", 0)
-        self.edit = noted.get("changed", "")
-        self.parent = noted.get("name")
+        """Take over the fields that hold for a new session, made from a snapshot of another."""
+        fields = self._split_notes(notes)
+        self.exact_tokens = fields.get("evaluated", 0)
+        self.sampled_length = fields.get("sampled", 0)
+        self.edit = fields.get("changed", "")
+        self.parent = fields.get("name")
+
+    def _split_notes(self, notes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Set `notes` to the creator's values in a snapshot's notes; return the engine's fields."""
+        self.notes = {key: value for key, value in notes.items() if key != NOTES}
+        fields: Mapping[str, Any] = notes.get(NOTES, {})
+        return fields
 
     def require_file(self) -> SessionFile:
-        """Return where it is saved. Raises InvalidArgument if it is in memory alone."""
         if self.file is None:
             raise InvalidArgument(
                 f"session {self.name!r} cannot be saved: the engine has no folder for sessions"
@@ -120,49 +123,43 @@ class SessionRecord:
         return self.file
 
     def mark_saved(self, revision: int) -> None:
-        """Note that a revision is saved."""
         self.saved_revision = revision
         if not self.dirty and self.file is not None:
             self.file.clear_marker()
 
     def mark_unsaved(self) -> None:
-        """Note on disk that it has changed, in case the engine is killed before the save."""
+        """Write a marker of the change, in case the engine is killed before the save."""
         if self.file is not None:
             self.file.write_marker(self.revision, len(self.live.tokens))
 
     def require_idle(self) -> None:
-        """Raise Busy if a generation or a change is running in the session."""
         if self.busy:
             raise Busy(f"session {self.name!r} is {self.activity}; wait for it, or cancel it")
 
     def require_revision(self, expected: int | None) -> None:
-        """Raise WrongRevision unless the session is at the expected revision; None for any."""
         if expected is not None and expected != self.revision:
             raise WrongRevision(
                 f"session {self.name!r} is at revision {self.revision}, and the change was meant "
                 f"for {expected}: look at it again"
             )
 
-    def whole_steps(self, tokens: int) -> int:
-        """Return how many of the first `tokens` lie in steps that end where any longer prompt's do.
-
-        For example, with a prefill step of 128, 500 tokens contain 384 in whole steps.
-        """
+    def end_of_last_step(self, tokens: int) -> int:
+        """Return the end of the last whole prefill step: for 500 tokens in steps of 128, 384."""
         step = prefill_step_at(self.live.prefill_step, tokens)
         return tokens // step * step
 
     def note_truncation(self, length_before: int) -> None:
-        """Note that a shorter session was truncated, and its last token evaluated by itself."""
+        """Correct the fields if the session was truncated: its last token was evaluated alone."""
         tokens = len(self.live.tokens)
         if tokens >= length_before:
             return
         if tokens <= self.exact_tokens:
-            self.exact_tokens = self.whole_steps(max(0, tokens - 1))
+            self.exact_tokens = self.end_of_last_step(max(0, tokens - 1))
         if tokens <= self.sampled_length:
             self.sampled_length = 0
 
     def mark_changed(self, edit: str = "") -> None:
-        """Begin a new revision. edit: the operation, if it did more than append."""
+        """Increase the revision. edit: the operation, if it did more than append."""
         self.revision += 1
         self.last_used = time.monotonic()
         self.edit = self.edit or edit
@@ -171,25 +168,25 @@ class SessionRecord:
 def prefill_step_at(step: int, position: int) -> int:
     """Return the size of the prefill step that begins at `position`.
 
-    step: the session's prefill step. Running generations wait for a prefill step, and its attention
-    takes longer the more tokens precede it; so steps are halved from the twelfth on, except for
-    steps larger than the default, and odd ones, whose halves would end elsewhere. The size depends
-    only on the position, so that a prompt is always evaluated in the same steps.
+    Running generations wait for a prefill step, whose attention takes longer the more tokens
+    precede it. So the session's prefill `step` is halved after twelve steps, unless it is odd or
+    larger than the default. The size depends only on the position, so that a prompt is always
+    evaluated in the same steps.
     """
-    halved = step <= STEP and step % 2 == 0 and position >= _SHALLOW_STEPS * step
+    halved = step <= PREFILL_STEP and step % 2 == 0 and position >= _SHALLOW_STEPS * step
     return step // 2 if halved else step
 
 
 def max_session_bytes(session: Session, tokens: int | None) -> int:
-    """Return the bytes that a session's cells can take after `tokens` more; None for any number."""
+    """Return the bytes that a session's cells can take with `tokens` more; None for any number."""
     cache, budget = session.cache, session.max_kv_size
     cells = budget if tokens is None else cache.cells + tokens
     slots = min(_STORAGE_FACTOR * cells + GROWTH, _STORAGE_FACTOR * budget)
-    cell = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
-    step = session.prefill_step * cache.layout.plain.cell_bytes
-    total = math.ceil(slots * cell) + step
+    cell_bytes = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
+    step_bytes = session.prefill_step * cache.layout.plain.cell_bytes
+    total = math.ceil(slots * cell_bytes) + step_bytes
     if cache.local is not None:
-        window, local_cell = cache.local.window.size or budget, cache.local.layout.cell_bytes
-        total += math.ceil(min(budget, window + 128) * local_cell * _STORAGE_FACTOR)
-        total += session.prefill_step * local_cell
+        window, cell_bytes = cache.local.window.size or budget, cache.local.layout.cell_bytes
+        total += math.ceil(min(budget, window + 128) * cell_bytes * _STORAGE_FACTOR)
+        total += session.prefill_step * cell_bytes
     return max(total, cache.nbytes)

@@ -14,9 +14,9 @@ from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
     SessionFile,
     SnapshotLabels,
-    is_owner,
-    session_folders,
-    take_orphaned_markers,
+    is_valid_owner,
+    owner_folders,
+    remove_orphaned_markers,
 )
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
@@ -37,14 +37,13 @@ class SessionRegistry:
         policy: SchedulingPolicy,
         snapshots: Callable[[str], SnapshotLabels] | None = None,
     ):
-        """folder: where sessions are saved and evicted to; None for nowhere: named ones then stay
-        in memory, and all are lost with the process. snapshots: gives an owner's snapshots by
-        label; None for those in the folder."""
+        """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
+        returns an owner's labelled snapshots; None for those in `folder`."""
         self.model, self.policy = model, policy
         self._folder, self._snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
-        self.losses: list[str] = []  # what earlier sessions in the folder have lost
-        for owner_folder in session_folders(folder) if folder else ():
+        self.losses: list[str] = []  # messages about unsaved changes of an earlier process
+        for owner_folder in owner_folders(folder) if folder else ():
             self._recover(owner_folder)
 
     def _recover(self, folder: SessionFolder) -> None:
@@ -61,16 +60,16 @@ class SessionRegistry:
             file.lock()  # before the marker is read: the engine that holds the lock writes it
             record = SessionRecord(name, owner, True, file, None)
             record.resume(notes)
-            marked = file.marked_revision()
-            if marked > record.revision:
-                record.lost_revision = marked
+            unsaved = file.marked_revision()
+            if unsaved > record.revision:
+                record.lost_revision = unsaved
                 self.losses.append(
                     f"session {name!r} goes on from revision {record.revision}: what came "
-                    f"after it, up to {marked}, was not saved"
+                    f"after it, up to {unsaved}, was not saved"
                 )
             file.clear_marker()
             self._records[owner, name] = record
-        for name in take_orphaned_markers(folder):
+        for name in remove_orphaned_markers(folder):
             self.losses.append(f"session {name!r} was never saved, and is lost")
 
     # By name
@@ -79,7 +78,6 @@ class SessionRegistry:
         return iter(list(self._records.values()))
 
     def of(self, owner: str) -> list[SessionRecord]:
-        """Return all sessions of an owner, the most recently used first."""
         records = [record for record in self if record.owner == owner]
         return sorted(records, key=lambda record: record.last_used, reverse=True)
 
@@ -87,7 +85,7 @@ class SessionRegistry:
         return self._records.get((owner, name))
 
     def find(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
-        """Raises NoSuchSession, also for another owner's session, and WrongRevision."""
+        """Raises NoSuchSession (also for another owner's session), WrongRevision."""
         record = self.get(name, owner)
         if record is None:
             raise NoSuchSession(f"there is no session {name!r}")
@@ -99,12 +97,11 @@ class SessionRegistry:
     ) -> SessionRecord:
         """Register a session. name: None for a generated one.
 
-        Raises InvalidArgument for a name that is not valid or is taken, Locked if another process
-        uses a session of that name in the same folder, NoRoom.
+        Raises InvalidArgument, NoRoom, Locked if another process uses a session of that name.
         """
         if named:
             self.policy.admit_session(self.of(owner))
-        if not is_owner(owner):
+        if not is_valid_owner(owner):
             raise InvalidArgument(f"an owner is 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or f"s-{secrets.token_hex(8)}"
         file = None
@@ -113,8 +110,8 @@ class SessionRegistry:
         if self.get(name, owner):
             raise InvalidArgument(f"there is a session {name!r} already")
         record = SessionRecord(name, owner, named, file, session)
-        # With snapshots in a store and sessions in no folder, what must last is in the store.
-        record.evictable = named and file is None and self._snapshots is not None
+        # Without a folder but with snapshots in a store, a session that must last has a snapshot.
+        record.ephemeral = named and file is None and self._snapshots is not None
         self.reserve(record, 0)
         if file is not None:
             file.lock()
@@ -123,7 +120,7 @@ class SessionRegistry:
         return record
 
     def remove(self, record: SessionRecord) -> None:
-        """Forget a session and delete its file. Raises Busy."""
+        """Remove a session and delete its file. Raises Busy."""
         record.require_idle()
         del self._records[record.owner, record.name]
         record.session, record.removed = None, True
@@ -140,7 +137,6 @@ class SessionRegistry:
         return held + sum(record.reserved for record in self if record.busy)
 
     def shared_bytes(self, record: SessionRecord) -> int:
-        """Return the bytes of a session's storage that other sessions use, too."""
         others = {
             segment.block.storage
             for other in self
@@ -151,17 +147,18 @@ class SessionRegistry:
         return sum(storage.nbytes for storage in storages & others)
 
     def reserve(self, record: SessionRecord, tokens: int | None, copies: int = 1) -> None:
-        """Reserve the bytes that a session can take with so many more tokens; None for any number.
+        """Reserve the bytes that a session can take with `tokens` more; None for any number.
 
-        Loads it, and evicts others if necessary. copies: for so many. Raises NoRoom.
+        Loads it, and evicts others if necessary. copies: itself and its future forks. Raises
+        NoRoom, StoreError.
         """
         session = self.load(record)
         requested, limit = copies * max_session_bytes(session, tokens), self.policy.limits.memory
         self.policy.admit_bytes(requested)
-        counted = self.get(record.name, record.owner) is record and not record.busy
-        held = session.cache.nbytes if counted else 0  # part of `nbytes`
-        while self.nbytes - held + requested > limit:
-            victim = self.policy.victim(self, needed=record)
+        registered = self.get(record.name, record.owner) is record
+        counted = session.cache.nbytes if registered and not record.busy else 0  # in `nbytes`
+        while self.nbytes - counted + requested > limit:
+            victim = self.policy.victim(self, requester=record)
             if victim is None:
                 raise NoRoom(
                     f"{requested / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "
@@ -171,7 +168,7 @@ class SessionRegistry:
         record.reserved = requested
 
     def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
-        """Find a session and load it; it may be busy. Raises as `find`, NoRoom."""
+        """Find a session and load it; it may be busy. Raises as `find` and `reserve`."""
         record = self.find(name, owner, revision)
         if not record.busy:  # a busy one has its reservation
             self.reserve(record, 0)
@@ -180,15 +177,15 @@ class SessionRegistry:
     def load_idle(
         self, name: str, owner: str, revision: int | None = None, tokens: int = 0
     ) -> SessionRecord:
-        """Find a session, load it, and reserve memory for so many more tokens. Raises Busy."""
+        """Find a session and `reserve` memory for `tokens` more. Raises as both, and Busy."""
         self.find(name, owner).require_idle()
         record = self.find(name, owner, revision)
         self.reserve(record, tokens)
         return record
 
     def evict(self, record: SessionRecord) -> None:
-        """Remove an idle session from memory; save it first if it would be lost."""
-        if record.expendable or not record.named:
+        """Remove an idle session from memory; save it first unless it may be lost."""
+        if record.may_be_lost or not record.named:
             self.remove(record)
             return
         if record.dirty:
@@ -210,11 +207,11 @@ class SessionRegistry:
         record.mark_saved(record.revision)
 
     def snapshot(self, record: SessionRecord) -> Snapshot:
-        """Return what `save` writes, for a caller that writes it and then calls `mark_saved`."""
+        """Return a snapshot of the session, with the record's notes. Raises StoreError."""
         return replace(self.load(record).snapshot(), notes=record.snapshot_notes())
 
     def snapshots_of(self, owner: str) -> SnapshotLabels:
-        """Raises InvalidArgument if the engine keeps nothing on disk."""
+        """Return an owner's labelled snapshots. Raises InvalidArgument if there is no folder."""
         if self._snapshots is not None:
             return self._snapshots(owner)
         if self._folder is None:
@@ -222,23 +219,22 @@ class SessionRegistry:
         return SessionFolder(self._folder / owner / "snapshots")
 
     def close(self) -> None:
-        """Let other processes use the sessions."""
         for record in self:
             if record.file is not None:
                 record.file.unlock()
 
 
 class SessionSaver:
-    """A thread that writes snapshots one after the other. Used in the engine's thread."""
+    """Saves sessions in a thread of its own, one at a time. Called in the engine's thread."""
 
-    def __init__(self, registry: SessionRegistry, call: Callable[[Callable[[], None]], object]):
-        """call: runs a function in the engine's thread."""
-        self._registry, self._call = registry, call
+    def __init__(self, registry: SessionRegistry, post: Callable[[Callable[[], None]], object]):
+        """post: runs a function in the engine's thread."""
+        self._registry, self._post = registry, post
         self._writer = ThreadPoolExecutor(1, "kvkeep-save")
         self._pending = 0
 
     def save(self, record: SessionRecord) -> Future[int]:
-        """Begin to save a session; the result is the revision on disk. Raises InvalidArgument."""
+        """Begin to save a session; the result is the saved revision. Raises InvalidArgument."""
         file, result = record.require_file().path, Future[int]()
         snapshot, revision = self._registry.snapshot(record), record.revision
         record.saving_revision = revision
@@ -250,16 +246,16 @@ class SessionSaver:
             if record.removed:  # meanwhile; a new session of that name is saved after this
                 file.unlink(missing_ok=True)
 
-        def written(work: Future[None]) -> None:
-            error = work.exception()
-            self._call(lambda: self._settle(record, revision, error))
+        def on_written(writing: Future[None]) -> None:
+            error = writing.exception()
+            self._post(lambda: self._note_saved(record, revision, error))
             result.set_result(revision) if error is None else result.set_exception(error)
 
-        self._writer.submit(write).add_done_callback(written)
+        self._writer.submit(write).add_done_callback(on_written)
         return result
 
     def save_idle(self, seconds: float) -> None:
-        """Begin to save a changed session that has been idle for so long, if there is one."""
+        """Begin to save one changed session that has been idle for `seconds`, if there is one."""
         if self._pending:
             return
         idle_since = time.monotonic() - seconds
@@ -278,7 +274,7 @@ class SessionSaver:
         return self._writer.submit(self._registry.snapshot(record).save, path)
 
     def save_all(self) -> None:
-        """Finish what was begun, and save all other changes."""
+        """Finish the saves in progress, and save all other changes."""
         self._writer.shutdown()
         for record in self._registry:
             if record.dirty and record.file is not None:
@@ -287,7 +283,9 @@ class SessionSaver:
                 except Exception as error:
                     _log.error("session %r could not be saved: %s", record.name, error)
 
-    def _settle(self, record: SessionRecord, revision: int, error: BaseException | None) -> None:
+    def _note_saved(
+        self, record: SessionRecord, revision: int, error: BaseException | None
+    ) -> None:
         self._pending -= 1
         if error is None:
             record.mark_saved(revision)

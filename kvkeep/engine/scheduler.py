@@ -1,19 +1,15 @@
-"""The scheduler: what is admitted, decoded and prefilled next, and which session is evicted.
-
-A step of the scheduler decodes one token of every generation whose prompt is prefilled, by one
-forward pass, and then evaluates one prefill step of one prompt.
-"""
+"""The scheduler: what is admitted, decoded and prefilled next, and which session is evicted."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.engine.generation import CANCELLED, Generation, Phase
-from kvkeep.engine.record import STEP, SessionRecord
+from kvkeep.engine.record import PREFILL_STEP, SessionRecord
 from kvkeep.errors import Cancelled, NoRoom
 from kvkeep.session.group import SessionGroup
 
-ROWS = 64  # of one forward pass: more of them delay each token and save nothing
+_MAX_ROWS = 64  # of one forward pass: more of them delay each token and save nothing
 _AGING = 0.5  # tokens that a waiting prompt gains for each token prefilled for another
 _PRIORITY_TOKENS = 2048  # tokens that one step of priority is worth
 _TYPICAL_TOKENS = 512  # assumed of a generation without max_tokens
@@ -21,9 +17,9 @@ _TYPICAL_TOKENS = 512  # assumed of a generation without max_tokens
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that an engine admits requests within."""
+    """The limits within which an engine admits requests."""
 
-    memory: int = 4_000_000_000  # bytes of cells, of all sessions
+    memory: int = 4_000_000_000  # bytes of all sessions' cells
     running: int = 256  # generations at a time, of all owners
     running_per_owner: int = 128
     sessions_per_owner: int = 1_000  # named sessions
@@ -32,16 +28,13 @@ class Limits:
 
 
 class SchedulingPolicy:
-    """Every scheduling decision of an engine. It holds the limits and no other state."""
+    """Every scheduling decision of an engine, within its limits. Stateless."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
 
     def admit(self, owner: str, running: Sequence[Generation], step_seconds: float) -> None:
-        """Raise NoRoom if another generation of the owner would exceed the limits.
-
-        step_seconds: of a scheduler step lately, from which the error's `retry_after` is estimated.
-        """
+        """Raise NoRoom, with a time to retry, if another generation would exceed the limits."""
         running_of_owner = sum(generation.record.owner == owner for generation in running)
         full = len(running) >= self.limits.running
         if full or running_of_owner >= self.limits.running_per_owner:
@@ -53,13 +46,13 @@ class SchedulingPolicy:
             )
 
     def admit_session(self, records: Iterable[SessionRecord]) -> None:
-        """Raise NoRoom if another named session would exceed the limit. records: of its owner."""
-        count = sum(record.named and not record.expendable for record in records)
+        """Raise NoRoom if an owner, who has `records`, may not add a named session."""
+        count = sum(record.named and not record.may_be_lost for record in records)
         if count >= self.limits.sessions_per_owner:
             raise NoRoom(f"there are {count} sessions already: delete some", float("inf"))
 
     def admit_bytes(self, requested: int) -> None:
-        """Raise NoRoom if so many bytes would not fit even if every other session were evicted."""
+        """Raise NoRoom if the bytes would not fit even with every other session evicted."""
         if requested > self.limits.memory:
             raise NoRoom(
                 f"the session could take {requested / 1e6:,.0f} MB, and the engine has "
@@ -71,80 +64,75 @@ class SchedulingPolicy:
     def next_prefill(self, prefilling: Sequence[Generation]) -> Generation:
         """Return the generation whose prompt gets the next prefill step.
 
-        The fewest remaining tokens go first. Waiting prompts age, and priority counts as tokens:
-        with 1,000 tokens left, after 600 that were prefilled for others, a prompt counts as 700.
-        Of equal prompts the older goes first.
+        The one with the fewest remaining tokens, less a bonus for waiting and for priority: a
+        prompt with 1,000 tokens left counts as 700 once 600 were prefilled for others. Of equal
+        prompts the older goes first.
         """
 
         def rank(generation: Generation) -> tuple[float, int]:
-            advantage = _AGING * generation.age + _PRIORITY_TOKENS * generation.request.priority
-            return generation.prefill_remaining - advantage, generation.number
+            bonus = _AGING * generation.age + _PRIORITY_TOKENS * generation.request.priority
+            return generation.prefill_remaining - bonus, generation.number
 
         return min(prefilling, key=rank)
 
     def victim(
-        self, records: Iterable[SessionRecord], needed: SessionRecord
+        self, records: Iterable[SessionRecord], requester: SessionRecord
     ) -> SessionRecord | None:
-        """Return the session to evict for `needed`: an unnamed one if any, the longest unused."""
-        candidates = (
-            record for record in records if record is not needed and record.can_leave_memory
-        )
+        """Return the session to evict for another: the least recently used, unnamed ones first."""
+        candidates = (r for r in records if r is not requester and r.evictable)
         return min(candidates, key=lambda record: (record.named, record.last_used), default=None)
 
 
 class Scheduler:
     """The running generations, each in a session of its own, and the steps that advance them.
 
-    A generation that fails, fails alone. Company changes no bit of a generation: a prompt is always
-    prefilled in the same steps, and the rows of a forward pass are independent.
-
-    running: those that have not ended, the oldest first. step_seconds: how long a step took lately.
+    If one fails, the others go on. None changes a bit of another: a prompt is always prefilled in
+    the same steps, and the rows of a forward pass are independent.
     """
 
     def __init__(
         self,
         policy: SchedulingPolicy,
-        prefilled: Callable[[Generation], None],
-        ended: Callable[[Generation], None],
+        on_prefilled: Callable[[Generation], None],
+        on_end: Callable[[Generation], None],
     ):
-        """prefilled, ended: called with generations whose prompt is prefilled, or that ended."""
-        self.step_seconds = 0.02
-        self._policy, self._prefilled, self._ended = policy, prefilled, ended
-        self.running: list[Generation] = []
+        """on_prefilled, on_end: called with a generation that is prefilled, or that ended."""
+        self.step_seconds = 0.02  # moving average
+        self._policy, self._on_prefilled, self._on_end = policy, on_prefilled, on_end
+        self.running: list[Generation] = []  # the oldest first
 
     def step(self) -> None:
-        """Decode one token of each generation that decodes, then one prefill step of one prompt."""
+        """Decode a token of each prefilled generation, then evaluate a prefill step of a prompt."""
         start = time.perf_counter()
         self.end_cancelled()
         try:
             decoding = self._in_phase("decode")
-            for first in range(0, len(decoding), ROWS):
-                self._decode(decoding[first : first + ROWS])
+            for first in range(0, len(decoding), _MAX_ROWS):
+                self._decode(decoding[first : first + _MAX_ROWS])
             self._prefill()
-        except Exception as error:  # whatever it was, no caller may wait for ever
+        except Exception as error:  # no caller may wait forever
             for generation in self.running:
                 generation.fail(error)
         self._remove_ended()
         self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
 
     def end_cancelled(self) -> None:
-        """End the generations that were cancelled. Called between two steps."""
         for generation in self.running:
             if generation.cancelled and generation.phase != "done":
                 generation.fail(Cancelled(CANCELLED))
         self._remove_ended()
 
     def _decode(self, generations: Sequence[Generation]) -> None:
-        ready = [generation for generation in generations if generation.may_decode()]
+        ready = [generation for generation in generations if generation.check_can_decode()]
         for generation in ready:
-            generation.note_logprobs()
+            generation.store_logprobs()
         try:
             tokens = _next_tokens(ready)
         except Exception as error:
             if len(ready) == 1:
                 ready[0].fail(error)
                 return
-            for generation in ready:  # none has changed: one by one, to find the one that fails
+            for generation in ready:  # no session has changed: find the one that fails
                 self._decode([generation])
             return
         for generation, token in zip(ready, tokens, strict=True):
@@ -164,13 +152,13 @@ class Scheduler:
         for other in prefilling:
             other.age += 0 if other is generation else remaining - generation.prefill_remaining
         if generation.phase == "decode":
-            self._prefilled(generation)
+            self._on_prefilled(generation)
 
     def _remove_ended(self) -> None:
         ended = self._in_phase("done")
         self.running = [running for running in self.running if running.phase != "done"]
         for generation in ended:
-            self._ended(generation)
+            self._on_end(generation)
 
     def _in_phase(self, phase: Phase) -> list[Generation]:
         return [generation for generation in self.running if generation.phase == phase]
@@ -179,11 +167,11 @@ class Scheduler:
 def _steps_left(generation: Generation) -> float:
     """Estimate the scheduler steps until the generation ends."""
     tokens = (generation.request.max_tokens or _TYPICAL_TOKENS) - len(generation.generated)
-    return tokens + generation.prefill_remaining / STEP
+    return tokens + generation.prefill_remaining / PREFILL_STEP
 
 
 def _next_tokens(generations: Sequence[Generation]) -> list[int]:
-    """Sample the next token of each, by one forward pass. If that fails, no session has changed."""
+    """Sample a token for each, by one forward pass. If that fails, no session has changed."""
     if not generations:
         return []
     if len(generations) == 1:

@@ -1,4 +1,4 @@
-"""Operations on an engine's sessions: on all by name, and on those borrowed from a store."""
+"""Operations on an engine's sessions, by name, and on sessions borrowed from a shared store."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,24 +17,24 @@ _NO_EDITS = ("span", "rewind")  # changes that leave the remaining cells as they
 
 
 class SessionOperations:
-    """Operations of `Engine`, in its thread: each is complete before the next one begins."""
+    """Operations of `Engine`. They run one after the other in its thread."""
 
     def __init__(
         self, registry: SessionRegistry, log: OperationLog, new_session: Callable[..., Session]
     ):
-        """new_session: returns one for an owner and settings that override the engine's."""
+        """new_session: creates one for an owner, with settings that override the engine's."""
         self._registry, self._log, self._new_session = registry, log, new_session
 
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
-        """Return an owner's named sessions, or all: read-only, the most recently used first."""
+        """Return an owner's named sessions, or all of them: read-only, the last used first."""
         return [record for record in self._registry.of(owner) if record.named or unnamed]
 
     def find(self, name: str, owner: str = "0") -> SessionRecord:
-        """Return a session, in memory or not. It is read-only."""
+        """Return a session, in memory or not; read-only. Raises NoSuchSession."""
         return self._registry.find(name, owner)
 
     def explain(self, prompt: Sequence[int], owner: str = "0") -> Match:
-        """Return what of a prompt would be reused, and why not more. Changes nothing."""
+        """Return how much of a prompt would be reused, and why not more."""
         return best_match(prompt, self._registry.of(owner), self._new_session(owner))
 
     def create(
@@ -46,7 +46,7 @@ class SessionOperations:
         notes: dict[str, Any] | None = None,
         **settings: Any,
     ) -> SessionRecord:
-        """Register a new session, or an existing one. settings: as of `Model.session`."""
+        """Register a session, or create one with settings as of `Model.session`."""
         if session is None:
             session = self._new_session(owner, **settings)
         elif any(record.session is session for record in self._registry):
@@ -57,44 +57,44 @@ class SessionOperations:
         return record
 
     def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> int:
-        """Make a named session hold the beginning of a prompt and nothing else; returns its tokens.
+        """Make a named session hold the cached beginning of a prompt and nothing else.
 
-        It holds what any session of the owner has of the prompt, to the bit; a prompt that
-        continues where the session ends keeps all of it. A session that is missing is created.
+        Takes the longest beginning that a session of the owner lends (`kvkeep.engine.reuse`).
+        Creates the session if it is missing. Returns its length in tokens.
         """
-        new = self._new_session(owner)
+        empty = self._new_session(owner)
         existing = self._registry.get(name, owner)
         if existing:
             self._registry.load_idle(name, owner)
-        target = existing or SessionRecord("", owner, False, None, new)
-        match = best_match(prompt, self._registry.of(owner), new, target)
+        target = existing or SessionRecord("", owner, False, None, empty)
+        match = best_match(prompt, self._registry.of(owner), empty, target)
         if match.resumes_session and existing and match.record is existing:
             existing.live.draw_anew()
             return match.tokens
-        session = match.session(new)
+        session = match.build_session(empty)
         record = existing or self._registry.add(session, owner, name)
         if existing:
             record.session, record.edit = session, ""
             record.mark_changed()
-        match.describe(record)
+        match.note_origin(record)
         return match.tokens
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
-        """Store JSON values with a session; they replace those of the same keys."""
+        """Add JSON values to a session's notes; they replace values of the same keys."""
         record = self._registry.load_existing(name, owner)
         record.notes = {**record.notes, **notes}
         record.mark_changed()
         record.mark_unsaved()
 
     def pin(self, name: str, owner: str, pinned: bool, revision: int | None = None) -> None:
-        """Set whether a session stays in memory, whatever others need."""
+        """Set whether a session is never evicted."""
         record = self._registry.load_existing(name, owner, revision)
         record.pinned = pinned
         record.mark_changed()
         record.mark_unsaved()
 
     def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
-        """Return a function's result for a session, which is loaded for it; it changes nothing."""
+        """Load a session and return `function(record)`, which must not change it."""
         return function(self._registry.load_existing(name, owner))
 
     def change(
@@ -106,10 +106,11 @@ class SessionOperations:
         revision: int | None = None,
         adds: int = 0,
     ) -> T:
-        """Change a session by a function, during which nothing else changes it.
+        """Change a session by a function, and return its result.
 
-        what: names the operation in the log. adds: how many tokens at most. A function that takes
-        long passes `engine.yield_turn` on as `progress`: generations continue at each of its steps.
+        what: the operation's name in the log. adds: the most tokens that it adds. A function that
+        takes long calls `engine.yield_turn` after each step, such as by `progress` arguments: then
+        generations in other sessions continue. Raises Busy, NoSuchSession, WrongRevision, NoRoom.
         """
         record = self._registry.load_idle(name, owner, revision, adds)
         start, length = time.perf_counter(), len(record.live.tokens)
@@ -133,7 +134,7 @@ class SessionOperations:
         revision: int | None = None,
         notes: dict[str, Any] | None = None,
     ) -> SessionRecord:
-        """Create a session from another or its first `at` tokens. notes: None for the other's."""
+        """Create a session from another or its first `at` tokens. notes: None to copy its notes."""
         record = self._registry.load_existing(name, owner, revision)
         fork = self._registry.add(record.live.fork(at), owner, new)
         fork.notes = dict(record.notes) if notes is None else notes
@@ -150,10 +151,9 @@ class SessionOperations:
         name: str | None = None,
         replace: bool = False,
     ) -> SessionRecord:
-        """Create a session that continues where a snapshot was taken.
+        """Create a session from a snapshot or its label.
 
-        snapshot: or its label, which is read in the engine's thread. replace: whether it replaces a
-        session of that name, which stays as it is if the snapshot cannot be restored.
+        replace: an existing session of that name, which stays if the snapshot cannot be restored.
         """
         if not isinstance(snapshot, Snapshot):
             snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing(snapshot))
@@ -171,28 +171,27 @@ class SessionOperations:
         return record
 
     def delete(self, name: str, owner: str = "0", revision: int | None = None) -> None:
-        """Forget a session, on disk too. Raises Busy while it has a generation."""
+        """Delete a session, also on disk. Raises Busy while it has a generation."""
         record = self._registry.find(name, owner, revision)
         self._registry.remove(record)
         self._log.add(record, "delete")
 
 
 class BorrowedSessions:
-    """Operations on sessions whose home is a store elsewhere, by `Engine.call`.
+    """Operations on sessions whose home is a shared store, run by `Engine.call`.
 
-    A session stays while one of its leases is held. After that it may be evicted without being
-    saved: the caller that released it has it in the store.
+    A session stays while it has leases. Then it may be evicted unsaved: the store has it.
     """
 
     def __init__(self, registry: SessionRegistry, discard: Callable[[SessionRecord], None]):
-        """discard: forgets a session, and cancels its generation."""
+        """discard: removes a session, and cancels its generation."""
         self._registry, self._discard = registry, discard
 
     def load(self, snapshot: Snapshot, name: str, owner: str) -> SessionRecord:
-        """Restore a session as another engine had it, with a lease.
+        """Restore another engine's session with its revision and notes, and acquire a lease.
 
-        It replaces a borrowed session of that name. Raises StoreError for a snapshot of another
-        model, InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
+        Replaces a borrowed session of that name. Raises StoreError for a snapshot of another model,
+        InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
         """
         session = self._registry.model.restore(snapshot)
         if previous := self._registry.get(name, owner):
@@ -205,16 +204,15 @@ class BorrowedSessions:
         return record
 
     def acquire(self, record: SessionRecord) -> bool:
-        """Add a lease; False if the session is not in the engine any more."""
+        """Add a lease; returns False if the session is no longer in the engine."""
         record.leases += not record.removed
         return not record.removed
 
     def release(self, record: SessionRecord) -> None:
-        """Give a lease back."""
         record.leases = max(0, record.leases - 1)
 
     def adopt(self, name: str, owner: str) -> SessionRecord | None:
-        """Make a session that was created here a borrowed one, with a lease; None for none."""
+        """Make a session of this engine a borrowed one, with a lease; None if there is none."""
         record = self._registry.get(name, owner)
         if record is not None:
             record.borrowed, record.leases = True, record.leases + 1
@@ -226,13 +224,13 @@ class BorrowedSessions:
         return self._registry.snapshot(record), revision
 
     def revision(self, record: SessionRecord) -> int:
-        """Return the revision. Raises Busy, StoreError if it is not in the engine any more."""
+        """Raises Busy, StoreError if the session is no longer in the engine."""
         if record.removed:
             raise StoreError(f"session {record.name!r} went while it was worked on: send it again")
         record.require_idle()
         return record.revision
 
     def discard(self, record: SessionRecord) -> None:
-        """Forget the session, and cancel its generation."""
+        """Remove the session, and cancel its generation."""
         if not record.removed:
             self._discard(record)

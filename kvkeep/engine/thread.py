@@ -13,19 +13,19 @@ from kvkeep.runtime.worker import TEAM_PATIENCE, hosting, release_openmp_threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_Call = tuple[Callable[[], Any], Future[Any]]  # the future is that of the function's result
+_Call = tuple[Callable[[], Any], Future[Any]]  # a function and the future of its result
 
 
 class EngineThread:
     """Runs all waiting calls in the order in which they came, then a step, and so on.
 
-    It is the thread that computes for the whole process while it runs (`kvkeep.runtime.worker`).
-    step: returns whether there is more to do without another call. idle: seconds after which a step
-    is due if there is not. end: called last, once `close` was called and the last step had no more.
+    While it runs, it is the thread that computes for the whole process (`kvkeep.runtime.worker`).
     """
 
-    def __init__(self, step: Callable[[], bool], idle: float, end: Callable[[], None]):
-        self._step, self._idle, self._end = step, idle, end
+    def __init__(self, step: Callable[[], bool], idle_seconds: float, on_end: Callable[[], None]):
+        """step: returns whether to step again at once; if not, the next step follows the next call,
+        or comes after `idle_seconds`. on_end: runs in the thread, after the last step."""
+        self._step, self._idle_seconds, self._on_end = step, idle_seconds, on_end
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self.closing, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
@@ -34,7 +34,7 @@ class EngineThread:
         self._thread.start()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function in the thread. The future has Cancelled if the thread is about to end."""
+        """Run a function in the thread. The future raises Cancelled if the thread is ending."""
         future: Future[T] = Future()
         if self.closing.is_set():
             future.set_exception(Cancelled("the engine has ended"))
@@ -51,19 +51,19 @@ class EngineThread:
     def close(self) -> None:
         """Accept no more calls, and wait for the end."""
         self.closing.set()
-        self.post(lambda: None)
+        self.post(lambda: None)  # wakes it
         self._thread.join()
 
     def _run(self) -> None:
-        more = False
+        has_work = False
         try:
             with hosting(self.post):
-                while more or not self.closing.is_set():
-                    self._run_calls(wait=not more)
-                    more = self._step()
+                while has_work or not self.closing.is_set():
+                    self._run_calls(wait=not has_work)
+                    has_work = self._step()
                 self._run_calls(wait=False)
-                self._end()
-        finally:  # however it ends, no caller may wait for ever
+                self._on_end()
+        finally:  # however it ends, no caller may wait forever
             self.closing.set()
             self._ended.set()
             self._refuse_calls()
@@ -77,7 +77,7 @@ class EngineThread:
                     future.set_exception(Cancelled("the engine has ended"))
 
     def _run_calls(self, wait: bool) -> None:
-        """Run all waiting calls. wait: for the first one, if there is none."""
+        """Run all waiting calls. wait: if there is none, wait for the first one."""
         while True:
             try:
                 function, future = self._next_call(wait and not self.closing.is_set())
@@ -93,17 +93,20 @@ class EngineThread:
             del function, future  # they hold objects of the caller
 
     def _next_call(self, wait: bool) -> _Call:
-        """Return the next call. Raises Empty if none comes while the thread may be idle."""
+        """Return the next call. wait: for `idle_seconds` at most. Raises Empty if there is none.
+
+        After a short wait the thread releases its OpenMP threads: idle, they would slow others'.
+        """
         if not wait:
             return self._calls.get_nowait()
         with suppress(Empty):
-            return self._calls.get(timeout=min(TEAM_PATIENCE, self._idle))
+            return self._calls.get(timeout=min(TEAM_PATIENCE, self._idle_seconds))
         release_openmp_threads()
-        return self._calls.get(timeout=self._idle)
+        return self._calls.get(timeout=self._idle_seconds)
 
 
 def flatten(outer: Future[Future[T]]) -> Future[T]:
-    """Return a future of the result of the future that is the result of `outer`."""
+    """Return a future with the result of the future that `outer` results in."""
     flat: Future[T] = Future()
 
     def forward(future: Future[Any]) -> None:

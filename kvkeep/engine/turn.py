@@ -15,15 +15,14 @@ from kvkeep.session.session import Session
 def chat_turn(
     model: Model, text: str, request: GenerationRequest, system: str | None = None
 ) -> Callable[[SessionRecord], GenerationRequest]:
-    """Return a request function for `Engine.submit` that prefills a user's text and answers it.
+    """Return a function for `Engine.submit` that prefills a user's text and answers it.
 
-    Only the new tokens are evaluated; spans name the question and the answer (see `Conversation`).
-    A question that is cancelled before its prefill is done is removed again. request: how the
-    answer is generated; it has no prompt. system: the system prompt; None for the one that the
-    session began with, also if all of it was rewound. InvalidArgument is raised for another one.
+    Spans name the question and the answer (see `Conversation`). A question that is cancelled before
+    its prefill is done is removed again. request: how to generate the answer, without a prompt.
+    system: the system prompt; None for the session's. Raises InvalidArgument for another one.
     """
 
-    def request_for(record: SessionRecord) -> GenerationRequest:
+    def build_request(record: SessionRecord) -> GenerationRequest:
         chat = _conversation(model, record, system)
         if chat.is_open:
             chat.end_turn()
@@ -31,7 +30,7 @@ def chat_turn(
 
         def on_end(session: Session, prefilled: int, generated: int) -> None:
             if prefilled < len(ids):
-                with suppress(InvalidArgument):  # what it has evicted cannot be rewound
+                with suppress(InvalidArgument):  # evicted tokens cannot be rewound
                     session.rewind(prefilled)
                 return
             chat.name_turn(text, len(ids), generated)
@@ -39,27 +38,27 @@ def chat_turn(
 
         return replace(request, prompt=tuple(ids), on_end=on_end)
 
-    return request_for
+    return build_request
 
 
 def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
-    session, current = record.live, record.notes.get(CHAT, {}).get("system")
+    session, current_system = record.live, record.notes.get(CHAT, {}).get("system")
     if not session.tokens:
         if system is not None:
-            current = system
+            current_system = system
             _keep_system_prompt(model, session, system)
-    elif system not in (None, current):
+    elif system not in (None, current_system):
         raise InvalidArgument(
             "the system prompt comes first in a chat, and this one has begun with another or "
             "without: leave it out, edit the span 'system text', or begin a new session"
         )
-    chat = Conversation(session, model.text, model.end_token_ids, current)
+    chat = Conversation(session, model.text, model.end_token_ids, current_system)
     record.notes = {**record.notes, CHAT: chat.notes}
     return chat
 
 
 def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
-    """Raise `keep` so that the system prompt is never evicted, if the policy keeps first tokens."""
+    """Increase `keep` so that policies that keep first tokens never evict the system prompt."""
     if session.policy not in ("sliding", "shift"):
         return
     needed, budget = system_tokens(model.text, system), session.max_kv_size

@@ -39,26 +39,26 @@ class CountTokensRequest(RequestBody):
     tool_choice: dict[str, Any] | None = None
 
     def checked_tools(self) -> Tools:
-        functions = []
+        entries = []
         for tool in self.tools or ():
             function = {
                 "name": tool.get("name"),
                 "description": tool.get("description", ""),
                 "parameters": tool.get("input_schema") or {"type": "object"},
             }
-            functions.append({"type": "function", "function": function})
+            entries.append({"type": "function", "function": function})
         choice = self.tool_choice or {"type": "auto"}
         choice_type = choice.get("type")
         if choice_type == "tool":
-            return checked_tools(functions, {"name": choice.get("name")})
-        return checked_tools(functions, "required" if choice_type == "any" else choice_type)
+            return checked_tools(entries, {"name": choice.get("name")})
+        return checked_tools(entries, "required" if choice_type == "any" else choice_type)
 
     async def encode_prompt(self, context: RequestContext, tools: Tools) -> list[int]:
         messages = []
         if self.system is not None:
             messages.append({"role": "system", "content": _plain_text(self.system)})
         for message in self.messages:
-            messages += _template_messages(message)
+            messages += _chat_messages(message)
         return await prompt_ids(context, messages, tools)
 
 
@@ -108,10 +108,10 @@ async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[st
 async def _stream(
     generations: GenerationStream, common: dict[str, Any], tools: Tools
 ) -> AsyncIterator[bytes]:
-    """Yield text as it comes; with tools, yield all of it at the end, once calls are parsed."""
+    """Yield the text's events as it comes; with tools, at the end, once calls are parsed."""
     started = False
-    async for _, progress in generations:
-        if isinstance(progress, PrefillProgress):
+    async for _, event in generations:
+        if isinstance(event, PrefillProgress):
             continue
         if not started:
             started = True
@@ -121,14 +121,14 @@ async def _stream(
             yield _event("ping")
             if not tools:
                 yield _event("content_block_start", index=0, content_block=_EMPTY_TEXT)
-        if progress.text and not tools:
-            delta = {"type": "text_delta", "text": progress.text}
+        if event.text and not tools:
+            delta = {"type": "text_delta", "text": event.text}
             yield _event("content_block_delta", index=0, delta=delta)
     result = generations.results[0]
     text, calls = tools.parse(result.text)
     if tools:
-        for event in _block_events(text, calls):
-            yield event
+        for block_event in _block_events(text, calls):
+            yield block_event
     else:
         yield _event("content_block_stop", index=0)
     output = {"output_tokens": result.end.usage.generated}
@@ -137,7 +137,7 @@ async def _stream(
 
 
 def _block_events(text: str, calls: Sequence[ToolCall]) -> Iterator[bytes]:
-    """Yield the events of complete content blocks: the text, if there is any, and the calls."""
+    """Yield the events of complete content blocks: the text, unless it is empty, and the calls."""
     blocks = [(_EMPTY_TEXT, {"type": "text_delta", "text": text})] if text else []
     for call in calls:
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
@@ -184,19 +184,19 @@ def _plain_text(content: Any) -> str:
         raise InvalidArgument("content must be text or a list of blocks")
     for block in content:
         if not isinstance(block, Mapping) or not isinstance(block.get("text"), str):
-            wrong = block.get("type") if isinstance(block, Mapping) else block
-            raise InvalidArgument(f"content blocks must be text; found {wrong!r}")
+            block_type = block.get("type") if isinstance(block, Mapping) else block
+            raise InvalidArgument(f"content blocks must be text; found {block_type!r}")
     return "".join(block["text"] for block in content)
 
 
-def _template_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a message as chat templates take it: tool results become messages of their own."""
+def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Convert a message for chat templates: tool results become messages of their own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise InvalidArgument(f"role must be user or assistant; found {role!r}")
     if not isinstance(content, list):
         return [{"role": role, "content": _plain_text(content)}]
-    messages, texts, calls, thoughts = list[dict[str, Any]](), [], [], []
+    messages, text_blocks, calls, thoughts = list[dict[str, Any]](), [], [], []
     for block in content:
         block_type = block.get("type") if isinstance(block, Mapping) else None
         if block_type == "tool_result":
@@ -208,9 +208,10 @@ def _template_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif block_type in ("thinking", "redacted_thinking"):  # a redacted block has no text
             thoughts.append(str(block.get("thinking") or ""))
         else:
-            texts.append(block)
-    if calls or texts:
+            text_blocks.append(block)
+    if calls or text_blocks:
         tool_calls = {"tool_calls": calls} if calls else {}
         thinking = {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
-        messages.append({"role": role, "content": _plain_text(texts), **tool_calls, **thinking})
+        fields = {"content": _plain_text(text_blocks), **tool_calls, **thinking}
+        messages.append({"role": role, **fields})
     return messages

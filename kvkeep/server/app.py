@@ -42,7 +42,7 @@ _routes, _page_routes = APIRouter(), APIRouter(include_in_schema=False)
 
 class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """Return the document without FastAPI's 422: malformed requests get 400 here."""
+        """Remove FastAPI's status 422 from the document: malformed requests get 400 here."""
         document = super().openapi()  # made once: later calls return the same object
         for path in document["paths"].values():
             for operation in path.values():
@@ -58,10 +58,7 @@ def application(
     origins: Collection[str] = (),
     middleware: Callable[[Any], Any] = IdempotencyMiddleware,
 ) -> Any:
-    """Return the ASGI application.
-
-    hosts: allowed Host headers. origins: allowed web origins. middleware: within these checks.
-    """
+    """Return the ASGI application; `middleware` runs behind the checks of hosts and origins."""
     app = _Application(
         title="kvkeep",
         version=__version__,
@@ -141,7 +138,7 @@ async def metrics(context: ContextDep) -> Response:
 
 
 class _EngineCollector(Collector):
-    """The engine's counters; those under `llamacpp:` are the names that its clients read."""
+    """Metrics of the engine; names that begin with `llamacpp:` are for llama.cpp's clients."""
 
     def __init__(self, totals: Totals, status_counts: dict[int, int]):
         self._totals, self._status_counts = totals, status_counts

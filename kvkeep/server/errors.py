@@ -27,16 +27,15 @@ class ApiError(Exception):
     extra: Mapping[str, Any] | None = None
 
     def openai_body(self) -> dict[str, Any]:
-        """Return the body in OpenAI's form. `code` defaults to the status, as in llama.cpp."""
+        """Return OpenAI's form of the body. `code` defaults to the status, as in llama.cpp."""
         fields = {"message": self.message, "type": self.error_type, "param": self.param}
         return {"error": {**fields, "code": self.code or self.status, **(self.extra or {})}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Return the body in Anthropic's form."""
         return {"type": "error", "error": {"type": self.error_type, "message": self.message}}
 
     def response(self, path: str = "") -> JSONResponse:
-        """Return the HTTP response to a request of this path, whose API decides on the body."""
+        """Return the HTTP response. path: of the request, which decides between the forms."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
@@ -48,7 +47,7 @@ class ApiError(Exception):
 
 
 def api_error_for(error: BaseException) -> ApiError:
-    """Map an exception to an error response. Unknown exceptions reveal nothing of the internals."""
+    """Map an exception to an error response; unknown exceptions reveal no internals."""
     message = str(error)
     match error:
         case ApiError():
@@ -75,9 +74,9 @@ def api_error_for(error: BaseException) -> ApiError:
         case errors.Cancelled():
             return ApiError(503, message, "unavailable_error", "cancelled", retry_after=1.0)
         case errors.HeldElsewhere():
-            wait = max(1.0, error.until - time.time())
+            retry_after = max(1.0, error.until - time.time())
             extra = {"writer": error.writer}
-            return ApiError(409, message, "conflict_error", "held", None, wait, extra)
+            return ApiError(409, message, "conflict_error", "held", None, retry_after, extra)
         case errors.Moved():
             return ApiError(409, message, "conflict_error", "moved", retry_after=1.0)
         case errors.Locked():
@@ -88,7 +87,7 @@ def api_error_for(error: BaseException) -> ApiError:
 
 
 def _malformed(detail: dict[str, Any]) -> ApiError:
-    """Return the error for a request that does not fit its model. detail: as pydantic has it."""
+    """detail: pydantic's description of the first error."""
     param = ".".join(str(part) for part in detail["loc"] if part != "body")
     message = f"{param}: {detail['msg']}" if param else str(detail["msg"])
     return ApiError(400, message, param=param or None)

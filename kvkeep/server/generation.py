@@ -14,11 +14,11 @@ from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with plain text as content. Raises InvalidArgument for images."""
+def normalized_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose content is plain text. Raises InvalidArgument for images."""
     if not messages:
         raise InvalidArgument("messages: there must be one at least")
-    rendered = []
+    normalized = []
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if content is None and not message.get("tool_calls"):
@@ -27,8 +27,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             content = "".join(_part_text(index, part) for part in content)
         if role == "developer":  # a role that templates do not know yet
             role = "system"
-        rendered.append({**message, "role": role, "content": "" if content is None else content})
-    return rendered
+        normalized.append({**message, "role": role, "content": "" if content is None else content})
+    return normalized
 
 
 def _part_text(index: int, part: Any) -> str:
@@ -49,23 +49,23 @@ async def prompt_ids(
 ) -> list[int]:
     """Render messages with the model's chat template and return the token ids.
 
-    The prompt ends where the assistant's turn begins. continue_final: whether it ends with the
-    last message left open instead; None for "if that is the assistant's".
+    The prompt ends where the assistant's turn begins, or within the last message. continue_final:
+    whether to continue the last message; None for "if it is the assistant's".
     """
     codec = context.codec
 
     def encode() -> list[int]:
-        rendered = template_messages(messages)
-        rendered, functions = tools.for_template(codec, rendered)
-        from_assistant = [message["role"] == "assistant" for message in rendered[-2:]]
+        normalized = normalized_messages(messages)
+        template_messages, template_tools = tools.for_template(codec, normalized)
+        from_assistant = [message["role"] == "assistant" for message in template_messages[-2:]]
         if not (from_assistant[-1] if continue_final is None else continue_final):
-            return codec.encode(codec.chat(rendered, tools=functions))
+            return codec.encode(codec.chat(template_messages, tools=template_tools))
         if from_assistant == [True, True]:
             raise InvalidArgument(
                 "the assistant's last message is to be continued, but the one before it is the "
                 "assistant's too: join them"
             )
-        return codec.chat_to_continue(rendered, functions)
+        return codec.chat_to_continue(template_messages, template_tools)
 
     return await to_thread(encode)  # a long text would block the event loop
 
@@ -93,7 +93,7 @@ def constrain(
 async def start_generations(
     context: RequestContext, request: GenerationRequest, samplings: list[Sampling]
 ) -> GenerationStream:
-    """Submit a prompt without a session. One that does not fit is refused as by llama.cpp."""
+    """Submit a prompt without a session. Raises llama.cpp's error if it does not fit."""
     stream, submit_many = GenerationStream(len(samplings)), context.engine.submit_many
     try:
         await stream.start(submit_many(request, samplings, context.owner, stream.listeners))
@@ -102,7 +102,7 @@ async def start_generations(
     return stream
 
 
-def context_size_error(message: str, prompt: int, service: Service) -> ApiError:
-    """Return llama.cpp's error for a prompt, of so many tokens, that does not fit."""
-    extra = {"n_prompt_tokens": prompt, "n_ctx": service.context_size}
+def context_size_error(message: str, prompt_tokens: int, service: Service) -> ApiError:
+    """Return llama.cpp's error for a prompt that does not fit."""
+    extra = {"n_prompt_tokens": prompt_tokens, "n_ctx": service.context_size}
     return ApiError(400, message, "exceed_context_size_error", extra=extra)

@@ -1,4 +1,4 @@
-"""Constrained decoding: JSON of a schema, or a grammar, by llguidance's token masks."""
+"""Constrained decoding by a JSON schema or a grammar, with llguidance's token masks."""
 
 import json
 from collections.abc import Mapping
@@ -17,30 +17,29 @@ from kvkeep.model import Model
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _MAX_LENGTH = 200_000  # characters of a schema or grammar
-_STAND_IN = "<|kvkeep stands in for the end of the text|>"
+_END_STAND_IN = "<|kvkeep stands in for the end of the text|>"
 
 
 class Grammar:
     """A sampling `Constraint`: one text of a grammar, then an end token.
 
-    A model without any end token cannot end its text: then the grammar is `complete` as soon as
-    nothing but the end may follow.
+    A model without an end token cannot end its text: then the grammar is `complete` as soon as
+    only the end may follow.
     """
 
     def __init__(self, model: Model, grammar: str):
         """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one."""
         # Model files may name end tokens that the tokenizer's vocabulary lacks.
-        ends = tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
-        tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), ends)
+        end_ids = tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
+        tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), end_ids)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InvalidArgument(f"the schema or grammar cannot be used: {problem[:500]}")
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._mask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
-        self._stand_in = None if ends else int(tokenizer.eos_token)
+        self._end_stand_in = None if end_ids else int(tokenizer.eos_token)
 
     @classmethod
     def from_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
-        """Compile a JSON schema. Raises InvalidArgument for one that cannot be used."""
         try:
             text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
@@ -75,8 +74,8 @@ class Grammar:
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
         allowed = np.zeros(logits.shape[0], dtype=bool)
         allowed[: len(bits)] = bits[: len(allowed)]
-        if self._stand_in is not None:
-            allowed[self._stand_in : self._stand_in + 1] = False
+        if self._end_stand_in is not None:
+            allowed[self._end_stand_in : self._end_stand_in + 1] = False
             if not allowed.any():
                 raise InvalidArgument(
                     "the schema or grammar allows no text, and the model has no token to end one: "
@@ -87,19 +86,18 @@ class Grammar:
     @property
     def complete(self) -> bool:
         """Whether no more tokens may come, and the model has no end token to sample."""
-        return self._stand_in is not None and bool(self._matcher.is_stopped())
+        return self._end_stand_in is not None and bool(self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
-        """Advance the grammar by a sampled token."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
 
 @lru_cache(maxsize=4)
-def _llguidance_tokenizer(path: str, ends: tuple[int, ...]) -> LLTokenizer:
-    """Load the tokenizer for llguidance, which needs an end token: a stand-in if there is none."""
-    if ends:
-        return LLTokenizer(path, eos_token=list(ends))
+def _llguidance_tokenizer(path: str, end_ids: tuple[int, ...]) -> LLTokenizer:
+    """llguidance needs an end token: without `end_ids`, one is added to the tokenizer."""
+    if end_ids:
+        return LLTokenizer(path, eos_token=list(end_ids))
     tokenizer = Tokenizer.from_file(path)
-    tokenizer.add_special_tokens([_STAND_IN])
-    return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(_STAND_IN))
+    tokenizer.add_special_tokens([_END_STAND_IN])
+    return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(_END_STAND_IN))

@@ -25,12 +25,10 @@ MAX_KEY_LENGTH = 200  # characters
 
 @dataclass
 class _KeyedRequest:
-    """A request that came with a key."""
-
-    key: tuple[str, str]  # with its owner
+    key: tuple[str, str]  # the owner and the key
     digest: str  # of the request
     messages: list[Message] = field(default_factory=list)  # of the response
-    complete: bool = False  # whether they are the whole response
+    complete: bool = False  # whether `messages` are the whole response
 
 
 class IdempotencyMiddleware:
@@ -51,7 +49,7 @@ class IdempotencyMiddleware:
             await error.response()(scope, receive, send)
 
     async def _run_once(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a request, or repeat the response of an earlier one. Raises ApiError."""
+        """Run a request, or repeat the response to an earlier one. Raises ApiError."""
         if not 0 < len(key) <= MAX_KEY_LENGTH:
             raise bad_key_error()
         body = await read_body(receive)
@@ -74,13 +72,13 @@ class IdempotencyMiddleware:
             message = "the request with this Idempotency-Key is still running"
             raise ApiError(409, message, "conflict_error", "key_at_work")
         else:
-            for part in earlier.messages:
-                await send(dict(part))
+            for response_message in earlier.messages:
+                await send(dict(response_message))
 
     async def _run(
         self, request: _KeyedRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Run a request for the first time and remember its response, unless a retry may differ."""
+        """Run a request, and remember its response unless a retry may succeed."""
         self._requests[request.key] = request
         size = 0
 
@@ -104,7 +102,7 @@ class IdempotencyMiddleware:
 
 
 def _idempotency_key(scope: Scope) -> str | None:
-    """Return the key of a request that changes sessions or snapshots, else None."""
+    """Return the key of a request that changes sessions or snapshots."""
     changes = scope["type"] == "http" and scope["method"] in _METHODS
     if not changes or not scope["path"].startswith(_PATHS):
         return None

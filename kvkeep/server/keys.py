@@ -17,7 +17,7 @@ class ApiKeys:
     """The accepted API keys. Without any, all requests have one owner.
 
     An owner is an HMAC of the key under a secret of this server (RFC 2104), so that names of
-    folders and responses reveal nothing of keys.
+    folders and responses reveal nothing about keys.
     """
 
     def __init__(self, keys: tuple[str, ...] = (), secret: bytes = b""):
@@ -25,7 +25,6 @@ class ApiKeys:
         self._owners = [self._digest(key) for key in keys]
 
     def owner(self, key: str | None) -> str | None:
-        """Return a key's owner, or None for an unknown or missing key."""
         if not self._owners:
             return DEFAULT_OWNER
         digest = self._digest(key or "")  # compared with all, each in constant time
@@ -39,23 +38,18 @@ class ApiKeys:
     def read(cls, file: Path | None, secret: bytes | Path) -> "ApiKeys":
         """Read a file with one key a line; empty lines and lines that begin with # are skipped.
 
-        secret: of a fleet, or the folder that keeps the server's: owners stay the same after a
-        restart. Raises InvalidArgument for a file without a key, or with one that is too short.
+        secret: a fleet's secret, or the folder with the server's, so that owners stay the same
+        after a restart. Raises InvalidArgument for a file without keys, or with a short key.
         """
         if file is None:
             return cls()
-        keys = _read_keys(file)
+        lines = [line.strip() for line in read_text_file(file).splitlines()]
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        if not keys:
+            raise InvalidArgument(f"{file} holds no key: write one in each line")
+        if any(len(key) < _MIN_LENGTH for key in keys):
+            raise InvalidArgument(f"{file}: a key has {_MIN_LENGTH} characters or more")
         return cls(keys, secret if isinstance(secret, bytes) else _read_or_create_secret(secret))
-
-
-def _read_keys(file: Path) -> tuple[str, ...]:
-    lines = [line.strip() for line in read_text_file(file).splitlines()]
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise InvalidArgument(f"{file} holds no key: write one in each line")
-    if any(len(key) < _MIN_LENGTH for key in keys):
-        raise InvalidArgument(f"{file}: a key has {_MIN_LENGTH} characters or more")
-    return keys
 
 
 def _read_or_create_secret(folder: Path) -> bytes:

@@ -53,10 +53,7 @@ def serve_on(
     middleware: Callable[[Any], Any] = IdempotencyMiddleware,
     drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until a signal comes.
-
-    options: of `kvkeep serve`. middleware: see `application`. drain: awaited after all requests.
-    """
+    """Serve with the options of `kvkeep serve`, until a signal. drain: awaited at the end."""
     listener = _listen(options["host"], options["port"])
     host, port = listener.getsockname()[:2]
     name = options["alias"] or Path(engine.model.name).name
@@ -86,7 +83,7 @@ def serve_on(
 
 
 def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raises InvalidArgument if it is in use."""
+    """Return the port, or a free one if it is 0. Raises InvalidArgument if it is in use."""
     with _listen(host, port) as listener:
         return int(listener.getsockname()[1])
 

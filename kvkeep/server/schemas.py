@@ -12,8 +12,8 @@ from kvkeep.session.sampling import Sampling
 
 MAX_TOKENS = 1_000_000  # of one generation
 MAX_GENERATIONS = 64  # for one prompt
-_SEEDS = 2**53
-_FORBIDDEN = -1e6  # the bias for which llama.cpp's clients write `false`
+_SEED_LIMIT = 2**53
+_FORBIDDING_BIAS = -1e6  # llama.cpp's clients write `false` for it
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -44,8 +44,8 @@ class SamplingParams(RequestBody):
     logit_bias: dict[str, Bias] | list[tuple[int, Bias | Literal[False]]] | None = None
 
     def samplings(self, count: int = 1, temperature: float = 1.0) -> list[Sampling]:
-        """Return one `Sampling` for each of `count` generations. temperature: the default."""
-        seed = secrets.randbelow(_SEEDS) if self.seed is None or self.seed < 0 else self.seed
+        """Return a `Sampling` for each generation. temperature: if the request has none."""
+        seed = secrets.randbelow(_SEED_LIMIT) if self.seed is None or self.seed < 0 else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         last_n = 64 if self.repeat_last_n is None else self.repeat_last_n
         sampling = Sampling(
@@ -67,7 +67,7 @@ class SamplingParams(RequestBody):
 def _bias_pairs(biases: Mapping[str, float] | Sequence[Any]) -> tuple[tuple[int, float], ...]:
     """Return (token, bias) pairs from OpenAI's mapping of digits, or from llama.cpp's pairs."""
     if not isinstance(biases, Mapping):
-        return tuple((token, _FORBIDDEN if bias is False else bias) for token, bias in biases)
+        return tuple((token, _FORBIDDING_BIAS if bias is False else bias) for token, bias in biases)
     if any(not (token.isascii() and token.isdigit()) for token in biases):
         raise InvalidArgument("logit_bias: each name is a token id, written in digits")
     return tuple((int(token), bias) for token, bias in biases.items())

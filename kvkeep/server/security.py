@@ -31,14 +31,14 @@ _FORM = "application/x-www-form-urlencoded"
 class SecurityMiddleware:
     """Rejects requests with a wrong Host (DNS rebinding), Origin or key, or that are too large.
 
-    hosts: allowed Host headers, without ports. origins: web origins, beside the server's own, that
-    may send requests: browsers attach an Origin to what any page sends, so those of other pages are
-    rejected here. The key's owner is `scope["owner"]` for everything inside.
+    Browsers send an Origin with every page's requests, so those of foreign pages are rejected.
+    Sets `scope["owner"]` to the key's owner.
     """
 
     def __init__(
         self, app: Any, service: Service, hosts: Collection[str], origins: Collection[str] = ()
     ):
+        """hosts: allowed, without ports. origins: allowed beside the server's own."""
         self._app, self._keys = app, service.keys
         self._origins, self._allow_edit = frozenset(origins), service.allow_edit
         self._status_counts = service.status_counts
@@ -59,8 +59,8 @@ class SecurityMiddleware:
             return
         if headers.get("content-type", _FORM).startswith(_FORM):
             # `curl -d` sends JSON as a form, and no route takes forms.
-            others = [header for header in scope["headers"] if header[0] != b"content-type"]
-            scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+            rest = [header for header in scope["headers"] if header[0] != b"content-type"]
+            scope = {**scope, "headers": [*rest, (b"content-type", b"application/json")]}
         await self._app(scope, exchange.receive_limited, exchange.send_unless_too_large)
         if exchange.must_reject:
             await _too_large().response()(scope, receive, exchange.send)
@@ -86,9 +86,9 @@ class SecurityMiddleware:
 
     def _authenticate(self, scope: Scope, headers: dict[str, str]) -> str | None:
         """Return the owner, or None for a public path without one. Raises ApiError (401)."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key")
-        owner = self._keys.owner(bearer)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" and token else headers.get("x-api-key")
+        owner = self._keys.owner(key)
         public = scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PAGE_PREFIX)
         if owner is None and not public and scope["method"] != "OPTIONS":
             raise ApiError(401, "missing or unknown API key", "authentication_error", "key")
@@ -113,7 +113,7 @@ def _without_port(host: str) -> str:
 
 
 class _Exchange:
-    """A request whose body is limited, whatever Content-Length says, and its counted response."""
+    """One request and its response: limits the body's size, and counts the response's status."""
 
     def __init__(self, receive: Receive, send: Send, status_counts: Counter[int]):
         self._receive, self._send, self._received = receive, send, 0
@@ -121,7 +121,6 @@ class _Exchange:
 
     @property
     def must_reject(self) -> bool:
-        """Whether the body is too large and no response has started yet."""
         return self._received > MAX_BODY and not self._response_started
 
     async def receive_limited(self) -> Message:
@@ -130,7 +129,7 @@ class _Exchange:
         return {"type": "http.disconnect"} if self.must_reject else message
 
     async def send_unless_too_large(self, message: Message) -> None:
-        if not self.must_reject:  # a response to half of a body is discarded
+        if not self.must_reject:  # a response to a part of the body is discarded
             self._response_started = True
             await self.send(message)
 

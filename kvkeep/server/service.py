@@ -28,10 +28,10 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.keys import ApiKeys
 
 T = TypeVar("T")
-# A request, or a function that returns it for the session as it is when the request is admitted.
+# A request, or a function that returns it, called with the session's record at admission.
 RequestOrFactory = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
 
-_Progress = PrefillProgress | GeneratedToken | Finished
+_StreamEvent = PrefillProgress | GeneratedToken | Finished
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Service:
     name: str  # the model's name as clients see it
     keys: ApiKeys
     created: int = 0  # start time, seconds since 1970
-    closing: bool = False  # the server is shutting down, which ends endless streams
+    closing: bool = False  # the server is shutting down: streams of operations end
     status_counts: Counter[int] = field(default_factory=Counter)  # HTTP responses by status
     allow_edit: bool = False  # the web UI may change sessions
     # OpenAI responses in progress, by owner and id.
@@ -58,13 +58,13 @@ class Service:
         return self.engine.settings.get("max_kv_size") or self.model.spec.max_positions
 
     def max_tokens(self, requested: int | None) -> int:
-        """Return the requested limit, or the model's positions: unlimited is no sane default."""
+        """Return the requested limit; by default, the model's number of positions."""
         return self.model.spec.max_positions if requested is None else requested
 
 
 @dataclass(frozen=True)
 class RequestContext:
-    """A request's service, connection, and the owner of its API key."""
+    """A request, its service, and the owner of its API key."""
 
     service: Service
     owner: str
@@ -79,20 +79,20 @@ class RequestContext:
         return self.service.model.text
 
     async def inspect(self, session: str, function: Callable[[SessionRecord], T]) -> T:
-        """Return a function's result for a session. It runs in the engine's thread."""
+        """Return `function(record)` of a session, called in the engine's thread."""
         return await wrap_future(self.engine.inspect(session, self.owner, function))
 
     async def generate(
         self, request: RequestOrFactory, session: str, revision: int | None = None
     ) -> "GenerationStream":
-        """Submit a request to a session. Raises what `Engine.submit` does."""
+        """Submit a request to a session. Raises as `Engine.submit`."""
         stream = GenerationStream(1)
         (listener,) = stream.listeners
         await stream.start(self.engine.submit(request, session, self.owner, listener, revision))
         return stream
 
     async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
-        """Return all results. Raises the first failure; it or a disconnect cancels the others."""
+        """Return all results. A failure, which is raised, or a disconnect cancels all streams."""
 
         async def cancel_on_disconnect() -> None:
             while (await self.http_request.receive())["type"] != "http.disconnect":
@@ -102,7 +102,7 @@ class RequestContext:
 
         watcher = asyncio.create_task(cancel_on_disconnect())
         try:
-            await asyncio.gather(*(stream.finish() for stream in streams))
+            await asyncio.gather(*(stream.wait() for stream in streams))
         finally:
             watcher.cancel()
             for stream in streams:
@@ -131,10 +131,10 @@ class GenerationStream:
     """Generations in progress, as an event loop sees them."""
 
     def __init__(self, count: int):
-        # For the engine's thread, one for each generation.
+        # One for each generation, called in the engine's thread.
         self.listeners = [partial(self._enqueue, index) for index in range(count)]
         self.generations: list[Generation] = []
-        self.results = [GenerationResult() for _ in range(count)]  # so far
+        self.results = [GenerationResult() for _ in range(count)]
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
         self._available = asyncio.Event()
@@ -158,8 +158,8 @@ class GenerationStream:
             submission.add_done_callback(_cancel_generations)
             raise
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, _Progress]]:
-        """Yield indices and events until all have finished or one fails; leaving cancels all."""
+    async def __aiter__(self) -> AsyncIterator[tuple[int, _StreamEvent]]:
+        """Yield (generation's index, event). Raises the first failure. The end cancels all."""
         finished = 0
         try:
             while finished < len(self.generations):
@@ -181,13 +181,12 @@ class GenerationStream:
         finally:
             self.cancel()
 
-    async def finish(self) -> None:
+    async def wait(self) -> None:
         """Wait for all generations. Raises the first failure."""
         async for _ in self:
             pass
 
     def cancel(self) -> None:
-        """Cancel the generations that have not finished."""
         for generation in self.generations:
             generation.cancel()
 

@@ -22,7 +22,7 @@ JSON_OR_EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def sse_event(data: Any, name: str | None = None) -> bytes:
-    """Encode one event. data: a JSON value; name: the event type, for APIs that have types."""
+    """Encode an event. data: a JSON value. name: the event's type, for APIs that have types."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     event_line = f"event: {name}\n" if name else ""
     return f"{event_line}data: {text}\n\n".encode()
@@ -33,7 +33,7 @@ def sse_response(
     error_name: str | None = None,
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.openai_body,
 ) -> StreamingResponse:
-    """Return a streaming response. error_name, error_body: of its last event if it fails."""
+    """Return a streaming response. error_name, error_body: of the last event after a failure."""
 
     async def events_or_error() -> AsyncIterator[bytes]:
         try:

@@ -1,8 +1,8 @@
 """Tools: their description in the prompt, and the parsing of the model's calls.
 
-Templates that support tools render them. For others, SmolLM2's among them, the tools are described
-in the system message in the form that Hermes models are trained on, `<tool_call>` around JSON,
-which most small models follow: https://github.com/NousResearch/Hermes-Function-Calling.
+For templates that do not support tools, such as SmolLM2's, the system message describes them in the
+form of Hermes models, `<tool_call>` around JSON, which most small models follow:
+https://github.com/NousResearch/Hermes-Function-Calling.
 """
 
 import json
@@ -31,24 +31,23 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     def openai_entry(self) -> dict[str, Any]:
-        """Return the call in the form of OpenAI's chat API."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools that the model may call, in OpenAI's form; false if there are none."""
+    """The tools that the model may call; false if there are none."""
 
-    functions: Sequence[Mapping[str, Any]] = ()
+    entries: Sequence[Mapping[str, Any]] = ()  # OpenAI's `tools`
     choice: str = "auto"  # or "required", or the name of the tool that must be called
 
     def __bool__(self) -> bool:
-        return bool(self.functions)
+        return bool(self.entries)
 
     @property
     def names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.functions]
+        return [tool["function"]["name"] for tool in self.entries]
 
     @property
     def forced(self) -> bool:
@@ -67,7 +66,7 @@ class Tools:
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for tool in self.functions
+            for tool in self.entries
             if self.choice in ("required", tool["function"]["name"])
         ]
         return {"anyOf": calls}
@@ -75,21 +74,21 @@ class Tools:
     def for_template(
         self, codec: TextCodec, messages: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Return messages and tools for a template; as text and None if it does not take tools."""
+        """Return messages and tools to render; for templates without tools, text and None."""
         if not self:
             return messages, None
         if _template_supports_tools(codec):
-            return messages, self.functions
+            return messages, self.entries
         plain = [_without_tools(message) for message in messages]
-        text = _tool_description(self.functions)
+        description = _tool_description(self.entries)
         if plain[0]["role"] == "system":
-            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{description}"}
         else:
-            plain.insert(0, {"role": "system", "content": text})
+            plain.insert(0, {"role": "system", "content": description})
         return plain, None
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Split generated text into the text beside the calls and the calls of known tools."""
+        """Split generated text into its text outside of calls, and its calls of known tools."""
         if not self:
             return text, []
         calls = [call for part in _CALL.findall(text) for call in self._parse_calls(part)]
@@ -99,7 +98,7 @@ class Tools:
         return ("", bare_calls) if bare_calls else (text, [])
 
     def _parse_calls(self, text: str) -> list[ToolCall]:
-        """Parse JSON as calls; none unless all of it is calls of known tools."""
+        """Parse JSON as one call or a list. Returns [] unless all are calls of known tools."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -110,11 +109,11 @@ class Tools:
         return calls if len(calls) == len(entries) else []
 
 
-def checked_tools(functions: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
-    """Validate the tools of a request, in OpenAI's form, and its choice. Raises InvalidArgument."""
-    if len(functions) > _MAX_TOOLS:
-        raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(functions)}")
-    for index, tool in enumerate(functions):
+def checked_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
+    """Validate OpenAI's `tools` and `tool_choice`. Raises InvalidArgument."""
+    if len(entries) > _MAX_TOOLS:
+        raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(entries)}")
+    for index, tool in enumerate(entries):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -124,10 +123,10 @@ def checked_tools(functions: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
         choice = function.get("name") if isinstance(function, Mapping) else None
-    tools = Tools(functions, choice or "auto")
-    if tools.choice == "none" or (not functions and tools.choice == "auto"):
+    tools = Tools(entries, choice or "auto")
+    if tools.choice == "none" or (not entries and tools.choice == "auto"):
         return Tools()
-    if tools.choice not in ("auto", "required", *tools.names) or not functions:
+    if tools.choice not in ("auto", "required", *tools.names) or not entries:
         raise InvalidArgument(f"tool_choice: there is no such tool; there are {tools.names}")
     return tools
 
@@ -152,14 +151,13 @@ def _template_supports_tools(codec: TextCodec) -> bool:
 
 
 def _tool_description(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the system text that describes the tools and the form of a call."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    form = f'{_OPEN}\n{{"name": <name>, "arguments": <object>}}\n{_CLOSE}'
-    return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{form}"
+    call = f'{_OPEN}\n{{"name": <name>, "arguments": <object>}}\n{_CLOSE}'
+    return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{call}"
 
 
 def _without_tools(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its tool calls, or its tool result, as plain text."""
+    """Return a message whose tool calls or tool result are plain text."""
     result = {key: message[key] for key in ("role", "content") if key in message}
     if message.get("role") == "tool":
         text = f"<tool_response>\n{result['content']}\n</tool_response>"

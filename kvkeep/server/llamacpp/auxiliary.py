@@ -10,7 +10,7 @@ from pydantic import Field
 from kvkeep.errors import NoSuchSession, UnsupportedModel
 from kvkeep.models.text.chat_template import template_source
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import template_messages
+from kvkeep.server.generation import normalized_messages
 from kvkeep.server.schemas import RequestBody, TokenId
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.version import __version__
@@ -69,7 +69,7 @@ async def detokenize(body: DetokenizeRequest, context: ContextDep) -> dict[str, 
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, context: ContextDep) -> dict[str, str]:
     """Render messages with the model's chat template."""
-    messages = template_messages(body.messages)
+    messages = normalized_messages(body.messages)
     return {"prompt": str(context.codec.chat(messages, body.add_generation_prompt))}
 
 
@@ -143,5 +143,4 @@ async def _token_count(context: RequestContext, name: str) -> int:
 
 
 def slot_name(slot: int) -> str:
-    """Return the name of a slot's session."""
     return f"slot-{slot}"

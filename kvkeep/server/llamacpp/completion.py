@@ -69,12 +69,11 @@ class LlamaCompletionRequest(SamplingParams):
         return isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt)
 
     def encode_prompts(self, codec: TextCodec) -> list[list[int]]:
-        """Return the token ids of each prompt."""
         prompts: Any = self.prompt if self.has_many_prompts else [self.prompt]
         return [_encode_prompt(prompt, codec) for prompt in prompts]
 
     def with_encoded_bias(self, codec: TextCodec) -> "LlamaCompletionRequest":
-        """Return a copy in which the texts of `logit_bias` are replaced by their tokens."""
+        """Return a copy with the texts in `logit_bias` replaced by their tokens."""
         biases = self.logit_bias
         items = biases.items() if isinstance(biases, dict) else biases or ()
         pairs = [(token, bias) for text, bias in items for token in _bias_tokens(text, codec)]
@@ -126,7 +125,7 @@ async def completion(
     if body.stream:
         return sse_response(outputs[0].events(started[0]))
     results = await context.collect(*started)
-    responses = [output.whole(result) for output, result in zip(outputs, results, strict=True)]
+    responses = [output.response(result) for output, result in zip(outputs, results, strict=True)]
     return responses if body.has_many_prompts else responses[0]
 
 
@@ -149,28 +148,29 @@ async def _start(
 
 
 class _LlamaOutput:
-    """A completion in the form of llama.cpp's responses. index: of its prompt."""
+    """A completion in the form of llama.cpp's responses."""
 
     def __init__(
         self, body: LlamaCompletionRequest, ids: list[int], context: RequestContext, index: int
     ):
+        """ids: the prompt's. index: of the prompt in the request."""
         self._body, self._ids, self._context, self._index = body, ids, context, index
 
-    def whole(self, result: GenerationResult) -> dict[str, Any]:
+    def response(self, result: GenerationResult) -> dict[str, Any]:
         content = self._content(result.text, result.tokens)
-        fields = {**self._final(result.end), **content, "has_new_line": "\n" in result.text}
+        fields = {**self._final_fields(result.end), **content, "has_new_line": "\n" in result.text}
         return _select_fields(fields, self._body.response_fields)
 
     async def events(self, generations: GenerationStream) -> AsyncIterator[bytes]:
-        async for _, progress in generations:
-            if isinstance(progress, Finished):
-                content = self._content(progress.text, [])
-                yield sse_event({**self._final(progress), **content})
-            elif isinstance(progress, GeneratedToken):
-                content = self._content(progress.text, [progress])
+        async for _, event in generations:
+            if isinstance(event, Finished):
+                content = self._content(event.text, [])
+                yield sse_event({**self._final_fields(event), **content})
+            elif isinstance(event, GeneratedToken):
+                content = self._content(event.text, [event])
                 yield sse_event({"index": self._index, **content, "stop": False})
             elif self._body.return_progress:
-                prefill = {"prompt_progress": llamacpp_progress(progress)}
+                prefill = {"prompt_progress": llamacpp_progress(event)}
                 yield sse_event({**prefill, "content": "", "stop": False})
 
     def _content(self, text: str, sampled: list[GeneratedToken]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class _LlamaOutput:
             content["completion_probabilities"] = probabilities
         return content
 
-    def _final(self, end: Finished) -> dict[str, Any]:
+    def _final_fields(self, end: Finished) -> dict[str, Any]:
         usage, body = end.usage, self._body
         settings = body.model_dump(exclude={"prompt", *(body.model_extra or {})})
         cached = usage.reuse.tokens + len(self._ids) - usage.prompt
@@ -205,7 +205,7 @@ class _LlamaOutput:
 
 
 def _select_fields(response: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that are named, as "a/b" for b in a; all of them if none is named."""
+    """Return the fields at the paths, such as "a/b" for b in a; all fields if there are none."""
     selected: dict[str, Any] = {}
     for path in paths:
         value: Any = response

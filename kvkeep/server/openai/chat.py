@@ -75,15 +75,14 @@ class ChatRequest(SamplingParams):
         return checked_tools(self.tools or (), self.tool_choice)
 
     def wanted_schema(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that the output must follow. Raises InvalidArgument."""
-        output = self.response_format or ResponseFormat()
-        if output.type == "text":
+        wanted = self.response_format or ResponseFormat()
+        if wanted.type == "text":
             return self.json_schema
-        if output.type == "json_object":
-            return ANY_OBJECT if output.object_schema is None else output.object_schema
-        if output.type != "json_schema":
-            raise InvalidArgument(f"response_format.type cannot be {output.type!r}")
-        schema = (output.json_schema or {}).get("schema")
+        if wanted.type == "json_object":
+            return ANY_OBJECT if wanted.object_schema is None else wanted.object_schema
+        if wanted.type != "json_schema":
+            raise InvalidArgument(f"response_format.type cannot be {wanted.type!r}")
+        schema = (wanted.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
         return schema
@@ -106,7 +105,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     output = _ChatOutput(body, tools, context.codec, common)
     if body.stream:
         return sse_response(output.events(generations))
-    return output.whole(await context.collect(generations))
+    return output.response(await context.collect(generations))
 
 
 @router.post("/v1/chat/completions/input_tokens", response_model=None)
@@ -120,15 +119,16 @@ async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class _ChatOutput:
-    """The choices of a response, whole or in chunks; what may be a tool call is sent at the end."""
+    """The choices of a response, whole or in chunks; text that may be a tool call comes last."""
 
     body: ChatRequest
     tools: Tools
     codec: TextCodec
     common: dict[str, Any]  # fields of every chunk
-    sent: Counter[int] = field(default_factory=Counter)  # characters of each choice's text
+    # By choice, how many characters of its text were sent.
+    sent: Counter[int] = field(default_factory=Counter)
 
-    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def response(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         totals = usage.usage_and_timings(results)
         return {**self.common, "object": "chat.completion", "choices": choices, **totals}
@@ -157,7 +157,7 @@ class _ChatOutput:
                 for chunk in self._last_chunks(index, text, event):
                     yield chunk
             elif isinstance(event, GeneratedToken):
-                start, end = self.sent[index], self._releasable(text)
+                start, end = self.sent[index], self._length_before_calls(text)
                 self.sent[index] = max(start, end)
                 delta = {"content": text[start:end]} if end > start else {}
                 if delta or event.logprob:
@@ -168,14 +168,13 @@ class _ChatOutput:
             yield self._event([], **usage.usage_and_timings(generations.results))
         yield DONE
 
-    def _releasable(self, text: str) -> int:
-        """Return how many characters cannot be part of a tool call."""
+    def _length_before_calls(self, text: str) -> int:
+        """Return how many of the first characters cannot be part of a tool call."""
         if not self.tools:
             return len(text)
         if self.tools.forced or text.lstrip()[:1] in ("{", "["):
             return 0
-        at = text.find("<")
-        return len(text) if at < 0 else at
+        return len(text.partition("<")[0])
 
     def _last_chunks(self, index: int, text: str, end: Finished) -> Iterator[bytes]:
         text, calls = self.tools.parse(text)

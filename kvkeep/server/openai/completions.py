@@ -76,11 +76,11 @@ async def _stream(
     logprobs = [CompletionLogprobs(codec, len(echo)) for _ in range(body.n)]
     for index in range(body.n if echo else 0):
         yield sse_event({**common, "choices": [_choice(index, echo)]})
-    async for index, progress in generations:
-        if isinstance(progress, Finished):
-            yield sse_event({**common, "choices": [_choice(index, progress.text, progress)]})
-        elif isinstance(progress, GeneratedToken) and (progress.text or progress.logprob):
-            choice = _choice(index, progress.text, logprobs=logprobs[index].entry([progress]))
+    async for index, event in generations:
+        if isinstance(event, Finished):
+            yield sse_event({**common, "choices": [_choice(index, event.text, event)]})
+        elif isinstance(event, GeneratedToken) and (event.text or event.logprob):
+            choice = _choice(index, event.text, logprobs=logprobs[index].entry([event]))
             yield sse_event({**common, "choices": [choice]})
     if body.stream_options and body.stream_options.include_usage:
         yield sse_event({**common, "choices": [], "usage": usage.openai_usage(generations.results)})
@@ -97,17 +97,16 @@ def _choice(
 class CompletionLogprobs:
     """The log probabilities of one choice's tokens, in the form of completions.
 
-    Offsets count characters of the choice's text, in a stream too. All tokens of a character that
-    takes several tokens have the offset at which that character begins.
+    Offsets count characters of the choice's whole text, also in a stream. Tokens that share a
+    character have the offset at which it begins.
     """
 
     def __init__(self, codec: TextCodec, start: int = 0):
-        """start: characters of the choice's text before its first token, such as an echo's."""
+        """start: characters of the choice's text before its first token: those of an echo."""
         self._codec, self._offset = codec, start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def entry(self, sampled: Sequence[GeneratedToken]) -> dict[str, Any] | None:
-        """Return the entry of the next tokens, or None without log probabilities."""
         logprobs = [event.logprob for event in sampled if event.logprob is not None]
         if not logprobs:
             return None
@@ -119,7 +118,7 @@ class CompletionLogprobs:
         }
 
     def _top_by_name(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
-        """Map texts to log probabilities; of two tokens with one text the second has its id."""
+        """Map texts to log probabilities; a text that is taken is replaced by the token's id."""
         logprobs: dict[str, float] = {}
         for logprob in top:
             name = self._token_name(logprob.token)

@@ -38,18 +38,17 @@ class ResponsesRequest(SamplingParams):
 
     def checked_tools(self) -> Tools:
         """Validate the tools. In chats, a function's fields are one level deeper than here."""
-        functions = []
+        entries = []
         for tool in self.tools or ():
             fields = ("name", "description", "parameters")
             function = {key: tool[key] for key in fields if tool.get(key) is not None}
-            functions.append({"type": tool.get("type"), "function": function})
-        return checked_tools(functions, self.tool_choice)
+            entries.append({"type": tool.get("type"), "function": function})
+        return checked_tools(entries, self.tool_choice)
 
     def text_format(self) -> dict[str, Any]:
         return (self.text.format if self.text else None) or {"type": "text"}
 
     def wanted_schema(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that the output must follow. Raises InvalidArgument."""
         text_format = self.text_format()
         format_type, schema = text_format.get("type"), text_format.get("schema")
         if format_type == "json_schema" and not isinstance(schema, dict):
@@ -87,7 +86,7 @@ def _input_message(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def output_items(item_id: str, text: str, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Return the generated text and calls as a response's items. item_id: the message's."""
+    """Return the generated text and calls as items. item_id: of the message with the text."""
     items = [message_item(item_id, text)] if text or not calls else []
     for call in calls:
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id}
@@ -106,13 +105,13 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": []}
 
 
-def final_fields(end: Finished, cached: int) -> dict[str, Any]:
-    """Return status and usage. cached: prompt tokens that were not evaluated."""
-    status, prompt = _STATUSES[end.reason], cached + end.usage.prompt
+def final_fields(end: Finished, cached_tokens: int) -> dict[str, Any]:
+    """Return status and usage. cached_tokens: of the prompt, not part of the generation's."""
+    status, prompt = _STATUSES[end.reason], cached_tokens + end.usage.prompt
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     usage = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached},
+        "input_tokens_details": {"cached_tokens": cached_tokens},
         "output_tokens": end.usage.generated,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + end.usage.generated,
@@ -122,7 +121,7 @@ def final_fields(end: Finished, cached: int) -> dict[str, Any]:
 
 def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[str, Any]:
     """Return the response object of a request that has just begun."""
-    repeated = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
+    copied = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
     return {
         "id": response_id,
         "object": "response",
@@ -140,5 +139,5 @@ def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[s
         "tools": body.tools or [],
         "truncation": body.truncation or "auto",
         "usage": None,
-        **body.model_dump(include=repeated),
+        **body.model_dump(include=copied),
     }

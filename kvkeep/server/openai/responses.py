@@ -1,9 +1,8 @@
 """`/v1/responses`: stored responses that others can continue.
 
-A response is a session of the engine. One that continues it is a fork: the parent never changes, so
-any number of responses may continue it. The fork keeps the longest prefix of the new prompt that
-the parent holds: all of the parent where the template renders the conversation as before. A
-template that strips earlier text makes the rest be evaluated again; `cached_tokens` tells.
+A response is a session of the engine. A response that continues it is a fork, so any number may.
+The fork keeps the longest prefix of the new prompt that the parent holds: all of it if the template
+renders the conversation as before, less if the template strips earlier text (see `cached_tokens`).
 """
 
 import asyncio
@@ -41,11 +40,10 @@ class _PendingResponse:
     request: ResponsesRequest
     response: dict[str, Any]  # the response object so far
     messages: list[dict[str, Any]]  # the conversation that it answers
-    cached: int  # prompt tokens that were not evaluated
+    cached_tokens: int  # first tokens of the prompt that the session held already
     generations: GenerationStream
     tools: Tools
-    # Of the generated message.
-    item_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    message_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
 
 @router.post("/v1/responses", response_model=None, responses=JSON_OR_EVENTS)
@@ -117,16 +115,16 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         fork = engine.fork(body.previous_response_id, owner, new=response_id, notes={})
         await wrap_future(fork)
     try:
-        cached = await wrap_future(engine.prepare(ids, response_id, owner))
+        cached_tokens = await wrap_future(engine.prepare(ids, response_id, owner))
         request = GenerationRequest(
-            tuple(ids[cached:]), service.max_tokens(body.max_output_tokens), sampling
+            tuple(ids[cached_tokens:]), service.max_tokens(body.max_output_tokens), sampling
         )
         generations = await context.generate(request, response_id)
     except BaseException:
         await _discard(response_id, context)
         raise
     response = items.new_response(response_id, body, service.name)
-    pending = _PendingResponse(body, response, messages, cached, generations, tools)
+    pending = _PendingResponse(body, response, messages, cached_tokens, generations, tools)
     service.pending_responses[owner, response_id] = pending
     return pending
 
@@ -134,10 +132,10 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
 async def _complete(
     pending: _PendingResponse, result: GenerationResult, context: RequestContext
 ) -> dict[str, Any]:
-    """Return the whole response, stored in its session's notes unless `store` is false."""
+    """Return the complete response; store it in its session's notes unless `store` is false."""
     text, calls = pending.tools.parse(result.text)
-    output = items.output_items(pending.item_id, text, calls)
-    final = items.final_fields(result.end, pending.cached)
+    output = items.output_items(pending.message_id, text, calls)
+    final = items.final_fields(result.end, pending.cached_tokens)
     response = {**pending.response, "output": output, **final}
     response_id = response["id"]
     context.service.pending_responses.pop((context.owner, response_id), None)
@@ -155,45 +153,46 @@ async def _complete(
 async def _stream(pending: _PendingResponse, context: RequestContext) -> AsyncIterator[bytes]:
     """Yield text as it comes; with tools, yield all items at the end, once calls are parsed."""
     sequence, completed, request = itertools.count(), False, pending.request
-    item_id, streams_text = pending.item_id, not pending.tools
+    message_id, streams_text = pending.message_id, not pending.tools
     generation, result = pending.generations.generations[0], pending.generations.results[0]
-    part = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    part = {"item_id": message_id, "output_index": 0, "content_index": 0}
 
-    def event(event_type: str, **data: Any) -> bytes:
+    def encoded(event_type: str, **data: Any) -> bytes:
         fields = {"type": event_type, "sequence_number": next(sequence), **data}
         return sse_event(fields, event_type)
 
     try:
-        yield event("response.created", response=pending.response)
-        yield event("response.in_progress", response=pending.response)
+        yield encoded("response.created", response=pending.response)
+        yield encoded("response.in_progress", response=pending.response)
         if streams_text:
-            started = items.message_item(item_id, "", "in_progress")
-            yield event("response.output_item.added", output_index=0, item=started)
-            yield event("response.content_part.added", **part, part=items.text_part(""))
-        async for _, progress in pending.generations:
-            if isinstance(progress, PrefillProgress):
+            started = items.message_item(message_id, "", "in_progress")
+            yield encoded("response.output_item.added", output_index=0, item=started)
+            yield encoded("response.content_part.added", **part, part=items.text_part(""))
+        async for _, event in pending.generations:
+            if isinstance(event, PrefillProgress):
                 if request.return_progress:
-                    prefill = {"prompt_progress": llamacpp_progress(progress)}
-                    yield event("response.in_progress", response=pending.response, **prefill)
-            elif progress.text and streams_text:
-                delta: dict[str, Any] = {"delta": progress.text, "logprobs": []}
+                    prefill = {"prompt_progress": llamacpp_progress(event)}
+                    yield encoded("response.in_progress", response=pending.response, **prefill)
+            elif event.text and streams_text:
+                delta: dict[str, Any] = {"delta": event.text, "logprobs": []}
                 if request.timings_per_token:
                     delta["timings"] = llamacpp_timings(generation.usage)
-                yield event("response.output_text.delta", **part, **delta)
+                yield encoded("response.output_text.delta", **part, **delta)
         response = await _complete(pending, result, context)
         completed = True
         if streams_text:
-            yield event("response.output_text.done", **part, text=result.text, logprobs=[])
-            yield event("response.content_part.done", **part, part=items.text_part(result.text))
+            yield encoded("response.output_text.done", **part, text=result.text, logprobs=[])
+            yield encoded("response.content_part.done", **part, part=items.text_part(result.text))
         for index, item in enumerate(response["output"]):
             if not streams_text:
-                yield event("response.output_item.added", output_index=index, item=item)
-            yield event("response.output_item.done", output_index=index, item=item)
+                yield encoded("response.output_item.added", output_index=index, item=item)
+            yield encoded("response.output_item.done", output_index=index, item=item)
         timings = llamacpp_timings(result.end.usage)
-        yield event(f"response.{response['status']}", response=response, timings=timings)
+        yield encoded(f"response.{response['status']}", response=response, timings=timings)
     except Exception as error:  # the status is already sent: the last event reports the error
-        problem = api_error_for(error)
-        yield event("error", code=problem.error_type, message=problem.message, param=problem.param)
+        api_error = api_error_for(error)
+        fields = {"message": api_error.message, "param": api_error.param}
+        yield encoded("error", code=api_error.error_type, **fields)
     finally:
         if not completed:
             await asyncio.shield(_discard(pending.response["id"], context))
@@ -212,7 +211,7 @@ async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, 
 
 
 async def _messages(body: ResponsesRequest, context: RequestContext) -> list[dict[str, Any]]:
-    """Return all messages of the conversation up to the request's input, without a system one."""
+    """Return the conversation with the request's input, without system messages."""
     if body.previous_response_id is None:
         return body.input_messages()
     notes = await _stored_notes(body.previous_response_id, context)
@@ -220,7 +219,7 @@ async def _messages(body: ResponsesRequest, context: RequestContext) -> list[dic
 
 
 async def _discard(response_id: str, context: RequestContext) -> None:
-    """Drop a response's session, after cancelling its generation if it is still running."""
+    """Remove a response's session, and cancel its generation if it is still running."""
     pending = context.service.pending_responses.pop((context.owner, response_id), None)
     if pending is not None:
         pending.generations.cancel()

@@ -15,18 +15,17 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "le
 
 
 def completion_fields(prefix: str, service: Service) -> dict[str, Any]:
-    """Return the fields that all chunks of a completion have in common. prefix: of its new id."""
+    """Return the fields that all chunks of a new completion share. prefix: of its id."""
     completion_id = f"{prefix}-{secrets.token_hex(12)}"
     return {"id": completion_id, "created": int(time.time()), "model": service.name}
 
 
 def usage_and_timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    """Return `usage` for all generations of one prompt, and the `timings` of the first."""
     return {"usage": openai_usage(results), "timings": llamacpp_timings(results[0].end.usage)}
 
 
 def openai_usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    """Return `usage` for all generations of one prompt, which is counted once."""
+    """Return the usage of all generations of one prompt, which counts once."""
     first, generated = results[0].end.usage, sum(r.end.usage.generated for r in results)
     return {
         "prompt_tokens": first.prompt,
@@ -37,7 +36,6 @@ def openai_usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
 
 
 def llamacpp_timings(usage: Usage) -> dict[str, Any]:
-    """Return llama.cpp's `timings`: milliseconds, and tokens per second."""
     prefill_ms, decode_ms = 1000 * usage.prefill_seconds, 1000 * usage.decode_seconds
     evaluated, generated = usage.evaluated, usage.generated
     return {
@@ -54,7 +52,6 @@ def llamacpp_timings(usage: Usage) -> dict[str, Any]:
 
 
 def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
-    """Return llama.cpp's `prompt_progress`."""
     return {
         "total": progress.total,
         "cache": progress.reuse.tokens,
@@ -64,15 +61,15 @@ def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
 
 
 def token_logprobs(
-    codec: TextCodec, sampled: GeneratedToken, partial: str = "backslashreplace"
+    codec: TextCodec, sampled: GeneratedToken, decode_errors: str = "backslashreplace"
 ) -> dict[str, Any]:
-    """Return a token's entry in the form of chats. partial: `errors` of `bytes.decode`."""
+    """Return a token's entry in chat completions. decode_errors: `errors` of `bytes.decode`."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
         raw = codec.token_bytes(logprob.token)
         return {
             "id": logprob.token,
-            "token": raw.decode(errors=partial),
+            "token": raw.decode(errors=decode_errors),
             "logprob": logprob.logprob,
             "bytes": list(raw),
         }

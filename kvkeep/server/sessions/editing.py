@@ -23,8 +23,8 @@ class RangeRequest(RequestBody):
     end: TokenIndex | None = None
     span: SpanName | None = None
 
-    def place(self) -> tuple[int | str, int | None]:
-        """Return the start or the span's name, and the end. Raises InvalidArgument."""
+    def range_arguments(self) -> tuple[int | str, int | None]:
+        """Return arguments of `Session.delete` and others: a start and an end, or a span."""
         if self.span is not None and self.start is None:
             return self.span, None
         if self.start is None or self.span is not None:
@@ -70,9 +70,9 @@ async def edit(body: EditRequest, session: SessionDep) -> Response:
                 raise InvalidArgument("an insert needs at: the token before which it goes")
             report = live.insert(body.at, new, body.recompute)
         elif body.op == "delete":
-            report = live.delete(*body.place(), body.recompute)
+            report = live.delete(*body.range_arguments(), body.recompute)
         else:
-            report = live.replace(*body.place(), new, body.recompute)
+            report = live.replace(*body.range_arguments(), new, body.recompute)
         return dataclasses.asdict(report)
 
     return await session.change("edit", apply, adds=len(new))
@@ -81,15 +81,15 @@ async def edit(body: EditRequest, session: SessionDep) -> Response:
 @router.post("/v1/sessions/{name}/pin", response_model=None)
 async def pin(body: RangeRequest, session: SessionDep) -> Response:
     """Pin tokens: they are never evicted."""
-    place = body.place()
-    return await session.change("pin", lambda s: s.pin(*place))
+    token_range = body.range_arguments()
+    return await session.change("pin", lambda s: s.pin(*token_range))
 
 
 @router.post("/v1/sessions/{name}/unpin", response_model=None)
 async def unpin(body: RangeRequest, session: SessionDep) -> Response:
     """Unpin tokens: they are evicted as the window moves on."""
-    place = body.place()
-    return await session.change("unpin", lambda s: s.unpin(*place))
+    token_range = body.range_arguments()
+    return await session.change("unpin", lambda s: s.unpin(*token_range))
 
 
 @router.post("/v1/sessions/{name}/spans", response_model=None)

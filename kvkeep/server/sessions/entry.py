@@ -36,10 +36,10 @@ def parse_if_match(if_match: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class SessionContext(RequestContext):
-    """A request about one session. revision: the one that the request is for; None for any."""
+    """A request about one session."""
 
     name: str
-    revision: int | None
+    revision: int | None  # that the session must have; None for any
 
     async def find(self) -> SessionRecord:
         """Return the session's record, without loading it from disk."""
@@ -48,10 +48,9 @@ class SessionContext(RequestContext):
     async def change(
         self, operation: str, function: Callable[[Session], Any], adds: int = 0
     ) -> JSONResponse:
-        """Change the session as `Engine.change`; return it with the function's `result`."""
-        change = self.engine.change
-        changed = change(self.name, self.owner, operation, function, self.revision, adds)
-        result = await wrap_future(changed)
+        """Change the session by `Engine.change`; return its fields and the `result`."""
+        arguments = (self.name, self.owner, operation, function, self.revision, adds)
+        result = await wrap_future(self.engine.change(*arguments))
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
 
@@ -99,6 +98,6 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
 
 
 def session_response(record: SessionRecord, status: int = 200, **extra: Any) -> JSONResponse:
-    """Return a session's fields, with its revision as the entity tag."""
+    """Return a session's fields, with its revision as the ETag."""
     headers = {"ETag": f'"{record.revision}"'}
     return JSONResponse({**session_entry(record), **extra}, status, headers)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvkeep.engine import GeneratedToken, GenerationRequest, PrefillProgress, chat_turn
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import template_messages
+from kvkeep.server.generation import normalized_messages
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream, RequestOrFactory
@@ -36,16 +36,16 @@ class FeedRequest(SamplingParams):
     stream: bool = False
 
     def encode(self, codec: TextCodec, generation_prompt: bool) -> tuple[int, ...]:
-        """Return the token ids. generation_prompt: whether messages end where a reply begins."""
+        """Return the token ids. generation_prompt: for messages, as of `TextCodec.chat`."""
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("give one of text, tokens and messages")
         if self.messages is not None:
-            messages = template_messages(self.messages)
+            messages = normalized_messages(self.messages)
             return tuple(codec.encode(codec.chat(messages, generation_prompt)))
         return tuple(self.tokens or codec.encode(self.text or "", self.special))
 
     def name_span(self, session: Session, prefilled: int, sampled: int) -> None:
-        """Name the prefilled tokens, which precede the sampled ones, if a name is given."""
+        """Name the prefilled tokens, which precede the sampled ones, if there is a `span`."""
         end = len(session.tokens) - sampled
         if self.span is not None and prefilled:
             session.name(self.span, end - prefilled, end)
@@ -101,7 +101,6 @@ async def say(body: TurnRequest, session: SessionDep) -> Response | dict[str, An
 async def _run(
     request: RequestOrFactory, session: SessionContext, streamed: bool
 ) -> Response | dict[str, Any]:
-    """Run a request in a session; respond with the whole result or with a stream of events."""
     generations = await session.generate(request, session.name, session.revision)
     if streamed:
         return sse_response(_stream(generations, session), error_name="error")
@@ -111,11 +110,11 @@ async def _run(
 
 async def _stream(generations: GenerationStream, session: SessionContext) -> AsyncIterator[bytes]:
     """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
-    async for _, progress in generations:
-        if isinstance(progress, PrefillProgress):
-            yield sse_event({"done": progress.done, "total": progress.total}, "read")
-        elif isinstance(progress, GeneratedToken):
-            yield sse_event({"token": progress.token, "text": progress.text}, "token")
+    async for _, event in generations:
+        if isinstance(event, PrefillProgress):
+            yield sse_event({"done": event.done, "total": event.total}, "read")
+        elif isinstance(event, GeneratedToken):
+            yield sse_event({"token": event.token, "text": event.text}, "token")
     yield sse_event(await _response(generations.results[0], session), "done")
 
 

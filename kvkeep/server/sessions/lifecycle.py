@@ -46,7 +46,7 @@ class CreateSessionRequest(RequestBody):
     far_bits: _Bits | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the given settings. Another policy drops the server's policy settings."""
+        """Return the given settings. With a policy, the server's policy settings do not apply."""
         other_fields = {"name", "from_snapshot", *(self.model_extra or {})}
         settings = self.model_dump(exclude=other_fields, exclude_none=True)
         return {**_NO_POLICY_SETTINGS, **settings} if self.policy else settings

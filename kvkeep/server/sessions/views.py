@@ -57,10 +57,10 @@ async def text(
 
     def pieces(record: SessionRecord) -> dict[str, Any]:
         tokens = record.live.tokens
-        last = min(len(tokens) if end is None else end, start + _MAX_PIECES, len(tokens))
+        stop = min(len(tokens) if end is None else end, start + _MAX_PIECES, len(tokens))
         if start > len(tokens):
             raise InvalidArgument(f"there are {len(tokens)} tokens; found start {start}")
-        ids = tokens[start:last]
+        ids = tokens[start:stop]
         texts = pieces_of(context.codec, tokens[max(0, start - SEAM) : start], ids)
         return {
             "start": start,
@@ -138,21 +138,21 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
 @router.get("/v1/events", response_model=None, responses=EVENTS)
 async def events(context: ContextDep) -> StreamingResponse:
     """Stream each operation on the owner's sessions, from now on."""
-    return sse_response(_stream(context, None))
+    return sse_response(_operation_events(context, None))
 
 
 @router.get("/v1/operations")
 async def operations(context: ContextDep) -> dict[str, Any]:
     """List recent operations, the newest first."""
     recent = await wrap_future(context.engine.operations(context.owner))
-    return {"object": "list", "data": [_entry(operation) for operation in recent]}
+    return {"object": "list", "data": [_operation_entry(operation) for operation in recent]}
 
 
 @router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
 async def session_events(name: SessionName, context: ContextDep) -> StreamingResponse:
     """Stream each operation on one session, from now on."""
     await wrap_future(context.engine.find(name, context.owner))
-    return sse_response(_stream(context, name))
+    return sse_response(_operation_events(context, name))
 
 
 @router.post("/v1/prefix/explain")
@@ -185,7 +185,7 @@ async def misses(context: ContextDep) -> dict[str, Any]:
 def _reuse_entry(
     tokens: int, reuse: Reuse, difference: TextDifference | None, codec: TextCodec
 ) -> dict[str, Any]:
-    """Return what of a prompt is reused, and the texts on both sides of the first difference."""
+    """Return how much of a prompt is reused, and the texts around the first difference."""
     entry: dict[str, Any] = {
         "prompt_tokens": tokens,
         "reused": reuse.tokens,
@@ -202,13 +202,13 @@ def _reuse_entry(
     return entry
 
 
-def _entry(operation: Operation) -> dict[str, Any]:
+def _operation_entry(operation: Operation) -> dict[str, Any]:
     fields = dataclasses.asdict(operation)
     return {name: value for name, value in fields.items() if name != "owner"}
 
 
-async def _stream(context: RequestContext, name: str | None) -> AsyncIterator[bytes]:
-    """Yield an owner's operations, of one session or of all, until the server shuts down."""
+async def _operation_events(context: RequestContext, name: str | None) -> AsyncIterator[bytes]:
+    """Yield an owner's operations until shutdown. name: of a session; None for all sessions."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_QUEUE_SIZE)
 
     def enqueue(operation: Operation) -> None:
@@ -231,6 +231,6 @@ async def _stream(context: RequestContext, name: str | None) -> AsyncIterator[by
                 if idle_polls % _KEEPALIVE_POLLS == 0:
                     yield b": still here\n\n"
                 continue
-            yield sse_event(_entry(operation), "operation")
+            yield sse_event(_operation_entry(operation), "operation")
     finally:
         stop_listening()
