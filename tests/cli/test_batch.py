@@ -13,7 +13,7 @@ from cli.conftest import Invoke, Start
 from topics import topic_text
 
 from kvkeep import Sampling
-from kvkeep.cli.batch.run import BatchResults
+from kvkeep.cli.batch.run import BatchAnswer, BatchReport, BatchResults
 from kvkeep.model import Model
 
 SYSTEM = "You answer in one word, and you never explain. " * 50
@@ -97,6 +97,27 @@ def test_a_stopped_batch_resumes(
     assert len(results(out)) == 6
     for _ in range(2):  # nothing is left to do, so no model is loaded
         assert "6 of 6 answers" in invoke("batch", source, "-o", out, "-m", "nowhere").stderr
+
+
+def test_interrupting_a_batch_with_a_failed_request_exits_as_interrupted(
+    invoke: Invoke, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [*prompts(2), {"id": "too long", "prompt": topic_text()[:2000]}]
+    source, report = written(tmp_path / "in.jsonl", lines), tmp_path / "report.json"
+    count = BatchReport.count
+
+    def interrupt_after_failure(self: BatchReport, answer: BatchAnswer) -> None:
+        count(self, answer)
+        if answer.error is not None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchReport, "count", interrupt_after_failure)
+    options = (*tiny, "-n", 3, "--policy", "full", "--max-kv-size", 128, "--report", report)
+    interrupted = invoke("batch", source, "-o", tmp_path / "out", *options)
+    assert interrupted.exit_code == 130
+    assert "1 failed" in interrupted.stderr
+    assert "the same command goes on from here" in interrupted.stderr
+    assert json.loads(report.read_text())["finish_reason"] == "interrupt"
 
 
 def test_a_killed_batch_resumes_without_lost_or_repeated_answers(

@@ -9,7 +9,7 @@ import click
 from kvkeep.cli.batch.requests import read_folder, read_jsonl
 from kvkeep.cli.memory import SessionChoice, keep_option, session_options, uses_prefixes
 from kvkeep.cli.options import OutputChoice, integer_option, output_options, size_option
-from kvkeep.cli.output import shown_bytes
+from kvkeep.cli.output import counted, shown_bytes
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def batch(
             with _engine(model, choice, memory_bytes, at_once) as engine:
                 run_batch(engine, pairs, at_once, results, report, output)
         report.close(output)
+        if report.failed:
+            raise InvalidArgument(f"{counted(report.failed, 'request')} failed; see above")
 
 
 def _engine(model: "Model", choice: SessionChoice, max_bytes: int, at_once: int) -> "Engine":

@@ -156,7 +156,7 @@ class BatchReport:
             self.prompt_tokens += answer.end.usage.prompt
             self.reused_tokens += answer.end.usage.reuse.tokens
 
-    def line(self) -> str:
+    def closing_line(self) -> str:
         done = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
         failed = f", {self.failed} failed" if self.failed else ""
         rate = f" at {self.generated_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
@@ -166,14 +166,12 @@ class BatchReport:
         )
 
     def close(self, output: OutputChoice) -> None:
-        """Write the report and print the closing line. Raises InvalidArgument for failures."""
+        """Write the report and print the closing line."""
         if output.report is not None:
             text = json.dumps({"command": "batch", **asdict(self)}, indent=2)
             write_atomic(output.report, f"{text}\n".encode())
         if not output.quiet:
-            say(self.line())
-        if self.failed:
-            raise InvalidArgument(f"{counted(self.failed, 'request')} failed; see above")
+            say(self.closing_line())
 
 
 def run_batch(
