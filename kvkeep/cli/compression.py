@@ -1,4 +1,4 @@
-"""Compression methods, the calibration that each command uses, and `kvkeep calibrate`."""
+"""Options for compression methods and calibrations, and `kvkeep calibrate`."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ METHOD_NAMES = (
     *("fitted", "random", "knorm", "keydiff", "expected_attention", "snapkv", "h2o", "tova"),
     *("average", "sum", "pick_heads", "kvzip", "kvzip+", "kvzap"),
 )
-BEST = METHOD_NAMES[0]
+BEST_METHOD = METHOD_NAMES[0]
 UNCALIBRATED = tuple(name for name in METHOD_NAMES if name != "kvzap")  # need no calibration
 BUDGET_NAMES = ("heads", "uniform")
 UNCALIBRATED_ARCHIVE = (
@@ -31,7 +31,7 @@ UNCALIBRATED_ARCHIVE = (
 )
 
 
-def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
+def float_in_range(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
     """Return an option type: a finite number in a closed range."""
 
     def parse(value: str) -> float:
@@ -49,14 +49,14 @@ def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
 
 def ratio(value: str) -> float:
     """Option type: a compression ratio, greater than 1."""
-    parsed = number(1)(value)
+    parsed = float_in_range(1)(value)
     if parsed == 1:
         raise click.BadParameter(f"expected more than 1, found {value}")
     return parsed
 
 
 def method_and_budget(value: str) -> str:
-    """Option type: METHOD or METHOD:BUDGET; the budget says how heads share the cells."""
+    """Option type: METHOD or METHOD:BUDGET."""
     name, colon, budget = value.partition(":")
     if name not in METHOD_NAMES:
         raise click.BadParameter(f"expected one of {', '.join(METHOD_NAMES)}; found {name!r}")
@@ -68,7 +68,7 @@ def method_and_budget(value: str) -> str:
 
 
 def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
-    """Raise UsageError if a METHOD or METHOD:BUDGET needs a calibration and no file was given."""
+    """Raise UsageError if a METHOD[:BUDGET] needs a calibration and no file was given."""
     for name in (method.partition(":")[0] for method in methods):
         if calibration is None and name not in UNCALIBRATED:
             raise click.UsageError(
@@ -78,12 +78,11 @@ def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
 
 
 def calibration_option(meaning: str, default: str | None = None) -> Decorator:
-    """Return the `--calibration` option. default: what help shows as the default."""
+    """Return the `--calibration` option. default: as help shows it."""
     return file_option("--calibration", exists=True, show_default=default or False, help=meaning)
 
 
 def load_calibration_file(file: Path | None, model: "Model") -> "Calibration | None":
-    """Load the calibration file given on the command line, if any."""
     if file is None:
         return None
     from kvkeep.compression.calibration.calibration import load_calibration
@@ -95,7 +94,7 @@ def gains_from_calibration(session: "Session") -> bool:
     """Whether the session is an archive that a calibration would improve."""
     settings = session.settings
     return session.policy == "archive" and not (
-        settings["calibrated_by"] or settings["method"] != BEST
+        settings["calibrated_by"] or settings["method"] != BEST_METHOD
     )
 
 
@@ -131,10 +130,7 @@ def calibrate(
 
 
 def measure_calibration(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
-    """Calibrate a model on a text, save the result and print a summary.
-
-    output: the calibration file; None for the default path, where every command finds it.
-    """
+    """Calibrate a model on a text. output: None for the path where every command looks."""
     from tqdm import tqdm
 
     from kvkeep.compression.calibration.calibration import calibration_path
@@ -151,9 +147,9 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
         check_output_path(output, "calibration")
     unfinished = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)
-    hidden = True if quiet else None  # None: tqdm shows the bar on terminals only
+    disable = True if quiet else None  # None: show it on terminals only
     total = measure.calibration_tokens(model, len(ids))
-    with tqdm(total=total, desc="measuring", unit="tok", disable=hidden, leave=False) as bar:
+    with tqdm(total=total, desc="measuring", unit="tok", disable=disable, leave=False) as bar:
 
         def progress(tokens: int) -> None:
             bar.update(tokens)

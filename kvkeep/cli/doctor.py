@@ -19,7 +19,7 @@ from kvkeep.types import DtypeName, WeightsName
 if TYPE_CHECKING:
     from kvkeep.doctor import Cuda, Findings, Kernels, Outlook, Threads, Torch
 
-_Lines = Iterator[tuple[str, str]]
+_Facts = Iterator[tuple[str, str]]
 # Folders in kvkeep's home: a description, and the command that frees space there.
 _DISK_FOLDERS = {
     "models": ("models, in Hugging Face layout", "kvkeep models rm NAME"),
@@ -50,15 +50,15 @@ def doctor(
     if as_json:
         echo_json(asdict(findings))
     else:
-        echo_facts(_lines(findings))
+        echo_facts(_facts(findings))
 
 
-def _lines(findings: "Findings") -> _Lines:
+def _facts(findings: "Findings") -> _Facts:
     yield "kvkeep", f"{findings.kvkeep}; Python {findings.python}; {findings.system}"
     features = findings.processor.features
     listed = "the system lists no features" if features is None else " ".join(features)
     yield "processor", f"{findings.processor.name}: {listed or 'no feature that matters'}"
-    yield from _kernels(findings.kernels)
+    yield from _kernel_facts(findings.kernels)
     yield "threads", _threads(findings.threads)
     memory = findings.memory
     reads = f"{megabytes(memory.read_size)} are read at {_gigabytes(memory.read_per_s)}"
@@ -68,10 +68,10 @@ def _lines(findings: "Findings") -> _Lines:
     if findings.model is None:
         yield "model", findings.no_model
     else:
-        yield from _model(findings.model, memory.read_per_s)
+        yield from _model_facts(findings.model, memory.read_per_s)
 
 
-def _kernels(kernels: "Kernels") -> _Lines:
+def _kernel_facts(kernels: "Kernels") -> _Facts:
     yield "kernels", "none: torch computes" if kernels.name == "torch" else kernels.name
     yield from (("", f"those of {name} {why}") for name, why in kernels.against.items())
     yield from (("", f"{name}={value}") for name, value in kernels.environment.items())
@@ -103,7 +103,7 @@ def _cuda(cuda: "Cuda") -> str:
     return "no GPU found" if cuda.built_for else "none: this torch was built without it"
 
 
-def _model(model: "Outlook", bandwidth: float) -> _Lines:
+def _model_facts(model: "Outlook", bandwidth: float) -> _Facts:
     yield "model", f"{model.name}: written by {model.decode}"
     read = f"{megabytes(model.bytes_per_token)} are read for each token"
     most = f"at most {model.most_tokens_per_s:,.0f} tokens/s at {_gigabytes(bandwidth)}"
@@ -121,8 +121,9 @@ def _gigabytes(rate: float) -> str:
 def disk(as_json: bool) -> None:
     """Say what kvkeep takes on disk, by kind, and what makes room."""
     folder = session_folder()
-    sessions = sum(path.stat().st_size for path in folder.newest())
-    rows = [("sessions", sessions, "saved sessions", "kvkeep sessions rm NAME", str(folder.place))]
+    session_bytes = sum(path.stat().st_size for path in folder.newest())
+    remove_session, place = "kvkeep sessions rm NAME", str(folder.place)
+    rows = [("sessions", session_bytes, "saved sessions", remove_session, place)]
     other = folder_bytes(home())
     for kind, (what, remedy) in _DISK_FOLDERS.items():
         size = folder_bytes(home() / kind)

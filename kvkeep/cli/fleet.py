@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _replicas(text: str) -> tuple[int, int]:
-    """Option type: "N" or "N-M", as the least and the most."""
+    """Option type: "N" or "N-M", as minimum and maximum."""
     minimum, _, maximum = text.partition("-")
     if minimum.isdigit() and (maximum or minimum).isdigit():
         replicas = int(minimum), int(maximum or minimum)
@@ -109,7 +109,7 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
 
 
 def _setup(memory: MemoryChoice, options: dict[str, Any]) -> "Setup":
-    """Collect and check the settings of each server before any of them is started."""
+    """Return the settings of each server, checked before any is started."""
     from kvkeep.fleet.replica import require_conditional_writes
     from kvkeep.fleet.setup import Setup, read_secret
     from kvkeep.server.keys import ApiKeys

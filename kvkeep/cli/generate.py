@@ -106,31 +106,31 @@ def generate(
             opened = resume(source, choice.memory, output.progress)
         else:
             model = choice.memory.load(output.progress)
-            prefix_store = choice.prefixes.store(model)
+            prefix_store = choice.prefixes.open_store(model)
             opened = OpenedSession(model, choice.memory.session(model, store=prefix_store))
         resolved = choice.sampling.resolve(opened.seed)
         run = Run("generate", opened, output, resolved.seed)
         if session_file is not None:
-            what = f"session {session}"
-            run.writer = SessionWriter(opened.session, session_file, what, opened.notes)
+            label = f"session {session}"
+            run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
         if source is not None:
             apply_keep(opened, choice.memory.keep)
         with run.reported():
             _prefill(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:
-                what = str(cache_prompt)
-                run.writer = SessionWriter(opened.session, cache_prompt, what, opened.notes, codec)
+                label = str(cache_prompt)
+                run.writer = SessionWriter(opened.session, cache_prompt, label, opened.notes, codec)
                 run.writer.write()
                 reason = "end"
             else:
-                reason = run.write(None if max_tokens < 0 else max_tokens, resolved, ignore_eos)
+                reason = run.generate(None if max_tokens < 0 else max_tokens, resolved, ignore_eos)
         run.close(reason)
 
 
 def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
-    """Prefill a prompt, after what an interrupt left of an earlier one.
+    """Prefill the rest of an interrupted prompt, and then a prompt.
 
-    A session's memory holds evaluated tokens only, so its notes hold the others, under UNREAD.
+    A session holds evaluated tokens only. The rest of an interrupted prompt is in its notes.
     """
     start, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
     opened.notes.setdefault(FIRST_PROMPT, len(ids))

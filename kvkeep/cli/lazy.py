@@ -16,7 +16,6 @@ class LazyCommand:
     summary: str
 
     def load(self) -> click.Command:
-        """Import the module and return the command."""
         module, _, attribute = self.target.partition(":")
         command = getattr(import_module(f"kvkeep.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
@@ -24,20 +23,17 @@ class LazyCommand:
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on first use.
-
-    lazy: the commands by name, as help lists them. elsewhere: what to suggest for other names.
-    """
+    """A group of lazily imported commands. equivalents: kvkeep's commands by other tools' names."""
 
     def __init__(
         self,
         *args: Any,
         lazy: Mapping[str, LazyCommand],
-        elsewhere: Mapping[str, str] | None = None,
+        equivalents: Mapping[str, str] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.lazy, self.elsewhere = lazy, elsewhere or {}
+        self.lazy, self.equivalents = lazy, equivalents or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.lazy)
@@ -53,28 +49,28 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. The error for an unknown one suggests a similar or equivalent one."""
+        """Find a command. Raises UsageError with a similar or equivalent one as suggestion."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             from difflib import get_close_matches
 
             name = args[0].lower()
-            near = get_close_matches(name, self.lazy, 1)
-            if name in self.elsewhere:
+            similar = get_close_matches(name, self.lazy, 1)
+            if name in self.equivalents:
                 argument = args[1] if len(args) > 1 else "MODEL"
-                suggestion = f"`{self.elsewhere[name].replace('MODEL', argument)}`"
+                suggestion = f"`{self.equivalents[name].replace('MODEL', argument)}`"
             elif name in self.lazy:
                 suggestion = name
-            elif near:
-                suggestion = near[0]
+            elif similar:
+                suggestion = similar[0]
             else:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {suggestion}?", ctx) from None
 
 
-# Commands of ollama, llama.cpp and docker, and the kvkeep command that does the same.
-ELSEWHERE: Mapping[str, str] = {
+# kvkeep's commands by the names of those of ollama, llama.cpp and docker.
+EQUIVALENTS: Mapping[str, str] = {
     "run": "kvkeep chat -m MODEL",
     "list": "kvkeep models` or `kvkeep sessions list",
     "ls": "kvkeep models` or `kvkeep sessions list",
@@ -94,12 +90,12 @@ ELSEWHERE: Mapping[str, str] = {
     "help": "kvkeep --help",
     "version": "kvkeep --version",
 }
-# Within `kvkeep models`, which lists models when called without a command.
-OF_MODELS: Mapping[str, str] = dict.fromkeys(("list", "ls"), "kvkeep models")
+# The same within `kvkeep models`.
+MODELS_EQUIVALENTS: Mapping[str, str] = dict.fromkeys(("list", "ls"), "kvkeep models")
 
 
 class OptionsOnly(click.Command):
-    """A command without positional arguments. hint: the error for one; "{}" stands for it."""
+    """A command without arguments. hint: ends the error for one, with it in place of "{}"."""
 
     def __init__(self, *args: Any, hint: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -107,9 +103,9 @@ class OptionsOnly(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
-        rest = super().parse_args(ctx, args)
-        if rest and not ctx.resilient_parsing:
-            shown = " ".join(rest)
+        extra = super().parse_args(ctx, args)
+        if extra and not ctx.resilient_parsing:
+            shown = " ".join(extra)
             hint = self.hint.format(f'"{shown}"' if " " in shown else shown)
             raise click.UsageError(f"unexpected argument {shown!r}: {hint}", ctx)
-        return rest
+        return extra

@@ -10,14 +10,15 @@ from click.shell_completion import get_completion_class
 
 import kvkeep
 from kvkeep.cli.evaluate import EVALUATIONS
-from kvkeep.cli.lazy import ELSEWHERE, LazyCommand, LazyGroup
+from kvkeep.cli.lazy import EQUIVALENTS, LazyCommand, LazyGroup
 from kvkeep.cli.output import discard, say
 from kvkeep.cli.terminal import signals_interrupt, termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
+# Exit statuses; shells report 128 + N for signal N.
 BAD_INPUT = 2
-INTERRUPTED = 128 + signal.SIGINT  # as shells report it
-PIPE_CLOSED = 128 + 13  # SIGPIPE
+INTERRUPTED = 128 + signal.SIGINT
+PIPE_CLOSED = 128 + signal.SIGPIPE
 COMMANDS = {
     "generate": LazyCommand("generate:generate", "Continue a text."),
     "chat": LazyCommand("chat:chat", "Talk with a model, for as long as you like."),
@@ -40,13 +41,12 @@ COMMANDS = {
 
 
 class Commands(LazyGroup):
-    """The root group. Reports bad input as one line on standard error and exit status 2."""
+    """The root group. Bad input ends in one line on standard error and exit status 2."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
-            # A character that the terminal cannot encode is replaced instead of raising an error.
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")
+                stream.reconfigure(errors="replace")  # what the terminal cannot encode
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # refused later, with a clear message
         kwargs["standalone_mode"] = False
@@ -55,18 +55,18 @@ class Commands(LazyGroup):
             sys.stdout.flush()
         except click.ClickException as error:
             context = error.ctx if isinstance(error, click.UsageError) else None
-            where = f" (see {context.command_path} --help)" if context else ""
-            _refuse(f"{error.format_message()}{where}")
+            see = f" (see {context.command_path} --help)" if context else ""
+            _exit_with_error(f"{error.format_message()}{see}")
         except KvkeepError as error:
-            _refuse(str(error))
+            _exit_with_error(str(error))
         except BrokenPipeError:
             discard(sys.stdout)
             sys.exit(PIPE_CLOSED)
         except OSError as error:
-            named = f"{error.filename}: " if error.filename else ""
-            _refuse(f"{named}{error.strerror or error}")
+            file = f"{error.filename}: " if error.filename else ""
+            _exit_with_error(f"{file}{error.strerror or error}")
         except UnicodeEncodeError as error:
-            _refuse(f"the input is not UTF-8 text ({error}); expected text in UTF-8")
+            _exit_with_error(f"the input is not UTF-8 text ({error}); expected text in UTF-8")
         except click.Abort:
             sys.exit(INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
@@ -94,7 +94,7 @@ class Commands(LazyGroup):
     "kvkeep",
     cls=Commands,
     lazy=COMMANDS,
-    elsewhere=ELSEWHERE,
+    equivalents=EQUIVALENTS,
     invoke_without_command=True,
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -126,7 +126,7 @@ def completion(shell: str) -> None:
     click.echo(shell_class(main, {}, "kvkeep", "_KVKEEP_COMPLETE").source())
 
 
-def _refuse(message: str) -> NoReturn:
+def _exit_with_error(message: str) -> NoReturn:
     """Print an error message in one line and exit with status 2."""
     try:
         sys.stdout.flush()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.storage.prefixes.block import PrefixCache
 
 # Listed here because the modules that define them import torch, which would slow down --help.
-KEEPING = ("sliding", "shift", "archive")  # policies that evict, except the first tokens
+EVICTING_POLICIES = ("sliding", "shift", "archive")  # these never evict the first `keep` tokens
 POLICY_NAMES = get_args(PolicyName)
 CODEC_NAMES = ("none", "zstd", "int8")
 BIT_NAMES = get_args(BitsName)
@@ -34,9 +34,9 @@ PREFIX_BYTES = 2_000_000_000
 class MemoryChoice:
     """The options for a model and its memory.
 
-    keep: None for the command's default. discard, group, window, method, ratio: None for the
-    policy's default. calibration: None for no file. weights: None for the best format in the
-    model's file. kv_bits, far_bits: None for no quantisation.
+    None means: for keep, the command's default; for discard, group, window, method and ratio, the
+    policy's; for weights, the best format in the model's file; for kv_bits and far_bits, no
+    quantisation.
     """
 
     model: str
@@ -57,7 +57,7 @@ class MemoryChoice:
     calibration: Path | None = None
 
     def check(self) -> None:
-        """Check everything that can be checked without the model. Raises InvalidArgument."""
+        """Check what can be checked without the model. Raises InvalidArgument."""
         if self.kv_bits is not None or self.far_bits is not None:
             from kvkeep.cache import Bits
             from kvkeep.policies import checked_bits
@@ -75,20 +75,18 @@ class MemoryChoice:
             make_policy(self.policy, self.max_kv_size, **settings)
 
     def load(self, progress: bool) -> "Model":
-        """Load the model. Raises ModelError."""
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def session(
         self, model: "Model", default_keep: int = SINKS, store: "PrefixCache | None" = None
     ) -> "Session":
-        """Create a session. default_keep: unless `--keep` was given."""
         return model.session(store=store, **self.settings(model, default_keep))
 
     def settings(self, model: "Model", default_keep: int = SINKS) -> dict[str, Any]:
-        """Return the keyword arguments for `Model.session`."""
+        """Return the arguments of `Model.session`. default_keep: used without `--keep`."""
         calibration = compression.load_calibration_file(self.calibration, model)
         if calibration is None and self.policy == "archive" and self.method in (None, "kvzap"):
-            calibration = model.calibration  # other methods do not need it
+            calibration = model.calibration  # other methods do without
         keep = default_keep if self.keep is None else self.keep
         return {
             "max_kv_size": self.max_kv_size,
@@ -102,8 +100,8 @@ class MemoryChoice:
         }
 
     def require_room_for_a_chat(self, model: "Model") -> None:
-        """Raise InvalidArgument if a policy that ends at its budget has no room for any answer."""
-        if self.max_kv_size is None or self.policy in KEEPING:
+        """Raise InvalidArgument if a policy that ends at its budget leaves no answer any room."""
+        if self.max_kv_size is None or self.policy in EVICTING_POLICIES:
             return
         try:
             chat = model.text.chat([{"role": "user", "content": "Hi"}])
@@ -119,8 +117,8 @@ class MemoryChoice:
 
     @property
     def _passes_keep(self) -> bool:
-        """Whether to pass `keep` on: always if it was given, even to a policy that refuses it."""
-        return self.policy in KEEPING or options.is_given("keep")
+        """Whether to pass `keep` on. If given, it is, even to a policy that refuses it."""
+        return self.policy in EVICTING_POLICIES or options.is_given("keep")
 
     @property
     def _policy_settings(self) -> dict[str, Any]:
@@ -130,13 +128,11 @@ class MemoryChoice:
 
 @dataclass(frozen=True)
 class PrefixChoice:
-    """The options for the prefix cache on disk."""
-
     prefix_cache: bool
     prefix_cache_bytes: int
 
-    def store(self, model: "Model") -> "PrefixCache | None":
-        """Open the prefix cache, or return None if it is off. A failure is only a warning."""
+    def open_store(self, model: "Model") -> "PrefixCache | None":
+        """Open the prefix cache. Returns None if it is off, or with a warning if that fails."""
         if not self.prefix_cache:
             return None
         try:
@@ -154,28 +150,27 @@ class PrefixChoice:
 
 @dataclass(frozen=True)
 class SessionChoice:
-    """The options for the sessions that a command prefills and samples in."""
+    """The options for a command's sessions."""
 
     memory: MemoryChoice
     prefixes: PrefixChoice
     sampling: options.SamplingChoice
 
     def check(self) -> None:
-        """Check everything that can be checked without the model. Raises InvalidArgument."""
+        """Check what can be checked without the model. Raises InvalidArgument."""
         self.sampling.resolve()
         self.memory.check()
 
 
 def warn_without_prefixes(error: str) -> None:
-    """Print that the prefix cache is not used, and why."""
     say(f"going on without the prefix cache: {error}")
 
 
 def uses_prefixes(memory: MemoryChoice, prefix_cache: bool) -> bool:
-    """Whether an engine's sessions use the prefix cache; prints a warning if they cannot.
+    """Whether an engine's sessions use the prefix cache. Warns if they cannot.
 
-    Cached prefixes were evaluated over unquantised cells: answers over quantised ones would depend
-    on whether there was a hit.
+    Cached prefixes were evaluated over unquantised cells. With quantised ones, answers would depend
+    on cache hits.
     """
     if prefix_cache and (memory.kv_bits or memory.far_bits):
         warn_without_prefixes(
@@ -186,7 +181,6 @@ def uses_prefixes(memory: MemoryChoice, prefix_cache: bool) -> bool:
 
 
 def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
-    """Open this machine's prefix cache."""
     from kvkeep import PrefixStore
 
     return PrefixStore(home() / "prefixes", max_bytes)
@@ -205,7 +199,7 @@ def keep_option(
 def memory_options(
     keep: options.Decorator | None = None, step: options.Decorator = PREFILL_STEP
 ) -> options.Decorator:
-    """Return a decorator that adds the options of a `MemoryChoice`, passed on as `memory`."""
+    """Return a decorator that passes the options of a `MemoryChoice` as `memory`."""
     policy = [_BUDGET, keep or keep_option(), *_POLICY_OPTIONS]
     return options.collect_options(
         MemoryChoice, "memory", [MODEL, *policy, step, DTYPE, WEIGHTS, DEVICE]
@@ -237,7 +231,7 @@ _POLICY_OPTIONS = (
         "--method",
         compression.METHOD_NAMES,
         "Of archive: how older tokens are compressed.",
-        show_default=f"{compression.BEST}, or kvzap by a calibration",
+        show_default=f"{compression.BEST_METHOD}, or kvzap by a calibration",
     ),
     click.option(
         "--ratio",
@@ -277,10 +271,8 @@ _prefix_options = options.collect_options(PrefixChoice, "prefixes", _PREFIX_OPTI
 
 
 def session_options(keep: options.Decorator) -> options.Decorator:
-    """Return a decorator that adds the options of a `SessionChoice`, passed on as `choice`."""
+    """Return a decorator that passes the options of a `SessionChoice` as `choice`."""
+    memory = [memory_options(keep), store_option]
     prefixes = [_prefix_options, secret_option]
-    return options.collect_options(
-        SessionChoice,
-        "choice",
-        [memory_options(keep), store_option, *prefixes, options.sampling_options],
-    )
+    all_options = [*memory, *prefixes, options.sampling_options]
+    return options.collect_options(SessionChoice, "choice", all_options)

@@ -1,4 +1,4 @@
-"""A text picture of a session's memory: kept, pinned, window, compressed and forgotten tokens."""
+"""A text picture of a session's memory: its tokens by status."""
 
 import itertools
 import shutil
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from kvkeep.session.spans import TokenStatus
 
 _SHORT_BAR = 24  # characters of the bar in a status line
-# Of each status: in UTF-8, and in ASCII.
-_CHARACTERS: dict["TokenStatus", tuple[str, str]] = {
+_CHARACTERS: dict["TokenStatus", tuple[str, str]] = {  # in UTF-8, and in ASCII
     "kept": ("█", "#"),
     "pinned": ("▓", "P"),
     "grouped": ("▒", "="),
@@ -25,24 +24,24 @@ _CHARACTERS: dict["TokenStatus", tuple[str, str]] = {
 }
 
 
-def memory_map(session: "Session", width: int | None = None, plain: bool | None = None) -> str:
-    """Return a bar from the first token to the newest, and the size of the tokens of each status.
+def memory_map(session: "Session", width: int | None = None, ascii_only: bool | None = None) -> str:
+    """Return a bar from the first token to the newest, and the count and size of each status.
 
-    width: characters of the bar. plain: whether to use ASCII only. None: as the terminal has it.
+    width: characters of the bar. ascii_only, width: None to fit the terminal.
     """
     statuses = session.token_status
     sizes = _sizes(session, Counter(statuses))
-    names: dict[TokenStatus, str] = {"window": "held"} if session.policy == "full" else {}
+    labels: dict[TokenStatus, str] = {"window": "held"} if session.policy == "full" else {}
     cache = session.cache
-    last = (
+    summary = (
         f"{cache.cells} of {session.max_kv_size} cells, {megabytes(sum(sizes.values()))} "
         f"({megabytes(cache.nbytes)} set aside); policy {session.policy}"
     )
-    return "\n".join([*draw_map(statuses, sizes, names, width, plain), last])
+    return "\n".join([*draw_map(statuses, sizes, labels, width, ascii_only), summary])
 
 
 def memory_line(session: "Session") -> str:
-    """Return the memory map in one line, for the foot of a screen."""
+    """Return the memory map as a status line."""
     statuses = session.token_status
     size = megabytes(sum(_sizes(session, Counter(statuses)).values()))
     return status_line(
@@ -58,27 +57,27 @@ def status_line(statuses: "Sequence[TokenStatus]", description: str) -> str:
 def draw_map(
     statuses: "Sequence[TokenStatus]",
     sizes: "Mapping[TokenStatus, int] | None" = None,
-    names: "Mapping[TokenStatus, str] | None" = None,
+    labels: "Mapping[TokenStatus, str] | None" = None,
     width: int | None = None,
-    plain: bool | None = None,
+    ascii_only: bool | None = None,
 ) -> list[str]:
-    """Return the bar and a line for each status. sizes: bytes. names: labels of statuses."""
-    style, counts = int(_needs_ascii() if plain is None else plain), Counter(statuses)
+    """Return the bar and a line for each status. sizes: in bytes. labels: in place of names."""
+    style, counts = int(_needs_ascii() if ascii_only is None else ascii_only), Counter(statuses)
     lines = [bar(statuses, width or min(100, shutil.get_terminal_size().columns - 1), style)]
     for status, characters in _CHARACTERS.items():
         if counts[status]:
             has_size = sizes is not None and status != "forgotten"
             size = f"  {megabytes(sizes[status]):>9}" if has_size and sizes is not None else ""
-            tokens, name = counted(counts[status], "token"), (names or {}).get(status, status)
-            lines.append(f"{characters[style]} {name:<10}  {tokens:>13}{size}")
+            tokens, label = counted(counts[status], "token"), (labels or {}).get(status, status)
+            lines.append(f"{characters[style]} {label:<10}  {tokens:>13}{size}")
     return [line for line in lines if line]
 
 
 def bar(statuses: Sequence["TokenStatus"], width: int, style: int) -> str:
-    """Draw tokens from left to right; each character stands for the same number of tokens.
+    """Draw tokens from left to right, equally many in each character.
 
-    A character shows the most frequent status among its tokens. Every status gets at least one
-    character, however few tokens have it. style: 0 for UTF-8, 1 for ASCII.
+    A character shows the most frequent status of its tokens. Even a rare status gets one character.
+    style: 0 for UTF-8, 1 for ASCII.
     """
     width = min(width, len(statuses))
     edges = [len(statuses) * n // width for n in range(width + 1)] if width else [0]
@@ -90,7 +89,7 @@ def bar(statuses: Sequence["TokenStatus"], width: int, style: int) -> str:
 
 
 def _sizes(session: "Session", counts: Counter["TokenStatus"]) -> dict["TokenStatus", int]:
-    """Return the bytes held by status. There are fewer compressed cells than tokens."""
+    """Return the bytes of each status. counts: tokens; compressed ones have fewer cells."""
     cache = session.cache
     near, far = cache.layout.cell_bytes, cache.far_layout.cell_bytes
     compressed = sum(segment.length for segment in cache.segments if segment.compressed)
@@ -101,6 +100,6 @@ def _sizes(session: "Session", counts: Counter["TokenStatus"]) -> dict["TokenSta
 
 
 def _needs_ascii() -> bool:
-    """Whether standard error, where the map is printed, is not a UTF-8 terminal."""
+    """Whether standard error, to which the map is printed, is no UTF-8 terminal."""
     encoding = (sys.stderr.encoding or "").lower().replace("-", "")
     return not (sys.stderr.isatty() and encoding == "utf8")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.lazy import OF_MODELS, LazyCommand, LazyGroup
+from kvkeep.cli.lazy import MODELS_EQUIVALENTS, LazyCommand, LazyGroup
 from kvkeep.cli.options import JSON
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
@@ -25,7 +25,9 @@ MODELS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=MODELS, elsewhere=OF_MODELS, invoke_without_command=True)
+@click.group(
+    cls=LazyGroup, lazy=MODELS, equivalents=MODELS_EQUIVALENTS, invoke_without_command=True
+)
 @JSON
 @click.pass_context
 def models(context: click.Context, as_json: bool) -> None:
@@ -36,8 +38,9 @@ def models(context: click.Context, as_json: bool) -> None:
     rows: list[tuple[str, int | None, str, str | None]]
     rows = [(model.name, model.bytes, model.source, str(model.folder)) for model in pulled]
     names = {model.name for model in pulled}
-    known = [pair for pair in KNOWN_MODELS.items() if pair[0] not in names]
-    rows += [(name, None, model.requirement, None) for name, model in known]
+    for name, known_model in KNOWN_MODELS.items():
+        if name not in names:
+            rows.append((name, None, known_model.requirement, None))
     if as_json:
         keys = ("name", "bytes", "source", "folder")
         echo_json([dict(zip(keys, row, strict=True)) for row in rows])
@@ -65,15 +68,15 @@ def show(name: str, dtype: str, weights: str | None, as_json: bool) -> None:
     if as_json:
         echo_json(asdict(facts))
     else:
-        echo_facts(_lines(facts))
+        echo_facts(_facts(facts))
 
 
-def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
+def _facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "family", facts.architecture
     heads = f"{facts.heads} heads on {facts.kv_heads} KV heads of {facts.head_dim}"
     yield "layers", f"{facts.layers}, {heads}; width {facts.hidden_size:,}"
     if len(facts.groups) > 1 or facts.groups[0].unrotated:
-        yield from (("", _group(group)) for group in facts.groups)
+        yield from (("", _group_description(group)) for group in facts.groups)
     yield "vocabulary", f"{facts.vocabulary:,} tokens"
     yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
     size = megabytes(facts.weight_bytes)
@@ -94,7 +97,7 @@ def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "memory", f"{megabytes(weights + cells)} with all {facts.trained:,} tokens: {parts}"
 
 
-def _group(group: "GroupFacts") -> str:
+def _group_description(group: "GroupFacts") -> str:
     sees = "every token" if group.window is None else f"the newest {group.window:,} tokens"
     heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
     unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
@@ -136,7 +139,6 @@ def rm(names: tuple[str, ...]) -> None:
 
 
 def _find_pulled(name: str) -> PulledModel:
-    """Find a pulled model by name, folder or slug. Raises ModelNotFound."""
     pulled = pulled_models()
     for model in pulled:
         if name in (model.name, model.folder.name, model.slug):

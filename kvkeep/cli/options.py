@@ -1,4 +1,4 @@
-"""Options that several commands share, the values they are collected in, and prompt texts."""
+"""Options that several commands share, their values, and the reading of prompts."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ STDIN = "-"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def whole_number(minimum: int) -> Callable[[str], int]:
+def integer_at_least(minimum: int) -> Callable[[str], int]:
     """Return an option type: an integer of at least `minimum`."""
 
     def parse(value: str) -> int:
@@ -53,12 +53,10 @@ def nbytes(text: str) -> int:
 
 
 def integer_option(*names: str, minimum: int = 1, help: str, **settings: Any) -> Decorator:
-    """Return an option for an integer of at least `minimum`."""
-    return click.option(*names, metavar="N", type=whole_number(minimum), help=help, **settings)
+    return click.option(*names, metavar="N", type=integer_at_least(minimum), help=help, **settings)
 
 
 def choice_option(name: str, values: Sequence[str], help: str, **settings: Any) -> Decorator:
-    """Return an option for one of some names."""
     return click.option(name, type=click.Choice(values), help=help, **settings)
 
 
@@ -71,7 +69,6 @@ def file_option(
 
 
 def size_option(*names: str, help: str, **settings: Any) -> Decorator:
-    """Return an option for a number of bytes."""
     return click.option(*names, metavar="SIZE", type=nbytes, help=help, **settings)
 
 
@@ -82,23 +79,23 @@ SPECIAL = click.option(
 
 
 def is_given(option: str) -> bool:
-    """Whether an option of the running command was given, rather than left at its default."""
+    """Whether an option of the running command was given, also by an environment variable."""
     source = click.get_current_context().get_parameter_source(option)
     return source is not ParameterSource.DEFAULT
 
 
-def collect_options(into: type[Any], name: str, options: Sequence[Any]) -> Decorator:
-    """Return a decorator that adds options and passes their values on as one object.
+def collect_options(record: type[Any], parameter: str, options: Sequence[Any]) -> Decorator:
+    """Return a decorator that adds options, and passes their values as one parameter.
 
-    into: its dataclass, with a field for each option. name: the parameter of the command.
+    record: a dataclass with a field for each option.
     """
-    fields = [field.name for field in dataclasses.fields(into)]
+    fields = [field.name for field in dataclasses.fields(record)]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> Any:
             values = {field: arguments.pop(field) for field in fields}
-            return command(**arguments, **{name: into(**values)})
+            return command(**arguments, **{parameter: record(**values)})
 
         decorated: Callable[..., Any] = wrapper
         for option in reversed(options):
@@ -110,8 +107,6 @@ def collect_options(into: type[Any], name: str, options: Sequence[Any]) -> Decor
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """The sampling options of a command."""
-
     temperature: float
     top_k: int
     top_p: float
@@ -122,9 +117,9 @@ class SamplingChoice:
     stop: tuple[str, ...]
 
     def resolve(self, saved_seed: int | None = None) -> "Sampling":
-        """Return the sampling parameters, with a seed to report unless decoding is greedy.
+        """Return the sampling parameters, with a seed unless decoding is greedy.
 
-        saved_seed: the seed of a restored session, used unless --seed is given.
+        saved_seed: the seed of a restored session, used without --seed.
         """
         from kvkeep import Sampling
 
@@ -166,11 +161,10 @@ class OutputChoice:
 
     @property
     def progress(self) -> bool:
-        """Whether to show progress bars."""
         return not (self.quiet or self.no_progress)
 
     def check(self) -> None:
-        """Raise an error if the report file cannot be written."""
+        """Raise InvalidArgument if the report file cannot be written."""
         if self.report is not None:
             check_writable(self.report)
 
@@ -184,7 +178,7 @@ output_options = collect_options(OutputChoice, "output", _OUTPUT_OPTIONS)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """Return the text of `--file`, then of `--prompt`, or else that of standard input."""
+    """Return the text of `--file` followed by `--prompt`, or else standard input."""
     if prompt is None and file is None:
         if sys.stdin.isatty():
             raise InvalidArgument("no prompt: give -p TEXT or -f FILE, or pipe text in")
@@ -205,7 +199,7 @@ def read_text(file: str) -> str:
 
 
 def read_nonempty(file: str) -> str:
-    """Read a file or standard input as `read_text`. Raises InvalidArgument if it is empty."""
+    """Read a text by `read_text`. Raises InvalidArgument if it is empty."""
     text = read_text(file)
     if not text:
         raise InvalidArgument(f"{file} is empty: expected some text")
@@ -213,10 +207,7 @@ def read_nonempty(file: str) -> str:
 
 
 def require_utf8(text: str, source: str) -> None:
-    """Raise InvalidArgument for an argument that was not UTF-8.
-
-    Python decodes such bytes to surrogates, which tokenizers do not accept.
-    """
+    """Raise InvalidArgument for surrogates, to which Python decodes bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

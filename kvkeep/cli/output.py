@@ -20,14 +20,14 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Redirect a stream to the null device, lest Python report an error when it flushes on exit."""
+    """Redirect a stream to the null device, so that flushing it on exit is not an error."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) -> None:
-    """Print rows on standard output, with columns as wide as their longest cell."""
+    """Print rows with columns as wide as their longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, last_cell in rows:
         padded = [
@@ -68,40 +68,38 @@ def shown_bytes(count: int) -> str:
 
 
 def write_flushed(text: str) -> None:
-    """Write to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 class Screen:
-    """Output of text piece by piece, unchanged, as for a pipe or file.
+    """Output of text piece by piece, unchanged, for a pipe or file.
 
-    taken: characters passed to `write` so far. The first Ctrl-C is deferred until a piece is shown,
-    so that no piece is shown in part or twice. A second one is not, since the reader of a pipe may
-    have stopped.
+    written: characters passed to `write` so far. The first Ctrl-C is deferred, so that no piece is
+    shown in part or twice. A second one is not, since the reader of a pipe may have stopped.
     """
 
     def __init__(self) -> None:
-        self.taken = 0
-        self._last = "\n"
+        self.written = 0
+        self._last_character = "\n"
 
     def write(self, piece: str) -> None:
-        """Show a piece immediately. Raises OSError when standard output is closed."""
+        """Show a piece at once. Raises OSError if standard output is closed."""
         with interrupts_deferred(only_first=True):
-            self.taken += len(piece)
+            self.written += len(piece)
             self._show(piece)
 
     def end(self) -> None:
-        """End the answer, complete or not. Later output starts on a new line."""
+        """End the answer. Later output starts on a new line."""
         with interrupts_deferred(only_first=True):
             self._finish()
 
     def _show(self, piece: str) -> None:
         if piece:
-            self._last = piece[-1]
+            self._last_character = piece[-1]
             write_flushed(piece)
 
     def _finish(self) -> None:
-        if self._last != "\n":
+        if self._last_character != "\n":
             write_flushed("\n")
-        self._last = "\n"
+        self._last_character = "\n"

@@ -81,10 +81,10 @@ def perplexity(
 def _score(
     run: "Run", ids: list[int], first: int, written: bool, points: list["PerplexityPoint"]
 ) -> None:
-    """Score the text, appending to `points` so that an interrupt loses no measurement."""
+    """Score the text. Points are appended one by one, so that an interrupt loses none."""
     from kvkeep.evaluate.perplexity import perplexity_points
 
-    with run.bar(len(ids), "scoring") as bar, run.counting(run.prefill):
+    with run.bar(len(ids), "scoring") as bar, run.measuring(run.prefill):
         for point in perplexity_points(run.session, ids, first, written):
             bar.update(point.tokens - bar.n)
             points.append(point)
@@ -94,7 +94,7 @@ def _score(
 
 
 def _show(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> None:
-    """Draw the plot, if requested, and print the final perplexity."""
+    """Draw the plot, if requested, and print the last perplexity."""
     session = run.session
     if plot is not None:
         from kvkeep.evaluate.plots import draw_perplexity

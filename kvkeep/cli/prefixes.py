@@ -37,7 +37,7 @@ def _require_url(
     return value
 
 
-_MAX_CHARACTERS = 60  # of a text
+_MAX_BEGINNING = 60  # characters
 # Without $KVKEEP_STORE, since that store holds the prompts of others, too.
 _SHARED_STORE = click.option(
     "--store",
@@ -60,10 +60,10 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     those of --model are shown alone. In a --store, USED is when it was written, and the prompts of
     all owners are listed.
     """
-    prompts = _stored(store, with_text)
-    texts = _texts(prompts, model) if with_text else {}
+    prompts = _stored_prompts(store, with_text)
+    beginnings = _beginnings(prompts, model) if with_text else {}
     if with_text:
-        prompts = [prompt for prompt in prompts if _key(prompt) in texts]
+        prompts = [prompt for prompt in prompts if _key(prompt) in beginnings]
     if as_json:
         entries = [
             {
@@ -72,7 +72,7 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
                 "tokens": prompt.tokens,
                 "bytes": prompt.nbytes,
                 "used": prompt.used,
-                **({"text": texts[_key(prompt)]} if with_text else {}),
+                **({"text": beginnings[_key(prompt)]} if with_text else {}),
             }
             for prompt in prompts
         ]
@@ -81,19 +81,18 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     if not prompts:
         say("no prompts; --prefix-cache of generate, chat and batch keeps them")
         return
-    click.echo(
-        f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {'TEXT' if texts else ''}".rstrip()
-    )
+    title = "TEXT" if beginnings else ""
+    click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {title}".rstrip())
     for prompt in prompts:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.used))
         line = f"{used}  {prompt.tokens:>7,}  {megabytes(prompt.nbytes):>9}  {prompt.root[:8]}"
-        click.echo(f"{line}  {texts.get(_key(prompt), '')}".rstrip())
+        click.echo(f"{line}  {beginnings.get(_key(prompt), '')}".rstrip())
     total = megabytes(sum(prompt.nbytes for prompt in prompts))
     say(f"{counted(len(prompts), 'prompt')}, {total}")
 
 
-def _stored(store: str | None, with_text: bool) -> list[inventory.StoredPrompt]:
-    """Return the prompts in the prefix cache of this machine, or of a shared store."""
+def _stored_prompts(store: str | None, with_text: bool) -> list[inventory.StoredPrompt]:
+    """Return the prompts in this machine's prefix cache, or in a shared store."""
     if store is None:
         return inventory.stored_prompts(home() / "prefixes")
     if with_text:
@@ -102,31 +101,31 @@ def _stored(store: str | None, with_text: bool) -> list[inventory.StoredPrompt]:
 
 
 def _key(prompt: inventory.StoredPrompt) -> str:
-    """Return the key of a prompt's last block, which identifies the prompt."""
+    """Return the key of the last block, which identifies a prompt."""
     return prompt.blocks[-1].key
 
 
-def _texts(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[str, str]:
-    """Return how the prompts of one model begin, by the key of their last block."""
+def _beginnings(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[str, str]:
+    """Return the first characters of one model's prompts, by `_key`."""
     from kvkeep.storage.prefixes.block import tokens_in
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
     root = model.fingerprint.digest()[:32]
-
-    texts = dict[str, str]()
+    beginnings = dict[str, str]()
     for prompt in prompts:
         if prompt.root == root:
             text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].where))).split())
-            too_long = len(text) > _MAX_CHARACTERS
-            texts[_key(prompt)] = f"{text[: _MAX_CHARACTERS - 3]}..." if too_long else text
-    return texts
+            if len(text) > _MAX_BEGINNING:
+                text = f"{text[: _MAX_BEGINNING - 3]}..."
+            beginnings[_key(prompt)] = text
+    return beginnings
 
 
 @click.command()
 @_SHARED_STORE
 def clear(store: str | None) -> None:
     """Remove all beginnings of prompts. They are evaluated anew when they come again."""
-    _remove(store, 0)
+    _make_room(store, 0)
 
 
 @click.command()
@@ -144,10 +143,10 @@ def gc(store: str | None, max_bytes: int | None) -> None:
     """
     if store is not None and max_bytes is None:
         raise click.UsageError("--store needs --max-bytes: it is of all who share the store")
-    _remove(store, PREFIX_BYTES if max_bytes is None else max_bytes)
+    _make_room(store, PREFIX_BYTES if max_bytes is None else max_bytes)
 
 
-def _remove(shared_store: str | None, max_bytes: int) -> None:
+def _make_room(shared_store: str | None, max_bytes: int) -> None:
     if shared_store is None:
         store = open_prefix_store()
         freed, remaining, where = store.gc(max_bytes), store.nbytes, ""
@@ -198,7 +197,7 @@ def why(
         click.echo("no stored prompt begins with its first token")
     else:
         first = max(0, differs - _CONTEXT_TOKENS)
-        before = (loaded.text.decode_inside if first else loaded.text.decode)(ids[first:differs])
-        after = loaded.text.decode_inside(ids[differs : differs + _CONTEXT_TOKENS])
+        decode = loaded.text.decode_inside if first else loaded.text.decode
+        same, different = ids[first:differs], ids[differs : differs + _CONTEXT_TOKENS]
         click.echo(f"the nearest stored prompt differs, or ends, at token {differs:,}:")
-        click.echo(f"{before}>>>{after}")
+        click.echo(f"{decode(same)}>>>{loaded.text.decode_inside(different)}")

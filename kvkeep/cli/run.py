@@ -1,4 +1,4 @@
-"""A command's work on one session: measured, displayed, saved and reported."""
+"""A command's use of one session: measured, displayed, saved and reported."""
 
 import json
 import math
@@ -24,9 +24,7 @@ from kvkeep.storage.files.atomic import write_atomic
 
 
 @dataclass
-class Tally:
-    """A number of tokens, and the seconds that they took."""
-
+class Throughput:
     tokens: int = 0
     seconds: float = 0.0
 
@@ -36,22 +34,22 @@ class Tally:
 
 
 class Run:
-    """A session in use by a command, its measurements and its report. writer: saves it, if any."""
+    """A command's session, its measurements and its report. writer: None if it is not saved."""
 
     def __init__(
         self, command: str, opened: OpenedSession, output: OutputChoice, seed: int | None = None
     ):
         self.model, self.session, self.output = opened.model, opened.session, output
         self.writer: SessionWriter | None = None
-        self.prefill, self.decode = Tally(), Tally()
+        self.prefill, self.decode = Throughput(), Throughput()
         self.reused = opened.restored
         self.differs_at: int | None = None
         self.perplexity: float | None = None
         self._command, self._seed = command, seed
 
     def feed(self, ids: Sequence[int]) -> None:
-        """Prefill tokens, with a progress bar if it takes longer than 0.3 s."""
-        with self.bar(len(ids), "reading") as bar, self.counting(self.prefill):
+        """Prefill tokens, with a progress bar."""
+        with self.bar(len(ids), "reading") as bar, self.measuring(self.prefill):
 
             def progress(tokens: int) -> None:
                 bar.update(tokens)
@@ -64,27 +62,27 @@ class Run:
         if result.store_error is not None:
             warn_without_prefixes(result.store_error)
 
-    def write(
+    def generate(
         self,
         max_tokens: int | None,
         sampling: Sampling,
         ignore_eos: bool = False,
         screen: Screen | None = None,
     ) -> str:
-        """Generate text on a screen, by default unchanged, and return the finish reason."""
+        """Generate text onto a screen, by default unchanged; return the finish reason."""
         start, screen = len(self.session.tokens), screen or Screen()
-        with self.counting(self.decode):
+        with self.measuring(self.decode):
             try:
                 for piece in self.session.stream(max_tokens, sampling, ignore_eos):
                     screen.write(piece)
             except KeyboardInterrupt:
-                # The last token is in memory, so its text must appear on the screen too.
+                # The last token is in memory, so its text must be shown too.
                 tokens = self.session.tokens
                 context = tokens[max(0, start - SEAM) : start]
                 stream = TextStream(self.model.text, sampling.stop, context)
                 text = stream.all_of(tokens[start:])
                 with suppress(OSError):
-                    screen.write(text[screen.taken :])
+                    screen.write(text[screen.written :])
                 raise
             finally:
                 if not isinstance(sys.exception(), OSError):
@@ -92,11 +90,11 @@ class Run:
                         screen.end()
         return self.session.finish_reason or "length"
 
-    def bar(self, total: int, what: str) -> "tqdm[Never]":
-        """Return a progress bar over tokens, shown after 0.3 s if progress is wanted."""
+    def bar(self, total: int, label: str) -> "tqdm[Never]":
+        """Return a progress bar over tokens; it is shown after 0.3 s."""
         return tqdm(
             total=total,
-            desc=what,
+            desc=label,
             unit=" tokens",
             unit_scale=True,
             delay=0.3,
@@ -105,18 +103,18 @@ class Run:
         )
 
     @contextmanager
-    def counting(self, tally: Tally) -> Iterator[None]:
-        """Add the tokens and seconds of the block to a tally."""
-        start, begun = self.session.cache.time, time.perf_counter()
+    def measuring(self, tally: Throughput) -> Iterator[None]:
+        """Add the tokens and seconds of the block to a throughput."""
+        tokens, start = self.session.cache.time, time.perf_counter()
         try:
             yield
         finally:
-            tally.seconds += time.perf_counter() - begun
-            tally.tokens += self.session.cache.time - start
+            tally.seconds += time.perf_counter() - start
+            tally.tokens += self.session.cache.time - tokens
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Close with a report, and re-raise, if an interrupt or an error ends the block."""
+        """Save and report if an interrupt or an error ends the block; then re-raise it."""
         try:
             yield
         except KeyboardInterrupt:
@@ -133,7 +131,7 @@ class Run:
     def close(self, finish_reason: str) -> None:
         """Save the session, print the closing line and write the report file."""
         try:
-            # A prompt that failed halfway is not saved: it could not be given again afterwards.
+            # A prompt that failed halfway is not saved, so that it can be given again.
             if self.writer and (finish_reason != "error" or self.decode.tokens):
                 self.writer.save()
         finally:
@@ -151,14 +149,12 @@ class Run:
             write_atomic(self.output.report, f"{text}\n".encode())
 
     def _numbers(self, finish_reason: str) -> dict[str, Any]:
-        """Return the closing numbers; None: not measured, or not applicable to the command.
+        """Return the closing numbers; None if not measured, or not applicable to the command.
 
-        settings: the policy's, such as an archive's method and ratio. prompt_tokens: those
-        evaluated in this run. reused_tokens: those restored from a file or the prefix cache.
-        prefix_differs_at: the first token at which the nearest prompt in the prefix cache differs,
-        if more of it could have been reused. saved_bytes: the size of the file that the session was
-        last saved to. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
-        "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
+        settings: the policy's own. prompt_tokens: evaluated in this run. reused_tokens: from a file
+        or the prefix cache. prefix_differs_at: the first token that differs from the nearest cached
+        prompt, if more could have been reused. finish_reason: "length", "eos", "stop", "end" (of
+        the text or the chat), "interrupt" (Ctrl-C), "closed" (standard output) or "error".
         """
         session, writer, perplexity = self.session, self.writer, self.perplexity
         return {
@@ -187,14 +183,14 @@ class Run:
 
 
 def _closing_line(numbers: Mapping[str, Any]) -> str:
-    parts = [f"prompt {numbers['prompt_tokens']}{_at(numbers['prefill_tokens_per_s'])}"]
+    parts = [f"prompt {numbers['prompt_tokens']}{_rate(numbers['prefill_tokens_per_s'])}"]
     if numbers["reused_tokens"] or numbers["prefix_differs_at"] is not None:
         differs_at = numbers["prefix_differs_at"]
         differs = f", first differs at token {differs_at}" if differs_at else ""
         parts.append(f"reused {counted(numbers['reused_tokens'], 'token')}{differs}")
     cells = f"cells {numbers['kv_cells']} of {numbers['max_kv_size']}"
     parts += [
-        f"generated {numbers['generated_tokens']}{_at(numbers['decode_tokens_per_s'])}",
+        f"generated {numbers['generated_tokens']}{_rate(numbers['decode_tokens_per_s'])}",
         f"{cells}, {megabytes(numbers['kv_bytes'])}",
         f"peak RAM {megabytes(numbers['peak_rss_bytes'])}",
     ]
@@ -203,5 +199,5 @@ def _closing_line(numbers: Mapping[str, Any]) -> str:
     return " | ".join(parts)
 
 
-def _at(rate: float | None) -> str:
+def _rate(rate: float | None) -> str:
     return f" at {rate:,.1f} tok/s" if rate is not None else " tokens"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Other requests wait for a step, so it is shorter than in commands for one user.
+# Shorter than in commands for one user, since other requests wait for a step.
 _PREFILL_STEP = prefill_step(128)
 _OPTIONS = (
     click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Where to listen."),
@@ -61,7 +61,7 @@ _OPTIONS = (
 
 
 def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the server options to a command, and the memory options, passed on as `memory`."""
+    """Add the server's options to a command, and the memory options as `memory`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     keep = keep_option("First tokens that are never forgotten.")
@@ -93,7 +93,6 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
 
 
 def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
-    """Serve sessions from an object store that other servers may share."""
     from kvkeep.fleet.setup import read_secret
 
     secret = read_secret(options["secret_file"])
@@ -118,7 +117,6 @@ def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
 
 
 def _serve_folder(memory: MemoryChoice, options: dict[str, Any]) -> None:
-    """Serve sessions from a folder."""
     model = memory.load(progress=not options["quiet"])
     from kvkeep.engine import Engine, Limits
     from kvkeep.server.keys import ApiKeys
@@ -141,7 +139,7 @@ def session_settings(memory: MemoryChoice, model: "Model", max_bytes: int) -> di
     """Return the settings of the sessions that a server creates.
 
     max_bytes: for the cells of all sessions. Raises InvalidArgument if no chat fits in a session,
-    or if a full session does not fit in them: requests without a limit would be refused.
+    or if a full session needs more: requests without a limit would be refused.
     """
     memory.require_room_for_a_chat(model)
     settings = memory.settings(model)
@@ -180,7 +178,7 @@ def _largest_fitting_budget(
 
 
 def require_safe(host: str, key_file: Path | None) -> None:
-    """Raise InvalidArgument for a server that is reachable from elsewhere without API keys."""
+    """Raise InvalidArgument if other machines can reach a server without API keys."""
     if host not in _LOOPBACK and key_file is None:
         raise InvalidArgument(
             f"at {host} the server can be reached from other machines: give API keys with "

@@ -1,4 +1,4 @@
-"""The session that a command works on: opened from its file, and saved to it."""
+"""The session of a command: restored from its file, and saved to it."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.storage.snapshots.codec import Codec
 
 FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
-UNREAD = "unread"  # note: prompt tokens that an interrupt left unevaluated
+UNREAD = "unread"  # note: prompt tokens that were not evaluated because of an interrupt
 
 # Options that cannot be changed once a session is saved.
 _FIXED_OPTIONS = (
@@ -36,29 +36,25 @@ _FIXED_OPTIONS = (
 
 @dataclass
 class OpenedSession:
-    """A session and its model.
-
-    notes: saved beside the session, as JSON. restored: tokens from the file. seed: as saved.
-    """
+    """A session and its model."""
 
     model: "Model"
     session: "Session"
-    notes: dict[str, Any] = field(default_factory=dict)
-    restored: int = 0
-    seed: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)  # JSON values saved beside the session
+    restored: int = 0  # tokens from the file
+    seed: int | None = None  # as saved
 
 
 def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
-    """Restore the session in a file, on the model that it was saved with.
+    """Restore the session in a file. Settings without an option stay as saved.
 
-    Settings without an option on the command line stay as saved. Raises InvalidArgument for an
-    option that contradicts the file, StoreError, FingerprintMismatch for another model, and
-    ModelNotFound if the file's model is not here and --model was not given.
+    Raises InvalidArgument for an option that contradicts the file, StoreError, FingerprintMismatch
+    for another model, and ModelNotFound if the file's model is not here and --model is not given.
     """
     from kvkeep import Snapshot
 
     snapshot = Snapshot.load(file)
-    _require_agreement(file, snapshot, memory)
+    _require_saved_options(file, snapshot, memory)
     if not is_given("dtype"):
         memory = replace(memory, dtype=dtype_name(snapshot.layout.dtype))
     name = memory.model if is_given("model") else None
@@ -89,11 +85,11 @@ def restore(
     calibration: Path | None,
     load: Callable[[str], "Model"],
 ) -> tuple["Model", "Session"]:
-    """Restore a session, with the calibration that it was created with.
+    """Restore a session with the calibration that it was created with. Raises as `resume`.
 
-    label: the session or file, for messages. model_name: None for the one that it was saved with.
-    calibration: the file of `--calibration`; None for what is stored for the model. load: loads a
-    model by name, once everything is checked that can be without it. Raises as `resume`.
+    label: the session or file, for messages. model_name: None for the saved one. calibration: the
+    file of `--calibration`; None for the model's default one. load: loads a model by name, after
+    the checks that do without it.
     """
     from kvkeep.compression.calibration.calibration import any_default_calibration
 
@@ -121,7 +117,7 @@ def restore(
 
 
 def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
-    """Return the notes of a file. Raises CorruptFile unless the command line wrote them."""
+    """Return a snapshot's notes. Raises CorruptFile unless the command line wrote them."""
     notes = snapshot.notes
     chat, unread = notes.get(CHAT, {"system": None}), notes.get(UNREAD, [])
     valid = isinstance(chat, dict) and isinstance(chat.get("system", ""), str | None)
@@ -135,15 +131,14 @@ def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
 
 
 def dtype_name(dtype: "torch.dtype") -> DtypeName:
-    """Return the name of a dtype as `--dtype` takes it."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
 def apply_keep(opened: OpenedSession, keep: int | None) -> None:
-    """Change how many first tokens a restored session never evicts, if --keep was given."""
+    """Apply `--keep`, if given, to a restored session."""
     session = opened.session
     if not is_given("keep") or keep is None or session.keep == session.max_kv_size:
-        return  # a policy that keeps every token does so for any --keep
+        return  # a policy that keeps every token ignores --keep
     if keep == WHOLE_PROMPT:
         if FIRST_PROMPT not in opened.notes:
             raise InvalidArgument(
@@ -155,7 +150,7 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
         session.keep = keep
 
 
-def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:
+def _require_saved_options(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:
     saved_options = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     saved_options |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED_OPTIONS:
@@ -171,56 +166,56 @@ def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice)
 class SessionWriter:
     """Writes a session to its file atomically.
 
-    what: the session or file, for messages. notes: JSON values saved beside the session, as they
-    are then. saved_bytes: the size of the file that was written last; None before the first.
+    label: the session or file, for messages. notes: JSON values saved beside the session, as they
+    are at that time. saved_bytes: the size of the written file; None before the first save.
     """
 
     def __init__(
         self,
         session: "Session",
         file: "Path | SessionPath",
-        what: str,
+        label: str,
         notes: dict[str, Any],
         codec: "Codec" = "none",
     ):
-        self.what, self.notes = what, notes
+        self.label, self.notes = label, notes
         self.saved_bytes: int | None = None
         self._saved_seconds = 0.0
         self._session, self._file, self._codec = session, file, codec
-        self._changed = session.watch()
+        self._is_changed = session.watch()
 
     def follow(self, session: "Session", notes: dict[str, Any]) -> None:
-        """Save another session from now on; notes replace those of the same name."""
+        """Save this session from now on; notes replace those of the same name."""
         if session is not self._session:
-            self._session, self._changed = session, lambda: True  # the file holds another session
+            self._session, self._is_changed = session, lambda: True  # the file has another one
         self.notes.update(notes)
 
     @property
     def unsaved(self) -> bool:
         """Whether the session changed since it was opened or saved."""
-        return self._changed()
+        return self._is_changed()
 
     @property
     def outcome(self) -> str:
-        """The save in words, for the closing line; "" if there was nothing to save."""
+        """The last save in words, for the closing line; "" if there was nothing to save."""
         if self.unsaved:
-            return f"{self.what} not saved"
+            return f"{self.label} not saved"
         if self.saved_bytes is None:
             return ""
         size = megabytes(self.saved_bytes)
-        return f"{self.what} saved, {size} in {self._saved_seconds:.2f} s"
+        return f"{self.label} saved, {size} in {self._saved_seconds:.2f} s"
 
     def save(self) -> None:
-        """Write the file if the session changed since it was opened or saved."""
+        """Write the file if the session is unsaved."""
         if self.unsaved:
             self.write()
 
     def write(self) -> None:
-        """Write the file. Ctrl-C is deferred until then; a second one leaves the old file."""
-        begun = time.perf_counter()
+        """Write the file. A first Ctrl-C waits; a second one leaves the old file in place."""
+        start = time.perf_counter()
         with interrupts_deferred(only_first=True):
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             file = self._file.resolve() if isinstance(self._file, Path) else self._file
             self.saved_bytes = snapshot.save(file, self._codec)
-            self._saved_seconds = time.perf_counter() - begun
-            self._changed = self._session.watch()
+            self._saved_seconds = time.perf_counter() - start
+            self._is_changed = self._session.watch()

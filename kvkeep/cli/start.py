@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 
 # Allocations between two collections of the youngest generation. Importing torch creates a million
-# objects that stay: with Python's default of 700, collecting takes a quarter of a second in vain.
+# objects that stay. Python's default of 700 would spend a quarter of a second on them.
 _GC_THRESHOLD = 100_000
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
@@ -28,13 +28,12 @@ def run() -> None:
     finally:
         if handles_sigint:  # only Python's own cleanup is left: end without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # Memory is freed with the process. Without this, Python would scan torch's million objects
-        # for garbage twice before exiting, for half a second.
+        # Or Python would scan torch's million objects for garbage before exiting: half a second.
         gc.freeze()
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`) on the null device, or files would get their numbers."""
+    """Open closed standard streams (`>&-`) on the null device, lest files get their numbers."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)
@@ -54,8 +53,8 @@ def _open_closed_streams() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Handle SIGINT: exit at once during an import, else raise KeyboardInterrupt.
 
-    An exception during an import could be swallowed, or mistaken for a failed import. Once torch is
-    imported, the remaining imports are short, and there may be work to save.
+    An exception during an import could be swallowed. Once torch is imported, the remaining imports
+    are short, and there may be work to save.
     """
     if not _torch_is_imported() and _importing(frame):
         os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""Options for the session store, and the store that a command uses."""
+"""Options for the session store, and the store of a command."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Put the value of an option into the context, where `_remembered` finds it."""
+    """Keep the value of an option for `_remembered`."""
     context.meta[f"kvkeep.{parameter.name}"] = value
     return value
 
@@ -47,7 +47,7 @@ secret_option = file_option(
 
 
 def named_store() -> str | None:
-    """Return the value of `--store`; None for the default folder on this machine."""
+    """Return the value of `--store`; None for the default folder."""
     return cast(str | None, _remembered("store"))
 
 
@@ -59,7 +59,7 @@ def named_secret() -> bytes:
 
 
 def saved_sessions() -> "SessionStore[Path | SessionPath]":
-    """Return the sessions in the store that the command uses."""
+    """Return the sessions in the command's store."""
     store = named_store()
     if store is None:
         return session_folder()
@@ -71,10 +71,9 @@ def saved_sessions() -> "SessionStore[Path | SessionPath]":
 
 
 def session_folder() -> SessionFolder:
-    """Return the default sessions: in $KVKEEP_HOME, or else in the system's folder for user data.
+    """Return the sessions in $KVKEEP_HOME, or else in the system's folder for user data.
 
-    Sessions of older versions, in the cache folder, are still found. They are no longer saved
-    there, because cleaning tools may empty it.
+    Those of older versions are still found in the cache folder, which cleaning tools may empty.
     """
     if home_is_set():
         return SessionFolder(home() / "sessions")
@@ -86,5 +85,4 @@ def session_folder() -> SessionFolder:
 def session_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete the names of saved sessions."""
     return [CompletionItem(n) for n in saved_sessions().names() if n.startswith(incomplete)]

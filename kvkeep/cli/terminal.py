@@ -1,4 +1,4 @@
-"""Signals that end or suspend a command, and keys typed while an answer is written."""
+"""Signals that end or suspend a command, and keys typed during an answer."""
 
 import os
 import signal
@@ -21,16 +21,16 @@ _IFLAG, _LFLAG, _CC = 0, 3, 6  # indices in the list of termios.tcgetattr
 
 
 def termination_signal() -> int | None:
-    """Return the signal that ended the command, SIGTERM or SIGHUP; None if there was none."""
+    """Return the SIGTERM or SIGHUP that ended the command, if any."""
     return _received[-1] if _received else None
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP act as Ctrl-C within the block, so that work is saved first.
+    """Let SIGTERM and SIGHUP act as Ctrl-C within the block, so that work is saved.
 
-    `termination_signal` returns them. A signal that the parent process set to be ignored, as
-    `nohup` does, stays ignored.
+    `termination_signal` returns them. A signal that the parent process ignores, as `nohup` does,
+    stays ignored.
     """
     _received.clear()
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -59,7 +59,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _discard_output_to_closed_terminals() -> None:
-    """Redirect output to a closed terminal to the null device, so that saving can go on."""
+    """Redirect output from closed terminals to the null device, so that saving goes on."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             descriptor = stream.fileno()
@@ -69,15 +69,16 @@ def _discard_output_to_closed_terminals() -> None:
 
 
 def suspensions() -> int:
-    """Return how often Ctrl-Z suspended this process; the screen may have changed since."""
+    """Return how often Ctrl-Z suspended this process. Each time, the screen may have changed."""
     return len(_suspensions)
 
 
 @contextmanager
 def type_ahead() -> Iterator[None]:
-    """Hold typed keys back without echo during the block, for the prompt after it.
+    """Hold typed keys back without echo during the block, for the next prompt.
 
-    Ctrl-C, Ctrl-Z and Ctrl-S act at once. Nothing changes without a terminal or in the background.
+    Ctrl-C, Ctrl-Z and Ctrl-S still act at once. Without a terminal or in the background, nothing
+    changes.
     """
     mode = _NoEchoMode(sys.stdin.fileno())
     handles_suspension = signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL

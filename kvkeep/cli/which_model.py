@@ -1,4 +1,4 @@
-"""Options for the model, its dtype, weights and device, and the loading of it."""
+"""Options for the model, its dtype, weights and device, and its loading."""
 
 import warnings
 from functools import cache
@@ -26,7 +26,7 @@ WEIGHT_NAMES = get_args(WeightsName)
 def model_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete the names of known and pulled models; without a match, file names."""
+    """Complete names of known and pulled models, or else file names."""
     names = sorted({*KNOWN_MODELS, *(model.name for model in pulled_models())})
     items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
     return items or [CompletionItem(incomplete, type="file")]
@@ -55,7 +55,6 @@ DEVICE = click.option("--device", metavar="NAME", default="cpu", help="Torch dev
 
 
 def prefill_step(default: int) -> Decorator:
-    """Return the `--prefill-step` option."""
     return integer_option(
         "--prefill-step",
         default=default,
@@ -69,17 +68,17 @@ PREFILL_STEP = prefill_step(512)
 def load_named(
     name: str, dtype: DtypeName, device: str, weights: WeightsName | None, progress: bool
 ) -> "Model":
-    """Load a model by name, and print a line if it computes slowly. Raises ModelError."""
+    """Load a model by name; warn if it computes slowly. Raises ModelError."""
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
     from kvkeep import load_model
     from kvkeep.errors import SlowPathWarning
     from kvkeep.executors import slowness
 
     if name.lower() not in KNOWN_MODELS and Path(name).expanduser().exists():
-        # Sessions store the model's name, and may be continued from another working directory.
+        # Sessions store the name, and may be continued from another working directory.
         name = str(Path(name).expanduser().absolute())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowPathWarning)  # printed here as one line instead
+        warnings.simplefilter("ignore", SlowPathWarning)  # printed below as one line
         model = load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
     if not click.get_current_context().params.get("quiet"):
         _warn_once(slowness(model.path))
@@ -93,9 +92,9 @@ def _warn_once(text: str) -> None:
 
 
 def require_local(name: str, file: object) -> None:
-    """Raise ModelNotFound if the model that a file names is not on this machine.
+    """Raise ModelNotFound if a file's model is not on this machine.
 
-    It is not fetched, as one named on the command line is: files can come from anywhere.
+    It is not fetched, unlike a model named by the user, since files can come from anywhere.
     """
     from kvkeep.models.hub.source import local_folder
 

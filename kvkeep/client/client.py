@@ -15,9 +15,9 @@ from kvkeep.client.remote import ApiClient, ApiRequest, Convert, RemoteSession, 
 URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
 _TIMEOUT = httpx.Timeout(10.0, read=None)  # prefill of a long prompt has no time limit
-_TRIES = 3  # of a request whose response is lost
-_data = itemgetter("data")  # the items of a listing
-_ERRORS: dict[Any, type[errors.KvkeepError]] = {  # by code
+_MAX_TRIES = 3  # of a request whose response is lost
+_items = itemgetter("data")
+_ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by code
     "session_not_found": errors.NoSuchSession,
     "session_busy": errors.Busy,
     "key_at_work": errors.Busy,
@@ -28,32 +28,28 @@ _ERRORS: dict[Any, type[errors.KvkeepError]] = {  # by code
 }
 
 
-class _Requests(ApiClient):
-    """The requests of both clients. Methods return responses, or awaitables of them."""
+class _BaseClient(ApiClient):
+    """The requests of both clients. Methods return results, or in `AsyncClient` awaitables."""
 
     def session(self, name: str) -> RemoteSession:
         """Return an existing session; no request is sent yet."""
         return RemoteSession(self, name)
 
     def create(self, name: str | None = None, **settings: Any) -> Any:
-        """Create a session and return it as a RemoteSession.
-
-        settings: policy, max_kv_size, keep, kv_bits, ..., as for `Model.session`; from_snapshot: a
-        snapshot's name.
-        """
+        """Create a RemoteSession. settings: as for `Model.session`, or from_snapshot, a name."""
         request = ApiRequest("POST", "/v1/sessions", {"name": name, **settings})
         return self.send(request, self._session)
 
     def sessions(self, unnamed: bool = False) -> Any:
-        """List sessions, the last used first. unnamed: with those made for a prompt."""
-        return self.send(ApiRequest("GET", "/v1/sessions", params={"unnamed": unnamed}), _data)
+        """List sessions, the last used first. unnamed: include those made for a prompt."""
+        return self.send(ApiRequest("GET", "/v1/sessions", params={"unnamed": unnamed}), _items)
 
     def delete(self, name: str, revision: int | None = None) -> Any:
         """Delete a session, on disk too."""
         return self.send(ApiRequest("DELETE", f"/v1/sessions/{name}", revision=revision))
 
     def snapshots(self) -> Any:
-        return self.send(ApiRequest("GET", "/v1/snapshots"), _data)
+        return self.send(ApiRequest("GET", "/v1/snapshots"), _items)
 
     def restore(self, snapshot: str, name: str | None = None) -> Any:
         """Return a new RemoteSession that continues, to the bit, from a snapshot."""
@@ -64,26 +60,26 @@ class _Requests(ApiClient):
         return self.send(ApiRequest("DELETE", f"/v1/snapshots/{snapshot}"))
 
     def explain(self, text: Text) -> Any:
-        """Report how much of a prompt would be reused, and why not more."""
+        """Report how many tokens of a prompt would be reused, and why not more."""
         return self.send(ApiRequest("POST", "/v1/prefix/explain", text_fields(text)))
 
     def misses(self) -> Any:
-        """List recent prompts that were not reused whole, in the form of `explain`."""
-        return self.send(ApiRequest("GET", "/v1/prefix/misses"), _data)
+        """List recent prompts that were not fully reused, in the form of `explain`."""
+        return self.send(ApiRequest("GET", "/v1/prefix/misses"), _items)
 
     def operations(self) -> Any:
         """List recent operations, the newest first."""
-        return self.send(ApiRequest("GET", "/v1/operations"), _data)
+        return self.send(ApiRequest("GET", "/v1/operations"), _items)
 
     def events(self) -> Any:
-        """Stream each operation on any session: pairs of a name and its data."""
+        """Stream the operations on all sessions as pairs of a name and its data."""
         return self.stream(ApiRequest("GET", "/v1/events"))
 
     def _session(self, entry: dict[str, Any]) -> RemoteSession:
         return RemoteSession(self, entry["name"])
 
 
-class Client(_Requests):
+class Client(_BaseClient):
     """A synchronous client.
 
         with kvkeep.Client() as client:
@@ -91,8 +87,7 @@ class Client(_Requests):
             notes.feed(open("manual.txt").read(), span="manual")
             print(notes.say("What is this about?")["text"])
 
-    options: for httpx. A request whose response is lost is sent again; the server makes each
-    change once.
+    options: for httpx. A request without a response is sent again; the server makes it once.
     """
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
@@ -108,10 +103,10 @@ class Client(_Requests):
         self._http.close()
 
     def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
-        for tries_left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 response = self._http.request(**request.arguments())
-                return convert(_checked(response))
+                return convert(_json_or_error(response))
             except httpx.TransportError as error:
                 _require_retry(error, tries_left, self._http.base_url)
         raise AssertionError("unreachable")
@@ -123,7 +118,7 @@ class Client(_Requests):
             with self._http.stream(**request.arguments()) as response:
                 if not response.is_success:
                     response.read()
-                    _checked(response)
+                    _json_or_error(response)
                 for line in response.iter_lines():
                     if event := parser.push(line):
                         yield event
@@ -131,8 +126,8 @@ class Client(_Requests):
             raise _no_response(error, self._http.base_url) from error
 
 
-class AsyncClient(_Requests):
-    """An asyncio client: methods are awaited, streams are iterated by `async for`."""
+class AsyncClient(_BaseClient):
+    """An asyncio client: await methods, and iterate over streams by `async for`."""
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
         self._http = httpx.AsyncClient(**_http_options(url, api_key, options))
@@ -147,10 +142,10 @@ class AsyncClient(_Requests):
         await self._http.aclose()
 
     async def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
-        for tries_left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 response = await self._http.request(**request.arguments())
-                return convert(_checked(response))
+                return convert(_json_or_error(response))
             except httpx.TransportError as error:
                 _require_retry(error, tries_left, self._http.base_url)
         raise AssertionError("unreachable")
@@ -162,7 +157,7 @@ class AsyncClient(_Requests):
             async with self._http.stream(**request.arguments()) as response:
                 if not response.is_success:
                     await response.aread()
-                    _checked(response)
+                    _json_or_error(response)
                 async for line in response.aiter_lines():
                     if event := parser.push(line):
                         yield event
@@ -185,8 +180,8 @@ def _no_response(error: httpx.TransportError, url: object) -> errors.ServerError
     return errors.ServerError(f"no answer from {url}: {str(error) or type(error).__name__}")
 
 
-def _checked(response: httpx.Response) -> Any:
-    """Return the JSON of a response. Raises the error that it reports, of the engine's types."""
+def _json_or_error(response: httpx.Response) -> Any:
+    """Return the JSON of a response. Raises the engine's error that it reports."""
     if response.is_success:
         return response.json()
     try:
@@ -200,17 +195,17 @@ def _checked(response: httpx.Response) -> Any:
     if code == "too_large":
         raise errors.NoRoom(message, math.inf)
     by_status = errors.InvalidArgument if response.status_code in (400, 404) else errors.ServerError
-    raise _ERRORS.get(code, by_status)(message)
+    raise _ERROR_TYPES.get(code, by_status)(message)
 
 
 class _EventParser:
-    """Parses server-sent events line by line."""
+    """A parser of server-sent events."""
 
     def __init__(self) -> None:
         self._name, self._data = "message", list[str]()
 
     def push(self, line: str) -> ServerEvent | None:
-        """Return the event that this line ends, if any. Raises ServerError for an error event."""
+        """Return the event if this line ends one. Raises ServerError for an error event."""
         if line.startswith("event:"):
             self._name = line[6:].strip()
         elif line.startswith("data:"):

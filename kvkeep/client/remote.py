@@ -11,28 +11,28 @@ Convert = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request to a server. Fields of the body and parameters that are None are not sent."""
+    """A request to a server. None values in the body and the parameters are not sent."""
 
     method: str
     path: str
     body: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
-    revision: int | None = None  # that the session must be at
-    # The idempotency key: the server makes a change once, however often the request is sent.
-    key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    revision: int | None = None  # the server refuses the request at any other revision
+    # By this key, the server makes a change once even if the request is sent again.
+    idempotency_key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for a request or a stream of httpx."""
-        headers = {} if self.method == "GET" else {"Idempotency-Key": self.key}
+        """Return the keyword arguments for httpx."""
+        headers = {} if self.method == "GET" else {"Idempotency-Key": self.idempotency_key}
         if self.revision is not None:
             headers["If-Match"] = f'"{self.revision}"'
         body = None if self.method in ("GET", "DELETE") else _without_none(self.body)
-        content = {"headers": headers, "json": body, "params": _without_none(self.params)}
-        return {"method": self.method, "url": self.path, **content}
+        payload = {"json": body, "params": _without_none(self.params)}
+        return {"method": self.method, "url": self.path, "headers": headers, **payload}
 
 
 class ApiClient:
-    """The part of a client that a session uses; synchronous or asynchronous."""
+    """The methods of a client that sessions use; synchronous or asynchronous."""
 
     send: Callable[..., Any]
     stream: Callable[[ApiRequest], Any]
@@ -41,13 +41,13 @@ class ApiClient:
 class RemoteSession:
     """A session on a server, by its name. It holds no state: each method sends a request.
 
-    Methods of a `Client`'s session return what the server responds, a dictionary unless stated
-    otherwise; those of an `AsyncClient`'s are awaited for that, and streams are iterated by
-    `async for`.
+    Methods return the server's JSON, a dictionary unless stated otherwise. With an `AsyncClient`,
+    they are awaited, and streams are iterated by `async for`.
 
-    revision: of changes, that the session must be at; the server refuses others (WrongRevision).
-    Raises, beside what methods name: NoSuchSession; Busy while it is fed or generates; NoRoom, with
-    `retry_after` in seconds; InvalidArgument; ServerError if the server does not respond.
+    A method with a `revision` changes the session only if it is at that revision, and otherwise
+    raises WrongRevision. All methods raise NoSuchSession; Busy while the session is fed or
+    generates; NoRoom, with `retry_after` in seconds; InvalidArgument; and ServerError if the server
+    does not respond.
     """
 
     def __init__(self, client: ApiClient, name: str):
@@ -71,38 +71,38 @@ class RemoteSession:
         return self._get("/text", start=start, end=end)
 
     def heads(self, layer: int | None = None, head: int | None = None) -> Any:
-        """Return cell counts of each layer and KV head; with both given, that head's positions."""
+        """Return the cell counts of layers and KV heads; the positions of one if both are given."""
         return self._get("/heads", layer=layer, head=head)
 
     def events(self) -> Any:
-        """Stream each operation on the session as it is done: pairs of a name and its data."""
+        """Stream the operations on the session as pairs of a name and its data."""
         return self._client.stream(ApiRequest("GET", self._path("/events")))
 
     # Feeding and generating
 
     def feed(self, text: Text, span: str | None = None, revision: int | None = None) -> Any:
-        """Prefill a text, token ids, or messages at the session's end. span: names them."""
+        """Append and prefill a text, token ids, or messages. span: a name for their tokens."""
         return self._post("/feed", revision, **text_fields(text), span=span)
 
-    def generate(self, text: Text | None = None, revision: int | None = None, **how: Any) -> Any:
-        """Prefill what is given, if anything, and generate. how: max_tokens, temperature, ..."""
-        return self._post("/generate", revision, **text_fields(text), **how)
+    def generate(self, text: Text | None = None, revision: int | None = None, **fields: Any) -> Any:
+        """Prefill a text, if any, and generate. fields: max_tokens, temperature, ..."""
+        return self._post("/generate", revision, **text_fields(text), **fields)
 
-    def stream(self, text: Text | None = None, revision: int | None = None, **how: Any) -> Any:
-        """Generate as a stream of pairs of "read", "token" or "done" and its data."""
-        return self._stream("/generate", revision, **text_fields(text), **how)
+    def stream(self, text: Text | None = None, revision: int | None = None, **fields: Any) -> Any:
+        """Generate, and stream pairs of an event ("read", "token" or "done") and its data."""
+        return self._stream("/generate", revision, **text_fields(text), **fields)
 
     def say(
-        self, content: str, system: str | None = None, revision: int | None = None, **how: Any
+        self, content: str, system: str | None = None, revision: int | None = None, **fields: Any
     ) -> Any:
-        """Take a chat turn; return the reply. system: the system prompt, before the first turn."""
-        return self._post("/turns", revision, content=content, system=system, **how)
+        """Send a chat message; return the reply. system: the system prompt, for the first turn."""
+        return self._post("/turns", revision, content=content, system=system, **fields)
 
     def stream_turn(
-        self, content: str, system: str | None = None, revision: int | None = None, **how: Any
+        self, content: str, system: str | None = None, revision: int | None = None, **fields: Any
     ) -> Any:
-        """Take a chat turn as a stream, in the form of `stream`."""
-        return self._stream("/turns", revision, content=content, system=system, **how)
+        """Send a chat message, and stream the reply in the form of `stream`."""
+        return self._stream("/turns", revision, content=content, system=system, **fields)
 
     # Editing
 
@@ -167,19 +167,17 @@ class RemoteSession:
         return self._client.send(request, lambda entry: RemoteSession(self._client, entry["name"]))
 
     def save(self, revision: int | None = None) -> Any:
-        """Save the session; once this returns, a kill of the server does not undo it."""
+        """Save the session to the server's disk; it then survives a crash of the server."""
         return self._post("/save", revision)
 
     def snapshot(self, name: str, revision: int | None = None) -> Any:
-        """Write a snapshot under a name; see `Client.restore`."""
+        """Write a snapshot under a name, for `Client.restore`."""
         return self._post("/snapshot", revision, name=name)
 
     def stay(self, resident: bool = True, revision: int | None = None) -> Any:
         """Set whether the session stays in memory when others need room."""
-        body = {"resident": resident}
-        return self._client.send(
-            ApiRequest("PUT", self._path("/resident"), body, revision=revision)
-        )
+        request = self._request("/resident", revision, {"resident": resident}, "PUT")
+        return self._client.send(request)
 
     def _path(self, action: str) -> str:
         return f"/v1/sessions/{self.name}{action}"
@@ -193,8 +191,10 @@ class RemoteSession:
     def _stream(self, action: str, revision: int | None, /, **body: Any) -> Any:
         return self._client.stream(self._request(action, revision, {**body, "stream": True}))
 
-    def _request(self, action: str, revision: int | None, body: dict[str, Any]) -> ApiRequest:
-        return ApiRequest("POST", self._path(action), body, revision=revision)
+    def _request(
+        self, action: str, revision: int | None, body: dict[str, Any], method: str = "POST"
+    ) -> ApiRequest:
+        return ApiRequest(method, self._path(action), body, revision=revision)
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_fields(text: Text | None) -> dict[str, Any]:
-    """Return the body field for a text, for token ids, or for messages."""
+    """Return the body's field for a text, token ids, or messages."""
     if text is None:
         return {}
     if isinstance(text, str):

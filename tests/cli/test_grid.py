@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.cli.compression import BEST, METHOD_NAMES
+from kvkeep.cli.compression import BEST_METHOD, METHOD_NAMES
 from kvkeep.cli.evaluate.grid_options import GRID_TASKS
-from kvkeep.compression.methods import BEST as BEST_METHOD
-from kvkeep.compression.methods import METHODS
+from kvkeep.compression.methods import BEST, METHODS
 
 SMALL = ("--junk", 16, "--tokens", 600, "--methods", "random,keydiff", "--ratios", "2,4")
 PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"
@@ -16,7 +15,7 @@ PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"
 
 def test_names_listed_for_help_are_those_that_exist() -> None:
     assert sorted(METHOD_NAMES) == sorted(METHODS)
-    assert BEST == BEST_METHOD
+    assert BEST_METHOD == BEST
 
 
 def test_every_task_is_measured_shown_and_drawn(invoke, tiny, tmp_path: Path) -> None:

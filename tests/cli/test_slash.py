@@ -200,7 +200,7 @@ def test_a_refused_command_changes_nothing(branches: Branches, do: Do, line, why
     assert why in str(refused.value)
     assert "\n" not in str(refused.value)
     assert (session.tokens, session.token_status, session.spans) == (tokens, standing, spans)
-    assert branches.name == "main"
+    assert branches.current_name == "main"
 
 
 def test_an_evicted_turn_cannot_be_edited_or_pinned(model: Model) -> None:
@@ -232,34 +232,34 @@ def test_the_memory_map_counts_every_token(model: Model) -> None:
     branches = _begun(model, budget=48)
     run_on_branches("/pin last.question", branches)
     session = branches.current.session
-    picture = memory_map(session, width=40, plain=True).splitlines()
+    picture = memory_map(session, width=40, ascii_only=True).splitlines()
     assert len(picture[0]) == 40
     assert set(picture[0]) == set("#P-.")
     counted = {line[2:].split()[0]: int(line.split()[2]) for line in picture[1:-1]}
     assert sum(counted.values()) == len(session.tokens)
     assert sum(counted.values()) - counted["forgotten"] == session.cache.cells
     assert "48 of 48 cells" in picture[-1]
-    assert memory_map(session, width=40, plain=False).startswith("█")
+    assert memory_map(session, width=40, ascii_only=False).startswith("█")
 
 
 def test_the_memory_map_shows_compressed_tokens_and_their_size(model: Model) -> None:
     session = model.session(48, policy="archive", method="keydiff", far_bits="8")
     session.feed("The sea is wide and the night is long. " * 12)
     session.pin(len(session.tokens) - 5, len(session.tokens) - 2)
-    picture = memory_map(session, width=40, plain=True).splitlines()
+    picture = memory_map(session, width=40, ascii_only=True).splitlines()
     assert set(picture[0]) == set("#P-:")
     kinds = {line[2:].split()[0]: line.split()[2:] for line in picture[1:-1]}
     assert set(kinds) == {"kept", "pinned", "window", "compressed"}
     assert sum(int(words[0]) for words in kinds.values()) == len(session.tokens)
     assert all(words[-1] == "MB" for words in kinds.values())
-    assert "▚" in memory_map(session, width=40, plain=False)
+    assert "▚" in memory_map(session, width=40, ascii_only=False)
 
 
 @pytest.mark.parametrize("far_bits", [None, "8"])
 def test_the_memory_map_shows_sizes_of_ragged_heads(model: Model, far_bits: Any) -> None:
     session = model.session(48, policy="archive", method="knorm", budget="heads", far_bits=far_bits)
     session.feed("The sea is wide and the night is long. " * 12)
-    picture = memory_map(session, width=40, plain=True).splitlines()
+    picture = memory_map(session, width=40, ascii_only=True).splitlines()
     assert set(picture[0]) == set("#-:")
     kinds = {line[2:].split()[0]: line.split()[2:] for line in picture[1:-1]}
     assert set(kinds) == {"kept", "window", "compressed"}

@@ -82,20 +82,20 @@ def batch(
         if remaining:
             model = choice.memory.load(output.progress)
             sampling = choice.sampling.resolve(saved_seed=0)  # a resumed batch samples the same
-            pairs = [(r, r.generation_request(model, sampling, max_tokens)) for r in remaining]
-            _require_room(model, choice, [request for _, request in pairs], memory_bytes)
-            with _engine(model, choice, memory_bytes, at_once) as engine:
-                run_batch(engine, pairs, at_once, results, report, output)
+            prepared = [(r, r.generation_request(model, sampling, max_tokens)) for r in remaining]
+            _require_memory(model, choice, [request for _, request in prepared], memory_bytes)
+            with _open_engine(model, choice, memory_bytes, at_once) as engine:
+                run_batch(engine, prepared, at_once, results, report, output)
         report.close(output)
         if report.failed:
             raise InvalidArgument(f"{counted(report.failed, 'request')} failed; see above")
 
 
-def _engine(model: "Model", choice: SessionChoice, max_bytes: int, at_once: int) -> "Engine":
+def _open_engine(model: "Model", choice: SessionChoice, max_bytes: int, at_once: int) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
     use_prefixes = uses_prefixes(choice.memory, choice.prefixes.prefix_cache)
-    store = choice.prefixes.store(model) if use_prefixes else None
+    store = choice.prefixes.open_store(model) if use_prefixes else None
     return Engine(
         model,
         settings=choice.memory.settings(model),
@@ -104,10 +104,10 @@ def _engine(model: "Model", choice: SessionChoice, max_bytes: int, at_once: int)
     )
 
 
-def _require_room(
+def _require_memory(
     model: "Model", choice: SessionChoice, requests: "Sequence[GenerationRequest]", max_bytes: int
 ) -> None:
-    """Raise InvalidArgument if not even the smallest request fits in the memory."""
+    """Raise InvalidArgument if even the smallest request needs more than `max_bytes`."""
     from kvkeep.engine.record import max_session_bytes
 
     tokens = min(len(request.prompt) + (request.max_tokens or 0) for request in requests)

@@ -22,36 +22,36 @@ _SAMPLING_FIELDS = (
 )
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 _OTHER_FIELDS = ("messages", "prompt", "stop", "model", "user", "id", "metadata")
-_KNOWN = {*_SAMPLING_FIELDS, *_MAX_TOKENS_FIELDS, *_OTHER_FIELDS}
-# Fields that are accepted only with their default value.
-_DEFAULTS = {"n": 1, "stream": False, "logprobs": False, "tools": [], "echo": False}
+_SUPPORTED_FIELDS = {*_SAMPLING_FIELDS, *_MAX_TOKENS_FIELDS, *_OTHER_FIELDS}
+# Fields accepted only with their default value.
+_DEFAULT_ONLY_FIELDS = {"n": 1, "stream": False, "logprobs": False, "tools": [], "echo": False}
 
 
 @dataclass(frozen=True)
 class BatchRequest:
     """One prompt with its parameters.
 
-    name: its id, or the number of its line. where: its file and line, for messages. body: the
-    fields of an OpenAI request. chat: whether it has messages. openai: whether the line, and so its
-    result, has the format of an OpenAI batch.
+    name: its id, or else its line number. location: its file and line, for error messages. body:
+    the fields of an OpenAI request. chat: whether the prompt is a list of messages. openai: whether
+    the request, and so its result, has the format of an OpenAI batch.
     """
 
     name: str
-    where: str
+    location: str
     body: Mapping[str, Any]
     chat: bool
     openai: bool = False
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the name and body, by which a resumed batch recognises its results."""
+        """A hash of name and body. A resumed batch finds earlier results by it."""
         text = json.dumps([self.name, self.body], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def generation_request(
         self, model: "Model", sampling: "Sampling", max_tokens: int
     ) -> "GenerationRequest":
-        """Return the engine's request. sampling, max_tokens: for fields that are left out."""
+        """Return the engine's request. sampling, max_tokens: defaults for missing fields."""
         from kvkeep.engine import GenerationRequest
 
         body, text = self.body, model.text
@@ -60,11 +60,10 @@ class BatchRequest:
             ids = text.encode(prompt)
             if not ids:
                 raise InvalidArgument("the prompt is empty")
-            limits = (body[name] for name in _MAX_TOKENS_FIELDS if body.get(name))
-            own_sampling = self._sampling(sampling)
-            return GenerationRequest(tuple(ids), next(limits, max_tokens), own_sampling)
+            limit = body.get("max_completion_tokens") or body.get("max_tokens") or max_tokens
+            return GenerationRequest(tuple(ids), limit, self._sampling(sampling))
         except InvalidArgument as error:
-            raise InvalidArgument(f"{self.where}: {error}") from error
+            raise InvalidArgument(f"{self.location}: {error}") from error
 
     def _sampling(self, default: "Sampling") -> "Sampling":
         fields = {n: self.body[n] for n in _SAMPLING_FIELDS if self.body.get(n) is not None}
@@ -79,74 +78,76 @@ class BatchRequest:
 
 def read_jsonl(path: Path) -> list[BatchRequest]:
     """Read a request from each line that is not empty. Raises InvalidArgument, naming the line."""
-    requests: list[BatchRequest] = []
-    for number, line in enumerate(read_text_file(path).splitlines(), 1):
-        if line.strip():
-            requests.append(_parse_line(line, number, f"{path}, line {number}"))
-    _check_names(requests, path)
+    requests = [
+        _parse_line(line, number, f"{path}, line {number}")
+        for number, line in enumerate(read_text_file(path).splitlines(), 1)
+        if line.strip()
+    ]
+    _require_unique_names(requests, path)
     return requests
 
 
 def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRequest]:
-    """Make a chat request of each file: its text, followed by the question."""
+    """Make a chat request from each file: its text, followed by the question."""
     requests: list[BatchRequest] = []
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):
             user = [{"role": "user", "content": f"{read_text_file(path).strip()}\n\n{question}"}]
-            instructions = [] if system is None else [{"role": "system", "content": system}]
-            body = {"messages": [*instructions, *user]}
+            system_messages = [] if system is None else [{"role": "system", "content": system}]
+            body = {"messages": [*system_messages, *user]}
             requests.append(BatchRequest(path.name, str(path), body, chat=True))
-    _check_names(requests, folder)
+    _require_unique_names(requests, folder)
     return requests
 
 
-def _check_names(requests: list[BatchRequest], source: Path) -> None:
-    """Raise InvalidArgument if there are no requests, or if two have one name."""
+def _require_unique_names(requests: list[BatchRequest], source: Path) -> None:
+    """Raise InvalidArgument if there are no requests, or if two have the same name."""
     if not requests:
         raise InvalidArgument(f"{source}: there is nothing to ask")
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     for request in requests:
         name = request.name
-        if name in places:
-            raise InvalidArgument(f"{request.where} has the name of {places[name]}: {name!r}")
-        places[name] = request.where
+        if name in locations:
+            raise InvalidArgument(f"{request.location} has the name of {locations[name]}: {name!r}")
+        locations[name] = request.location
 
 
-def _parse_line(line: str, number: int, where: str) -> BatchRequest:
+def _parse_line(line: str, number: int, location: str) -> BatchRequest:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{where}: not JSON ({error})") from None
+        raise InvalidArgument(f"{location}: not JSON ({error})") from None
     if not isinstance(entry, dict):
-        raise InvalidArgument(f"{where}: a request is a JSON object")
+        raise InvalidArgument(f"{location}: a request is a JSON object")
     openai = "body" in entry
     body = entry["body"] if openai else entry
     name = str(entry.get("custom_id" if openai else "id") or number)
     if not isinstance(body, dict):
-        raise InvalidArgument(f"{where}: the body is a JSON object")
+        raise InvalidArgument(f"{location}: the body is a JSON object")
     url = entry.get("url", _CHAT) if openai else ""
     if openai and url not in (_CHAT, _COMPLETION):
-        raise InvalidArgument(f"{where}: the url is {_CHAT} or {_COMPLETION}; found {url!r}")
+        raise InvalidArgument(f"{location}: the url is {_CHAT} or {_COMPLETION}; found {url!r}")
     chat = "messages" in body
-    _check_body(body, where, chat)
-    return BatchRequest(name, where, body, chat, openai)
+    _check_body(body, location, chat)
+    return BatchRequest(name, location, body, chat, openai)
 
 
-def _check_body(body: Mapping[str, Any], where: str, chat: bool) -> None:
+def _check_body(body: Mapping[str, Any], location: str, chat: bool) -> None:
     """Raise InvalidArgument for fields that are missing, unsupported or of the wrong type."""
     if chat == ("prompt" in body):
-        raise InvalidArgument(f"{where}: give messages, or a prompt")
+        raise InvalidArgument(f"{location}: give messages, or a prompt")
     if not chat and not isinstance(body["prompt"], str):
-        raise InvalidArgument(f"{where}: a prompt is text")
+        raise InvalidArgument(f"{location}: a prompt is text")
     for name, value in body.items():
-        if name not in _KNOWN and (
-            name not in _DEFAULTS or (value or _DEFAULTS[name]) != _DEFAULTS[name]
+        if name not in _SUPPORTED_FIELDS and (
+            name not in _DEFAULT_ONLY_FIELDS
+            or (value or _DEFAULT_ONLY_FIELDS[name]) != _DEFAULT_ONLY_FIELDS[name]
         ):
-            raise InvalidArgument(f"{where}: {name} is not supported in a batch; leave it out")
+            raise InvalidArgument(f"{location}: {name} is not supported in a batch; leave it out")
     for name in _MAX_TOKENS_FIELDS:
         limit = body.get(name)
         if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise InvalidArgument(f"{where}: {name} is a number of tokens; found {limit!r}")
+            raise InvalidArgument(f"{location}: {name} is a number of tokens; found {limit!r}")
     stops = [] if body.get("stop") is None else body["stop"]  # text is an iterable of texts, too
     if not isinstance(stops, Iterable) or not all(isinstance(stop, str) for stop in stops):
-        raise InvalidArgument(f"{where}: stop is text, or a list of texts")
+        raise InvalidArgument(f"{location}: stop is text, or a list of texts")

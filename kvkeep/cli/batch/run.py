@@ -1,4 +1,4 @@
-"""Running of a batch in one engine: prompts prefilled one by one, answers decoded together."""
+"""Run a batch in one engine: prompts are prefilled one by one, answers decoded together."""
 
 import fcntl
 import json
@@ -33,14 +33,14 @@ PreparedRequest = tuple[BatchRequest, GenerationRequest]
 
 
 class BatchResults:
-    """The open results file. done: digests answered by an earlier run. added: answers since."""
+    """The open results file. done: digests answered by an earlier run. added: new answers."""
 
     def __init__(self, file: BinaryIO, done: set[str]):
         self._file, self.done = file, done
         self.added = 0
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line, which is on disk when this returns."""
+        """Append a line. It is on disk when this returns."""
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -51,18 +51,18 @@ class BatchResults:
 def open_results(
     path: Path, requests: Sequence[BatchRequest], again: bool
 ) -> Iterator[BatchResults]:
-    """Open and lock the results file, with the answers of an earlier run unless `again`.
+    """Open and lock the results file. again: discard the answers of an earlier run.
 
-    Failed requests and an incomplete last line are removed, and so will be tried again. Raises
-    InvalidArgument for anything but answers to these requests, Locked for another writer.
+    Failed requests and an incomplete last line are removed, so that they are tried again. Raises
+    InvalidArgument if the file has answers to other requests, Locked if another process writes it.
     """
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise Locked(f"another process writes to {path}") from None
-        known = {request.digest for request in requests}
-        lines = [] if again else _successful_lines(file.read(), path, known)
+        digests = {request.digest for request in requests}
+        lines = [] if again else _successful_lines(file.read(), path, digests)
         content = b"".join(line + b"\n" for _, line in lines)
         file.seek(0)
         if file.read() != content:
@@ -72,8 +72,8 @@ def open_results(
         yield BatchResults(file, {digest for digest, _ in lines})
 
 
-def _successful_lines(content: bytes, path: Path, known: set[str]) -> list[tuple[str, bytes]]:
-    """Return the digest and the line of each successful answer."""
+def _successful_lines(content: bytes, path: Path, digests: set[str]) -> list[tuple[str, bytes]]:
+    """Return the digest and the line of each successful answer. digests: of the batch."""
     *lines, _ = content.split(b"\n")  # the last item is empty, or an incomplete line
     successful = []
     for line in lines:
@@ -82,7 +82,7 @@ def _successful_lines(content: bytes, path: Path, known: set[str]) -> list[tuple
             digest, failed = entry["request"], entry.get("error")
         except (ValueError, LookupError, TypeError, AttributeError):
             digest, failed = None, None
-        if digest not in known:
+        if digest not in digests:
             raise InvalidArgument(
                 f"{path} contains lines that are not answers to these requests: name another "
                 "file, or start again with --again"
@@ -94,7 +94,7 @@ def _successful_lines(content: bytes, path: Path, known: set[str]) -> list[tuple
 
 @dataclass
 class BatchAnswer:
-    """A request and its answer so far. end: None while it runs, or if it failed, with `error`."""
+    """A request and its answer so far. A failed one has an `error` and no `end`."""
 
     request: BatchRequest
     generation: GenerationRequest
@@ -102,8 +102,8 @@ class BatchAnswer:
     end: Finished | None = None
     error: BaseException | None = None
 
-    def line(self, model: str) -> dict[str, Any]:
-        """Return the request's line in the results file, in OpenAI's format if it came in that."""
+    def result_line(self, model: str) -> dict[str, Any]:
+        """Return the line for the results file, in OpenAI's format for OpenAI requests."""
         request, digest = self.request, {"request": self.request.digest}
         if self.end is None:
             error = {"code": type(self.error).__name__, "message": str(self.error)}
@@ -136,7 +136,7 @@ class BatchAnswer:
 
 @dataclass
 class BatchReport:
-    """The closing numbers of a batch. before: requests that an earlier run answered."""
+    """The closing numbers of a batch. before: answers of an earlier run."""
 
     requests: int
     before: int
@@ -151,7 +151,7 @@ class BatchReport:
     def count(self, answer: BatchAnswer) -> None:
         if answer.end is None:
             self.failed += 1
-            say(f"{answer.request.where}: {answer.error}")
+            say(f"{answer.request.location}: {answer.error}")
         else:
             self.prompt_tokens += answer.end.usage.prompt
             self.reused_tokens += answer.end.usage.reuse.tokens
@@ -182,20 +182,21 @@ def run_batch(
     report: BatchReport,
     output: OutputChoice,
 ) -> None:
-    """Answer the requests, `at_once` together. Each is on disk as soon as it is complete."""
-    begun, disable = time.perf_counter(), None if output.progress else True
+    """Answer the requests, `at_once` together. Each answer is on disk once it is complete."""
+    start = time.perf_counter()
+    disable = None if output.progress else True  # None: show it on terminals only
     bar = tqdm(total=report.requests, initial=report.before, unit=" answers", disable=disable)
     try:
         with bar:
             for answer in _answers(engine, requests, at_once, report):
-                results.add(answer.line(engine.model.name))
+                results.add(answer.result_line(engine.model.name))
                 report.count(answer)
                 bar.update()
     except KeyboardInterrupt:
         report.finish_reason = "interrupt"
         raise
     finally:
-        report.seconds, report.answered = time.perf_counter() - begun, results.added
+        report.seconds, report.answered = time.perf_counter() - start, results.added
         if report.finish_reason == "interrupt":
             report.close(output)
             say("the same command goes on from here")
@@ -204,12 +205,12 @@ def run_batch(
 def _answers(
     engine: Engine, requests: Sequence[PreparedRequest], at_once: int, report: BatchReport
 ) -> Iterator[BatchAnswer]:
-    """Yield each answer when it is complete or has failed, and count generated tokens meanwhile.
+    """Yield each answer when it is complete or has failed; count generated tokens in the report.
 
-    A prompt is submitted when the one before it is prefilled, so that it can reuse their common
-    prefix; the engine prefills one at a time anyway. Sorted, common prefixes are adjacent.
+    Prompts are sorted and submitted one by one, each once the one before is prefilled, so that it
+    reuses their common prefix. This costs no time: the engine prefills one prompt at a time.
     """
-    waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)
+    waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)  # the next one last
     events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
     running, prefilling = 0, None
 

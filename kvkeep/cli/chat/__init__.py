@@ -86,8 +86,8 @@ def chat(
         settings = ChatSettings(choice.sampling, limit, opened.seed)
         run = Run("chat", opened, output, settings.resolved.seed)
         if session_file is not None:
-            what = f"session {session}"
-            run.writer = SessionWriter(opened.session, session_file, what, opened.notes)
+            label = f"session {session}"
+            run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
             run.writer.follow(opened.session, {CHAT: conversation.notes})
         if source is not None:
             apply_keep(opened, choice.memory.keep)
@@ -97,7 +97,7 @@ def chat(
 
 
 def _latest(session: str | None) -> str:
-    """Return the name of the chat that was saved last. session: the value of `--session`."""
+    """Return the name of the chat that was saved last. session: of `--session`, to be None."""
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
     for path in saved_sessions().newest():
@@ -105,9 +105,8 @@ def _latest(session: str | None) -> str:
             if CHAT in read_summary(path).notes:
                 return path.stem
         except StoreError:
-            if path.exists():
+            if path.exists():  # else it was removed meanwhile
                 raise
-            continue  # removed meanwhile
     raise InvalidArgument(
         "there is no chat to continue: those started with `kvkeep chat --session NAME` are saved"
     )
@@ -116,13 +115,15 @@ def _latest(session: str | None) -> str:
 def _open(
     source: Source | None, system: str | None, choice: SessionChoice, progress: bool
 ) -> tuple[OpenedSession, Conversation]:
-    """Open the session and the conversation in it."""
+    """Open the session in `source`, or else a new one, and its conversation."""
     memory, saved_system = choice.memory, system
     if source is None:
         model = memory.load(progress)
         memory.require_room_for_a_chat(model)
-        keep = _kept_tokens(memory, model, system)
-        opened = OpenedSession(model, memory.session(model, keep, choice.prefixes.store(model)))
+        keep = _tokens_to_keep(memory, model, system)
+        opened = OpenedSession(
+            model, memory.session(model, keep, choice.prefixes.open_store(model))
+        )
     else:
         opened = resume(source, memory, progress)
         saved_system = opened.notes.get(CHAT, {}).get("system")
@@ -140,8 +141,8 @@ def _open(
     return opened, Conversation(opened.session, codec, eos, saved_system)
 
 
-def _kept_tokens(memory: MemoryChoice, model: "Model", system: str | None) -> int:
-    """Return how many first tokens to keep: as given, or the system prompt."""
+def _tokens_to_keep(memory: MemoryChoice, model: "Model", system: str | None) -> int:
+    """Return the value of `--keep`, or else the length of the system prompt."""
     if memory.keep is not None:
         return memory.keep
     budget = memory.max_kv_size or model.spec.max_positions

@@ -1,4 +1,4 @@
-"""Branches of a chat, and names for the sessions that they are saved in."""
+"""Branches of a chat, and the names of their sessions."""
 
 import re
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ _MAX_NAME = 90  # characters of a session's name, before a number is appended
 
 
 class Branches:
-    """The branches of a chat: forks of one conversation. name: of the one that is current."""
+    """The branches of a chat: forks of one conversation, one of which is current."""
 
     def __init__(self, conversation: Conversation):
-        self.name = _FIRST
+        self.current_name = _FIRST
         self.conversations = {_FIRST: conversation}
 
     @property
     def current(self) -> Conversation:
-        return self.conversations[self.name]
+        return self.conversations[self.current_name]
 
     @property
-    def others(self) -> list[str]:
-        return [name for name in self.conversations if name != self.name]
+    def other_names(self) -> list[str]:
+        return [name for name in self.conversations if name != self.current_name]
 
-    def branch(self, name: str) -> None:
-        """Fork the current branch and switch to the fork. name: "" for a free one."""
+    def create(self, name: str) -> None:
+        """Fork the current branch and switch to the fork. name: "" for an unused one."""
         if not name:
             numbered = (f"branch-{number}" for number in count(len(self.conversations) + 1))
             name = next(name for name in numbered if name not in self.conversations)
@@ -37,15 +37,15 @@ class Branches:
         if name in self.conversations:
             raise InvalidArgument(f"there is a branch {name} already; /switch {name} goes there")
         self.conversations[name] = self.current.fork()
-        self.name = name
+        self.current_name = name
 
     def switch(self, name: str) -> None:
-        """Make another branch current. Raises InvalidArgument if there is none of that name."""
+        """Make a branch current. Raises InvalidArgument if there is none of that name."""
         if name not in self.conversations:
             raise InvalidArgument(
                 f"there is no branch {name!r}; there are: {', '.join(self.conversations)}"
             )
-        self.name = name
+        self.current_name = name
 
     def lines(self) -> list[str]:
         """Return a line for each branch; a star marks the current one."""
@@ -55,13 +55,13 @@ class Branches:
             tokens = counted(len(conversation.session.tokens), "token")
             cache = conversation.session.cache
             size = megabytes(cache.cells * cache.layout.cell_bytes)
-            mark = "*" if name == self.name else " "
+            mark = "*" if name == self.current_name else " "
             lines.append(f"{mark} {name:<{width}}  {turns}, {tokens}, {size}")
         return lines
 
 
 def branch_session_names(session: str, branch: str) -> Iterator[str]:
-    """Yield names for the session of a branch, in the order in which to try them."""
+    """Yield names for the session of a branch. The first unused one is to be taken."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_MAX_NAME]
     yield name
     yield from (f"{name}-{number}" for number in count(2))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvkeep.cli.chat.branches import Branches
-from kvkeep.cli.chat.passages import Passage, find_passage, split_passage
+from kvkeep.cli.chat.passages import Passage, find_passage, split_reference
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_map
 from kvkeep.cli.output import counted
@@ -55,7 +55,7 @@ class LeaveChat(Exception):
 
 
 def is_command(message: str) -> bool:
-    """Whether the input is a command. Several lines, or a path at the beginning, are a message."""
+    """Whether the input is a command. Several lines are a message, and so is a path."""
     line = message.strip()
     if not line.startswith("/") or "\n" in line:
         return False
@@ -73,23 +73,21 @@ def _exists(path: str) -> bool:
 class ChatCommands(ABC):
     """The commands of a chat.
 
-    A method `do_NAME` takes the words after the command's name and returns the message for the
-    user, "" for none. It raises KvkeepError before anything has changed.
-
-    interactive: whether messages come from a terminal.
+    A method `do_NAME` takes the words after the command's name, and returns a message for the user
+    or "". It raises KvkeepError only before it changes anything.
     """
 
-    interactive: bool
+    interactive: bool  # whether messages come from a terminal
 
     def __init__(self, branches: Branches, settings: ChatSettings):
         self.branches, self.settings = branches, settings
 
     @abstractmethod
     def ask(self, message: str, line: str | None = None) -> None:
-        """Run a turn. line: the input that produced the message, if different."""
+        """Run a turn. line: what the user typed, if not the message itself."""
 
     def run_command(self, line: str) -> str:
-        """Run a command line; return the message for the user. Raises LeaveChat to end the chat."""
+        """Run a command; return the message for the user. Raises LeaveChat to end the chat."""
         name, _, argument = line.strip().partition(" ")
         if name in COMMANDS:
             return str(getattr(self, f"do_{name[1:]}")(argument.strip()))
@@ -98,8 +96,8 @@ class ChatCommands(ABC):
         raise InvalidArgument(f"there is no command {name}; {suggestion}/help lists them")
 
     def do_help(self, argument: str) -> str:
-        commands = dict.fromkeys(COMMANDS.values())  # without aliases
-        rows = [f"  {usage:<21}  {meaning}" for usage, meaning in commands]
+        unique = dict.fromkeys(COMMANDS.values())  # aliases share an entry
+        rows = [f"  {usage:<21}  {meaning}" for usage, meaning in unique]
         return "\n".join([*rows, _HELP_PASSAGES, *([_HELP_KEYS] if self.interactive else [])])
 
     def do_file(self, argument: str) -> str:
@@ -137,18 +135,16 @@ class ChatCommands(ABC):
     def do_pin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
         self.branches.current.session.pin(passage.start, passage.end)
-        return f"{passage.what} is never forgotten: {counted(passage.tokens, 'token')}"
+        return f"{passage.description} is never forgotten: {counted(passage.tokens, 'token')}"
 
     def do_unpin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
         self.branches.current.session.unpin(passage.start, passage.end)
-        return f"{passage.what} may be forgotten"
+        return f"{passage.description} may be forgotten"
 
     def do_forget(self, argument: str) -> str:
-        session, passage = (
-            self.branches.current.session,
-            find_passage(self.branches.current, argument),
-        )
+        conversation = self.branches.current
+        session, passage = conversation.session, find_passage(conversation, argument)
         remaining = passage.with_words("") if passage.words else ""
         count = len(session.tokens)
         if remaining.strip():
@@ -156,32 +152,34 @@ class ChatCommands(ABC):
         else:
             session.delete(passage.start, passage.end)
         self._update_system(passage)
-        return f"{passage.what} is forgotten: {counted(count - len(session.tokens), 'token')}"
+        return (
+            f"{passage.description} is forgotten: {counted(count - len(session.tokens), 'token')}"
+        )
 
     def do_edit(self, argument: str) -> str:
-        what, text = split_passage(argument)
-        exact = what == "--exact"
+        reference, text = split_reference(argument)
+        exact = reference == "--exact"
         if exact:
-            what, text = split_passage(text)
+            reference, text = split_reference(text)
         if len(text) > 1 and text[0] == text[-1] == '"':
             text = text[1:-1]
         if not text:
             raise InvalidArgument("/edit takes what to change and its new text, as /help shows")
         session = self.branches.current.session
-        passage = find_passage(self.branches.current, what, text_alone=True)
+        passage = find_passage(self.branches.current, reference, text_alone=True)
         count, new_text = len(session.tokens), passage.with_words(text)
         start, end = passage.start, passage.end
         report = session.replace(start, end, new_text, "suffix" if exact else "none")
         self._update_system(passage)
         new_tokens = counted(passage.tokens + len(session.tokens) - count, "token")
         return (
-            f"{passage.what} is changed: {new_tokens} in the place of {passage.tokens}, "
+            f"{passage.description} is changed: {new_tokens} in the place of {passage.tokens}, "
             f"{report.tokens_evaluated} evaluated in {report.seconds:.2f} s"
         )
 
     def _update_system(self, passage: Passage) -> None:
-        """Store an edited system prompt in the conversation: `--system` is compared with it."""
-        if passage.what.endswith("the system prompt"):
+        """Store an edited system prompt, with which a later `--system` is compared."""
+        if passage.description.endswith("the system prompt"):
             conversation = self.branches.current
             start, end = conversation.session.places.get("system text", (0, 0))
             text = conversation.codec.decode(conversation.session.tokens[start:end])
@@ -199,8 +197,8 @@ class ChatCommands(ABC):
         return f"the first {counted(int(argument), 'token')} are never forgotten"
 
     def do_branch(self, argument: str) -> str:
-        self.branches.branch(argument)
-        return f"now in {self.branches.name}; /switch goes back"
+        self.branches.create(argument)
+        return f"now in {self.branches.current_name}; /switch goes back"
 
     def do_branches(self, argument: str) -> str:
         return "\n".join(self.branches.lines())
@@ -208,7 +206,7 @@ class ChatCommands(ABC):
     def do_switch(self, argument: str) -> str:
         self.branches.switch(argument)
         turns = counted(len(self.branches.current.turns), "turn")
-        return f"now in {self.branches.name}, {turns}"
+        return f"now in {self.branches.current_name}, {turns}"
 
     def do_quit(self, argument: str) -> NoReturn:
         raise LeaveChat

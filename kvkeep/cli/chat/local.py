@@ -24,10 +24,7 @@ class _SavedBranch:
 
 
 class LocalChat(ChatLoop):
-    """A chat with a session in this process.
-
-    run: its session. locks: receives the locks of sessions that it is saved in later.
-    """
+    """A chat with a session in this process. locks: takes the locks of sessions saved later."""
 
     def __init__(
         self, run: Run, conversation: Conversation, settings: ChatSettings, locks: ExitStack
@@ -37,9 +34,9 @@ class LocalChat(ChatLoop):
         super().__init__(Branches(conversation), settings)
 
     def title(self) -> str:
-        name = f", {self.run.writer.what}" if self.run.writer else ""
-        past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
-        return f"{self.run.model.name}{name}{past}"
+        name = f", {self.run.writer.label}" if self.run.writer else ""
+        tokens = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
+        return f"{self.run.model.name}{name}{tokens}"
 
     def turn(self, message: str) -> None:
         conversation = self.branches.current
@@ -62,48 +59,46 @@ class LocalChat(ChatLoop):
         self._generate()
 
     def do_save(self, argument: str) -> str:
-        run, name, what = self.run, argument, f"session {argument}"
-        if name and not (run.writer and run.writer.what == what):
+        run, name, label = self.run, argument, f"session {argument}"
+        if name and not (run.writer and run.writer.label == label):
             file = self._locks.enter_context(saved_sessions().lock(name))
             if file.exists():
                 raise InvalidArgument(f"there is a session {name} already; choose another name")
             notes = {CHAT: self.branches.current.notes}
-            run.writer = SessionWriter(run.session, file, what, notes)
+            run.writer = SessionWriter(run.session, file, label, notes)
             run.writer.write()
         if run.writer is None:
             raise InvalidArgument("this chat has no name yet: /save NAME gives it one")
         run.writer.save()
-        return run.writer.outcome or f"{run.writer.what} is saved already"
+        return run.writer.outcome or f"{run.writer.label} is saved already"
 
-    def memory_bar(self) -> str:
-        branch = "" if not self.branches.others else f", branch {self.branches.name}"
+    def memory_status(self) -> str:
+        branch = f", branch {self.branches.current_name}" if self.branches.other_names else ""
         turns = counted(len(self.branches.current.turns), "turn")
         return f"{memory_line(self.run.session)}, {turns}{branch}"
 
     def after_input(self) -> None:
-        """Save the branches. The current branch may have changed since the last turn."""
+        """Save the branches. Another one may be current since the last turn."""
         writer, self.run.session = self.run.writer, self.branches.current.session
         if writer is None:
             return
         try:
-            # The others first: a branch must be on disk before another one overwrites the chat.
+            # The others first: a branch must be saved before another overwrites the chat's file.
             self._save_others(writer)
             writer.follow(self.run.session, {CHAT: self.branches.current.notes})
             writer.save()
         except StoreError as error:
-            # A failed save does not end the chat: saving is tried again at the next turn and at the
-            # end.
-            say(str(error))
+            say(str(error))  # saving is tried again at the next turn
             return
-        if saved := self._saved.pop(self.branches.name, None):  # the chat itself is this branch now
+        # The current branch is in the chat's own file now, so its former file is removed.
+        if saved := self._saved.pop(self.branches.current_name, None):
             saved.lock.close()
             with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
                 saved_sessions().remove(saved.session_name)
 
     def close(self) -> None:
-        """Save the branches that are not saved yet, and print the session of each."""
         writer = self.run.writer
-        if writer is None or not self.branches.others:
+        if writer is None or not self.branches.other_names:
             return
         self.run.session = self.branches.current.session
         try:
@@ -111,28 +106,28 @@ class LocalChat(ChatLoop):
         except StoreError as error:
             say(str(error))
         writer.follow(self.run.session, {CHAT: self.branches.current.notes})
-        say(f"branch {self.branches.name} is {writer.what}")
-        for branch in self.branches.others:
+        say(f"branch {self.branches.current_name} is {writer.label}")
+        for branch in self.branches.other_names:
             saved = self._saved.get(branch)
-            say(f"branch {branch} is {saved.writer.what if saved else 'not saved'}")
+            say(f"branch {branch} is {saved.writer.label if saved else 'not saved'}")
 
     def _save_others(self, chat: SessionWriter) -> None:
-        """Save each branch that is not current, if it changed since. Raises StoreError."""
-        for branch in self.branches.others:
+        """Save each changed branch that is not current. Raises StoreError."""
+        for branch in self.branches.other_names:
             conversation = self.branches.conversations[branch]
             notes = {**chat.notes, CHAT: conversation.notes}
             if saved := self._saved.get(branch):
                 saved.writer.follow(conversation.session, notes)
                 saved.writer.save()
             else:
-                name = chat.what.removeprefix("session ")
+                name = chat.label.removeprefix("session ")
                 self._saved[branch] = self._save_as_new(name, branch, conversation, notes)
-                say(f"branch {branch} is saved as {self._saved[branch].writer.what}")
+                say(f"branch {branch} is saved as {self._saved[branch].writer.label}")
 
     def _save_as_new(
         self, chat: str, branch: str, conversation: Conversation, notes: dict[str, Any]
     ) -> _SavedBranch:
-        """Save a branch under the first name that is free, and keep its lock."""
+        """Save a branch under the first unused name, and keep its lock."""
         for name in branch_session_names(chat, branch):
             with ExitStack() as lock:
                 try:
@@ -147,22 +142,20 @@ class LocalChat(ChatLoop):
         raise AssertionError("unreachable: the names are infinite")
 
     def _prefill(self, ids: list[int]) -> None:
-        """Prefill a question. Interrupts and errors roll it back if possible."""
+        """Prefill a question. An interrupt or error rolls it back if possible."""
         session = self.run.session
         start = len(session.tokens)
         try:
             self.run.feed(ids)
         except (KeyboardInterrupt, KvkeepError):
-            # Half a question is rewound, unless earlier tokens were already evicted for it. Then it
-            # stays, and the next turn closes it.
+            # If earlier tokens were already evicted, it cannot be rewound; the next turn closes it.
             with suppress(InvalidArgument):
                 session.rewind(len(session.tokens) - start)
             raise
 
     def _generate(self) -> None:
-        """Generate an answer on the screen, and record its end in the conversation."""
         sampling = self.settings.resolved
         try:
-            self.run.write(self.settings.max_tokens, sampling, screen=self.screen())
+            self.run.generate(self.settings.max_tokens, sampling, screen=self.screen())
         finally:
             self.branches.current.end_turn()

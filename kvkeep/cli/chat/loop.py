@@ -18,7 +18,7 @@ _STOPPED = "[stopped]"
 
 
 class PrefillAborted(Exception):
-    """A question is not in memory because of `cause`, and can be asked again."""
+    """A question is not in memory, because of `cause`. It can be asked again."""
 
     def __init__(self, cause: BaseException):
         super().__init__(str(cause))
@@ -26,7 +26,7 @@ class PrefillAborted(Exception):
 
 
 class ChatLoop(ChatCommands):
-    """A chat at the prompt."""
+    """A chat at the prompt; subclasses know where its session is."""
 
     def __init__(self, branches: Branches, settings: ChatSettings):
         super().__init__(branches, settings)
@@ -35,39 +35,35 @@ class ChatLoop(ChatCommands):
 
     @abstractmethod
     def title(self) -> str:
-        """Return what the chat is, and how much of it there is, for the first line."""
+        """Return the model or session, and the tokens so far, for the first line."""
 
     @abstractmethod
     def turn(self, message: str) -> None:
-        """Prefill a question and write its answer to `self.screen()`.
-
-        Raises `PrefillAborted` if the question is not in memory afterwards.
-        """
+        """Answer a question. Raises `PrefillAborted` if it is not in memory afterwards."""
 
     @abstractmethod
     def regenerate_turn(self, turn: int) -> None:
-        """Generate the answer of the newest turn again. Raises KvkeepError if it cannot be."""
+        """Generate the newest turn's answer again. Raises KvkeepError if this is impossible."""
 
     @abstractmethod
     def do_save(self, argument: str) -> str:
-        """Save the session. argument: its name from now on; "" for the current one."""
+        """Save the session. argument: its new name; "" for the current one."""
 
     @abstractmethod
-    def memory_bar(self) -> str:
-        """Return the status line of the memory."""
+    def memory_status(self) -> str:
+        """Return the status line."""
 
     def after_input(self) -> None:
-        """Run after each turn and each command, for example to save. A server saves by itself."""
+        """Run after each turn and each command, for example to save."""
 
     @abstractmethod
     def close(self) -> None:
-        """Save what is to stay at the end of the chat, and remove the rest."""
+        """End the chat: save its branches, and delete temporary sessions."""
 
     def screen(self) -> Screen:
         return make_screen(self.settings.markdown)
 
     def talk(self) -> None:
-        """Read and handle input until the end of the chat."""
         try:
             if self.interactive:
                 say(f"{self.title()}: /help lists commands, Ctrl-D ends")
@@ -77,8 +73,8 @@ class ChatLoop(ChatCommands):
             self.close()
 
     def _handle_input(self) -> None:
-        bar = self._bar()
-        while (message := self.prompt.read(bar)) is not None:
+        status = self._status_line()
+        while (message := self.prompt.read(status)) is not None:
             with self.prompt.busy():
                 try:
                     if is_command(message):
@@ -86,7 +82,7 @@ class ChatLoop(ChatCommands):
                     elif message.strip():
                         self.ask(message)
                     self.after_input()
-                    bar = self._bar()
+                    status = self._status_line()
                 except LeaveChat:
                     return
                 except KeyboardInterrupt:
@@ -109,7 +105,7 @@ class ChatLoop(ChatCommands):
             say(f"{error}; /undo takes the last turn back")
         finally:
             if self.interactive and sys.stdout.isatty():
-                with suppress(OSError):  # the terminal is gone
+                with suppress(OSError):  # the terminal was closed
                     print(flush=True)  # a line between turns
 
     def do_regenerate(self, argument: str) -> str:
@@ -165,15 +161,15 @@ class ChatLoop(ChatCommands):
             self._report_stop()
 
     def _report_stop(self) -> None:
-        """Handle Ctrl-C in an except block: print a note at a terminal, else re-raise."""
+        """Handle Ctrl-C, in an except block: print a note at a terminal, else re-raise."""
         if not self.interactive or termination_signal():
             raise
         say(_STOPPED)
 
-    def _bar(self) -> str:
+    def _status_line(self) -> str:
         if not (self.interactive and self.settings.bar):
             return ""
         try:
-            return self.memory_bar()
+            return self.memory_status()
         except KvkeepError as error:
             return str(error)

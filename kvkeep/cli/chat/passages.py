@@ -1,4 +1,4 @@
-"""Passages that chat commands refer to: a turn or part of one, the system prompt, or words."""
+"""Passages of a chat that commands name: a turn or its part, the system prompt, or words."""
 
 import re
 from bisect import bisect_left
@@ -13,16 +13,13 @@ _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens `start ... end - 1` of a conversation.
+    """Tokens `start ... end - 1` of a conversation."""
 
-    what: a description. words: the quoted words, "" if none. text: of these tokens, words included.
-    """
-
-    what: str
+    description: str
     start: int
     end: int
-    text: str = ""
-    words: str = ""
+    text: str = ""  # of the tokens around quoted words; "" for other passages
+    words: str = ""  # the quoted words, if any
 
     @property
     def tokens(self) -> int:
@@ -33,38 +30,38 @@ class Passage:
         return self.text.replace(self.words, words, 1) if self.words else words
 
 
-def split_passage(argument: str) -> tuple[str, str]:
-    """Split an argument into the passage and the rest."""
+def split_reference(argument: str) -> tuple[str, str]:
+    """Split an argument into the reference to a passage, and the rest."""
     quoted = _QUOTED.match(argument)
-    what = quoted[0] if quoted else argument.partition(" ")[0]
-    return what, argument[len(what) :].strip()
+    reference = quoted[0] if quoted else argument.partition(" ")[0]
+    return reference, argument[len(reference) :].strip()
 
 
-def find_passage(conversation: Conversation, what: str, text_alone: bool = False) -> Passage:
+def find_passage(conversation: Conversation, reference: str, text_alone: bool = False) -> Passage:
     """Find a turn, a question or answer, the system prompt, or quoted words.
 
-    text_alone: without the template's tokens around it; a turn's number then means its question.
-    Raises InvalidArgument if there is no such passage, or if it is not remembered.
+    text_alone: without the chat template's tokens; a turn's number then means its question. Raises
+    InvalidArgument if there is no such passage, or if it is not fully remembered.
     """
-    quoted = _QUOTED.fullmatch(what)
+    quoted = _QUOTED.fullmatch(reference)
     if quoted:
         passage = _find_words(conversation, quoted[1] or quoted[2])
     else:
-        name, places = _span_name(conversation, what, text_alone), conversation.session.places
+        name, places = _span_name(conversation, reference, text_alone), conversation.session.places
         if name not in places:
-            missing = f"there is no {what} here" if what else "what is missing"
+            missing = f"there is no {reference} here" if reference else "what is missing"
             raise InvalidArgument(f"{missing}; there is: {_known_passages(conversation)}")
-        passage = Passage(_description(name), *places[name])
+        passage = Passage(_span_description(name), *places[name])
     if conversation.session.remembered(passage.start, passage.end) < passage.tokens:
-        raise InvalidArgument(f"{passage.what} is not remembered any more, or not whole")
+        raise InvalidArgument(f"{passage.description} is not remembered any more, or not whole")
     return passage
 
 
-def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
-    """Return the name of the session's span for a passage; "" if it is not a valid passage."""
-    if what == "system":
+def _span_name(conversation: Conversation, reference: str, text_alone: bool) -> str:
+    """Return the name of the session's span for a reference; "" if it is not a valid one."""
+    if reference == "system":
         return "system text" if text_alone else "system"
-    match = _TURN.fullmatch(what)
+    match = _TURN.fullmatch(reference)
     if not match:
         return ""
     turns = conversation.turns
@@ -77,24 +74,22 @@ def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
 def _find_words(conversation: Conversation, words: str) -> Passage:
     """Find the fewest tokens with the words, in the newest question, answer or system prompt."""
     session, decode = conversation.session, conversation.codec.decode
-    places = [
-        (name, start, end)
-        for name, (start, end) in session.places.items()
-        if name.endswith((" text", "question", "answer"))
-    ]
-    for name, start, end in sorted(places, key=lambda place: -place[1]):
+    newest_first = sorted(session.places.items(), key=lambda place: -place[1][0])
+    for name, (start, end) in newest_first:
+        if not name.endswith((" text", "question", "answer")):
+            continue
         ids = session.tokens[start:end]
         if words not in decode(ids):
             continue
         stop = bisect_left(range(len(ids) + 1), True, key=lambda n: words in decode(ids[:n]))
-        # The first position from which the words are cut off is one behind their first token.
+        # The last position from which the words are still complete is their first token.
         first = bisect_left(range(stop), True, key=lambda n: words not in decode(ids[n:stop])) - 1
-        description, text = f'"{words}" in {_description(name)}', decode(ids[first:stop])
+        description, text = f'"{words}" in {_span_description(name)}', decode(ids[first:stop])
         return Passage(description, start + first, start + stop, text, words)
     raise InvalidArgument(f'no question, answer or system prompt has "{words}" in it')
 
 
-def _description(span_name: str) -> str:
+def _span_description(span_name: str) -> str:
     if span_name.startswith("system"):
         return "the system prompt"
     _, number, *part = span_name.split(" ")

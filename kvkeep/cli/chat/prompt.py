@@ -1,6 +1,7 @@
-"""Sources of the user's messages: a terminal, or lines of a pipe or file."""
+"""Input of the user's messages, from a terminal, a pipe or a file."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -31,20 +32,20 @@ _HINT = "Ctrl-D ends the chat, and so does /quit; /help lists what else can be d
 
 
 class Prompt:
-    """Standard input from a pipe or file, line by line. interactive: whether it is a terminal."""
+    """Standard input from a pipe or file, line by line."""
 
-    interactive = False
+    interactive = False  # whether it is a terminal
 
-    def read(self, bar: str = "") -> str | None:
-        """Return the next message, or None at the end. bar: a status line shown meanwhile."""
+    def read(self, status: str = "") -> str | None:
+        """Return the next message, or None at the end. status: shown below the prompt."""
         content = sys.stdin.buffer.readline()
         return decode_text(content, "standard input").rstrip("\r\n") if content else None
 
     def offer(self, message: str) -> None:
-        """Put a message that was not prefilled into the next prompt, for editing."""
+        """Put a message into the next prompt, for editing."""
 
     def busy(self) -> AbstractContextManager[None]:
-        """Hold keys that are typed during the block for the next prompt."""
+        """Hold back keys typed during the block, for the next prompt."""
         return nullcontext()
 
 
@@ -53,7 +54,7 @@ class PlainPrompt(Prompt):
 
     interactive = True
 
-    def read(self, bar: str = "") -> str | None:
+    def read(self, status: str = "") -> str | None:
         while True:
             say("> ", end="")
             try:
@@ -79,7 +80,7 @@ class EditedPrompt(Prompt):
     interactive = True
 
     def __init__(self, branches: Branches):
-        self._offered, self._bar = "", ""
+        self._offered, self._status = "", ""
         self._session: PromptSession[str] = PromptSession(
             "> ",
             multiline=True,
@@ -88,13 +89,13 @@ class EditedPrompt(Prompt):
             complete_while_typing=False,
             history=_history(),
             key_bindings=_keys(),
-            bottom_toolbar=lambda: ANSI(self._bar) if self._bar else None,
+            bottom_toolbar=lambda: ANSI(self._status) if self._status else None,
             style=Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack"}),
             output=None if sys.stdout.isatty() else create_output(sys.stderr),
         )
 
-    def read(self, bar: str = "") -> str | None:
-        self._bar = bar
+    def read(self, status: str = "") -> str | None:
+        self._status = status
         while True:
             default, self._offered = self._offered, ""
             try:
@@ -124,7 +125,6 @@ class _EmptyLineInterrupted(Exception):
 
 
 def make_prompt(branches: Branches) -> Prompt:
-    """Return the prompt for standard input. branches: for completion."""
     if not sys.stdin.isatty():
         return Prompt()
     has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")
@@ -169,7 +169,7 @@ class _LenientHistory(FileHistory):
 
 
 def _history() -> History:
-    """Return the input history of all chats; in memory only if the file cannot be written."""
+    """Return the input history of all chats, in memory if its file cannot be written."""
     from platformdirs import user_state_path
 
     path = (home() if home_is_set() else Path(user_state_path("kvkeep"))) / "history"
@@ -183,13 +183,12 @@ def _history() -> History:
 
 def _without_quotes(text: str) -> str:
     """Remove the three quotes around a message, if any."""
-    bare = text.strip()
-    quoted = len(bare) >= 2 * len(_QUOTES) and bare.startswith(_QUOTES) and bare.endswith(_QUOTES)
-    return bare[len(_QUOTES) : -len(_QUOTES)].strip("\n") if quoted else text
+    match = re.fullmatch(rf"\s*{_QUOTES}(.*){_QUOTES}\s*", text, re.DOTALL)
+    return match[1].strip("\n") if match else text
 
 
 def _is_utf8(line: str) -> bool:
-    """Whether a line is UTF-8. Prints a message if not: invalid bytes do not end the chat."""
+    """Whether a line is UTF-8. Prints a message if it is not."""
     try:
         require_utf8(line, "the line")
     except InvalidArgument as error:
@@ -199,7 +198,7 @@ def _is_utf8(line: str) -> bool:
 
 
 class ChatCompleter(Completer):
-    """Completes commands and their arguments. branches: the chat's, read when Tab is pressed."""
+    """Completes commands and their arguments. branches: read when Tab is pressed."""
 
     def __init__(self, branches: Branches):
         self._branches = branches
@@ -220,13 +219,13 @@ class ChatCompleter(Completer):
             path = Document(argument, len(argument))
             yield from self._paths.get_completions(path, complete_event)
         else:
-            *words, word = argument.split(" ")
+            *words, beginning = argument.split(" ")
             for candidate in self._candidates(name, words):
-                if candidate.startswith(word):
-                    yield Completion(candidate, -len(word))
+                if candidate.startswith(beginning):
+                    yield Completion(candidate, -len(beginning))
 
     def _candidates(self, name: str, words: list[str]) -> Iterator[str]:
-        """Yield candidates for the next word of a command's argument, after `words`."""
+        """Yield candidates for the word that follows `words` in a command's argument."""
         if name == "/edit" and words == ["--exact"]:
             words = []
         if name in ("/pin", "/unpin", "/forget", "/edit") and not words:
@@ -234,14 +233,14 @@ class ChatCompleter(Completer):
             if name == "/edit":
                 yield "--exact"
         elif name == "/switch" and not words:
-            yield from self._branches.others
+            yield from self._branches.other_names
         elif name == "/set" and not words:
             yield from SETTINGS
         elif name == "/set" and len(words) == 1 and words[0] in SWITCHES:
             yield from ("on", "off")
 
     def _passages(self) -> Iterator[str]:
-        """Yield the names of passages: the system prompt, turns, and their parts."""
+        """Yield references to the system prompt, to turns and to their parts."""
         places = self._branches.current.session.places
         if "system" in places:
             yield "system"

@@ -20,17 +20,17 @@ from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
 from kvkeep.session.conversation import Conversation, turns_in
 
-_LOCAL_ONLY = (  # options without meaning for a session on a server
+_LOCAL_ONLY = (  # options that a session on a server does not have
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
     *("prefix_cache", "prefix_cache_bytes", "store", "secret_file", "report", "resumed"),
 )
-_SETTINGS = (
+_SESSION_OPTIONS = (
     *("policy", "max_kv_size", "keep", "discard", "group", "window", "method", "ratio"),
     *("kv_bits", "far_bits"),
 )
-_API_NAMES = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
-_ENDLESS = 1_000_000  # the most tokens that a server generates at once
-_MAX_TOKENS = 4096  # in one response
+_API_PARAMETERS = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
+_NO_LIMIT = 1_000_000  # the most tokens that a server generates for one request
+_MAX_TEXT_TOKENS = 4096  # in a response of `text`
 
 
 def chat_at_server(
@@ -41,25 +41,22 @@ def chat_at_server(
     memory: MemoryChoice,
     settings: ChatSettings,
 ) -> None:
-    """Run a chat in a session of a server. Raises KvkeepError if it cannot be opened."""
+    """Run a chat in a session on a server."""
     unused = [option for option in _LOCAL_ONLY if is_given(option)]
     if unused:
         options = ", ".join(map(_flag, unused))
         raise InvalidArgument(f"{options}: not with --server, whose model and sessions are its own")
-    requested = {name: getattr(memory, name) for name in _SETTINGS if is_given(name)}
+    requested = {name: getattr(memory, name) for name in _SESSION_OPTIONS if is_given(name)}
     with Client(url, api_key) as client:
         name = _open_session(client, session_name, requested)
         RemoteChat(client, name, system, settings, is_named=session_name is not None).talk()
 
 
 def _open_session(client: Client, name: str | None, settings: dict[str, Any]) -> str:
-    """Find a session or create it, without a name for None; return its name."""
+    """Find or create a session, and return its name. name: None to create an unnamed one."""
     if name is not None:
-        try:
+        with suppress(NoSuchSession):
             client.session(name).info()
-        except NoSuchSession:
-            pass
-        else:
             if settings:
                 options = ", ".join(map(_flag, settings))
                 raise InvalidArgument(
@@ -70,9 +67,9 @@ def _open_session(client: Client, name: str | None, settings: dict[str, Any]) ->
 
 
 def _retry_while_busy(call: Callable[[], object]) -> None:
-    """Retry a call for up to 5 seconds while the session is busy. Raises KvkeepError.
+    """Make a call, and retry it for up to 5 seconds while the session is busy.
 
-    After a cancelled answer, the server may still be computing its last token or prefill step.
+    After a cancelled answer, the server may still be computing its last step.
     """
     for _ in range(50):
         with suppress(Busy):
@@ -83,20 +80,21 @@ def _retry_while_busy(call: Callable[[], object]) -> None:
 
 
 def _flag(option: str) -> str:
-    """Return the flag of a parameter: "--max-kv-size" for "max_kv_size"."""
     return "--" + {"resumed": "continue"}.get(option, option.replace("_", "-"))
 
 
-def _sampling(settings: ChatSettings) -> dict[str, Any]:
-    """Return the sampling parameters by the names of the server's API."""
+def _sampling_parameters(settings: ChatSettings) -> dict[str, Any]:
+    """Return the sampling parameters under their names in the server's API."""
     options = asdict(settings.sampling).items()
-    parameters = {_API_NAMES.get(name, name): value for name, value in options if value is not None}
-    limit = _ENDLESS if settings.max_tokens is None else settings.max_tokens
+    parameters = {
+        _API_PARAMETERS.get(name, name): value for name, value in options if value is not None
+    }
+    limit = _NO_LIMIT if settings.max_tokens is None else settings.max_tokens
     return {**parameters, "max_tokens": limit}
 
 
 class RemoteChatSession(RemoteSession):
-    """A session on a server, with the attributes of `Session` that commands use, none cached."""
+    """A session on a server with the attributes of `Session` that commands use. None is cached."""
 
     @property
     def places(self) -> dict[str, tuple[int, int]]:
@@ -107,12 +105,12 @@ class RemoteChatSession(RemoteSession):
     def tokens(self) -> list[int]:
         total, ids = self.info()["tokens"], list[int]()
         while len(ids) < total:
-            pieces = self.text(len(ids), min(total, len(ids) + _MAX_TOKENS))["pieces"]
+            pieces = self.text(len(ids), min(total, len(ids) + _MAX_TEXT_TOKENS))["pieces"]
             ids += [piece["id"] for piece in pieces]
         return ids
 
     def remembered(self, start: int, end: int) -> int:
-        """Return how many of these tokens have a cell of their own."""
+        """Return how many of tokens `start ... end - 1` have a cell of their own."""
         count = 0
         for run in self.memory()["runs"]:
             if run["standing"] not in ("compressed", "forgotten"):
@@ -121,14 +119,14 @@ class RemoteChatSession(RemoteSession):
         return count
 
     def replace(self, *arguments: Any, **options: Any) -> Any:
-        """Replace tokens; return the cost with the attributes of an `EditReport`."""
+        """Replace tokens; return an object with the attributes of an `EditReport`."""
         return SimpleNamespace(**super().replace(*arguments, **options)["result"])
 
 
 class RemoteConversation:
-    """A conversation in a session on a server. Turns are spans, as in a `Conversation`."""
+    """A session on a server with the attributes of `Conversation` that commands use."""
 
-    system: str | None = None  # not needed: the server stores the system prompt
+    system: str | None = None  # unused: the server stores the system prompt
 
     def __init__(self, client: Client, session_name: str):
         self._client = client
@@ -140,7 +138,6 @@ class RemoteConversation:
         return turns_in(self.session.places)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """Decode by the server's tokenizer."""
         response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
         return str(response["content"])
 
@@ -148,7 +145,7 @@ class RemoteConversation:
         return RemoteConversation(self._client, self.session.fork(name).name)
 
     def undo(self) -> int:
-        """Rewind the last turn and return its number of tokens."""
+        """Rewind the last turn; return its number of tokens."""
         memory = self.session.memory()
         turns = turns_in(memory["spans"])
         if not turns:
@@ -159,7 +156,7 @@ class RemoteConversation:
 
 
 class RemoteChat(ChatLoop):
-    """A chat in a session on a server. is_named: whether the session was given by name."""
+    """A chat in a session on a server. is_named: whether the user named the session."""
 
     def __init__(
         self,
@@ -169,18 +166,17 @@ class RemoteChat(ChatLoop):
         settings: ChatSettings,
         is_named: bool,
     ):
-        # It has the attributes of a Conversation that commands use.
         conversation = cast(Conversation, RemoteConversation(client, session_name))
         super().__init__(Branches(conversation), settings)
         self._client, self._system, self._is_named = client, system, is_named
-        self._abandoned = list[str]()  # sessions that the chat left, to be deleted
-        self._saved = set[str]()  # sessions that stay after the chat
-        self._name = session_name if is_named else ""  # of the chat; "": deleted at its end
+        self._left_sessions = list[str]()  # deleted at the end of the chat
+        self._kept_sessions = set[str]()  # not deleted at the end of the chat
+        self._chat_name = session_name if is_named else ""  # "": the chat is deleted at its end
 
     def title(self) -> str:
         tokens = self._session.info()["tokens"]
-        past = f", {counted(tokens, 'token')} so far" if tokens else ""
-        return f"session {self._session.name}{past}"
+        so_far = f", {counted(tokens, 'token')} so far" if tokens else ""
+        return f"session {self._session.name}{so_far}"
 
     @property
     def _conversation(self) -> RemoteConversation:
@@ -190,14 +186,13 @@ class RemoteChat(ChatLoop):
     def _session(self) -> RemoteChatSession:
         return self._conversation.session
 
-    def _sessions(self) -> dict[str, RemoteChatSession]:
-        """Return the session of each branch."""
-        conversations = self.branches.conversations.items()
-        return {name: cast(RemoteConversation, c).session for name, c in conversations}
+    def _branch_sessions(self) -> dict[str, RemoteChatSession]:
+        branches = self.branches.conversations.items()
+        return {name: cast(RemoteConversation, chat).session for name, chat in branches}
 
     def turn(self, message: str) -> None:
-        """Run a turn on the server. Ctrl-C stops it there too; the text so far stays."""
-        sampling, screen, has_started = _sampling(self.settings), self.screen(), False
+        """Run a turn on the server. Ctrl-C also stops it there; the text so far stays."""
+        sampling, screen, has_started = _sampling_parameters(self.settings), self.screen(), False
         events = self._session.stream_turn(message, self._system, **sampling)
         try:
             with closing(events):
@@ -227,13 +222,13 @@ class RemoteChat(ChatLoop):
         conversation = self._conversation.fork(name)
         conversation.session.save()
         if not self._is_named:
-            self._abandoned.append(session.name)
-        self._saved.add(name)
-        self._name = self._name or name
-        self.branches.conversations[self.branches.name] = cast(Conversation, conversation)
+            self._left_sessions.append(session.name)
+        self._kept_sessions.add(name)
+        self._chat_name = self._chat_name or name
+        self.branches.conversations[self.branches.current_name] = cast(Conversation, conversation)
         return f"goes on in session {name}, which is on the server's disk"
 
-    def memory_bar(self) -> str:
+    def memory_status(self) -> str:
         memory = self._session.memory()
         return status_line(_token_status(memory), _cells(memory))
 
@@ -244,40 +239,42 @@ class RemoteChat(ChatLoop):
 
     def do_branches(self, argument: str) -> str:
         return "\n".join(
-            f"{'*' if name == self.branches.name else ' '} {name}: session {session.name}, "
+            f"{'*' if name == self.branches.current_name else ' '} {name}: session {session.name}, "
             f"{counted(session.info()['tokens'], 'token')}"
-            for name, session in self._sessions().items()
+            for name, session in self._branch_sessions().items()
         )
 
     def do_keep(self, argument: str) -> NoReturn:
         raise InvalidArgument("on a server, --keep can only be given when a session is created")
 
     def close(self) -> None:
-        """Save the branches of a named chat, and delete the sessions that are not to stay."""
-        if self._name and self.branches.others:
-            for branch, session in self._sessions().items():
+        """Save the branches of a named chat, and delete temporary sessions."""
+        if self._chat_name and self.branches.other_names:
+            for branch, session in self._branch_sessions().items():
                 say(f"branch {branch} is session {self._keep_branch(branch, session)}")
-        unnamed = [] if self._is_named else [session.name for session in self._sessions().values()]
-        for name in [*self._abandoned, *unnamed]:
-            if name not in self._saved:
+        unnamed = (
+            [] if self._is_named else [session.name for session in self._branch_sessions().values()]
+        )
+        for name in [*self._left_sessions, *unnamed]:
+            if name not in self._kept_sessions:
                 with suppress(KvkeepError):  # the session or the server is gone
                     _retry_while_busy(partial(self._client.delete, name))
 
     def _keep_branch(self, branch: str, session: RemoteChatSession) -> str:
-        """Save a branch in a session with a free name, if it has none; return the name."""
-        if session.name == self._name or session.name in self._saved:
+        """Save a branch in a session with a name, an unused one if need be; return the name."""
+        if session.name == self._chat_name or session.name in self._kept_sessions:
             return session.name
         try:
             existing = {entry["name"] for entry in self._client.sessions()}
-            names = branch_session_names(self._name, branch)
+            names = branch_session_names(self._chat_name, branch)
             name = next(name for name in names if name not in existing)
             _retry_while_busy(lambda: session.fork(name).save())
         except KvkeepError as error:
-            self._saved.add(session.name)
+            self._kept_sessions.add(session.name)
             say(str(error))
             return session.name
-        self._abandoned.append(session.name)
-        self._saved.add(name)
+        self._left_sessions.append(session.name)
+        self._kept_sessions.add(name)
         return name
 
 

@@ -15,16 +15,16 @@ from rich.segment import Segment, Segments
 from kvkeep.cli.output import Screen, write_flushed
 from kvkeep.cli.terminal import suspensions
 
-# Control characters that a terminal could interpret.
+# Control characters, which a terminal could interpret.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
-_BLOCK = re.compile(r"\n[ \t]*\n(?=[^\s])")  # an end of a block: what precedes it cannot change
+_BLOCK_END = re.compile(r"\n[ \t]*\n(?=[^\s])")
 _REDRAW_INTERVAL = 0.08  # seconds between two redraws of the unfinished block
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # switch autowrap (DECAWM) off and on
 
 
 class WrappedScreen(Screen):
-    """Output on a terminal: wrapped between words, with control characters removed."""
+    """Output on a terminal, wrapped between words and without control characters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class WrappedScreen(Screen):
         output = list[str]()
         for part in re.split(r"(\s)", _CONTROLS.sub("", piece)):
             if part.isspace():
-                output += [*self._take_word(), self._add_space(part)]
+                output += [*self._pop_word(), self._add_space(part)]
             else:
                 self._word += part
-        output += self._take_word(open_ended=True)
+        output += self._pop_word(open_ended=True)
         super()._show("".join(output))
 
     def _finish(self) -> None:
-        super()._show("".join(self._take_word()))
+        super()._show("".join(self._pop_word()))
         self._column = 0
         super()._finish()
 
-    def _take_word(self, open_ended: bool = False) -> list[str]:
-        """Take the current word, split to the width of lines. open_ended: leave its last part."""
+    def _pop_word(self, open_ended: bool = False) -> list[str]:
+        """Take the current word, in parts as wide as lines. open_ended: leave the last part."""
         width = _columns()
         parts = chop_cells(self._word, width) if self._word else []
         self._word = ""
@@ -55,7 +55,7 @@ class WrappedScreen(Screen):
         return [self._break_before(part, width) for part in parts]
 
     def _break_before(self, part: str, width: int) -> str:
-        """Return a word, preceded by a new line if it does not fit on the current one."""
+        """Return a word, after a newline if it does not fit on the current line."""
         size = cell_len(part)
         breaks = self._column > 0 and self._column + size > width
         self._column = size if breaks else self._column + size
@@ -72,41 +72,39 @@ class WrappedScreen(Screen):
 class MarkdownScreen(Screen):
     """Output on a terminal as rendered Markdown, while it is generated.
 
-    A complete block is printed once and for all. The newest lines of the incomplete block, at most
-    a screenful, form a preview that is erased and redrawn as the block grows.
-
-    The preview ends with a new line, and the terminal wraps none of its lines. Its height in rows
-    is therefore its number of lines, even if the terminal counts a character as wider than rich
-    does, or prints ^C at the cursor.
+    A complete block is printed once. The newest lines of the incomplete block, at most a screenful,
+    form a preview that is redrawn as the block grows. It ends with a newline, and the terminal does
+    not wrap it, so that its height is its number of lines even if the terminal counts a character
+    as wider than rich does, or prints ^C at the cursor.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._text, self._drawn, self._has_blocks = "", 0.0, False
+        self._text, self._drawn_at, self._has_blocks = "", 0.0, False
         self._preview: list[int] = []  # width in cells of each line of the preview
         self._width = self._suspensions = 0
 
     def _show(self, piece: str) -> None:
         self._text += _CONTROLS.sub("", piece)
-        *complete, self._text = _blocks(self._text)
+        *complete, self._text = _split_blocks(self._text)
         for block in complete:
-            self._print(block)
-        if time.monotonic() - self._drawn >= _REDRAW_INTERVAL:
-            self._draw()
+            self._print_block(block)
+        if time.monotonic() - self._drawn_at >= _REDRAW_INTERVAL:
+            self._draw_preview()
 
     def _finish(self) -> None:
-        rest, self._text = self._text, ""
-        self._print(rest)
+        text, self._text = self._text, ""
+        self._print_block(text)
 
-    def _draw(self) -> None:
+    def _draw_preview(self) -> None:
         console = _console()
         lines = _render(console, self._text)[-max(1, console.height - 2) :]
         write_flushed(f"{self._erase_preview()}{_NO_WRAP}{_encode(console, lines)}{_WRAP}")
         self._preview = [Segment.get_line_length(line) for line in lines]
         self._width, self._suspensions = console.width, suspensions()
-        self._drawn = time.monotonic()
+        self._drawn_at = time.monotonic()
 
-    def _print(self, text: str) -> None:
+    def _print_block(self, text: str) -> None:
         output = self._erase_preview()
         if text.strip():
             console, separator = _console(), "\n" if self._has_blocks else ""
@@ -116,10 +114,10 @@ class MarkdownScreen(Screen):
             write_flushed(output)
 
     def _erase_preview(self) -> str:
-        """Return the control codes that erase the preview; "" if there is none."""
+        """Forget the preview, and return the control codes that erase it, if any."""
         lines, self._preview = self._preview, []
         if self._suspensions != suspensions():
-            return ""  # after Ctrl-Z a shell wrote below the preview, so it stays
+            return ""  # after Ctrl-Z a shell wrote below the preview
         width = _console().width if lines else 0
         if width < self._width and _terminal_reflows():
             rows = sum(max(1, -(-cells // width)) for cells in lines)
@@ -129,7 +127,7 @@ class MarkdownScreen(Screen):
 
 
 def _render(console: Console, text: str) -> list[list[Segment]]:
-    """Render a Markdown text to lines, without empty lines at both ends."""
+    """Render Markdown to lines, without empty ones at the beginning and the end."""
     markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     lines = console.render_lines(markdown, pad=False)
     filled = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
@@ -137,7 +135,7 @@ def _render(console: Console, text: str) -> list[list[Segment]]:
 
 
 def _encode(console: Console, lines: list[list[Segment]]) -> str:
-    """Encode lines with the terminal's control codes, each with its end."""
+    """Return lines, each with a newline, as text with the terminal's control codes."""
     with console.capture() as captured:
         for line in lines:
             console.print(Segments([*line, Segment.line()]), end="")
@@ -145,14 +143,14 @@ def _encode(console: Console, lines: list[list[Segment]]) -> str:
 
 
 def _terminal_reflows() -> bool:
-    """Whether the terminal rewraps lines when it gets narrower, as most do; others cut them off."""
+    """Whether the terminal rewraps lines when it gets narrower. Some cut them off instead."""
     terminal = os.environ.get("TERM", "")
     cuts_off = terminal.startswith(("rxvt", "screen", "linux")) or "XTERM_VERSION" in os.environ
     return not cuts_off
 
 
 def make_screen(markdown: bool) -> Screen:
-    """Return the screen for standard output. markdown: render it if the terminal can show it."""
+    """Return the screen for standard output. markdown: whether to render it where possible."""
     if not sys.stdout.isatty():
         return Screen()
     has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")
@@ -163,9 +161,9 @@ def _console() -> Console:
     return Console(file=sys.stdout, highlight=False)
 
 
-def _blocks(text: str) -> list[str]:
-    """Split a text into the blocks that later text cannot change, and the rest as last item."""
-    ends = [match.end() for match in _BLOCK.finditer(text)]
+def _split_blocks(text: str) -> list[str]:
+    """Split Markdown into complete blocks, and as last item the block that may still grow."""
+    ends = [match.end() for match in _BLOCK_END.finditer(text)]
     outside_code = [end for end in ends if len(_FENCE.findall(text[:end])) % 2 == 0]
     edges = [0, *outside_code, len(text)]
     return [text[start:end] for start, end in itertools.pairwise(edges)]

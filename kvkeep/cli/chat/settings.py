@@ -1,4 +1,4 @@
-"""The settings that `/set` changes: sampling, the length of answers, and the display."""
+"""The settings that `/set` changes: sampling, length of answers, and display."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,17 +19,13 @@ _ON = ("on", "yes", "true", "1")
 
 @dataclass
 class ChatSettings:
-    """The settings of a chat.
-
-    max_tokens: of an answer; None for no limit. seed: the one in use, at first that of a restored
-    session. markdown, bar: whether to show answers as Markdown, and the memory below.
-    """
+    """The settings of a chat."""
 
     sampling: SamplingChoice
-    max_tokens: int | None
-    seed: int | None = None
-    markdown: bool = True
-    bar: bool = True
+    max_tokens: int | None  # of an answer; None for no limit
+    seed: int | None = None  # the one in use, at first that of a restored session
+    markdown: bool = True  # whether to render answers
+    bar: bool = True  # whether to show the memory below the prompt
     _resolved: "Sampling | None" = field(default=None, repr=False)
 
     @property
@@ -37,11 +33,11 @@ class ChatSettings:
         """The sampling parameters, with one seed for the whole chat."""
         if self._resolved is None:
             self._resolved = self.sampling.resolve(self.seed)
-            self.seed = self._resolved.seed  # so that a random seed is drawn once
+            self.seed = self._resolved.seed  # a random seed is drawn once
         return self._resolved
 
     def set(self, name: str, value: str) -> None:
-        """Change a setting. Raises InvalidArgument, before any change, for a bad name or value."""
+        """Change a setting. Raises InvalidArgument for a bad name or value."""
         parse = SETTINGS.get(name)
         if parse is None:
             similar = get_close_matches(name.lower(), SETTINGS, 1)
@@ -63,7 +59,6 @@ class ChatSettings:
             self.sampling = changed
 
     def lines(self) -> list[str]:
-        """Return a line for each setting: its name and value."""
         return [f"  {name:<18}  {self._value(name)}" for name in SETTINGS]
 
     def _value(self, name: str) -> str:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.compression import (
-    BEST,
+    BEST_METHOD,
     METHOD_NAMES,
     calibration_option,
     check_calibrated,
+    float_in_range,
     method_and_budget,
-    number,
     ratio,
 )
 from kvkeep.cli.options import Decorator, collect_options, file_option, integer_option
@@ -131,7 +131,7 @@ def recall_options(tasks: Iterable[str], help: str) -> Decorator:
         click.option(
             "--depths",
             metavar="N,...",
-            type=comma_separated(number(0, 100)),
+            type=comma_separated(float_in_range(0, 100)),
             show_default="random",
             help="Where the fact lies, in percent of the text; samples take turns.",
         ),
@@ -145,7 +145,7 @@ def recall_options(tasks: Iterable[str], help: str) -> Decorator:
             "--method",
             metavar="NAME[:BUDGET]",
             type=method_and_budget,
-            default=BEST,
+            default=BEST_METHOD,
             help=f"How memory is compressed: {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
         ),
         click.option(

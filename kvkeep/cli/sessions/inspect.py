@@ -35,7 +35,7 @@ def list_(as_json: bool) -> None:
 
     Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
     """
-    rows = [row for path in saved_sessions().newest() if (row := _row(path)) is not None]
+    rows = [row for path in saved_sessions().newest() if (row := _session_row(path)) is not None]
     if as_json:
         echo_json(rows)
     elif not rows:
@@ -45,10 +45,10 @@ def list_(as_json: bool) -> None:
         echo_table([titles, *map(_table_row, rows)], right_aligned=range(1, 5))
 
 
-def _row(path: Source) -> dict[str, Any] | None:
-    """Read the row of a session; None if it was removed meanwhile.
+def _session_row(path: Source) -> dict[str, Any] | None:
+    """Return what `list` says of a session; None if it was removed meanwhile.
 
-    error: why the file cannot be read; what its header says is then None.
+    The fields of a header that cannot be read are None, with the reason as "error".
     """
     header, error = dict[str, Any].fromkeys(("kind", *_HEADER_FIELDS)), None
     try:
@@ -92,8 +92,8 @@ def show(name: str, model: str | None, forgotten: bool) -> None:
 
     file = _session_or_file(name)
     snapshot = Snapshot.load(file)
-    for what, value in _facts(file, snapshot):
-        click.echo(f"{what:<8} {value}")
+    for label, value in _facts(file, snapshot):
+        click.echo(f"{label:<8} {value}")
     click.echo()
     text = _text_codec(file, snapshot, model)
     status = "compressed" if _compressed_cells(snapshot) else "forgotten"
@@ -108,7 +108,7 @@ def show(name: str, model: str | None, forgotten: bool) -> None:
 
 
 def _runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
-    """Yield all token ids in order, in runs that are remembered (True) or not (False)."""
+    """Yield runs of token ids that are remembered (True) or not (False), in order."""
     live = {serial for segment in snapshot.segments for serial in segment.serials()}
     tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
     for remembered, run in groupby(tokens, lambda token: token[0] in live):
@@ -137,14 +137,14 @@ def _facts(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
 
-def _text_codec(file: Source, snapshot: "Snapshot", named: str | None) -> "TextCodec":
+def _text_codec(file: Source, snapshot: "Snapshot", model_name: str | None) -> "TextCodec":
     from kvkeep.models.hub.source import resolve
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.storage.snapshots.fingerprint import is_tokenizer_of
 
-    if named is None:
+    if model_name is None:
         require_local(snapshot.model, file)
-    name = named or snapshot.model
+    name = model_name or snapshot.model
     text = TextCodec.open(resolve(name, progress=True))
     if not is_tokenizer_of(snapshot.fingerprint, text.tokenizer):
         raise FingerprintMismatch(
@@ -155,9 +155,9 @@ def _text_codec(file: Source, snapshot: "Snapshot", named: str | None) -> "TextC
 
 
 def _mark(count: int, status: str, text: str | None) -> str:
-    """Return the mark in place of tokens that are not remembered, with their text if given."""
-    what = f"{count:,} {status} {'token' if count == 1 else 'tokens'}"
-    mark = f"[... {what} ...]" if text is None else f"[{what}: {text}]"
+    """Return the mark in place of tokens that are not remembered. text: to show in it."""
+    tokens = f"{count:,} {status} {'token' if count == 1 else 'tokens'}"
+    mark = f"[... {tokens} ...]" if text is None else f"[{tokens}: {text}]"
     return click.style(mark, dim=True) if sys.stdout.isatty() else mark
 
 
@@ -171,26 +171,26 @@ def verify(names: tuple[str, ...]) -> None:
     """
     from kvkeep import Snapshot
 
-    every = sorted((path.stem, path) for path in saved_sessions().newest())
-    bad = 0
-    for name, file in [(name, _session_or_file(name)) for name in names] or every:
+    all_sessions = sorted((path.stem, path) for path in saved_sessions().newest())
+    failures = 0
+    for name, file in [(name, _session_or_file(name)) for name in names] or all_sessions:
         try:
             snapshot = Snapshot.load(file)
             size = file.stat().st_size
         except (StoreError, FileNotFoundError) as error:
             if not names and not file.exists():
                 continue  # removed meanwhile
-            bad += 1
+            failures += 1
             click.echo(f"BAD  {name}: {error}")
         else:
             tokens = counted(len(snapshot.tokens), "token")
             click.echo(f"OK   {name}: {tokens}, {megabytes(size)}")
-    if bad:
+    if failures:
         raise click.exceptions.Exit(2)
 
 
 def _session_or_file(name: str) -> Source:
-    """Return the file of a session, or else the file at that path."""
+    """Return a session's file, or else the file at that path."""
     path = Path(name)
     if "/" in name and not path.is_file():
         raise InvalidArgument(f"there is no file {name}")

@@ -43,24 +43,24 @@ def fork(
     """Begin a session where another one is; each then goes its own way."""
     from kvkeep import Snapshot
 
-    folder = saved_sessions()
-    file = folder.existing(source)
-    with folder.lock(target) as place:
-        _require_free(place, target)
+    store = saved_sessions()
+    file = store.existing(source)
+    with store.lock(target) as target_file:
+        _require_unused(target_file, target)
         snapshot = Snapshot.load(file)
         total = len(snapshot.tokens)
         if at is not None and at > total:
             raise InvalidArgument(f"--at must be 0 to {total}, the tokens of {source}; found {at}")
         if at is None or at == total:
-            _copy(file, place)
+            _copy(file, target_file)
         else:
             notes, dtype = checked_notes(file, snapshot), dtype_name(snapshot.layout.dtype)
             load = partial(load_named, dtype=dtype, device="cpu", weights=None, progress=False)
             _, session = restore(file, source, snapshot, model, calibration, load)
             session.rewind(total - at)
-            replace(session.snapshot(), notes=_notes_at(notes, at)).save(place)
+            replace(session.snapshot(), notes=_notes_at(notes, at)).save(target_file)
         tokens = counted(total if at is None else at, "token")
-        click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
+        click.echo(f"{target} begins with {tokens} of {source}, {_shown_size(target_file)}")
 
 
 def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def export(name: str, file: Path, codec: "Codec | None") -> None:
         _copy(source, file)
     else:
         snapshot.save(file, codec)
-    click.echo(f"{name} written to {file}, {_size(file)}")
+    click.echo(f"{name} written to {file}, {_shown_size(file)}")
 
 
 @click.command("import")
@@ -105,18 +105,18 @@ def import_(file: Path, name: str, force: bool) -> None:
 
     Every byte of it is verified first.
     """
-    with saved_sessions().lock(name) as place:
+    with saved_sessions().lock(name) as target_file:
         if not force:
-            _require_free(place, name)
+            _require_unused(target_file, name)
         from kvkeep import Snapshot
 
         tokens = counted(len(Snapshot.load(file).tokens), "token")
-        _copy(file, place)
-        click.echo(f"{name} has {tokens}, {_size(place)}")
+        _copy(file, target_file)
+        click.echo(f"{name} has {tokens}, {_shown_size(target_file)}")
 
 
 def _copy(source: Source, target: "Path | SessionPath") -> None:
-    """Copy a snapshot file atomically. Raises StoreError."""
+    """Copy a snapshot atomically. Raises StoreError."""
     if not isinstance(target, Path):
         target.write_chunks(lambda: _chunks(source))
         return
@@ -135,15 +135,15 @@ def _chunks(source: Source) -> Iterator[bytes]:
         yield from iter(partial(original.read, _CHUNK_BYTES), b"")
 
 
-def _require_free(place: Source, name: str) -> None:
-    if place.exists():
+def _require_unused(target_file: Source, name: str) -> None:
+    if target_file.exists():
         raise InvalidArgument(
             f"there is a session {name!r} already; choose another name, or remove it with "
             f"`kvkeep sessions rm {name}`"
         )
 
 
-def _size(file: Source) -> str:
+def _shown_size(file: Source) -> str:
     return megabytes(file.stat().st_size)
 
 
@@ -152,11 +152,11 @@ def _size(file: Source) -> str:
 @store_option
 def rm(names: tuple[str, ...]) -> None:
     """Remove sessions."""
-    folder = saved_sessions()
+    store = saved_sessions()
     for name in names:
-        folder.existing(name)  # an unknown name raises before any is removed
+        store.existing(name)  # an unknown name raises before any is removed
     for name in names:
-        click.echo(f"removed {name}, {megabytes(folder.remove(name))}")
+        click.echo(f"removed {name}, {megabytes(store.remove(name))}")
 
 
 @click.command()
