@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 from kvkeep import Model, Session
 from kvkeep.compiled.binding import PHASES
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.runtime.worker import computing
+from kvkeep.runtime.worker import compute_lock
 
 _WARM, _OPERATORS = 5, 8
 
@@ -108,7 +108,7 @@ def _by_torch(
     """Return the slowest torch operators, for models without compiled kernels."""
     total = _mean_token_seconds(session, tokens, progress)
     # The profiler sees only this thread: make it the compute worker.
-    with computing(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with compute_lock(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(tokens):
             session.next_token()
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)

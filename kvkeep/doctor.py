@@ -17,7 +17,7 @@ from kvkeep.compiled.instruction_sets import TORCH, selected_set
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
 from kvkeep.model_facts import model_facts
-from kvkeep.runtime.cpu import CHOSEN_BY, cores, fit_threads, quota
+from kvkeep.runtime.cpu import THREAD_VARIABLES, cores, fit_threads, quota
 from kvkeep.types import DtypeName, WeightsName
 from kvkeep.version import __version__
 
@@ -167,7 +167,9 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
         system=f"{platform.system()}, {platform.machine()}",
         processor=_describe_processor(),
         kernels=kernels,
-        threads=Threads(torch.get_num_threads(), cores(), quota(), load, _set_variables(CHOSEN_BY)),
+        threads=Threads(
+            torch.get_num_threads(), cores(), quota(), load, _set_variables(THREAD_VARIABLES)
+        ),
         memory=memory,
         torch=_describe_torch(),
         cuda=Cuda(torch.version.cuda, tuple(map(torch.cuda.get_device_name, devices))),

@@ -118,7 +118,7 @@ from kvkeep.runtime.worker import _pause
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-@worker.computes
+@worker.computes_in_worker
 def step():
     (torch.ones(2000, 2000) @ torch.ones(2000, 2000)).sum()
     return threads()
@@ -451,7 +451,7 @@ def test_an_error_that_is_dropped_holds_nothing_of_its_call(engine: bool) -> Non
     class Held:
         pass
 
-    @worker.computes
+    @worker.computes_in_worker
     def fails() -> None:
         used = Held()
         held.append(weakref.ref(used))
@@ -463,7 +463,8 @@ def test_an_error_that_is_dropped_holds_nothing_of_its_call(engine: bool) -> Non
             for _ in range(3):
                 with suppress(ContextFull):
                     fails()
-            worker.computes(lambda: None)()  # by then the thread has let go of the last one
+            # Once this call is done, the thread holds no earlier one.
+            worker.computes_in_worker(lambda: None)()
             assert [each() for each in held] == [None] * 3
         finally:
             gc.enable()

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from kvkeep.errors import Cancelled
-from kvkeep.runtime.worker import TEAM_PATIENCE, hosting, release_openmp_threads
+from kvkeep.runtime.worker import OPENMP_TIMEOUT, hosting, release_openmp_threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class EngineThread:
         if not wait:
             return self._calls.get_nowait()
         with suppress(Empty):
-            return self._calls.get(timeout=min(TEAM_PATIENCE, self._idle_seconds))
+            return self._calls.get(timeout=min(OPENMP_TIMEOUT, self._idle_seconds))
         release_openmp_threads()
         return self._calls.get(timeout=self._idle_seconds)
 

@@ -9,21 +9,20 @@ from pathlib import Path
 # Bits of the last byte of a page's word in /proc/PID/pagemap.
 _PRESENT, _OF_A_FILE = 0x80, 0x20
 
-# In bytes. glibc lets one part of a thread's arena grow to _ARENA.
-_BLOCK, _ARENA = 1 << 22, 1 << 26
+# In bytes. A thread's arena in glibc consists of heaps of at most _MAX_HEAP.
+_BLOCK, _MAX_HEAP = 1 << 22, 1 << 26
 
 
 def trim() -> None:
-    """Give back what long work took: of the heap, and of code that ran once."""
+    """Give memory back to the system: of the heap, and of code that ran once."""
     trim_heap()
     trim_code()
 
 
 def trim_heap() -> None:
-    """Let resident memory fall to what is in use, where the C library can (glibc).
+    """Release freed memory that the allocator keeps for later; does nothing without glibc.
 
-    Its allocator otherwise keeps much of what was freed, in case it is needed again. Each thread
-    has an arena of its own; of the end of an arena only the calling thread's is given back.
+    Free memory at the end of an arena is released only for the calling thread's arena.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is not None and hasattr(library, "malloc_trim"):
@@ -34,10 +33,14 @@ def trim_heap() -> None:
 def _trim_arena_end(library: ctypes.CDLL) -> None:
     """Allocate what is free at the end of the thread's arena, release its pages, and free it.
 
-    `malloc_trim` finds free memory between blocks, and at the end of the first arena only.
+    `malloc_trim` releases free memory between blocks in every arena, but at the end only in the
+    main arena.
     """
+    # glibc maps blocks of more than 128 KiB apart from arenas at first. But when it frees such a
+    # block, of up to 32 MiB, it raises that threshold to the block's size. Loading a model, or a
+    # first call of this function, thus raises it to more than _BLOCK.
     library.malloc.restype, size = ctypes.c_void_p, ctypes.c_size_t(_BLOCK)
-    blocks = [library.malloc(size) for _ in range(_ARENA // _BLOCK)]
+    blocks = [library.malloc(size) for _ in range(_MAX_HEAP // _BLOCK)]
     for block in filter(None, blocks):
         _release_pages(block + -block % mmap.PAGESIZE, (block + _BLOCK) & -mmap.PAGESIZE)
     for block in blocks:
@@ -45,11 +48,12 @@ def _trim_arena_end(library: ctypes.CDLL) -> None:
 
 
 def trim_code() -> None:
-    """Release the pages of libraries' code, on Linux: code that runs again is mapped again.
+    """Release the pages of libraries' code, on Linux; code that runs again is mapped again.
 
-    PyTorch runs some 60 MB of code once, to start. Those pages are the files' own, so no process
-    that maps them, too, becomes slower, and none is read from disk again while there is room. A
-    library with a page that is private to this process (a debugger's breakpoint) is left alone.
+    PyTorch runs about 60 MB of code only once, when it starts. The pages stay in the system's page
+    cache, so mapping them again seldom reads the disk, and other processes that map them are not
+    affected. A library with a page of this process alone, such as a debugger's breakpoint, is left
+    as it is.
     """
     if sys.platform != "linux":
         return
@@ -75,7 +79,7 @@ def _code_ranges(maps: str) -> Iterator[tuple[int, int]]:
 
 
 def _all_of_file(words: bytes) -> bool:
-    """Whether each page that is in memory is the file's. words: eight bytes a page."""
+    """Whether each page in memory is of a file. words: eight bytes for each page."""
     return all(not flags & _PRESENT or flags & _OF_A_FILE for flags in set(words[7::8]))
 
 
@@ -85,7 +89,7 @@ def _release_pages(begin: int, end: int) -> None:
 
 
 def peak_rss() -> int:
-    """Return the most memory that this process has had in RAM, in bytes."""
+    """Return the peak resident memory of this process in bytes."""
     try:
         # Preferred where it exists: getrusage also counts the process that started this one.
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

@@ -14,13 +14,13 @@ _Signal = tuple[int, FrameType | None]
 
 @contextmanager
 def interrupts_deferred(only_first: bool = False) -> Iterator[None]:
-    """Defer every Ctrl-C until the block is done, so that what the block did is kept whole.
+    """Defer every Ctrl-C until the block is done, so that it is never interrupted halfway.
 
-    Nothing is deferred outside the main thread, to which Python delivers no signals, or if the
-    program handles SIGINT by something other than a Python function.
+    Nothing is deferred outside the main thread, since Python delivers signals only there, or if the
+    program's SIGINT handler is no Python function.
 
-    only_first: a second Ctrl-C does not wait. For what may take long and can be ended anywhere,
-        such as a file that counts only once all of it is there.
+    only_first: let a second Ctrl-C interrupt the block; for long work that can be ended anywhere,
+        such as writing a file that counts only when complete.
     """
     handler, deferred = getsignal(SIGINT), list[_Signal]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -1,24 +1,22 @@
 """The compute lock and the compute thread: one thread of the process computes at a time.
 
-A step uses all cores. Two at once would take them from each other and be slower than one after the
-other, and sessions share memory (forks their cells, all of them the model) that only one thread at
-a time may change. So the process has one compute lock. It is held for one prefill step, one decoded
-token, one snapshot, or one edit or compression, all of its steps included; in between, other
-threads have their turn.
+A step uses all cores, and two steps at once are slower than one after the other. Sessions also
+share memory, such as the model and the cells of forks, that only one thread at a time may change.
+So the process has one compute lock. It is held for one prefill step, one decoded token, one
+snapshot, or one whole edit or compression; in between, other threads have their turn.
 
-Steps of all threads are computed by one thread, in the order in which they were requested. Each
-thread that enters OpenMP has a team of threads of its own there. With a second team there are more
-threads than cores, and OpenMP then lets all of them sleep between two products instead of waiting
-for the next; a new thread also has its products prepared again. The team ends when no step was
-requested for a while.
+One thread computes the steps of all threads, in the order of requests, because each thread that
+enters OpenMP gets its own team of OpenMP threads there. With a second team there are more threads
+than cores, and OpenMP lets threads sleep between two products instead of spinning. A new thread
+must also prepare its products again. The team is released when no step was requested for a while.
 
-That thread is a thread of this module, or, while an engine runs, the engine's thread (`hosting`):
-its own steps need no hand-over, and before each of them it runs the steps that other threads have
-requested. If it is busy with something else, the module's thread runs them.
+The compute thread is a thread of this module, or, while an engine runs, the engine's thread
+(`hosting`): it needs no hand-over for its own steps, and runs those of other threads before each of
+them. While it is busy with something else, the module's thread runs them.
 
-Work that may take long and that Ctrl-C can end is computed by the calling thread
-(`computes_itself`). It holds the lock until its end. Steps that its progress callback requests,
-such as those of `Engine.yield_turn`, run in the same thread under the same lock.
+Long work that Ctrl-C can end is computed by the calling thread (`computes_in_caller`), which holds
+the lock until its end. Steps that its progress callback requests, such as those of
+`Engine.yield_turn`, run in the same thread under the same lock.
 """
 
 import ctypes
@@ -33,10 +31,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-TEAM_PATIENCE = 0.05  # seconds without a step after which a thread's OpenMP team ends
-_HOST_PATIENCE = 0.02  # seconds after which a step is offered to the module's thread, too
+OPENMP_TIMEOUT = 0.05  # seconds without a step after which a thread's OpenMP team is released
+_HOST_TIMEOUT = 0.02  # seconds after which a step is offered to the module's thread, too
 _HANDOVER = 0.0002  # seconds in which a thread that waits for the lock can take it
-_SOFT = 1  # omp_pause_soft
+_OMP_PAUSE_SOFT = 1
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -59,7 +57,7 @@ class _Job:
         return self._claimed.locked()
 
     def claim(self) -> bool:
-        """Claim the call, to run it or to give it up; returns False if it was claimed before."""
+        """Claim the call, to run or to cancel it; returns False if it was claimed before."""
         return self._claimed.acquire(blocking=False)
 
     def run(self) -> None:
@@ -70,11 +68,11 @@ class _Job:
             self.result = self.call()
         except BaseException as error:
             self.error = error
-        self.call, self.finished = None, True  # the caller's objects are not held any longer
+        self.call, self.finished = None, True  # the call holds the caller's objects
         self._done.release()
 
     def wait(self, timeout: float = -1) -> None:
-        """Wait for the end, at most `timeout` seconds; -1 for any time."""
+        """Wait until the call is finished, at most `timeout` seconds; -1 for no limit."""
         while not self.finished:
             if not self._done.acquire(timeout=timeout):
                 return
@@ -83,9 +81,9 @@ class _Job:
 class _Host:
     """The thread that computes the steps of all others while it hosts; see `hosting`."""
 
-    def __init__(self, wake: Callable[[Callable[[], None]], object]):
-        self.thread = threading.get_ident()
-        self.wake = wake  # makes the host call a function soon
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object]):
+        self.thread_id = threading.get_ident()
+        self.call_soon = call_soon
         self.jobs = SimpleQueue[_Job]()
 
 
@@ -94,28 +92,26 @@ class ComputeWorker:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # Callers that compute themselves and wait for the lock. The host, which takes it again at
-        # once after each step, would otherwise overtake them again and again.
-        self.waiting = set[object]()
+        # Callers in `run_in_caller` that wait for the lock. The host takes it again right after
+        # each step, and would overtake them again and again.
+        self.waiting_callers = set[object]()
         self._jobs = SimpleQueue[_Job]()
         self._host: _Host | None = None
-        self._start = threading.RLock()  # an interrupted call may leave it locked by its thread
+        self._start_lock = threading.RLock()  # an interrupted call may leave it locked
         self._thread: threading.Thread | None = None
 
     @property
     def holds_lock(self) -> bool:
-        """Whether the calling thread computes already."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     @property
     def is_host(self) -> bool:
-        """Whether the calling thread is the host."""
-        return self._host is not None and self._host.thread == threading.get_ident()
+        return self._host is not None and self._host.thread_id == threading.get_ident()
 
     def run_in_worker(self, call: Callable[[], _Result]) -> _Result:
-        """Return what `call()` returns, or raise what it raises, in the thread that computes.
+        """Return `call()`, called in the compute thread.
 
-        Ctrl-C ends the wait for its turn. A call that has begun is waited for, whatever comes.
+        Ctrl-C ends the wait for the call's turn, but not a call that has begun.
         """
         release_openmp_threads()  # other work of the calling thread may have left one
         self._require_started()
@@ -123,8 +119,8 @@ class ComputeWorker:
         try:
             if host is not None:
                 host.jobs.put(job)
-                host.wake(self.run_waiting)
-                job.wait(_HOST_PATIENCE)
+                host.call_soon(self.run_waiting)
+                job.wait(_HOST_TIMEOUT)
             if not job.claimed:
                 self._jobs.put(job)
             job.wait()
@@ -133,8 +129,8 @@ class ComputeWorker:
                 with suppress(BaseException):
                     job.wait()
             raise
-        # The error's traceback holds this frame, and that of `run`, which holds the job. If either
-        # still held the error, the call's objects would stay until garbage is collected.
+        # The error's traceback holds this frame and that of `run`. The variables here must not hold
+        # the error in turn: such a cycle keeps the call's objects until garbage is collected.
         error, job.error = job.error, None
         try:
             if error is not None:
@@ -148,34 +144,34 @@ class ComputeWorker:
         """Return `call()`, called in this thread while it holds the compute lock."""
         caller = object()
         try:
-            self.waiting.add(caller)
+            self.waiting_callers.add(caller)
             with self.lock:
-                self.waiting.discard(caller)
+                self.waiting_callers.discard(caller)
                 try:
                     return call()
                 finally:
                     release_openmp_threads()
         finally:
-            self.waiting.discard(caller)
+            self.waiting_callers.discard(caller)
 
     def run_waiting(self) -> None:
-        """Run the jobs that other threads have requested until now, if called in the host."""
+        """Run the jobs that other threads have requested so far, if called in the host."""
         host, threads = self._host, torch.get_num_threads()
         if host is None or not self.is_host:
             return
-        for _ in range(host.jobs.qsize()):  # not those that come meanwhile: it is the host's turn
+        for _ in range(host.jobs.qsize()):  # later ones wait: it is the host's turn
             self._run_job(host.jobs.get_nowait())
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-        if self.waiting:
+        if self.waiting_callers:
             time.sleep(_HANDOVER)
 
     @contextmanager
-    def hosting(self, wake: Callable[[Callable[[], None]], object]) -> Iterator[None]:
-        with self._start:
+    def hosting(self, call_soon: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+        with self._start_lock:
             becomes_host = self._host is None
             if becomes_host:
-                self._host = _Host(wake)
+                self._host = _Host(call_soon)
         try:
             yield
         finally:
@@ -186,7 +182,7 @@ class ComputeWorker:
     def _require_started(self) -> None:
         if self._thread is not None:
             return
-        with self._start:
+        with self._start_lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="kvkeep", daemon=True)
                 thread.start()
@@ -195,7 +191,7 @@ class ComputeWorker:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=TEAM_PATIENCE)
+                job = self._jobs.get(timeout=OPENMP_TIMEOUT)
             except Empty:
                 release_openmp_threads()
                 job = self._jobs.get()
@@ -203,7 +199,7 @@ class ComputeWorker:
             del job  # or the last caller's session would be held until the next call
 
     def _run_job(self, job: _Job) -> None:
-        # Claimed under the lock only: until then the host may run it, or its caller give up.
+        # Claimed only under the lock: until then the host may run it, or its caller cancel it.
         with self.lock:
             if job.claim():
                 job.run()
@@ -212,39 +208,37 @@ class ComputeWorker:
 _worker = ComputeWorker()
 
 
-def computing() -> AbstractContextManager[Any]:
-    """Return the compute lock, a context manager; the thread that holds it may take it again.
+def compute_lock() -> AbstractContextManager[Any]:
+    """Return the compute lock, a reentrant context manager.
 
-    Ctrl-C ends the wait for it. What uses all cores is to be a function under `computes`.
+    Ctrl-C ends the wait for it. For work that uses all cores, use `computes_in_worker` instead.
     """
     return _worker.lock
 
 
-def hosting(wake: Callable[[Callable[[], None]], object]) -> AbstractContextManager[None]:
+def hosting(call_soon: Callable[[Callable[[], None]], object]) -> AbstractContextManager[None]:
     """Compute the steps of all threads in the calling thread, until the block ends.
 
-    A second thread that would host at the same time hands its steps over to the first.
+    If another thread hosts already, the calling thread hands its own steps over to that one.
 
-    wake: makes the calling thread call a function soon, if it is waiting for something to do.
+    call_soon: makes the calling thread call a function soon, even if it is idle.
     """
-    return _worker.hosting(wake)
+    return _worker.hosting(call_soon)
 
 
-def computes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Run the function under the compute lock, in the one thread that computes.
+def computes_in_worker(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run the function in the compute thread, under the compute lock.
 
-    For a step, and for what takes a moment: once it has begun, Ctrl-C waits for its end.
+    For steps and short work: once it has begun, Ctrl-C waits for its end.
     """
-
     return _run_in_turn(function, ComputeWorker.run_in_worker)
 
 
-def computes_itself(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Run the function under the compute lock, in the calling thread.
+def computes_in_caller(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run the function in the calling thread, under the compute lock.
 
-    For what may take long: in the main thread Ctrl-C ends it after the current step.
+    For long work: in the main thread Ctrl-C ends it after the current step.
     """
-
     return _run_in_turn(function, ComputeWorker.run_in_caller)
 
 
@@ -252,11 +246,11 @@ def _run_in_turn(
     function: Callable[_Arguments, _Result],
     run: Callable[[ComputeWorker, Callable[[], _Result]], _Result],
 ) -> Callable[_Arguments, _Result]:
-    """Run the function under the compute lock: by `run`, or at once in a thread that computes."""
+    """Run the function by `run`, or directly in the thread that has the lock or is the host."""
 
     @wraps(function)
     def run_in_turn(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        worker = _worker
+        worker = _worker  # a forked child has another one
         if worker.holds_lock:
             return function(*args, **kwargs)
         if worker.is_host:
@@ -274,12 +268,12 @@ def release_openmp_threads() -> None:
     Does nothing with LLVM's OpenMP, whose call would end the teams of all threads, or with a
     version of GNU's that has no such call.
     """
-    if (pause := _pause()) is not None:
-        pause(_SOFT)
+    if (pause := _omp_pause()) is not None:
+        pause(_OMP_PAUSE_SOFT)
 
 
 @cache
-def _pause() -> Callable[[int], object] | None:
+def _omp_pause() -> Callable[[int], object] | None:
     process = ctypes.CDLL(None)
     if hasattr(process, "__kmpc_fork_call"):
         return None
@@ -287,7 +281,7 @@ def _pause() -> Callable[[int], object] | None:
 
 
 def reset() -> None:
-    """Begin anew, as in a forked child: of the parent's threads only the calling one exists."""
+    """Replace the worker, whose thread does not exist in a forked child."""
     global _worker
     _worker = ComputeWorker()
 

@@ -11,7 +11,7 @@ from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.runtime.signals import interrupts_deferred
-from kvkeep.runtime.worker import computing
+from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.spans import TokenRange
@@ -159,7 +159,7 @@ def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionSt
     Other threads and every Ctrl-C wait for the end of the block, so it should do no more than one
     step of evaluation.
     """
-    with computing(), interrupts_deferred():
+    with compute_lock(), interrupts_deferred():
         change = StateChange(cores)
         try:
             yield change.states

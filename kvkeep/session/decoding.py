@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.runtime.worker import computes
+from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
 from kvkeep.session.evaluation import StepTransaction, evaluate_step
 from kvkeep.session.memory import Memory
@@ -18,7 +18,7 @@ from kvkeep.session.streaming import TextStream
 _LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
 
 
-@computes
+@computes_in_worker
 def next_token(core: SessionCore, sampling: Sampling) -> int:
     logits = core.memory.logits()
     if logits is None:
@@ -107,7 +107,7 @@ def _failure_reason(error: BaseException) -> str:
     return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
 
 
-@computes
+@computes_in_worker
 def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> Tensor:
     """Evaluate one step of a prompt; return the log probabilities of its tokens, `[n]` float64.
 

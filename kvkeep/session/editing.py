@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from kvkeep import validation
 from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
-from kvkeep.runtime.worker import computes_itself
+from kvkeep.runtime.worker import computes_in_caller
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_all, rewind
 from kvkeep.session.in_place_edit import EditScope, InPlaceEdit
@@ -38,7 +38,7 @@ class SessionEdits:
 
     core: SessionCore
 
-    @computes_itself
+    @computes_in_caller
     def delete(
         self, start: int | str, end: int | None = None, recompute: Recompute = "none"
     ) -> EditReport:
@@ -59,7 +59,7 @@ class SessionEdits:
             return _remove_forgotten(core, first, last)
         return _edit(core, first, last, [], recompute)
 
-    @computes_itself
+    @computes_in_caller
     def insert(
         self,
         at: int,
@@ -74,7 +74,7 @@ class SessionEdits:
         at = validation.integer("at", at)
         return _edit(self.core, at, at, self.core.encode(text, special), recompute)
 
-    @computes_itself
+    @computes_in_caller
     def replace(
         self,
         start: int | str,
@@ -93,7 +93,7 @@ class SessionEdits:
             self.core, first, last, ids, recompute, start if isinstance(start, str) else None
         )
 
-    @computes_itself
+    @computes_in_caller
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
         """Remove old tokens so that `count` more fit, and insert `bridge` in their place.
 

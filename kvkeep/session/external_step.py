@@ -9,7 +9,7 @@ from torch import Tensor
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import require_finite
 from kvkeep.runtime.signals import interrupts_deferred
-from kvkeep.runtime.worker import computing
+from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.core import SessionCore, StateChange
 from kvkeep.session.evaluation import StepTransaction, evaluate_chunk, open_step
 from kvkeep.session.memory import Memory
@@ -35,7 +35,7 @@ class ExternalStep:
         self._hidden = list[list[Tensor]]()  # for each session, of each step before the last
         self._inference_mode: torch.inference_mode | None = None
         with ExitStack() as exits:
-            exits.enter_context(computing())
+            exits.enter_context(compute_lock())
             self._open(exits, [session.core for session in sessions], ids)
             self._exits = exits.pop_all()
 

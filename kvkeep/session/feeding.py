@@ -13,7 +13,7 @@ from kvkeep.errors import StoreError
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.runtime.memory import trim
 from kvkeep.runtime.signals import interrupts_deferred
-from kvkeep.runtime.worker import computes
+from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_step
 from kvkeep.session.memory import Memory
@@ -91,7 +91,7 @@ class Feeding(Iterator[FeedStep]):
         """Evaluate the next step. Raises ContextFull and NonFiniteLogits as `Session.feed`."""
         return self.step()
 
-    @computes
+    @computes_in_worker
     def step(self, size: int | None = None) -> FeedStep:
         """As `next`, with a step of at most `size` tokens; None for the session's `prefill_step`.
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
-from kvkeep.runtime.worker import computes
+from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.decoding import decode_step
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import GREEDY, Session
@@ -60,7 +60,7 @@ class SessionGroup:
         }
         return sum(storages.values())
 
-    @computes
+    @computes_in_worker
     def next_tokens(self, sampling: Sampling | Sequence[Sampling] = GREEDY) -> list[int]:
         """Sample a token for each session, append it and evaluate all of them at once.
 

@@ -22,7 +22,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.runtime.memory import trim
-from kvkeep.runtime.worker import computes, computes_itself
+from kvkeep.runtime.worker import computes_in_caller, computes_in_worker
 from kvkeep.session import decoding
 from kvkeep.session.compression import (
     CompressionPlan,
@@ -166,7 +166,7 @@ class Session(SessionEdits):
                 progress(count)
         return torch.cat(scores)
 
-    @computes_itself
+    @computes_in_caller
     def rewind(self, count: int) -> list[int]:
         """Remove and return the last `count` tokens.
 
@@ -184,7 +184,7 @@ class Session(SessionEdits):
             state.truncate_spans(len(memory.tokens))
         return removed
 
-    @computes
+    @computes_in_worker
     def take_back(self, count: int) -> None:
         """Remove the last `count` tokens without evaluating any, as speculative decoding does.
 
@@ -195,7 +195,7 @@ class Session(SessionEdits):
             state.memory.take_back(validation.integer("count", count, 0))
             state.truncate_spans(len(state.memory.tokens))
 
-    @computes
+    @computes_in_worker
     def draw_anew(self) -> None:
         """Reset the sampler: the next tokens are drawn as in a new session with their seed."""
         with session_transaction([self.core]) as (state,):
@@ -203,7 +203,7 @@ class Session(SessionEdits):
 
     # Compressing
 
-    @computes_itself
+    @computes_in_caller
     def compress(
         self,
         ratio: float = 2.0,
@@ -282,7 +282,7 @@ class Session(SessionEdits):
             core.set_span(name, None)
             raise
 
-    @computes
+    @computes_in_worker
     def name(self, name: str, start: int, end: int) -> None:
         """Name a range of existing tokens; a name in use moves to it."""
         tokens = self.core.token_range(start, end)
@@ -310,13 +310,13 @@ class Session(SessionEdits):
 
     # Snapshots and forks
 
-    @computes
+    @computes_in_worker
     def snapshot(self) -> Snapshot:
         """Return a snapshot. Cheap: cells are shared until they would be overwritten."""
         return snapshot_of(self.core)
 
     @classmethod
-    @computes
+    @computes_in_worker
     def restored(
         cls,
         model: LoadedModel,
@@ -332,7 +332,7 @@ class Session(SessionEdits):
         session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
 
-    @computes
+    @computes_in_worker
     def fork(self, at: int | None = None) -> "Session":
         """Return a session that starts as this one is, or as it was after its first `at` tokens.
 
@@ -361,7 +361,7 @@ class Session(SessionEdits):
             "session.snapshot().save(path), and load it with model.restore(Snapshot.load(path))"
         )
 
-    @computes
+    @computes_in_worker
     def beginning(self, count: int) -> "Session":
         """Return a session that holds the first `count` tokens of this one, to be fed others.
 
@@ -457,7 +457,7 @@ class Session(SessionEdits):
         return self.core.memory.tokens
 
     @property
-    @computes
+    @computes_in_worker
     def logits(self) -> Tensor | None:
         """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
         current = self.core.memory.logits()

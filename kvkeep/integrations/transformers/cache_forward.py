@@ -12,7 +12,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.interface import use_backend
 from kvkeep.integrations.transformers.step_runner import StepRunner
-from kvkeep.runtime.worker import computing
+from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.external_step import ExternalStep
 from kvkeep.session.session import Session
 
@@ -51,7 +51,7 @@ class BatchSessions:
         if self.forward is not None and self.forward.is_of_this_thread:
             self.forward.rollback()  # it was left by an exception for which torch runs no hooks
         elif self.forward is not None:
-            with computing():  # wait until the forward of another thread is done
+            with compute_lock():  # wait until the forward of another thread is done
                 pass
         return self._sessions
 

@@ -34,7 +34,7 @@ from kvkeep.models.layers.primitives import NORM
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packed import converted_file
 from kvkeep.runtime.cpu import fit_threads
-from kvkeep.runtime.worker import computing
+from kvkeep.runtime.worker import compute_lock
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weights_digest
 from kvkeep.types import DtypeName
 
@@ -222,7 +222,7 @@ def executor_of(model: PreTrainedModel) -> TransformersExecutor:
     body_name(model)  # raises for a model without a head over a body
     if model.training:
         raise InvalidArgument("the model is in training: call model.eval() first")
-    with computing():  # one thread at a time probes the model
+    with compute_lock():  # one thread at a time probes the model
         executor = vars(model).get(_EXECUTOR)
         if executor is None or not executor.is_current():
             unhook(model)
