@@ -22,7 +22,7 @@ from benchmarks.command import Measurement, check_outputs, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.random_gguf import random_blocks
-from kvkeep.compiled.binding import CMatrix, library, require_done
+from kvkeep.compiled.binding import CMatrix, library, raise_for_status
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.operands import matrix_operand
 from kvkeep.models.weights.formats import FORMATS
@@ -86,7 +86,7 @@ def _seconds(copies: Sequence[CMatrix], count: int) -> float:
             status = kernels.kvkeep_product(
                 copy, x.data_ptr(), count, out.data_ptr(), torch.get_num_threads()
             )
-            require_done(status)
+            raise_for_status(status)
         times.append((perf_counter() - start) / len(copies))
     return median(times)
 

@@ -1,6 +1,6 @@
-"""Kernels in C++ for what takes most of the time on a CPU: the one-row step, and attention.
+"""C++ kernels for the slowest parts of a CPU forward: decode steps and attention.
 
-`src/` is built with the package where a compiler is found (`setup.py`), once for each instruction
-set; `instruction_sets.py` takes the best that the processor has. Everything goes by torch without
-them, which is the reference that they are tested against; `KVKEEP_COMPILED=0` switches them off.
+`setup.py` builds `src/` once for each instruction set if it finds a compiler;
+`instruction_sets.py` selects the best set that the processor runs. Without kernels, or with
+`KVKEEP_COMPILED=0`, torch computes everything; it is the reference that they are tested against.
 """

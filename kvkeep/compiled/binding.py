@@ -1,8 +1,7 @@
-"""The compiled kernels as ctypes sees them: their structures, functions and status codes.
+"""The ctypes binding of the compiled kernels: their structures, functions and status codes.
 
-Each structure is that of the same name, less the C, in `src/matrix.h`, `src/cells.h`,
-`src/decode.h`, `src/chunk.h` or `src/similarity.h`. A library whose structures differ in any field
-is not used.
+Structure `CName` mirrors `Name` in `src/matrix.h`, `src/cells.h`, `src/decode.h`, `src/chunk.h` or
+`src/similarity.h`. A library whose structures differ in any field is not used.
 """
 
 import ctypes
@@ -17,16 +16,16 @@ from kvkeep.compiled.instruction_sets import TORCH, load, selected_set
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.layers.primitives import non_finite_error
 
-# CMatrix.format of matrices that are not packed.
+# CMatrix.format of unpacked matrices.
 DENSE_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class _KernelStructure(Structure):
-    """A structure that the kernels read; every subclass is checked against theirs."""
+    """Base class of all structures that the kernels read."""
 
 
 def _fields(*groups: tuple[str, type[Any]]) -> tuple[tuple[str, type[Any]], ...]:
-    """Return a structure's fields. groups: names separated by spaces, and their type."""
+    """Return a structure's `_fields_`. groups: names separated by spaces, and their type."""
     return tuple((name, field_type) for names, field_type in groups for name in names.split())
 
 
@@ -185,7 +184,7 @@ class CSimilarity(_KernelStructure):
     )
 
 
-# The phases that a decode step's seconds are counted under, in this order.
+# The phases of a decode step, in the order of `CDecodeStep.seconds`.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 STRUCTURES = tuple(_KernelStructure.__subclasses__())
@@ -194,19 +193,18 @@ _NO_MEMORY, _NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, or None: not built, not for this processor, or switched off.
+    """Return the kernels; None if they were not built for this processor or are switched off.
 
-    Raises:
-        InvalidArgument: KVKEEP_ISA names kernels that are not available.
+    Raises InvalidArgument if KVKEEP_ISA names kernels that are not available.
     """
     name = selected_set().name
     kernels = None if name == TORCH else load(name)
-    return None if kernels is None else _checked(kernels)
+    return None if kernels is None else _bind(kernels)
 
 
 @cache
-def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
-    """Return a library with its argument types set; None, with a warning, if it does not fit."""
+def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
+    """Set a library's argument types; return None, with a warning, if its interface differs."""
     try:
         require_same_interface(kernels)
     except KernelMismatch as error:
@@ -230,11 +228,7 @@ def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
 
 
 def require_same_interface(kernels: ctypes.CDLL) -> None:
-    """Check that a library's structures are those of this module, field by field.
-
-    Raises:
-        KernelMismatch: names the structure and the first field that differs.
-    """
+    """Raise KernelMismatch, naming the field, if a library's structures differ from these."""
     if not hasattr(kernels, "kvkeep_layout") or kernels.kvkeep_revision() != _REVISION:
         raise KernelMismatch(f"the kernels' interface is not revision {_REVISION}")
     layout = _kernel_layout(kernels)
@@ -255,7 +249,7 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
 
 
 def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return the offset and size of each field, by structure, as the library lists them."""
+    """Return a library's structures: the offset and size of each field."""
     size = 1 << 16
     text = ctypes.create_string_buffer(size)
     length = kernels.kvkeep_layout(text, size)
@@ -267,8 +261,8 @@ def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, dict[str, tuple[int, int]]
     return layout
 
 
-def require_done(status: int) -> None:
-    """Raise the error that a kernel's status stands for; nothing for success.
+def raise_for_status(status: int) -> None:
+    """Raise the error that a kernel's status code stands for, if any.
 
     Raises:
         OutOfMemory: the call's buffers could not be allocated.

@@ -1,4 +1,4 @@
-"""Attention over one chunk of a prompt by the compiled kernels, one call per layer."""
+"""Attention of a prompt's chunk by the compiled kernels, one call for each layer."""
 
 import ctypes
 from functools import cached_property
@@ -27,21 +27,18 @@ def can_attend(layout: Layout) -> bool:
 
 
 def layer_attention(step: AnyStep) -> LayerAttention:
-    """Return the attention of a step: the kernels where they can attend, else the step's own.
-
-    For forwards that torch computes and that only attend here, such as those of transformers.
-    """
+    """Return the attention for a forward that torch computes: by the kernels if they support it."""
     kernels = c.library()
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
-    steps = [step, *([step.local] if isinstance(step.local, ChunkStep) else [])]
-    if not all(can_attend(group.newest.layout.plain) for group in steps):
+    group_steps = [step, *([step.local] if isinstance(step.local, ChunkStep) else [])]
+    if not all(can_attend(group_step.newest.layout.plain) for group_step in group_steps):
         return step.layer_attention
     return chunk_attention(step, kernels)
 
 
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
-    """Return the kernels' attention of a chunk, which also covers its local layers."""
+    """Return the kernels' attention of a chunk in all layers, local ones included."""
     attention = ChunkAttention(step, kernels)
     if not isinstance(step.local, ChunkStep):
         return attention
@@ -49,9 +46,9 @@ def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
 
 
 class ChunkAttention:
-    """The attention of one chunk step, prepared once and used by every layer.
+    """The attention of one chunk step in a group of layers.
 
-    Raises KernelMismatch if stored cells have another number of layers than the chunk.
+    Raises KernelMismatch if the cells have another number of layers than the chunk.
     """
 
     def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):
@@ -70,7 +67,7 @@ class ChunkAttention:
 
     @cached_property
     def _zero_angles(self) -> Tensor:
-        """The angles of layers without RoPE, as `_angles`."""
+        """As `_angles`, for layers without RoPE."""
         return self._angles_of(torch.zeros_like(self._step.attention.rope.inverse_frequencies))
 
     def _angles_of(self, frequencies: Tensor) -> Tensor:
@@ -101,7 +98,7 @@ class ChunkAttention:
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
         rotations, attention = len(step.query_positions), step.attention
         angles = self._zero_angles if layer in attention.rope.unrotated else self._angles
-        angles_at = address(angles, "angles", torch.float32, (rotations, n, head_dim))
+        angles_address = address(angles, "angles", torch.float32, (rotations, n, head_dim))
         sinks = None if attention.sinks is None else attention.sinks[layer]
         chunk = c.CChunk(
             n,
@@ -118,7 +115,7 @@ class ChunkAttention:
             address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
             None if k is None else address(k, "keys", torch.bfloat16, kv_shape),
             None if v is None else address(v, "values", torch.bfloat16, kv_shape),
-            ctypes.cast(angles_at, ctypes.POINTER(ctypes.c_float)),
+            ctypes.cast(angles_address, ctypes.POINTER(ctypes.c_float)),
             address(keys, "new keys", torch.bfloat16, new_shape),
             address(values, "new values", torch.bfloat16, new_shape),
             keys.stride(0),
@@ -130,12 +127,12 @@ class ChunkAttention:
             else address(step.log_sums[layer], "log sums", torch.float32, (heads, n)),
         )
         step.observe(layer, q)
-        c.require_done(self._kernels.kvkeep_attend_chunk(chunk))
+        c.raise_for_status(self._kernels.kvkeep_attend_chunk(chunk))
         return out
 
 
 def _describe_view(view: View, layer: int, new_shape: tuple[int, int, int]) -> c.CChunkView:
-    """Describe cells of one layer. new_shape: `[kv_heads, n, head_dim]` of the chunk."""
+    """Describe a view's cells in one layer. new_shape: `(kv_heads, n, head_dim)` of the chunk."""
     kv_heads, n, head_dim = new_shape
     cells = view.slots
     if isinstance(cells, Ragged):
@@ -143,20 +140,20 @@ def _describe_view(view: View, layer: int, new_shape: tuple[int, int, int]) -> c
             cells, cells.counts.shape[0], kv_heads, head_dim
         )
         offsets += layer * kv_heads * cells.offsets.itemsize
-        most = int(cells.counts[layer].max())
-        return c.CChunkView(keys, values, most, view.rotation, 0, 0, None, biases, 0, offsets)
+        max_count = int(cells.counts[layer].max())
+        return c.CChunkView(keys, values, max_count, view.rotation, 0, 0, None, biases, 0, offsets)
     layer_keys, layer_values = view.keys[layer], view.values[layer]
     count, bias, cell_bias = layer_keys.shape[1], view.bias, view.cell_bias[layer]
     shape = (kv_heads, count, head_dim)
-    rows = 1 if bias is None or bias.shape[0] == 1 else n
+    bias_rows = 1 if bias is None or bias.shape[0] == 1 else n
     return c.CChunkView(
         stored_cells(layer_keys, shape, 0),
         stored_cells(layer_values, shape, 0),
         count,
         view.rotation,
         int(view.causal),
-        0 if rows == 1 else count,
-        None if bias is None else address(bias, "a bias", torch.float32, (rows, count)),
+        0 if bias_rows == 1 else count,
+        None if bias is None else address(bias, "a bias", torch.float32, (bias_rows, count)),
         None if cell_bias is None else cell_bias_address(cell_bias, (kv_heads, count)),
         0 if cell_bias is None else cell_bias.stride(0),
         None,

@@ -1,7 +1,7 @@
-"""The executor on the compiled kernels: a decode step through all layers in one call.
+"""The executor on the compiled kernels: one call decodes a step through all layers.
 
-Weights are read as they are packed, activations are bfloat16, sums float32, and so is the residual
-stream. A sequence's results are the same to the last bit whether it decodes alone or in a group.
+Weights are read as they are packed. Activations are bfloat16; sums and the residual stream are
+float32. A sequence's results are bitwise the same whether it decodes alone or in a group.
 """
 
 import ctypes
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvkeep.cache import Layout
 from kvkeep.cache.step import ChunkStep, DecodeStep
-from kvkeep.compiled.binding import HEAD_DIMS, CModel, library, require_done
+from kvkeep.compiled.binding import HEAD_DIMS, CModel, library, raise_for_status
 from kvkeep.compiled.chunk import chunk_attention
 from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
 from kvkeep.compiled.matrices import PackedLinear, shared_scratch
 from kvkeep.compiled.model import describe_model, kernel_groups
 from kvkeep.compiled.operands import ModelOperands, address
-from kvkeep.compiled.step import describe_step
+from kvkeep.compiled.step import GroupShape, describe_step
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.network import Network
@@ -35,18 +35,20 @@ def can_decode(spec: ModelSpec, layout: Layout) -> bool:
 
 
 def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
-    """Say why the kernels do not run a model, as a predicate of "the kernels"; "" if they do."""
-    heads = [group.head_dim for group in spec.groups]
-    queries = [spec.heads * width for width in heads]
-    widths = (spec.hidden_size, *_mlp_sizes(spec), *queries, spec.per_layer_size)
-    unknown = ", ".join(str(width) for width in heads if width not in HEAD_DIMS)
+    """Say why the kernels do not run a model, as a predicate of "the kernels"; empty if they do."""
+    head_dims = [group.head_dim for group in spec.groups]
+    query_sizes = [spec.heads * head_dim for head_dim in head_dims]
+    widths = (spec.hidden_size, *_mlp_sizes(spec), *query_sizes, spec.per_layer_size)
+    unsupported_dims = ", ".join(str(dim) for dim in head_dims if dim not in HEAD_DIMS)
     reasons = {
         f"run on a CPU, not on {layout.device}": layout.device.type != "cpu",
         f"are for bfloat16, not for {str(layout.dtype).removeprefix('torch.')}": (
             layout.dtype is not torch.bfloat16
         ),
         f"know one residual stream, not {spec.altup_inputs} (AltUp)": spec.altup_inputs > 0,
-        f"are for heads of {', '.join(map(str, HEAD_DIMS))}, not of {unknown}": bool(unknown),
+        f"are for heads of {', '.join(map(str, HEAD_DIMS))}, not of {unsupported_dims}": (
+            bool(unsupported_dims)
+        ),
         "rotate whole heads": any(
             group.head_dim != 2 * len(group.rope.inverse_frequencies) for group in spec.groups
         ),
@@ -66,7 +68,7 @@ def prompt_dtype() -> torch.dtype:
 
 
 def unavailable_reason() -> str:
-    """Say why this machine has no kernels, as `unsupported_reason` does; "" where it has some."""
+    """Say why this machine has no kernels, as `unsupported_reason`; empty if it has some."""
     if library():
         return ""
     selected = selected_set()
@@ -77,23 +79,22 @@ def unavailable_reason() -> str:
 
 def _mlp_sizes(spec: ModelSpec) -> list[int]:
     """Return the widths of a model's MLPs and experts."""
-    layers = set(map(spec.is_sparse, range(spec.layers)))
-    sparse = [spec.expert_size, spec.shared_expert_size] if True in layers else []
-    dense = [spec.intermediate_size] if False in layers or spec.experts_beside else []
+    sparsity = set(map(spec.is_sparse, range(spec.layers)))
+    sparse = [spec.expert_size, spec.shared_expert_size] if True in sparsity else []
+    dense = [spec.intermediate_size] if False in sparsity or spec.experts_beside else []
     return list(filter(None, [*dense, *sparse]))
 
 
 class CompiledExecutor:
-    """Decode steps by the kernels; chunks by torch, except for attention.
+    """Runs decode steps by the kernels, and chunks by torch with the kernels' attention.
 
-    tensors: the model's, bfloat16. packed: matrices by name to read instead for sampled tokens;
-    may be empty. Tokens of a prompt read the tensor where there is one, so that their cells are the
-    same to rounding however the prompt is cut into steps; a matrix that is packed alone is read as
-    if each weight had been rounded to bfloat16, a router as it is. The head computes the next
-    token's logits and is read as it is packed for all tokens.
+    tensors: bfloat16 weights by name. packed: matrices by name that sampled tokens read instead.
 
-    Raises KernelMismatch for weights that are not those of `spec`: the kernels do not check what
-    they read, so it is checked here, once.
+    A prompt's tokens read the tensor if there is one, so that their cells are the same to rounding
+    however the prompt is cut into steps. From a matrix without a tensor they read each weight
+    rounded to bfloat16; routers are not rounded. All tokens read the head as it is packed.
+
+    Raises KernelMismatch for weights that `spec` does not describe: the kernels check nothing.
     """
 
     def __init__(
@@ -101,11 +102,14 @@ class CompiledExecutor:
     ):
         self.spec = spec
         self._operands = ModelOperands(spec, tensors, packed)
-        self._cell_shapes = [
-            (len(spec.layers_with_cells(group)), group.kv_heads, group.head_dim)
+        self._shapes = [
+            GroupShape(
+                len(spec.layers_with_cells(group)), group.kv_heads, spec.heads, group.head_dim
+            )
             for group in spec.groups
         ]
-        self._kernel_groups = [spec.groups.index(group) for group, _ in kernel_groups(spec)]
+        # For each of the kernels' groups, the index of the model's group whose cells it reads.
+        self._model_groups = [spec.groups.index(group) for group, _ in kernel_groups(spec)]
         kernels = library()
         assert kernels is not None, "can_decode must hold"
         self._kernels = kernels
@@ -115,45 +119,45 @@ class CompiledExecutor:
         self.name = f"compiled {selected_set().name}"
         if self._product_dtype is not torch.bfloat16:
             self.name += ", prompts in float32"
-        self._products = {name: self._product(name) for name in self._product_names()}
-        self._network = Network(spec, self._operands.tensors | self._routers(), self._products)
-        # Seconds of decode steps by PHASES; None while they are not counted.
+        self._linears = {name: self._packed_linear(name) for name in self._linear_names()}
+        self._network = Network(spec, self._operands.tensors | self._routers(), self._linears)
+        # The seconds of decode steps in each of PHASES; None if they are not measured.
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
 
-    def _product_names(self) -> list[str]:
-        """Return the matrices that prompts are multiplied by as PackedLinear.
+    def _linear_names(self) -> list[str]:
+        """Return the names of the matrices that prompts are multiplied by as PackedLinear.
 
-        All that are packed alone; without fast bfloat16, also the tensors, for float32 products.
+        All without a tensor; without fast bfloat16 also tensors, for float32 products.
         """
         tensors = self._operands.tensors
-        packed_alone = [name for name in self._operands.shapes if name not in tensors]
+        only_packed = [name for name in self._operands.shapes if name not in tensors]
         if self._product_dtype is torch.bfloat16:
-            return packed_alone
-        layers = set(matrices(self.spec)) - {HEAD}
-        return packed_alone + [n for n in layers if n in tensors and not is_router(n)]
+            return only_packed
+        layer_matrices = set(matrices(self.spec)) - {HEAD}
+        return only_packed + [n for n in layer_matrices if n in tensors and not is_router(n)]
 
     def _routers(self) -> dict[str, Tensor]:
-        """Return packed routers in float32: prompts are routed by the file's values, too."""
-        names = (name for name in self._products if is_router(name))
+        """Return packed routers in float32, so that prompts are routed by unrounded weights."""
         return {
             name: as_tensor(self._operands.weight(name, sampled=False), torch.float32)
-            for name in names
+            for name in self._linears
+            if is_router(name)
         }
 
-    def _product(self, name: str) -> PackedLinear:
+    def _packed_linear(self, name: str) -> PackedLinear:
         bias = self._operands.tensors.get(name.removesuffix("weight") + "bias")
         weight = self._operands.weight(name, sampled=False)
         matrix = self._operands.matrix(name, sampled=False)
         return PackedLinear(self._kernels, matrix, bias, weight, self._product_dtype)
 
     def matrix_bytes(self) -> dict[str, int]:
-        """Return the bytes of each matrix that a sampled token reads, by name."""
+        """Return the size in bytes of each matrix that a sampled token reads, by name."""
         names = matrices_per_token(self.spec)
         return {name: self._operands.weight(name, sampled=True).nbytes for name in names}
 
     def unpacked(self, name: str) -> Tensor:
-        """Return a matrix that is packed alone as `[rows, columns]` bfloat16."""
-        return self._products[name].dense()
+        """Unpack a matrix that has no tensor, `[rows, columns]` bfloat16."""
+        return self._linears[name].dense()
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         """Return the final hidden states of a step, `[tokens, hidden]` bfloat16."""
@@ -173,25 +177,21 @@ class CompiledExecutor:
             )
         hidden = torch.empty(len(tokens), spec.hidden_size, dtype=torch.bfloat16, device="cpu")
         step, _shared_views = describe_step(
-            tokens,
-            steps,
-            self._cell_shapes,
-            self._kernel_groups,
-            spec.heads,
-            hidden,
-            torch.get_num_threads(),
-            self.seconds,
+            tokens, steps, self._shapes, self._model_groups, hidden, self.seconds
         )
-        require_done(self._kernels.kvkeep_decode(model, step))
+        raise_for_status(self._kernels.kvkeep_decode(model, step))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, `[n, vocab]` float32."""
         hidden, count = hidden.contiguous(), hidden.shape[0]
-        rows = address(hidden, "hidden states", torch.bfloat16, (count, self.spec.hidden_size))
+        shape = (count, self.spec.hidden_size)
+        hidden_address = address(hidden, "hidden states", torch.bfloat16, shape)
         out = torch.empty(count, self.spec.vocab_size, dtype=torch.float32, device="cpu")
         head, threads = self._decode_model.head, torch.get_num_threads()
-        require_done(self._kernels.kvkeep_product(head, rows, count, out.data_ptr(), threads))
+        raise_for_status(
+            self._kernels.kvkeep_product(head, hidden_address, count, out.data_ptr(), threads)
+        )
         if self.spec.logits_multiplier != 1:
             out.mul_(self.spec.logits_multiplier)
         cap = self.spec.logits_softcap

@@ -1,9 +1,8 @@
-"""The instruction sets that the kernels are built for, and which of them this process uses.
+"""Selection of the instruction set whose kernels this process uses.
 
-`setup.py` builds one library for each set of this architecture from one source. The best set that
-this processor runs is used. KVKEEP_ISA names another one, or torch; KVKEEP_COMPILED=0 switches the
-kernels off. KVKEEP_KERNELS names a folder to load libraries from instead of this package's, such as
-those that `make sanitize` builds.
+`setup.py` builds one library for each set of this architecture. The best one that this processor
+runs is used, unless KVKEEP_ISA names another, or torch; KVKEEP_COMPILED=0 switches the kernels off.
+KVKEEP_KERNELS names another folder of libraries, such as that of `make sanitize`.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ import torch
 
 from kvkeep.errors import InvalidArgument
 
-# By architecture, the fastest set first: what each set needs of a processor.
+# For each architecture its sets, the fastest first, and the processor that each set needs.
 ARCHITECTURES = {
     "x86_64": {
         "avx512bf16": "AVX-512 with bfloat16 and VNNI",
@@ -33,7 +32,7 @@ ARCHITECTURES = {
 }
 _MACHINE = platform.machine()
 ARCHITECTURE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(_MACHINE, _MACHINE)
-SETS = ARCHITECTURES.get(ARCHITECTURE, {})  # those of this architecture
+SETS = ARCHITECTURES.get(ARCHITECTURE, {})
 TORCH = "torch"
 
 
@@ -41,8 +40,8 @@ TORCH = "torch"
 class InstructionSet:
     """The instruction set in use.
 
-    name: of the set, or "torch" for no kernels. rejected: the reason against each faster set.
-    requested: whether the environment chose it.
+    name: "torch" if no kernels are used. rejected: why each faster set is not used. requested:
+    whether an environment variable selected it.
     """
 
     name: str
@@ -51,30 +50,29 @@ class InstructionSet:
 
     @property
     def torch_reason(self) -> str:
-        """Why no kernels are used, as a predicate of "the kernels"; "" where some are."""
+        """Why no kernels are used, as a predicate of "the kernels"; empty if some are used."""
         if self.name != TORCH:
             return ""
-        # The last set is the one that most processors have.
+        # Most processors run the last set.
         return next(reversed(self.rejected.values()), f"are for {' and '.join(ARCHITECTURES)}")
 
 
 def selected_set() -> InstructionSet:
-    """Return the instruction set to use under the current environment.
+    """Return the instruction set that the current environment selects.
 
-    Raises:
-        InvalidArgument: KVKEEP_ISA names no set, or one that is not available here.
+    Raises InvalidArgument if KVKEEP_ISA names no set, or one that is not available here.
     """
-    requested, compiled = os.environ.get("KVKEEP_ISA") or None, os.environ.get("KVKEEP_COMPILED")
-    return select_set(requested, compiled, library_folder())
+    switched_off = os.environ.get("KVKEEP_COMPILED") == "0"
+    return select_set(os.environ.get("KVKEEP_ISA") or None, switched_off, library_folder())
 
 
 @cache
-def select_set(requested: str | None, compiled: str | None, folder: Path) -> InstructionSet:
-    """Return the instruction set for KVKEEP_ISA, KVKEEP_COMPILED and a folder of libraries."""
-    if compiled == "0":
-        return _torch("were switched off by KVKEEP_COMPILED=0")
-    if requested == TORCH:
-        return _torch("were switched off by KVKEEP_ISA=torch")
+def select_set(requested: str | None, switched_off: bool, folder: Path) -> InstructionSet:
+    """Return the instruction set to use. requested: the value of KVKEEP_ISA."""
+    if switched_off or requested == TORCH:
+        variable = "KVKEEP_COMPILED=0" if switched_off else "KVKEEP_ISA=torch"
+        reason = f"were switched off by {variable}"
+        return InstructionSet(TORCH, dict.fromkeys(SETS, reason), requested=True)
     if requested is not None:
         return _requested_set(requested, folder)
     rejected: dict[str, str] = {}
@@ -86,18 +84,18 @@ def select_set(requested: str | None, compiled: str | None, folder: Path) -> Ins
 
 
 def runs_here(name: str) -> bool:
-    """Whether this processor has all that a set needs."""
+    """Whether this processor runs an instruction set."""
     cpu = load_library(library_folder(), "_cpu")
     return cpu is not None and bool(cpu.kvkeep_cpu_runs(name.encode()))
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """Load a set's library, or return None without one. The processor must run the set."""
+    """Load a set's library, if there is one. The processor must run the set."""
     return load_library(library_folder(), f"_{name}")
 
 
 def load_error(name: str) -> str:
-    """Return the system's message for a library that exists and that `load` could not load."""
+    """Return the system's message if a set's library exists and cannot be loaded, else ""."""
     library = _open_library(library_folder(), f"_{name}")
     return library if isinstance(library, str) else ""
 
@@ -114,9 +112,9 @@ def has_fast_bf16() -> bool:
 
 
 def unusable_reason(name: str, folder: Path) -> str:
-    """Say why a set cannot be used, as a predicate of its kernels; "" if it can.
+    """Say why a set cannot be used, as a predicate of "the kernels"; empty if it can.
 
-    No instruction of the set is executed to find out.
+    Executes no instruction of the set.
     """
     if load_library(folder, "_cpu") is None:
         return _not_built(folder, "cpu")
@@ -126,38 +124,33 @@ def unusable_reason(name: str, folder: Path) -> str:
 
 
 def library_folder() -> Path:
-    """Return the folder that libraries are loaded from."""
     return Path(os.environ.get("KVKEEP_KERNELS") or Path(__file__).parent)
 
 
 def library_path(folder: Path, name: str) -> Path | None:
-    """Return the file of a library; None where it was not built."""
-    # Earlier builds named the files by the version of Python, which they do not depend on.
+    """Return the file of a library; None if it was not built."""
+    # Earlier builds have the version of Python in their files' names.
     paths = (folder / (name + suffix) for suffix in (".so", *EXTENSION_SUFFIXES))
     return next(filter(Path.exists, paths), None)
 
 
 def load_library(folder: Path, name: str) -> ctypes.CDLL | None:
-    """Load a library; None where it was not built or cannot be loaded (see `load_error`)."""
+    """Load a library; None if it was not built or cannot be loaded (see `load_error`)."""
     library = _open_library(folder, name)
     return library if isinstance(library, ctypes.CDLL) else None
 
 
 @cache
 def _open_library(folder: Path, name: str) -> ctypes.CDLL | str | None:
-    """Return a library, the system's message if it cannot be loaded, or None if it is not there."""
+    """Return a library, the system's message if it cannot be loaded, or None if it is missing."""
     path = library_path(folder, name)
     if path is None:
         return None
-    # torch is imported above: it brings the OpenMP runtime that the kernels use.
+    # The kernels use the OpenMP runtime of torch, which is imported above.
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         return str(error)
-
-
-def _torch(reason: str) -> InstructionSet:
-    return InstructionSet(TORCH, dict.fromkeys(SETS, reason), requested=True)
 
 
 def _requested_set(name: str, folder: Path) -> InstructionSet:
@@ -180,7 +173,7 @@ def _requested_set(name: str, folder: Path) -> InstructionSet:
 
 
 def _not_built(folder: Path, name: str) -> str:
-    """Say that a library was not built, with the reason that `setup.py` recorded."""
+    """Say that a library was not built, with the reason from `setup.py` if it recorded one."""
     try:
         record = json.loads((folder / "built.json").read_text(encoding="utf-8"))
         reason = record["failures"].get(name, "")

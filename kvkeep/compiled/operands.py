@@ -1,8 +1,7 @@
-"""Operands of the compiled kernels: addresses and structures of tensors, checked before use.
+"""Operands of the compiled kernels: addresses and structures of tensors.
 
-A kernel trusts its pointers. Any tensor of another dtype, shape or layout than the kernel reads is
-refused here, at a fraction of a microsecond each: a decode step of a small model takes two thousand
-of them.
+A kernel trusts its pointers, so a tensor of another dtype, shape or layout than it reads is refused
+here. A check must take less than a microsecond: a decode step of a small model makes two thousand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +21,17 @@ from kvkeep.models.weights.packing import Matrix, packed_shapes
 from kvkeep.models.weights.tensors import is_router
 
 
-def address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def address(x: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the address of a dense CPU tensor. Raises KernelMismatch for any other tensor."""
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
-        raise _mismatch(x, what, f"dense {dtype} {list(shape)}")
+        raise _mismatch(x, name, f"dense {dtype} {list(shape)}")
     return x.data_ptr()
 
 
-def strided_address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a tensor whose last dimension is dense; the kernel gets its strides."""
+def strided_address(x: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the address of a tensor whose last dimension is dense. Raises KernelMismatch."""
     if x.dtype is not dtype or x.shape != shape or x.stride()[-1] != 1 or not x.is_cpu:
-        raise _mismatch(x, what, f"{dtype} {list(shape)}, the last dimension dense")
+        raise _mismatch(x, name, f"{dtype} {list(shape)}, the last dimension dense")
     return x.data_ptr()
 
 
@@ -44,8 +43,8 @@ def cell_bias_address(x: Tensor, shape: tuple[int, ...]) -> int:
 def stored_cells(stored: KVTensor, shape: tuple[int, ...], *outer_strides: int) -> c.CStoredCells:
     """Describe keys or values, plain or quantised, `[layers, kv_heads, cells, head_dim]`.
 
-    shape: what the kernel takes for granted; it may lack dimensions. outer_strides: the strides of
-    dimensions missing in front, such as 0 for cells of one layer. Raises KernelMismatch.
+    shape: the expected shape, which may lack leading dimensions. outer_strides: the strides of
+    these, such as 0 for cells of one layer. Raises KernelMismatch.
     """
     if isinstance(stored, Tensor):
         data = strided_address(stored, "cells", torch.bfloat16, shape)
@@ -69,7 +68,7 @@ def ragged_cells(
 ) -> tuple[c.CStoredCells, c.CStoredCells, int, int]:
     """Describe ragged cells: keys, values, and the addresses of biases and of heads' offsets.
 
-    Raises KernelMismatch, also where the counts do not add up to the cells or are of other heads.
+    Raises KernelMismatch, also for counts of other heads or another total.
     """
     vectors, offsets = (cells.total, head_dim), cells.offsets
     assert cells.bias is not None
@@ -89,27 +88,26 @@ def matrix_operand(
 ) -> c.CMatrix:
     """Describe a weight matrix, dense or packed.
 
-    bias: the address of `[rows]` bfloat16, or None. rounded: multiply as if each weight had been
-    rounded to bfloat16. Raises KernelMismatch for a matrix of another shape.
+    bias: the address of `[rows]` bfloat16. rounded: multiply as if each weight had been rounded to
+    bfloat16. Raises KernelMismatch for a matrix of another shape.
     """
     rows, columns = shape
     if isinstance(matrix, Tensor):
         require(matrix.dtype in c.DENSE_FORMATS, f"{name} in 16 or 32 bits", matrix.dtype)
         data = address(matrix, name, matrix.dtype, shape)
-        dense = c.DENSE_FORMATS[matrix.dtype]
-        return c.CMatrix(dense, rows, columns, int(rounded), data, None, bias)
+        format_number = c.DENSE_FORMATS[matrix.dtype]
+        return c.CMatrix(format_number, rows, columns, int(rounded), data, None, bias)
     require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
-    shapes = packed_shapes(matrix.format, rows, columns)
-    data = address(matrix.data, name, torch.uint8, shapes[0])
-    scales = address(matrix.scales, f"the scales of {name}", torch.uint8, shapes[1])
+    data_shape, scales_shape = packed_shapes(matrix.format, rows, columns)
+    data = address(matrix.data, name, torch.uint8, data_shape)
+    scales = address(matrix.scales, f"the scales of {name}", torch.uint8, scales_shape)
     return c.CMatrix(matrix.format.number, rows, columns, int(rounded), data, scales, bias)
 
 
 class ModelOperands:
-    """A model's weights by name, as `CompiledExecutor` holds them: tensors and packed matrices.
+    """A model's weights by name, tensors and packed matrices; see `CompiledExecutor`.
 
-    Weights that the model's spec does not name are ignored. The addresses that methods return are
-    valid as long as this object lives.
+    Weights that `spec` does not name are ignored. Addresses are valid as long as this object lives.
     """
 
     def __init__(
@@ -122,9 +120,9 @@ class ModelOperands:
         self._constants: list[Tensor] = []
 
     def weight(self, name: str, sampled: bool) -> Matrix:
-        """Return the matrix to multiply by: the packed one first for sampled tokens, else last.
+        """Return a matrix: preferably packed for sampled tokens, and a tensor for a prompt's.
 
-        Raises KernelMismatch for a weight that the model lacks.
+        Raises KernelMismatch for a missing weight.
         """
         names = (HEAD, EMBEDDING) if name == HEAD and self._tied_head else (name,)
         sources: tuple[Mapping[str, Matrix], ...] = (self.tensors, self._packed)
@@ -135,7 +133,7 @@ class ModelOperands:
         raise KernelMismatch(f"the compiled kernels need {name}, and there is none")
 
     def matrix(self, name: str, sampled: bool) -> c.CMatrix:
-        """Describe a matrix; one without rows where the spec has none. Raises KernelMismatch."""
+        """Describe a matrix; it has no rows if the spec does not name it. Raises KernelMismatch."""
         shape = self.shapes.get(EMBEDDING if name == HEAD and self._tied_head else name)
         if shape is None:
             return c.CMatrix()
@@ -144,26 +142,26 @@ class ModelOperands:
         return matrix_operand(name, self.weight(name, sampled), shape, bias, rounded)
 
     def vector(self, name: str) -> int | None:
-        """Return a tensor's address, or None where the spec has none. Raises KernelMismatch."""
+        """Return a tensor's address; None if the spec does not name it. Raises KernelMismatch."""
         if name not in self.shapes:
             return None
         return address(self.tensors[name], name, torch.bfloat16, self.shapes[name])
 
     def constant(self, numbers: Sequence[float] | Tensor, dtype: torch.dtype) -> int:
-        """Return the address of a copy of these numbers, which this object keeps."""
+        """Return the address of a copy of the numbers, which this object keeps alive."""
         self._constants.append(torch.as_tensor(numbers, dtype=dtype, device="cpu").contiguous())
         return self._constants[-1].data_ptr()
 
 
-def require(holds: bool, expected: str, found: Any) -> None:
-    """Raise KernelMismatch unless a condition holds."""
-    if not holds:
-        raise KernelMismatch(f"the compiled kernels need {expected}; found {found}")
+def require(condition: bool, expected: str, actual: Any) -> None:
+    """Raise KernelMismatch unless the condition holds."""
+    if not condition:
+        raise KernelMismatch(f"the compiled kernels need {expected}; found {actual}")
 
 
-def _mismatch(x: Tensor, what: str, expected: str) -> KernelMismatch:
+def _mismatch(x: Tensor, name: str, expected: str) -> KernelMismatch:
     return KernelMismatch(
-        f"the compiled kernels read {what} as {expected} on the CPU; found {x.dtype} "
+        f"the compiled kernels read {name} as {expected} on the CPU; found {x.dtype} "
         f"{list(x.shape)} with strides {list(x.stride())} on {x.device}. KVKEEP_COMPILED=0 goes "
         "by torch alone"
     )

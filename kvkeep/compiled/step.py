@@ -1,7 +1,7 @@
-"""A decode step as the compiled kernels take it."""
+"""Decode steps as structures of the compiled kernels."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,92 +19,100 @@ from kvkeep.compiled.operands import (
 )
 from kvkeep.errors import KernelMismatch
 
-# The shape of a layer group's cells: (layers, kv_heads, head_dim).
-CellShape: TypeAlias = tuple[int, int, int]
+
+class GroupShape(NamedTuple):
+    """The shape of a layer group. layers: those with cells. heads: query heads."""
+
+    layers: int
+    kv_heads: int
+    heads: int
+    head_dim: int
 
 
 def describe_step(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
-    cell_shapes: Sequence[CellShape],
-    kernel_groups: Sequence[int],
-    heads: int,
+    shapes: Sequence[GroupShape],
+    model_groups: Sequence[int],
     hidden: Tensor,
-    threads: int,
     seconds: Any = None,
 ) -> tuple[c.CDecodeStep, list[list[SharedView]]]:
-    """Describe a step of one token for each cache; `hidden` takes the result.
+    """Describe a step of one token for each sequence; the kernel writes its result to `hidden`.
 
-    cell_shapes: of the model's layer groups. kernel_groups: for each of the kernels' groups, the
-    index of the model's group whose cells it reads. heads: query heads. seconds: added to by phase.
-    Also returns views whose biases the structure points to: they must live as long.
+    shapes: one for each of the model's layer groups. model_groups: for each of the kernels'
+    groups, the index of the model's group whose cells it reads. seconds: an array that
+    each phase's seconds are added to.
+
+    Also returns the views whose biases the structure points to: they must live as long as it.
     Raises KernelMismatch for cells of another shape.
     """
-    local = [step.local for step in steps if isinstance(step.local, DecodeStep)]
-    by_group = [steps, *([local] if local else [])]
-    expected = f"{len(cell_shapes)} groups of layers"
-    require(len(by_group) == len(cell_shapes), expected, len(by_group))
-    shared = [shared_views(group_steps) for group_steps in by_group]
-    views = [
-        _group_views(tokens, group_steps, group_shared, shape, heads)
-        for group_steps, group_shared, shape in zip(by_group, shared, cell_shapes, strict=True)
+    local_steps = [step.local for step in steps if isinstance(step.local, DecodeStep)]
+    steps_by_group = [steps, local_steps] if local_steps else [steps]
+    expected = f"{len(shapes)} groups of layers"
+    require(len(steps_by_group) == len(shapes), expected, len(steps_by_group))
+    shared = [shared_views(group_steps) for group_steps in steps_by_group]
+    group_views = [
+        _describe_group(tokens, group_steps, group_shared, shape)
+        for group_steps, group_shared, shape in zip(steps_by_group, shared, shapes, strict=True)
     ]
-    groups = (c.CGroupViews * len(kernel_groups))(*(views[index] for index in kernel_groups))
+    groups = (c.CGroupViews * len(model_groups))(*(group_views[index] for index in model_groups))
+    threads, hidden_address = torch.get_num_threads(), hidden.data_ptr()
     # A structure keeps all arrays and structures alive that it points to, but no tensors.
-    return c.CDecodeStep(len(steps), threads, groups, hidden.data_ptr(), seconds), shared
+    return c.CDecodeStep(len(steps), threads, groups, hidden_address, seconds), shared
 
 
-def _group_views(
+def _describe_group(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
     shared: Sequence[SharedView],
-    shape: CellShape,
-    heads: int,
+    shape: GroupShape,
 ) -> c.CGroupViews:
-    """Describe what the steps attend to in one group."""
-    # A cache's views keep the order of its own step, whichever other caches share them: results
-    # are then added up in the same order as when the cache decodes alone.
-    places = {
+    # A sequence's views keep the order of its own step, whichever others share them: results are
+    # then added up in the same order as when the sequence decodes alone.
+    view_and_row = {
         id(reader.view): (index, row)
         for index, view in enumerate(shared)
         for row, reader in enumerate(view.readers)
     }
     views = [
-        c.CSequenceView(step.query_positions[view.rotation][0], *places[id(view)])
+        c.CSequenceView(step.query_positions[view.rotation][0], *view_and_row[id(view)])
         for step in steps
         for view in step.views
     ]
-    sequences = (c.CSequence * len(steps))(
-        *(_sequence(token, step, shape, heads) for token, step in zip(tokens, steps, strict=True))
+    sequences = [
+        _describe_sequence(token, step, shape) for token, step in zip(tokens, steps, strict=True)
+    ]
+    return c.CGroupViews(
+        len(shared),
+        len(views),
+        (c.CSequence * len(steps))(*sequences),
+        (c.CSharedView * len(shared))(*(_describe_shared_view(view, shape) for view in shared)),
+        (c.CSequenceView * len(views))(*views),
     )
-    shared_array = (c.CSharedView * len(shared))(*(_shared_view(view, shape) for view in shared))
-    view_array = (c.CSequenceView * len(views))(*views)
-    return c.CGroupViews(len(shared), len(views), sequences, shared_array, view_array)
 
 
-def _sequence(token: int, step: DecodeStep, shape: CellShape, heads: int) -> c.CSequence:
-    key, value = step.slot_tensors
-    layers, _, head_dim = shape
-    query_shape = (layers, 1, heads, head_dim)
+def _describe_sequence(token: int, step: DecodeStep, shape: GroupShape) -> c.CSequence:
+    layers, kv_heads, heads, head_dim = shape
+    key, value = (stored_cells(x, (layers, kv_heads, head_dim)) for x in step.slot_tensors)
     return c.CSequence(
         token,
         len(step.views),
         step.query_positions[0][0],
-        stored_cells(key, shape),
-        stored_cells(value, shape),
+        key,
+        value,
         None
         if step.queries is None
-        else address(step.queries, "queries", torch.bfloat16, query_shape),
+        else address(step.queries, "queries", torch.bfloat16, (layers, 1, heads, head_dim)),
     )
 
 
-def _shared_view(view: SharedView, shape: CellShape) -> c.CSharedView:
-    layers, kv_heads, head_dim = shape
+def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
+    layers, kv_heads, _, head_dim = shape
     cells, readers = view.slots, len(view.readers)
     if isinstance(cells, Ragged):
         keys, values, cell_biases, offsets = ragged_cells(cells, layers, kv_heads, head_dim)
-        most = cells.max_count
-        return c.CSharedView(keys, values, 0, most, readers, 0, None, cell_biases, 0, 0, offsets)
+        count = cells.max_count
+        return c.CSharedView(keys, values, 0, count, readers, 0, None, cell_biases, 0, 0, offsets)
     bias, cell_bias, slots = view.bias, cells.bias, len(cells)
     first, end = view.slot_range.start, view.slot_range.stop
     if not 0 <= first < end <= slots:

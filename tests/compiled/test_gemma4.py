@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep import SessionGroup, Snapshot, load_model
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
-from kvkeep.compiled.matrices import FEW
+from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
 from kvkeep.model import Model
 from kvkeep.models.spec.cells import cell_layout
 from kvkeep.session.session import Session
@@ -77,7 +77,7 @@ def test_logits_are_the_same_on_any_number_of_threads(family: str, head_dim: int
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             # In steps that kernels alone multiply: the library may split long sums among threads.
-            options = {"max_kv_size": 60, "kv_bits": "8", "prefill_step": FEW}
+            options = {"max_kv_size": 60, "kv_bits": "8", "prefill_step": MAX_KERNEL_ROWS}
             actual.append(logits_of(model, options, 9))
     finally:
         torch.set_num_threads(threads)

@@ -12,7 +12,7 @@ import torch
 from available_sets import sets_here
 
 from kvkeep.compiled import instruction_sets
-from kvkeep.compiled.binding import library, require_done
+from kvkeep.compiled.binding import library, raise_for_status
 from kvkeep.compiled.instruction_sets import (
     ARCHITECTURE,
     ARCHITECTURES,
@@ -206,5 +206,5 @@ def test_numbers_are_rounded_to_the_same_bits(instruction_set: str) -> None:
     kernels = library()
     assert kernels is not None
     operand = matrix_operand("matrix", matrix, (1, columns), None, rounded=True)
-    require_done(kernels.kvkeep_unpack(operand, 0, 1, out.data_ptr(), 1))
+    raise_for_status(kernels.kvkeep_unpack(operand, 0, 1, out.data_ptr(), 1))
     assert [x & 0xFFFF for x in out[0].tolist()] == list(map(rounded, bits))

@@ -23,7 +23,7 @@ from kvkeep.compiled.binding import (
     CModel,
     CSimilarity,
     library,
-    require_done,
+    raise_for_status,
 )
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compression.methods.similarity import most_similar
@@ -238,11 +238,11 @@ def test_an_unsupported_head_width_has_a_status_of_its_own() -> None:
     kernels = library()
     assert kernels is not None
     assert kernels.kvkeep_attend_chunk(CChunk(head_dim=48, kv_heads=1, threads=1)) == 1
-    require_done(0)
+    raise_for_status(0)
     with pytest.raises(KernelMismatch):
-        require_done(1)
+        raise_for_status(1)
     with pytest.raises(OutOfMemory):
-        require_done(2)
+        raise_for_status(2)
 
 
 SHORT_OF_MEMORY = """

@@ -11,11 +11,11 @@ from kvkeep.compiled.binding import (
     DENSE_FORMATS,
     CMatrix,
     library,
-    require_done,
+    raise_for_status,
     require_same_interface,
 )
 from kvkeep.compiled.instruction_sets import selected_set
-from kvkeep.compiled.matrices import FEW, PackedLinear
+from kvkeep.compiled.matrices import MAX_KERNEL_ROWS, PackedLinear
 from kvkeep.compiled.operands import matrix_operand
 from kvkeep.errors import KernelMismatch, NonFiniteLogits
 from kvkeep.models.weights.formats import FORMATS
@@ -32,7 +32,9 @@ def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
     kernels = library()
     assert kernels is not None
     out = torch.full((x.shape[0], matrix.rows), torch.nan)
-    require_done(kernels.kvkeep_product(matrix, x.data_ptr(), x.shape[0], out.data_ptr(), threads))
+    raise_for_status(
+        kernels.kvkeep_product(matrix, x.data_ptr(), x.shape[0], out.data_ptr(), threads)
+    )
     return out
 
 
@@ -167,14 +169,14 @@ def test_many_rows_are_multiplied_by_torch(
     kind: str | torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = dtype.itemsize * 48 * 1312
-    monkeypatch.setattr("kvkeep.compiled.matrices._SCRATCH", size)  # in several parts
+    monkeypatch.setattr("kvkeep.compiled.matrices._SCRATCH_BYTES", size)  # in several parts
     bias = torch.randn(264 + 16).bfloat16()
     one = make_matrix(kind, (264, 1312), bias)
-    x = inputs(FEW + 5, one.values.shape[1])
+    x = inputs(MAX_KERNEL_ROWS + 5, one.values.shape[1])
     expected = torch.nn.functional.linear(
         x.double(), one.values.bfloat16().double(), bias[:264].double()
     )
-    for count in (1, FEW, FEW + 1, FEW + 5):
+    for count in (1, MAX_KERNEL_ROWS, MAX_KERNEL_ROWS + 1, MAX_KERNEL_ROWS + 5):
         actual = one.linear(dtype)(x[:count])
         assert actual.dtype is torch.bfloat16
         assert (

@@ -10,7 +10,7 @@ from torch import Tensor
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.matrices import FEW
+from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
 from kvkeep.evaluate.perplexity import perplexity_points
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
@@ -168,7 +168,7 @@ def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(
         session = model.session(keep=0, prefill_step=step)
         session.feed((ids * 2)[:20])
         actual.append(cells(session))
-    if step > FEW:  # the same product by the same library
+    if step > MAX_KERNEL_ROWS:  # the same product by the same library
         assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
     for one, other in zip(*actual, strict=True):
         assert relative_distance(one.float(), other.float()) <= ROUNDED

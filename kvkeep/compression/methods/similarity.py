@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.binding import CSimilarity, library, require_done
+from kvkeep.compiled.binding import CSimilarity, library, raise_for_status
 from kvkeep.compiled.operands import address
 
 BLOCK = 256  # rows compared with all older ones at a time
@@ -71,5 +71,5 @@ def _run_kernel(x: Tensor, among: Tensor, indices: Tensor | None) -> Tensor | No
         largest.data_ptr(),
         None if indices is None else address(indices, "indices", torch.int64, largest.shape),
     )
-    require_done(kernels.kvkeep_most_similar(arguments))
+    raise_for_status(kernels.kvkeep_most_similar(arguments))
     return largest
