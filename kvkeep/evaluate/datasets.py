@@ -1,4 +1,4 @@
-"""Datasets: pass keys in repeated text, facts in a real text, and continuations of it."""
+"""Datasets: pass keys in repeated text, facts in real text, and continuations of real text."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ PREFIX = (
 )
 JUNK = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 PASSKEY_TASKS = {"single": (1, 1), "several": (4, 1), "second": (2, 2)}  # keys hidden, asked for
-PASSKEY_SUBJECTS = ("pass key", "door code")  # of the tasks "single" and "second"
+PASSKEY_SUBJECTS = ("pass key", "door code")  # for the tasks "single" and "second"
 CONTINUATION_TOKENS = 512
 
 
 class Dataset(Protocol):
-    """Any number of samples; one index always gives the same sample."""
+    """Samples by index, without end. An index always gives the same sample."""
 
     def sample(self, index: int) -> Sample: ...
 
@@ -40,8 +40,8 @@ class Dataset(Protocol):
 class PasskeyDataset:
     """Keys among `junk` repetitions of five sentences, as in llama.cpp's example "passkey".
 
-    task: "single" asks for the only key; "several" hides the keys of four people and asks for
-    one; "second" hides two keys and asks for one and then, separately, for the other.
+    task: "single" hides one key; "several" hides those of four people and asks for one; "second"
+    hides two and asks for both, one after the other.
     """
 
     junk: int = 250
@@ -94,8 +94,7 @@ def _passkey_fact(subject: str, key: str) -> Fact:
 class NeedleDataset:
     """Facts such as "The lucky number of Emma is 52163." in passages of a real text.
 
-    tokens: approximate length of a passage. key_type: None for the first that the task supports.
-    task: one of `TASKS`.
+    tokens: approximate length of a passage. task: of `TASKS`. key_type: None for its default.
     """
 
     haystack: Haystack
@@ -120,10 +119,7 @@ class NeedleDataset:
 
 
 def task_key_type(task: str, key_type: str | None) -> str:
-    """Return the key type, or the task's default for None.
-
-    Raises InvalidArgument for an unknown task, or a key type that it does not support.
-    """
+    """Return the key type, or the task's default for None. Raises InvalidArgument."""
     require_choice(task, TASKS)
     if key_type is None:
         return TASKS[task].key_types[0]
@@ -133,13 +129,10 @@ def task_key_type(task: str, key_type: str | None) -> str:
 
 @dataclass(frozen=True)
 class ContinuationDataset:
-    """Passages of a real text of which the last `CONTINUATION_TOKENS` tokens are scored.
-
-    tokens: approximate length of the rest.
-    """
+    """Passages of a real text whose last `CONTINUATION_TOKENS` tokens are scored."""
 
     haystack: Haystack
-    tokens: int = 4000
+    tokens: int = 4000  # approximate length of a passage without its continuation
     seed: int = 0
 
     def sample(self, index: int) -> Sample:

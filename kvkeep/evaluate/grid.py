@@ -21,7 +21,7 @@ UNCOMPRESSED = "uncompressed"  # the method of the baseline, at ratio 1
 
 @dataclass(frozen=True)
 class GridSetting:
-    """The key of a result. seed, sample: the text of the task."""
+    """The key of a result. seed, sample: of the task's text."""
 
     task: str
     seed: int
@@ -32,19 +32,15 @@ class GridSetting:
 
 @dataclass(frozen=True)
 class GridResult:
-    """The result of one sample in one setting."""
-
     setting: GridSetting
-    found: bool | None  # every question was answered; None for a continuation
-    log_probability: float  # the mean over the tokens of the answers or of the continuation
+    found: bool | None  # whether all answers are right; None for a continuation
+    log_probability: float  # mean over the tokens of the answers, or of the continuation
     cells: int  # held before the first question
     nbytes: int
 
 
 @dataclass
 class Grid:
-    """The results of a grid, one for each setting."""
-
     metadata: dict[str, Any]  # common to all results, such as the model
     results: dict[GridSetting, GridResult] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the run, to resume it
@@ -53,7 +49,6 @@ class Grid:
         self.results[result.setting] = result
 
     def select(self, task: str, method: str, ratio: float) -> list[GridResult]:
-        """Return the results of all samples of a task at one method and ratio."""
         return [
             result
             for setting, result in self.results.items()
@@ -63,13 +58,12 @@ class Grid:
     def missing(
         self, task: str, seed: int, sample: int, methods: Sequence[str], ratios: Sequence[float]
     ) -> list[GridSetting]:
-        """Return the settings of a sample that have no result yet, the uncompressed one first."""
+        """Return a sample's settings without a result, the uncompressed one first."""
         variants = [(UNCOMPRESSED, 1.0), *itertools.product(methods, ratios)]
         settings = [GridSetting(task, seed, sample, *variant) for variant in variants]
         return [setting for setting in settings if setting not in self.results]
 
     def baseline(self, task: str) -> list[GridResult]:
-        """Return the uncompressed results of a task."""
         return self.select(task, UNCOMPRESSED, 1)
 
     @property
@@ -78,16 +72,15 @@ class Grid:
 
     @property
     def methods(self) -> list[str]:
-        """The methods, without the uncompressed baseline."""
         methods = dict.fromkeys(setting.method for setting in self.results)
         return [method for method in methods if method != UNCOMPRESSED]
 
     @property
     def ratios(self) -> list[float]:
-        return sorted({key.ratio for key in self.results if key.method != UNCOMPRESSED})
+        return sorted({setting.ratio for setting in self.results if setting.method != UNCOMPRESSED})
 
     def require_same_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Raise InvalidArgument if results with this metadata cannot be merged with these."""
+        """Raise InvalidArgument if other results, with this metadata, cannot be merged."""
         for name in {**self.metadata, **metadata}:
             if self.metadata.get(name) != metadata.get(name):
                 raise InvalidArgument(
@@ -96,10 +89,7 @@ class Grid:
                 )
 
     def merge(self, other: "Grid") -> None:
-        """Add the results of another grid for the settings that this one lacks.
-
-        Raises InvalidArgument if the two have different metadata.
-        """
+        """Add another grid's results for missing settings. Raises as `require_same_metadata`."""
         self.require_same_metadata(other.metadata)
         self.results = {**other.results, **self.results}
 
@@ -131,10 +121,8 @@ def measure_sample(
 ) -> Iterator[GridResult]:
     """Prefill a text once, and measure a compressed fork for each setting.
 
-    kv_bits: of all cells, those of the uncompressed session included; None for no quantisation.
-
-    Raises ContextFull if the text is too long for the model, InvalidArgument if nothing of it
-    precedes the continuation.
+    kv_bits: of all cells, also the uncompressed ones. Raises ContextFull if the text is too long
+    for the model, InvalidArgument if it has no tokens before the continuation.
     """
     session = model.session(policy="full", prefill_step=prefill_step, kv_bits=kv_bits)
     ids = model.text.encode(sample.text)

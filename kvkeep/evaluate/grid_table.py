@@ -1,4 +1,4 @@
-"""A grid as Markdown tables, one for each task, and their place in a page."""
+"""A grid as Markdown tables, and their insertion into a page."""
 
 import math
 from collections.abc import Sequence
@@ -19,18 +19,17 @@ NO_RESULT = "–"
 def grid_markdown(grid: "Grid") -> str:
     """Return a Markdown table for each task: a row for each method, a column for each ratio.
 
-    For questions: the share of samples answered, of all and of those that the uncompressed model
-    answers, and in brackets the mean log-probability of a token of the answer. For continuations:
-    the perplexity, and its increase over the uncompressed cache. The head has the size of keys and
-    values at each ratio, a range if it differs between methods.
+    Questions: the share of all samples answered / of those that the uncompressed model answers, and
+    in brackets the mean log-probability of an answer's token. Continuations: the perplexity, and
+    its increase over the uncompressed cache. The head has the size of keys and values.
     """
     return "\n\n".join(_task_section(grid, task) for task in grid.tasks)
 
 
 def page_with_grid(path: Path, grid: "Grid | None") -> bytes:
-    """Return a page with the tables between its markers.
+    """Return a page with the tables between its markers; as it is for grid None.
 
-    grid: None to check only that there are markers. Raises InvalidArgument if there are none.
+    Raises InvalidArgument if there are no markers.
     """
     page = path.read_text(encoding="utf-8")
     if not has_section(page, BEGIN, END):
@@ -71,7 +70,7 @@ def _task_section(grid: "Grid", task: str) -> str:
 
 
 def _megabytes(results: Sequence["GridResult"]) -> str:
-    """Return the mean size of keys and values; a range if methods differ by more than 1%."""
+    """Return the mean size of keys and values, a range if methods differ by more than 1%."""
     if not results:
         return NO_RESULT
     sizes_by_method: dict[str, list[int]] = {}

@@ -18,7 +18,7 @@ class PerplexityPoint:
     """A measurement after a prefill step."""
 
     tokens: int  # evaluated so far
-    scored: int  # of these
+    scored: int  # how many of these are scored
     perplexity: float  # of all scored tokens; NaN before the first
     recent: float  # perplexity of the last `RECENT` scored tokens
     kv_cells: int  # held after the step
@@ -31,12 +31,10 @@ def perplexity_points(
 ) -> Iterator[PerplexityPoint]:
     """Yield the perplexity of a text after each prefill step of a new session.
 
-    Each token is scored given the cells that the session then holds. Arguments are checked at the
-    call, before the first step.
+    Each token is scored given the cells that the session holds then. Errors are raised at the call.
 
     Args:
-        ids: the text's tokens.
-        first: tokens before this index are context and are not scored.
+        first: the index of the first token to score; those before are context.
         written: evaluate each token by itself, as in decode; see `Session.score`.
 
     Raises:
@@ -66,7 +64,7 @@ def _points(
     session: Session, ids: Sequence[int], first: int, written: bool
 ) -> Iterator[PerplexityPoint]:
     process, total, scored = psutil.Process(), 0.0, 0
-    recent_scores = torch.empty(0, dtype=torch.float64, device="cpu")  # scores, at most RECENT
+    recent_scores = torch.empty(0, dtype=torch.float64, device="cpu")  # at most RECENT of them
     for start in range(0, len(ids), session.prefill_step):
         chunk = ids[start : start + session.prefill_step]
         scores = session.score(chunk, written=written)[max(0, first - start) :]

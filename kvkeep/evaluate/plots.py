@@ -1,4 +1,4 @@
-"""Plots of perplexity over tokens, of recall over depth, and of grids over compression ratios."""
+"""Plots of perplexity over tokens, recall over depth, and grids over compression ratios."""
 
 import importlib.util
 import io
@@ -26,11 +26,11 @@ MAX_DEPTHS = 11  # more depths are grouped into tenths of the text
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "-.", ":")
-METHOD_SPREAD = 0.5  # octaves over which the methods of one ratio lie side by side
+METHOD_SPREAD = 0.5  # octaves; the methods of one ratio lie side by side within it
 
 
 def check_plottable(path: Path) -> None:
-    """Raise InvalidArgument if a plot cannot be written to `path`, or without matplotlib."""
+    """Raise InvalidArgument if `path` is unsuitable for a plot, or matplotlib is missing."""
     if path.suffix.lower() not in FORMATS:
         raise InvalidArgument(
             f"a plot must end in one of {', '.join(FORMATS)}; found {path.name!r}"
@@ -67,7 +67,7 @@ def draw_perplexity(points: Sequence["PerplexityPoint"], title: str, suffix: str
     below.grid(alpha=0.3)
     right = below.twinx()
     right.plot(tokens, cells, color="C3", label="cells", **dashed)
-    # Apart from the other curve, which it would cover.
+    # The other limit keeps the curves apart, which would cover each other.
     right.set(ylabel="cells", ylim=(0, 1.25 * max(*cells, 1)))
     below.legend(handles=[*below.lines, *right.lines], loc="lower right")
     return _image(figure, suffix)
@@ -102,20 +102,19 @@ def draw_recall(results: Sequence["RecallResult"], title: str, suffix: str) -> b
 
 
 def group_by_depth(results: Sequence["RecallResult"]) -> dict[float, list["RecallResult"]]:
-    """Group results by depth in percent; many depths by the middle of each tenth of the text."""
-    few = len({result.sample.depth for result in results}) <= MAX_DEPTHS
+    """Group results by depth in percent. Many depths are replaced by the middles of tenths."""
+    by_tenths = len({result.sample.depth for result in results}) > MAX_DEPTHS
     groups: dict[float, list[RecallResult]] = {}
     for result in results:
         depth = result.sample.depth
-        groups.setdefault(depth if few else 10 * min(9, depth // 10) + 5, []).append(result)
+        groups.setdefault(10 * min(9, depth // 10) + 5 if by_tenths else depth, []).append(result)
     return dict(sorted(groups.items()))
 
 
 def draw_grid(grid: "Grid", suffix: str) -> bytes:
-    """Return an image file: a panel for each task, and in it a line for each method.
+    """Return an image file: a panel for each task, with a line for each method over the ratio.
 
-    The share of samples found over the ratio, or the perplexity of continuations. Dashed: the
-    uncompressed baseline.
+    Lines show the share of samples found, or the perplexity of continuations.
     """
     from matplotlib.figure import Figure
 
@@ -169,7 +168,7 @@ def _mean_score(results: Sequence["GridResult"]) -> float:
 
 
 def _image(figure: "Figure", suffix: str) -> bytes:
-    """Return a figure as the content of a file with this suffix."""
+    """Return a figure as an image file of the format of `suffix`."""
     content = io.BytesIO()
     figure.savefig(content, format=suffix.lstrip(".").lower(), dpi=120)
     return content.getvalue()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvkeep.model import Model
     from kvkeep.session.compression import CompressionReport
 
-EXTRA_TOKENS = 3  # generated beyond the key's own: a space or a quote may precede it
-QUESTION_RESERVE = 128  # tokens, more than any question and its answer take
+EXTRA_TOKENS = 3  # generated beyond the key's, since a space or a quote may precede it
+QUESTION_RESERVE = 128  # tokens for a question and its answer; none takes more
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Answer:
     """The greedy continuation of a question."""
 
     text: str
-    found: bool  # the text begins with the key
+    found: bool  # whether the text begins with the key
     log_probability: float  # natural, the mean over the key's tokens
 
 
@@ -38,21 +38,18 @@ class Recall:
 
     @property
     def found(self) -> bool:
-        """Whether all answers begin with their key."""
         return all(answer.found for answer in self.answers)
 
     @property
     def log_probability(self) -> float:
-        """The mean over all answers."""
         return sum(answer.log_probability for answer in self.answers) / len(self.answers)
 
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """Compression of a session.
+    """How to compress a session.
 
-    max_kv_size: cells of a session that is compressed during prefill; None for the number that
-        compression after prefill would leave.
+    max_kv_size: cells during streaming prefill; None for as many as compression afterwards leaves.
     """
 
     method: str  # with or without a budget: "keydiff" or "keydiff:heads"
@@ -62,7 +59,7 @@ class CompressionSettings:
     max_kv_size: int | None = None
 
     def cells(self, tokens: int) -> int:
-        """Return the budget of a session that is compressed during the prefill of `tokens`."""
+        """Return the budget for a session that is compressed during prefill."""
         return self.max_kv_size or math.ceil(tokens / self.ratio)
 
     def compress(self, session: Session) -> "CompressionReport":
@@ -73,7 +70,7 @@ class CompressionSettings:
 
 
 def parse_method(text: str) -> tuple[str, Any]:
-    """Split "keydiff:heads" into method and budget; None for no budget."""
+    """Split METHOD or METHOD:BUDGET, such as "keydiff:heads"."""
     method, _, budget = text.partition(":")
     return method, budget or None
 
@@ -98,10 +95,7 @@ def measure_recall(session: Session, facts: Sequence[Fact]) -> Recall:
 def compress_after_prefill(
     model: "Model", sample: Sample, settings: CompressionSettings, prefill_step: int = 512
 ) -> RecallResult:
-    """Prefill the text, ask, and ask a compressed fork the same.
-
-    Raises ContextFull if the text is too long for the model.
-    """
+    """Prefill the text; ask before and after compression. Raises ContextFull."""
     session = model.session(policy="full", prefill_step=prefill_step)
     tokens = session.feed(sample.text).tokens
     uncompressed = measure_recall(session, sample.facts)
@@ -114,10 +108,7 @@ def compress_after_prefill(
 def compress_during_prefill(
     model: "Model", sample: Sample, settings: CompressionSettings, prefill_step: int = 512
 ) -> RecallResult:
-    """Prefill the text in a session that is compressed as it grows, and in an uncompressed one.
-
-    The second is left out if the text is too long for the model.
-    """
+    """Prefill the text in a session that compresses as it grows, and if it fits in a full one."""
     ids, (method, budget) = model.text.encode(sample.text), parse_method(settings.method)
     archive = model.session(
         settings.cells(len(ids)),
@@ -146,10 +137,9 @@ def _answer(session: Session, fact: Fact) -> Answer:
 
 
 def summarise(results: Sequence[RecallResult]) -> dict[str, Any]:
-    """Return recall over at least one sample, in the form of the JSON report.
+    """Return recall over at least one sample, as in the JSON report.
 
-    Names with `uncompressed` are of the samples that fit into an uncompressed session, and None if
-    there is none.
+    Names with `uncompressed` cover the samples that fit uncompressed; None if there are none.
     """
     compressed = [result.compressed for result in results]
     full = [result.uncompressed for result in results if result.uncompressed is not None]

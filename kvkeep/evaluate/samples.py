@@ -12,7 +12,7 @@ KEY_TYPES = ("number", "words")
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence to hide, and a question that ends where the answer, the key, begins."""
+    """A sentence to hide, and a question that the answer (the key) continues."""
 
     sentence: str
     question: str
@@ -26,7 +26,7 @@ class Sample:
     text: str
     facts: tuple[Fact, ...]  # asked for in this order
     position: int  # of the first fact
-    positions: int  # where it could lie
+    positions: int  # the number of possible positions
     continuation: int = 0  # tokens at the end that are scored instead of prefilled
 
     @property
@@ -50,13 +50,13 @@ class Placement:
             raise InvalidArgument(f"depths must be 0 to 100 percent; found {invalid[0]:g}")
 
     def draw(self, index: int, positions: int, count: int, random: Random) -> list[int]:
-        """Return distinct positions, of `positions`, for `count` sentences of sample `index`."""
+        """Return distinct positions for `count` sentences of sample `index`."""
         first = self._draw_first(index, positions, random)
         others = [position for position in range(positions) if position != first]
         return [first, *random.sample(others, count - 1)]
 
     def draw_ascending(self, index: int, positions: int, count: int, random: Random) -> list[int]:
-        """Return positions as `draw`, in ascending order; the first leaves room for the others."""
+        """Return positions in ascending order; the first leaves room for the others."""
         if self == ANYWHERE:
             return sorted(random.sample(range(positions), count))
         first = min(self._draw_first(index, positions, random), positions - count)
@@ -74,7 +74,7 @@ ANYWHERE = Placement()
 
 
 def sample_random(seed: int, index: int) -> Random:
-    """Return the random generator of one sample, which does not depend on other samples."""
+    """Return a sample's own random generator, independent of other samples."""
     return Random(f"{seed}/{index}")
 
 
@@ -86,7 +86,6 @@ def random_key(key_type: str, random: Random) -> str:
 
 
 def require_choice(value: str, choices: Iterable[str]) -> None:
-    """Raise InvalidArgument unless the value is one of the choices."""
     if value not in choices:
         raise InvalidArgument(f"expected one of {', '.join(choices)}; found {value!r}")
 
@@ -94,7 +93,7 @@ def require_choice(value: str, choices: Iterable[str]) -> None:
 def insert_sentences(
     pieces: Sequence[str], sentences: Sequence[str], positions: Sequence[int], facts: Sequence[Fact]
 ) -> Sample:
-    """Return a sample in which sentence i comes before the piece of text at `positions[i]`."""
+    """Return a sample with `sentences[i]` before `pieces[positions[i]]`."""
     sentence_at = dict(zip(positions, sentences, strict=True))
     text = "".join(sentence_at.get(index, "") + piece for index, piece in enumerate(pieces))
     return Sample(text, tuple(facts), positions[0], len(pieces))

@@ -1,4 +1,4 @@
-"""Tasks: what is hidden in a real text and asked for. RULER's (arXiv:2404.06654), and our own."""
+"""Tasks: facts hidden in a real text and asked for, as in RULER (arXiv:2404.06654) and more."""
 
 from dataclasses import dataclass
 from random import Random
@@ -73,7 +73,7 @@ class TaskInstance:
     """The hidden sentences and the questions of one sample."""
 
     sentences: tuple[str, ...]  # for separate positions; each begins with a space
-    facts: tuple[Fact, ...]  # asked for one after the other, of the same session
+    facts: tuple[Fact, ...]  # asked for separately
     ordered: bool = False  # the sentences keep this order in the text
 
 
@@ -83,19 +83,16 @@ class Task(Protocol):
         """The supported key types, the default first."""
 
     def generate(self, random: Random, key_type: str) -> TaskInstance:
-        """Return an instance that depends on `random` and the key type alone."""
+        """Return an instance that depends only on `random` and the key type."""
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Hides one fact about each of `hidden` people, and asks for the first `asked` of them.
-
-    same_subject: whether all facts have one subject, so that only the name tells them apart.
-    """
+    """Hides one fact about each of `hidden` people, and asks for the first `asked` of them."""
 
     hidden: int
     asked: int
-    same_subject: bool = False
+    same_subject: bool = False  # only the names tell the facts apart
     key_types: tuple[str, ...] = KEY_TYPES
 
     def generate(self, random: Random, key_type: str) -> TaskInstance:
@@ -108,14 +105,14 @@ class NeedleTask:
         for name, subject in zip(names, subjects, strict=True):
             key = random_key(key_type, random)
             texts = {"name": name, "subject": subject, "key": key}
-            fact = Fact(f" {sentence.format(**texts)}", f"\n\n{question.format(**texts)}", key)
-            facts.append(fact)
+            hidden, asked = f" {sentence.format(**texts)}", f"\n\n{question.format(**texts)}"
+            facts.append(Fact(hidden, asked, key))
         return TaskInstance(tuple(fact.sentence for fact in facts), tuple(facts[: self.asked]))
 
 
 @dataclass(frozen=True)
 class MultiValueTask:
-    """Hides several keys of one person, and asks for the one that the question does not name."""
+    """Hides several keys of one person, and asks for the one missing in the question."""
 
     values: int
     key_types: tuple[str, ...] = KEY_TYPES
@@ -154,7 +151,7 @@ class VariableTrackingTask:
 
 @dataclass(frozen=True)
 class WordCountTask:
-    """Hides words in random order, and asks for one of the most frequent; it names the others."""
+    """Hides words in random order, and asks for the most frequent one missing in the question."""
 
     words: tuple[str, ...]  # to draw from
     counts: tuple[int, ...]  # occurrences of each drawn word, in descending order

@@ -74,9 +74,9 @@ def _measure(
     out: Path | None,
     progress: bool,
 ) -> None:
-    """Add the missing results, one sample of each task in turn; write them after each sample.
+    """Add missing results and write them, sample by sample.
 
-    An interrupted run has therefore measured about as many samples of each task.
+    Tasks take turns, so that an interrupted run has about as many samples of each.
     """
     from kvkeep.evaluate.grid import measure_sample
 
@@ -97,10 +97,7 @@ def _measure(
 
 
 def _open_grid(out: Path | None, plan: GridChoice, choice: ModelChoice, model: str) -> "Grid":
-    """Return the grid in the output file, or an empty one.
-
-    Raises InvalidArgument if the file was measured with other settings.
-    """
+    """Return the grid in the output file, or a new one. Raises InvalidArgument."""
     from kvkeep.evaluate.grid import Grid
 
     metadata = {
@@ -127,7 +124,7 @@ def _merged(paths: tuple[Path, ...]) -> "Grid":
 
 
 def _load_grid(path: Path) -> "Grid":
-    """Read the file of an earlier run. Raises InvalidArgument if it is not one."""
+    """Read a file of `--out`. Raises InvalidArgument if it is none."""
     from kvkeep.evaluate.grid import Grid
 
     try:

@@ -33,7 +33,7 @@ GRID_TASKS = (*PASSKEYS, *NEEDLES, PERPLEXITY)
 
 @dataclass(frozen=True)
 class GridChoice:
-    """The options of a grid: methods, ratios, tasks and samples."""
+    """The options for what a grid measures."""
 
     methods: tuple[str, ...]
     ratios: tuple[float, ...]
@@ -46,10 +46,7 @@ class GridChoice:
     seed: int
 
     def passkey_datasets(self) -> dict[str, Dataset]:
-        """Return the datasets that need no tokenizer, by task.
-
-        Raises InvalidArgument if `junk` is too small for a task.
-        """
+        """Return the datasets without a real text, by task. Raises InvalidArgument."""
         return {
             name: PasskeyDataset(self.junk, *PASSKEYS[name], seed=self.seed)
             for name in self.tasks
@@ -70,7 +67,7 @@ class GridChoice:
 
 @dataclass(frozen=True)
 class GridFiles:
-    """The files that are read and written."""
+    """The options for the files of a grid."""
 
     earlier: tuple[Path, ...]
     out: Path | None
@@ -79,7 +76,7 @@ class GridFiles:
     page: Path | None
 
     def check(self) -> None:
-        """Check, before hours of work, that the results can be written. Raises InvalidArgument."""
+        """Raise InvalidArgument, before hours of work, if results cannot be written."""
         if self.earlier and (self.out or self.resume):
             raise InvalidArgument("--from measures nothing: leave --out and --resume out")
         if self.resume and self.out is None:
@@ -101,7 +98,7 @@ EitherChoice = TypeVar("EitherChoice", GridChoice, ModelChoice)
 
 
 def options_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
-    """Return all options as JSON values, to be saved with the results."""
+    """Return options as JSON values, to be saved with the results."""
     options = {name: value for choice in choices for name, value in asdict(choice).items()}
     return {
         name: str(value.absolute()) if isinstance(value, Path) else value
@@ -110,7 +107,7 @@ def options_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
 
 
 def with_saved_options(choice: EitherChoice, saved: Mapping[str, Any]) -> EitherChoice:
-    """Replace the options that were not given by those of an earlier run."""
+    """Take the options that were not given from an earlier run."""
     values: dict[str, Any] = {}
     for field in fields(choice):
         if field.name in saved and not is_given(field.name):

@@ -32,21 +32,20 @@ if TYPE_CHECKING:
 
 
 def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
-    """Return an option type: comma-separated values, without duplicates."""
+    """Return an option type: values between commas, without duplicates."""
     return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
 def sample_bar(total: int, progress: bool) -> "tqdm[Never]":
-    """Return a progress bar over samples; with progress, it is shown on terminals only."""
     from tqdm import tqdm
 
-    disable = None if progress else True
+    disable = None if progress else True  # None: show it on terminals only
     return tqdm(total=total, desc="measuring", unit=" samples", leave=False, disable=disable)
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The options for the model. calibration: a file made for it."""
+    """The options for the model."""
 
     model: str
     dtype: DtypeName
@@ -61,15 +60,11 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class RecallChoice:
-    """The options for the hidden facts and for the compression before the question.
-
-    keys: a key type; None for the task's default. depths: in percent; None for random ones.
-    samples, ratio: None for the command's default.
-    """
+    """The options for hidden facts and compression."""
 
     task: str
-    keys: str | None
-    depths: tuple[float, ...] | None
+    keys: str | None  # a key type; None for the task's default
+    depths: tuple[float, ...] | None  # in percent; None for random ones
     samples: int | None
     seed: int
     method: str
@@ -79,7 +74,7 @@ class RecallChoice:
     plot: Path | None
 
     def check(self, choice: ModelChoice) -> None:
-        """Check everything that can be checked without the model. Raises UsageError."""
+        """Check what can be checked without the model. Raises UsageError."""
         check_calibrated([self.method], choice.calibration)
         if self.max_kv_size is not None and not self.streaming:
             raise click.UsageError(
@@ -91,11 +86,11 @@ class RecallChoice:
 
     @property
     def count(self) -> int:
-        """The number of samples: as given, or one for each depth."""
+        """The number of samples, by default one for each depth."""
         return self.samples or len(self.depths or (0,))
 
     def placement(self, position: int | None = None) -> Placement:
-        """Return where facts are hidden. position: overrides the depths."""
+        """Return where to hide facts. position: overrides the depths."""
         return Placement(position, self.depths or ())
 
 
@@ -116,9 +111,9 @@ def load_haystack(name: str, model: "Model") -> Haystack:
 
 
 def recall_options(tasks: Iterable[str], help: str) -> Decorator:
-    """Return a decorator that adds the options of a `RecallChoice`, passed on as `recall`.
+    """Return a decorator that passes the options of a `RecallChoice` as `recall`.
 
-    tasks: the names of the tasks. help: the help text of `--task`.
+    tasks, help: for `--task`.
     """
     fact_options = [
         click.option("--task", type=click.Choice(tuple(tasks)), default="single", help=help),

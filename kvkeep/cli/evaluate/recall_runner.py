@@ -1,4 +1,4 @@
-"""Measurement of recall for a command: samples one by one, closing lines and report."""
+"""A measurement of recall: its samples, closing lines and report."""
 
 import dataclasses
 import statistics
@@ -32,10 +32,7 @@ from kvkeep.storage.files.atomic import write_atomic, write_json
 
 @dataclass
 class RecallRun:
-    """The measurement of all samples of a dataset. An interrupt loses no finished sample.
-
-    settings: the command's own options, for the report.
-    """
+    """The measurement of a dataset. settings: the command's own options, for the report."""
 
     command: str
     dataset: Dataset
@@ -48,7 +45,7 @@ class RecallRun:
     results: list[RecallResult] = field(default_factory=list)
 
     def run(self) -> None:
-        """Measure and print all samples, then report, also after an early end."""
+        """Measure and print all samples, then report. After an error, report what there is."""
         calibration = load_calibration_file(self.choice.calibration, self.model)
         recall = self.recall
         compression = CompressionSettings(
@@ -92,7 +89,7 @@ class RecallRun:
         _print(f"position {sample.position} / {sample.positions}")
 
     def _print_result(self, result: RecallResult) -> None:
-        """Print one line if there are several samples, else details."""
+        """Print one line if there are several samples, or else details."""
         sample, compressed, full = result.sample, result.compressed, result.uncompressed
         if self.recall.count > 1:
             keys = ", ".join(fact.answer for fact in sample.facts)
@@ -113,7 +110,7 @@ class RecallRun:
         _print(_outcome(result))
 
     def _close(self, finish_reason: str) -> None:
-        """Print the closing lines, draw the plot and write the report, if anything was measured."""
+        """Print the closing lines, draw the plot and write the report, if there are results."""
         if not self.results:
             return
         summary = summarise(self.results)
@@ -178,6 +175,6 @@ def _found_line(summary: dict[str, Any]) -> str:
 
 
 def _print(line: str) -> None:
-    """Print to standard output, above a progress bar."""
+    """Print to standard output, above the progress bar."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
