@@ -60,8 +60,7 @@ class Torch:
     """The PyTorch installation.
 
     capability: its instruction set. libraries: for matrix products. multiplies_bf16: whether oneDNN
-    has bfloat16 products for this processor; None without oneDNN. prompts: the dtype of matrix
-    products during prefill of a bfloat16 model.
+    has bfloat16 products for this processor. prompts: the dtype of prefill of a bfloat16 model.
     """
 
     version: str
@@ -81,11 +80,7 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled kernels in use.
-
-    name: of the instruction set, or "torch". against: why each faster one is not used, by name.
-    environment: the variables that select kernels, if set.
-    """
+    """The kernels in use. against: why each faster instruction set is not used, by its name."""
 
     name: str
     against: dict[str, str]
@@ -94,11 +89,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Threads:
-    """The threads and cores in use.
+    """Threads and cores.
 
-    used: threads of torch and the kernels. cores: those that this process may run on. quota: the
-    cgroup CPU quota in cores, if any. load: the load average of the last minute, if the system has
-    one. environment: the variables that select the number of threads, if set.
+    cores: those that this process may run on. quota: the cgroup CPU quota in cores. load: the load
+    average of the last minute. environment: variables that select the number of threads.
     """
 
     used: int
@@ -114,7 +108,6 @@ class Outlook:
 
     decode: the executor, and why a faster one is not used. bytes_per_token: weights read for each
     token. most_tokens_per_s: the limit that memory bandwidth sets while few cells are held.
-    measured_tokens_per_s: None if not measured.
     """
 
     name: str
@@ -144,8 +137,8 @@ class Findings:
 def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool) -> Findings:
     """Examine this machine, and a model if it is there. No model is fetched.
 
-    name, dtype, weights: of the model, as in `load_model`. measure: whether to measure its decode
-    speed. Raises InvalidArgument if the environment requests kernels that are not available.
+    measure: whether to measure its decode speed. Raises InvalidArgument if the environment requests
+    kernels that are not available.
     """
     kernels = _describe_kernels()
     fit_threads()

@@ -15,7 +15,8 @@ from kvkeep.errors import SlowPathWarning
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import GraphExecutor
 from kvkeep.models.layers.network import Network
-from kvkeep.models.spec.cells import cell_layout
+from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix
 
@@ -29,10 +30,9 @@ def new_decoder(
 ) -> Decoder:
     """Return a decoder with the fastest executor for this model on this machine.
 
-    packed: matrices that a decode step reads instead of tensors, if there are kernels for them;
-        without kernels, all must be tensors.
+    packed: matrices that a decode step reads instead of tensors, where there are kernels for them.
     """
-    layout = cell_layout(spec, tensors)
+    layout = group_layout(spec, spec.groups[0], tensors[NORM].dtype, tensors[NORM].device)
     if can_decode(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
     # A graph replays the same products, but the experts of a token are not known in advance.

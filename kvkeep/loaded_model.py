@@ -21,10 +21,7 @@ from kvkeep.version import __version__
 
 
 class LoadedModel:
-    """Weights and tokenizer of one model, shared by any number of sessions.
-
-    name: the name that it was loaded by. folder: of its files.
-    """
+    """Weights and tokenizer of one model, shared by any number of sessions."""
 
     def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
         self.name = name

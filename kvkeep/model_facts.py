@@ -34,9 +34,8 @@ class GroupFacts:
     """A group of layers that attend alike.
 
     Attributes:
-        layers: count of layers.
-        unrotated: those of them without RoPE.
-        shared: those of them that attend to another layer's cells and keep none.
+        unrotated: how many of them have no RoPE.
+        shared: how many attend to another layer's cells and have none.
         window: tokens that each sees; None for all.
         cell_bytes: bytes of one token in all of them, unquantised.
     """

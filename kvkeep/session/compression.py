@@ -103,7 +103,7 @@ def default_method(memory: Memory, statistics: Statistics | None) -> str:
 
 @torch.inference_mode()
 def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, CompressionReport]:
-    """Return a copy of the memory in which all cells but sinks, newest and pinned are compressed.
+    """Return a copy of the memory with all cells but sinks, newest and pinned ones compressed.
 
     Raises InvalidArgument before anything is evaluated.
     """
@@ -293,10 +293,7 @@ def _report_progress(plan: CompressionPlan, cells: int) -> None:
 
 
 def newest_queries(memory: Memory) -> Queries | None:
-    """Return the queries of the last tokens, which are evaluated again in a fork.
-
-    Raises InvalidArgument if too few tokens are held.
-    """
+    """Return queries of the last tokens, evaluated again in a fork. Raises InvalidArgument."""
     count = min(MAX_QUERIES, memory.rewindable - 1)
     if count < 1:
         raise InvalidArgument("a method that decides by queries needs recent tokens that are held")

@@ -25,8 +25,7 @@ _ANSWER_TEXT = placeholder_for()  # stands for any answer
 def system_tokens(codec: "TextCodec", system: str) -> int:
     """Return how many of a chat's first tokens are its system prompt, with the template around it.
 
-    Raises InvalidArgument if the template takes no system prompt, UnsupportedModel if there is no
-    template.
+    Raises InvalidArgument if the template takes none, UnsupportedModel if there is no template.
     """
     pieces = _first_turn_pieces(codec, system, placeholder_for(system))
     before, text, between = pieces[:3]
@@ -160,10 +159,7 @@ class Conversation:
         self._name_text(f"{turn} answer", (answer, end))
 
     def undo(self) -> int:
-        """Rewind the last turn, question and answer; return the count of its tokens.
-
-        Raises InvalidArgument if there is none, or if memory no longer holds all of it.
-        """
+        """Rewind the last turn; return its token count. Raises InvalidArgument if it cannot."""
         if not self.last_turn:
             raise InvalidArgument("there is no turn to take back")
         count = len(self.session.tokens) - self.session.places[f"turn {self.last_turn}"][0]

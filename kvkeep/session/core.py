@@ -63,9 +63,9 @@ class SessionState:
             self.keep_whole_prompt = False
 
     def sample(self, logits: Tensor, sampling: Sampling) -> int:
-        """Sample the next token from a copy of the generator, so that a failed call draws nothing.
+        """Sample from `logits: [vocab]` float32, by a copy of the generator.
 
-        logits: `[vocab]` float32, of the last token.
+        A call that fails later has drawn nothing then.
         """
         if sampling.temperature:
             self.sampler = Sampler.from_state(self.sampler.state())
@@ -113,10 +113,7 @@ class SessionCore:
         return validation.token_ids("tokens", prompt, self.model.spec.vocab_size)
 
     def encode_prompt(self, prompt: str | Sequence[int], special: bool) -> list[int]:
-        """Return the token ids of a prompt to evaluate next.
-
-        Raises InvalidArgument for an empty prompt, ContextFull for one that does not fit.
-        """
+        """Return a prompt's token ids. Raises InvalidArgument if it is empty, ContextFull if too long."""
         ids = self.encode(prompt, special)
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")

@@ -25,8 +25,8 @@ _LOCAL_STEP = 512  # tokens that are re-evaluated at a time for local layers
 class StepResult:
     """The result of one step.
 
-    hidden: `[n, hidden_size]` of the step's tokens. peak_cells: the number of cells held during
-    the step. compressions: those that the policy did at its end.
+    hidden: `[n, hidden_size]`. peak_cells: the most cells held meanwhile. compressions: those that
+    the policy did at its end.
     """
 
     hidden: Tensor
@@ -190,11 +190,10 @@ def reevaluate_last(memory: Memory, max_local: int | None = None) -> None:
 
 
 def _refill_local(memory: Memory, max_tokens: int | None) -> None:
-    """Compute the cells of local layers anew if some that the next token sees are missing.
+    """Compute the cells of local layers anew if some that the next token sees were evicted.
 
-    Local layers have evicted what lies before their window. Their cells are computed from all
-    tokens that are held without a gap, or from the last `max_tokens` of them. In a memory that
-    holds all its tokens, the result equals the cells that were there.
+    They are computed from all tokens that are held without a gap, or the last `max_tokens` of them.
+    In a memory that holds all its tokens, the result equals the cells that were there.
     """
     local = memory.cache.local
     if local is None or local.window.size is None:

@@ -63,10 +63,10 @@ class ExternalStep:
         self.tokens = self._transaction.tokens.view(len(memories), -1)
 
     def finish(self, hidden: Tensor) -> list[Tensor]:
-        """End the open step with its result. The sessions do not change yet.
+        """End the open step. The sessions do not change yet. Raises NonFiniteLogits.
 
-        hidden: `[n, hidden_size]` of the open step's tokens. Returns the hidden states of all
-        tokens of each session, `[tokens, hidden_size]`. Raises NonFiniteLogits.
+        hidden: `[n, hidden_size]` of the open step's tokens. Returns those of all tokens of each
+        session, `[tokens, hidden_size]`.
         """
         with self._transaction:
             require_finite(hidden)

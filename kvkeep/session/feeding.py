@@ -169,10 +169,8 @@ class Feeding(Iterator[FeedStep]):
 class _StoredPrefix:
     """The part of a session's first prompt that a prefix store holds.
 
-    A store only saves work: after a failure it is not used any more.
-
-    store: None if nothing more is to be stored there. reused: tokens that came from it. stored:
-    tokens of the prompt that it has. differs_at, error: see `FeedReport`.
+    store: None if nothing more is to be stored there, as after an error. reused: tokens that came
+    from it. stored: tokens of the prompt that it has. differs_at, error: see `FeedReport`.
     """
 
     store: PrefixCache | None

@@ -72,8 +72,7 @@ class InPlaceEdit:
     """An edit in place whose new tokens are evaluated, to be applied to a successor of the memory.
 
     end_position: the position at which the edit ends, as the newest tokens see it. evicted: how
-    many of the oldest window cells before it must go. inserted: the segment of the inserted
-    tokens, or nothing.
+    many of the oldest window cells before it must go. inserted: the new tokens' segment, if any.
     """
 
     scope: EditScope

@@ -64,8 +64,7 @@ class TextStream:
 def pieces_of(text: TextCodec, before: Sequence[int], ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the tokens before it, special tokens included.
 
-    before: the preceding tokens, of which the last `SEAM` are enough. An incomplete character at
-    the end is U+FFFD.
+    before: the preceding tokens; the last `SEAM` are enough. An incomplete end is U+FFFD.
     """
     stream = text.piece_stream()
     for token in before[-SEAM:]:

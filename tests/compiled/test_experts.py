@@ -16,7 +16,6 @@ from kvkeep.errors import KernelMismatch
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.model_facts import model_facts
-from kvkeep.models.spec.cells import cell_layout
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.tensors import is_router, matrices
 from kvkeep.session.session import Session
@@ -108,7 +107,7 @@ def test_more_experts_per_token_than_experts_are_refused() -> None:
 
 def test_unused_widths_do_not_make_a_model_unsupported() -> None:
     spec = spec_of(64, "mixtral")
-    layout = cell_layout(spec, packed_model(spec, None).decoder.tensors)
+    layout = packed_model(spec, None).decoder.new_cache().layout
     object.__setattr__(spec, "intermediate_size", 331)
     assert not unsupported_reason(spec, layout)
     object.__setattr__(spec, "expert_size", 100)

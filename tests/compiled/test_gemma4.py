@@ -20,7 +20,6 @@ from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
 from kvkeep.model import Model
-from kvkeep.models.spec.cells import cell_layout
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -140,7 +139,7 @@ def test_a_gguf_file_decodes_as_near_to_float32_as_by_torch(
 )
 def test_unsupported_models_are_reported_with_the_reason(changes: dict[str, Any], why: str) -> None:
     spec = spec_of(64, "gemma4")
-    layout = cell_layout(spec, packed_model(spec, None).decoder.tensors)
+    layout = packed_model(spec, None).decoder.new_cache().layout
     assert not unsupported_reason(spec, layout)
     if "local_head_dim" in changes:
         half = tuple(100.0 ** (-i / 24) for i in range(24))

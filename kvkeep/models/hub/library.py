@@ -32,8 +32,8 @@ _WEIGHT_STATES = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 class PulledModel:
     """A model of the library.
 
-    name: what users call it. folder: in Hugging Face layout. bytes: size of its files. source: a
-    pip requirement, a file or a hub id. slug: the name of its folder in the library.
+    folder: in Hugging Face layout. bytes: size of its files. source: a pip requirement, a file or a
+    hub id. slug: the name of its folder in the library.
     """
 
     name: str

@@ -224,7 +224,7 @@ def _download(repository: str, _: Path, progress: bool) -> Path:
     """Fetch the missing files of a hub repository into the hub's own cache; return their folder.
 
     Raises ModelNotFound for every failure: the hub distinguishes a private repository, a missing
-    one and a dead network only by the text of its error, which the message quotes.
+    one and a dead network only by the text of its error.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars

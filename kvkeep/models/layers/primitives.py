@@ -126,10 +126,7 @@ class NamedWeights:
         return Linear(weight, self.tensor(bias_name, rows).to(dtype) if bias else None)
 
     def norm(self, name: str, width: int, dtype: torch.dtype | None = None) -> Norm:
-        """Return a norm, computed in `dtype` or that of its weight.
-
-        In some families the stored weight is the factor less 1.
-        """
+        """Return a norm computed in `dtype`. Some families store its weight less 1."""
         weight = self.tensor(name, width).to(dtype)
         factor = 1 + weight.float() if self.spec.unit_norms else weight
         return Norm(factor, self.spec.norm_eps, self.spec.centred_norms)

@@ -14,12 +14,6 @@ from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
 UNDO_TOKENS = 128
 
 
-def cell_layout(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Layout:
-    """Return the layout of the global layers' cells, in the weights' dtype and on their device."""
-    weight = tensors[NORM]
-    return group_layout(spec, spec.groups[0], weight.dtype, weight.device)
-
-
 def group_layout(
     spec: ModelSpec, group: LayerGroup, dtype: torch.dtype, device: torch.device
 ) -> Layout:

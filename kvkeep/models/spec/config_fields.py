@@ -14,10 +14,7 @@ LARGEST = 1 << 40  # the largest size, length or token id that a config may stat
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises BadModelFile if the file is unreadable, empty, not JSON or not an object.
-    """
+    """Read a JSON object. Raises BadModelFile for a file that is unreadable, empty or other."""
     try:
         text = path.read_text(encoding=ENCODING)
     except (OSError, UnicodeDecodeError) as error:

@@ -21,10 +21,7 @@ _GLOBAL_FIELDS = {
 
 
 def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return the fields that only Gemma 3n has, and its MLP widths.
-
-    Raises BadModelFile, and UnsupportedModel for variants that are not supported.
-    """
+    """Return the fields that only Gemma 3n has, and its MLP widths. Raises BadModelFile."""
     inputs = config.positive_int("altup_num_inputs")
     active_index = config.non_negative_int("altup_active_idx", default=0)
     if not active_index < inputs <= _MOST_STREAMS:

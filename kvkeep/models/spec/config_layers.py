@@ -16,8 +16,7 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 def layer_kind_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     """Return local_layers, window and unrotated_layers; empty if the family's layers are alike.
 
-    Raises BadModelFile, and UnsupportedModel for unknown kinds of layers and for models without a
-    global layer.
+    Raises BadModelFile, and UnsupportedModel for unknown kinds or no global layer.
     """
     pattern = family.layer_pattern
     if pattern is None:

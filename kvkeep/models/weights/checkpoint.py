@@ -112,10 +112,7 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
 
 
 def is_unused(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor makes keys or values in a layer that attends to another layer's cells.
-
-    Some files have such tensors; the model does not read them. name: the decoder's.
-    """
+    """Whether it makes keys or values of a layer without cells. Some files have such tensors."""
     match = _KEY_OR_VALUE.fullmatch(name)
     if match is None or int(match.group(1)) >= spec.layers:
         return False

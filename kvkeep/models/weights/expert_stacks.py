@@ -68,7 +68,7 @@ class ExpertStack:
     Attributes:
         prefix: of the decoder's names, before the index of the expert.
         rows: the rows of "gate", "up" or "down" in the matrix of one expert.
-        transposed: as in gpt-oss: matrices are `[experts, columns, rows]`.
+        transposed: whether matrices are `[experts, columns, rows]`, as in gpt-oss.
         suffix: "_bias" for biases, "_blocks" for matrices in MXFP4, "" for other matrices.
     """
 

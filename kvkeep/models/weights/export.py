@@ -23,13 +23,11 @@ from kvkeep.storage.files.tensors import DTYPE_NAMES, TensorEntry, tensor_bytes,
 def export(
     folder: Path, to: Path, dtype: torch.dtype = torch.bfloat16, progress: bool = False
 ) -> None:
-    """Write `to` atomically: config, tokenizer, template, and model.safetensors.
+    """Write a converted model to a new folder: config, tokenizer, template, and model.safetensors.
 
-    Memory use: some rows of one matrix at a time.
+    Atomic. Memory use: some rows of one matrix at a time.
 
-    Args:
-        folder: of a converted model.
-        dtype: bfloat16, to which weights are rounded once, or float32.
+    dtype: bfloat16, to which weights are rounded once, or float32.
 
     Raises:
         InvalidArgument: `to` exists, or the model was not converted.

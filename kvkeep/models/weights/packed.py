@@ -44,10 +44,7 @@ WEIGHTS = ("bf16", "int8", "int4")  # values of the option `weights`
 
 
 def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
-    """Return the format of each matrix that is rounded: the head to 8 bits, routers not at all.
-
-    weights: "int8" or "int4". Raises InvalidArgument for a model whose rows are not whole groups.
-    """
+    """Return the format of each matrix to round: 8 bits for the head. Raises InvalidArgument."""
     bits: MatrixBits = 4 if weights == "int4" else 8
     formats = {}
     for name, (rows, columns) in matrices(spec).items():
@@ -89,9 +86,8 @@ def load_rounded(
 ) -> dict[str, Matrix]:
     """Return a model's matrices rounded and packed, memory-mapped and verified.
 
-    They are packed first if no file has them, and again if it is damaged.
-
-    tensors: the model's, to pack. Raises InvalidArgument, ModelError, BadModelFile.
+    They are packed first if no file has them, and again if it is damaged. tensors: the model's.
+    Raises InvalidArgument, ModelError, BadModelFile.
     """
     formats, path = rounded_formats(spec, weights), _rounded_path(folder, weights)
     shapes = {name: shape for name, shape in matrices(spec).items() if name in formats}
@@ -128,10 +124,10 @@ def load_unpacked(
 ) -> dict[str, Tensor]:
     """Return all tensors of a converted model unpacked, memory-mapped.
 
-    They are unpacked first if no file has them: that takes seconds even for a small model, and
-    processes share a mapped file.
+    They are unpacked into a file first if there is none: that takes seconds even for a small model,
+    and processes share a mapped file. packed: read from `converted`.
 
-    converted: the file that `packed` was read from. Raises ModelError, BadModelFile.
+    Raises ModelError, BadModelFile.
     """
     state, shapes = converted.stat(), tensor_shapes(spec)
     folder = f"{converted.parent.name}-{state.st_size}-{state.st_mtime_ns}"
@@ -177,7 +173,7 @@ def _write_file(
 def _rounded_path(folder: Path, weights: str) -> Path:
     """Return the file for a model folder in its present state, under kvkeep's home.
 
-    The model's own folder may not be writable, or belong to another program.
+    The model's own folder may not be writable.
     """
     files = sorted(folder.glob("*.safetensors"))
     state = [f"{folder.resolve()}"] + [

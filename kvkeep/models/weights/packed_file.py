@@ -54,10 +54,7 @@ class NewMatrix:
 
 
 def checksum_of(matrices: Mapping[str, Matrix]) -> str:
-    """Return the BLAKE3 checksum of matrices in memory, equal to that of `write_packed`.
-
-    It is over the name of each tensor of the file and its bytes.
-    """
+    """Return the BLAKE3 checksum of each tensor's name and bytes, as `write_packed` does."""
     checksum = blake3(max_threads=blake3.AUTO)
     for name, matrix in matrices.items():
         for tensor_name, tensor in _stored_tensors(name, matrix):
@@ -136,10 +133,9 @@ def write_packed(
 
 
 def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
-    """Return a file's matrices by name, memory-mapped; the checksum is not verified.
+    """Return a file's matrices, memory-mapped, without verifying the checksum.
 
-    shapes: of all matrices that the file must hold. Raises BadModelFile if it holds others, or is
-    incomplete.
+    shapes: of all matrices. Raises BadModelFile if the file holds others, or is incomplete.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -141,10 +141,7 @@ def _rounded_quotient(grouped: Tensor, scales: Tensor) -> Tensor:
 
 
 def from_gguf(weight_format: Format, data: Tensor) -> QuantisedMatrix:
-    """Return a matrix that GGUF stores in this format, without loss.
-
-    data: `[rows, bytes]` uint8, each row its blocks in sequence.
-    """
+    """Return a matrix of GGUF blocks without loss. data: `[rows, bytes]` uint8."""
     codes, parts = weight_format.split_block(split_last(data, -1, weight_format.block))
     return QuantisedMatrix(weight_format, codes.flatten(1), parts)
 

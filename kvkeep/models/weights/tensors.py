@@ -77,8 +77,8 @@ def is_router(name: str) -> bool:
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
     """Check that the tensors are those of the model that `spec` describes.
 
-    source: for messages. Raises BadModelFile if one is missing or has another shape, and
-    UnsupportedModel for one that the forward pass would not use: it is another kind of model.
+    Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
+    the forward pass would not use. source: for messages.
     """
     stated, minimum = f"{spec.layers} layers", spec.layers
     if minimum <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
@@ -122,10 +122,7 @@ def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> 
 
 
 def matrices_per_token(spec: ModelSpec) -> list[str]:
-    """Return the matrices that a decode step reads for one token.
-
-    A layer's experts have the same shapes; the first ones stand for those that it is routed to.
-    """
+    """Return the matrices that a decode step reads: of a layer's experts, as many as per token."""
 
     def is_read(name: str) -> bool:
         expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
