@@ -113,7 +113,7 @@ class SessionCore:
         return validation.token_ids("tokens", prompt, self.model.spec.vocab_size)
 
     def encode_prompt(self, prompt: str | Sequence[int], special: bool) -> list[int]:
-        """Return a prompt's token ids. Raises InvalidArgument if it is empty, ContextFull if too long."""
+        """Return a prompt's token ids. Raises InvalidArgument if empty, ContextFull if too long."""
         ids = self.encode(prompt, special)
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")
