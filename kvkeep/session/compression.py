@@ -284,7 +284,7 @@ def _split_quota(counts: Sequence[int], quota: int) -> list[int]:
     """
     ends = list(accumulate(counts, initial=0))
     shares = [quota * end // max(1, ends[-1]) for end in ends]
-    return [after - before for before, after in pairwise(shares)]
+    return [end - start for start, end in pairwise(shares)]
 
 
 def _report_progress(plan: CompressionPlan, cells: int) -> None:

@@ -106,12 +106,12 @@ class Conversation:
         tokens, spans = self.session.tokens, self.session.places
         if not tokens:
             return self._encode_first_turn(question)[0]
-        before, *rest = self._later_turn_pieces(question)
+        opening, *rest = self._later_turn_pieces(question)
         _, system_end = spans.get("system", spans.get("opening", (0, None)))
         if system_end == len(tokens):  # no turn follows the system prompt
-            return encode_pieces(self.codec, [before, *rest])[0]
+            return encode_pieces(self.codec, [opening, *rest])[0]
         closing = self.codec.encode_sealed(self._answer_end)
-        ids, _ = encode_pieces(self.codec, [self._answer_end + before, *rest])
+        ids, _ = encode_pieces(self.codec, [self._answer_end + opening, *rest])
         if tokens[-1] in self._eos and tokens[-1] != ids[0] and not self.session.cache.recurrent:
             # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)

@@ -134,11 +134,11 @@ def _log_probabilities(memory: Memory, hidden: Tensor, targets: Sequence[int]) -
     hidden: `[n, hidden_size]`. Returns `[n]` float64 on the CPU.
     """
     target_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
-    parts = [torch.empty(0, dtype=torch.float64, device="cpu")]
+    log_probabilities = [torch.empty(0, dtype=torch.float64, device="cpu")]
     for first in range(0, len(targets), _LOGITS_ROWS):
         rows = slice(first, first + _LOGITS_ROWS)
         logits = memory.decoder.logits(hidden[rows])
         target_logits = logits.gather(1, target_ids[rows, None])[:, 0]
         # Converted on the CPU: not every device has float64.
-        parts.append(target_logits.cpu().double() - logits.logsumexp(-1).cpu().double())
-    return torch.cat(parts)
+        log_probabilities.append(target_logits.cpu().double() - logits.logsumexp(-1).cpu().double())
+    return torch.cat(log_probabilities)

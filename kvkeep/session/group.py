@@ -22,7 +22,7 @@ class SessionGroup:
 
     def __init__(self, sessions: Sequence[Session]):
         """Raises InvalidArgument for no session, the same session twice, or several models."""
-        self.sessions = tuple(validation.instance("a session", s, Session) for s in sessions)
+        self.sessions = tuple(validation.instance("a session", x, Session) for x in sessions)
         if not self.sessions:
             raise InvalidArgument("a group needs at least one session; found none")
         self.model = self.sessions[0].core.model

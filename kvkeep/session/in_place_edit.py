@@ -165,7 +165,8 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
     """
     cache, policy = memory.cache, memory.policy
     excess = max(0, cache.cells + scope.growth - policy.max_kv_size)
-    in_window = [not s.anchor for s in cache.segments if not s.compressed for _ in range(s.length)]
+    exact = [segment for segment in cache.segments if not segment.compressed]
+    in_window = [not segment.anchor for segment in exact for _ in range(segment.length)]
     archives = memory.is_bounded and cache.window.moves
     earlier = sum(in_window if archives else in_window[: scope.rank]) if memory.is_bounded else 0
     later = excess if memory.is_bounded and scope.permanent else 0

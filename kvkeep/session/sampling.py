@@ -141,9 +141,9 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     return strings
 
 
-def _require(condition: bool, name: str, expected: str, found: object) -> None:
+def _require(condition: bool, name: str, expected: str, value: object) -> None:
     if not condition:
-        raise InvalidArgument(f"{name} must be {expected}; found {found!r}")
+        raise InvalidArgument(f"{name} must be {expected}; found {value!r}")
 
 
 class Sampler:

@@ -11,13 +11,13 @@ SEAM = 16  # preceding tokens to push first, as the first character may begin in
 class TextStream:
     """Text of pushed tokens; an end that may begin a stop string is held back.
 
-    before: the preceding tokens, which may end inside a character. stop_found: the stop string that
-    ended the text.
+    context: the preceding tokens, which may end inside a character. stop_found: the stop string
+    that ended the text.
     """
 
-    def __init__(self, text: TextCodec, stop: tuple[str, ...], before: Sequence[int] = ()):
+    def __init__(self, text: TextCodec, stop: tuple[str, ...], context: Sequence[int] = ()):
         self._pieces = text.piece_stream(skip_special=True)
-        for token in before[-SEAM:]:
+        for token in context[-SEAM:]:
             self._pieces.push(token)
         self._stop = stop
         self._held = ""
@@ -50,24 +50,24 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += piece
-        matches = [(index, s) for s in self._stop if (index := self._held.find(s)) >= 0]
+        matches = [(index, stop) for stop in self._stop if (index := self._held.find(stop)) >= 0]
         if matches:
             end, self.stop_found = min(matches)
             certain, self._held = self._held[:end], ""
             return certain
-        uncertain = max((overlap(self._held, s[:-1]) for s in self._stop), default=0)
+        uncertain = max((overlap(self._held, stop[:-1]) for stop in self._stop), default=0)
         end = len(self._held) - uncertain
         certain, self._held = self._held[:end], self._held[end:]
         return certain
 
 
-def pieces_of(text: TextCodec, before: Sequence[int], ids: Sequence[int]) -> list[str]:
+def pieces_of(text: TextCodec, context: Sequence[int], ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the tokens before it, special tokens included.
 
-    before: the preceding tokens; the last `SEAM` are enough. An incomplete end is U+FFFD.
+    context: the preceding tokens; the last `SEAM` are enough. An incomplete end is U+FFFD.
     """
     stream = text.piece_stream()
-    for token in before[-SEAM:]:
+    for token in context[-SEAM:]:
         stream.push(token)
     pieces = [stream.push(token) for token in ids]
     if pieces:

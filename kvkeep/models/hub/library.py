@@ -143,8 +143,8 @@ def derived_folders(form: str, name: str) -> list[Path]:
     Each is called NAME-STATE, where the state of the weights is a digest, or a size and a time.
     """
     paths = (home() / form).glob(f"{glob.escape(name)}-*")
-    state = _WEIGHT_STATES[form]
-    return [path for path in paths if re.fullmatch(state, path.name.removeprefix(f"{name}-"))]
+    pattern = _WEIGHT_STATES[form]
+    return [path for path in paths if re.fullmatch(pattern, path.name.removeprefix(f"{name}-"))]
 
 
 def _models() -> Path:

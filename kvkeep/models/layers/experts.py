@@ -61,10 +61,10 @@ class SparseGate:
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, intermediate_size]`."""
         values = self.gate(x)
-        wide = values.float()  # few values are kept, and they depend on the bound's last bits
-        spread = wide.std(dim=-1, correction=0, keepdim=True)
-        bound = wide.mean(dim=-1, keepdim=True) + self.deviations * spread
-        return F.relu(wide - bound).to(values.dtype)
+        x32 = values.float()  # few values are kept, and they depend on the bound's last bits
+        spread = x32.std(dim=-1, correction=0, keepdim=True)
+        bound = x32.mean(dim=-1, keepdim=True) + self.deviations * spread
+        return F.relu(x32 - bound).to(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ class ParallelExperts:
 
     def __call__(self, x: Tensor, mlp_output: Tensor) -> Tensor:
         """Return the sum of MLP and experts. x: the residual stream; all `[n, hidden_size]`."""
-        wide = x.float()
-        router_input = F.rms_norm(wide, wide.shape[1:], None, self.eps) * self.router_scale
-        weights, routed = self.experts.route(router_input * wide.shape[1] ** -0.5)
+        x32 = x.float()
+        router_input = F.rms_norm(x32, x32.shape[1:], None, self.eps) * self.router_scale
+        weights, routed = self.experts.route(router_input * x32.shape[1] ** -0.5)
         weights = weights * self.expert_scales[routed]
         experts_output = self.experts.apply(self.norm(x), weights, routed)
         return self.mlp_norm(mlp_output) + self.output_norm(experts_output)

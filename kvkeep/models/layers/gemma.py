@@ -133,8 +133,8 @@ class AltUp:
     def _predict(self, streams: Tensor) -> Tensor:
         n, inputs, _ = streams.shape
         coefficients = self.prediction(self._route(streams[:, self.active]))
-        wide = streams.float()
-        predicted = wide + torch.bmm(coefficients.view(n, inputs, inputs), wide)
+        streams32 = streams.float()
+        predicted = streams32 + torch.bmm(coefficients.view(n, inputs, inputs), streams32)
         return predicted.to(streams.dtype)
 
     def _correct(self, predicted: Tensor, output: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def make_laurel(weights: NamedWeights) -> Laurel | None:
 
 def _scaled_to_norm(x: Tensor, reference: Tensor) -> Tensor:
     """Scale x row by row to the RMS of the reference; both `[n, hidden_size]`."""
-    wide = x.float()
+    x32 = x.float()
     target = reference.float().pow(2).mean(-1, keepdim=True).sqrt()
-    rms = wide.pow(2).mean(-1, keepdim=True).clamp_min(1e-5).sqrt()
-    return (wide * target / rms).to(reference.dtype)
+    rms = x32.pow(2).mean(-1, keepdim=True).clamp_min(1e-5).sqrt()
+    return (x32 * target / rms).to(reference.dtype)

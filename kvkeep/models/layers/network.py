@@ -207,12 +207,12 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes_by_kind: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
     for index in range(spec.layers):  # layers of a kind are alike
         local, has_cells = index in spec.local_layers, spec.kv_source(index) == index
-        kind = (spec.is_sparse(index), local, has_cells, spec.mlp_width(index))
-        if kind not in shapes_by_kind:
+        layer_kind = (spec.is_sparse(index), local, has_cells, spec.mlp_width(index))
+        if layer_kind not in shapes_by_kind:
             layer = DeclaredTensors(spec, {}, {})
             _make_layer(layer, index)
-            shapes_by_kind[kind] = layer.shapes
-        for name, shape in shapes_by_kind[kind].items():
+            shapes_by_kind[layer_kind] = layer.shapes
+        for name, shape in shapes_by_kind[layer_kind].items():
             declared.shapes[f"model.layers.{index}.{name}"] = shape
     declared.tensor(NORM, spec.hidden_size)
     make_per_layer_embedding(declared, factor=1.0)

@@ -83,8 +83,8 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         if self.centred:
             return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
-        wide = x.to(self.weight.dtype)
-        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
+        x_cast = x.to(self.weight.dtype)
+        return F.rms_norm(x_cast, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -132,13 +132,13 @@ def _head_fields(config: ConfigFields, local_fields: Mapping[str, Any]) -> dict[
 
 
 def _biases(config: ConfigFields, family: Family) -> dict[str, Any]:
-    stated, rule = bool(config.get("attention_bias")), family.attention_bias
-    qkv_bias = rule == "qkv" or (stated and rule in ("attention_bias", "attention_bias of qkv"))
+    biased, rule = bool(config.get("attention_bias")), family.attention_bias
+    qkv_bias = rule == "qkv" or (biased and rule in ("attention_bias", "attention_bias of qkv"))
     if rule == "qkv_bias":
         qkv_bias = config.get("qkv_bias") is None or bool(config.get("qkv_bias"))
     return {
         "qkv_bias": qkv_bias,
-        "output_bias": stated and rule == "attention_bias",
+        "output_bias": biased and rule == "attention_bias",
         "mlp_bias": family.mlp_bias and bool(config.get("mlp_bias")),
     }
 

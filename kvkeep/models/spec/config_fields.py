@@ -66,8 +66,8 @@ class ConfigFields:
 
     def non_negative_int(self, key: str, default: int) -> int:
         """Return a field as a whole number from 0 to `LARGEST`."""
-        stated = default if self.get(key) is None else self.get(key)
-        return 0 if stated == 0 else self.positive_int(key, default)
+        value = default if self.get(key) is None else self.get(key)
+        return 0 if value == 0 else self.positive_int(key, default)
 
     def positive_float(self, key: str, default: float) -> float:
         """Return a field as a finite number above 0; the default is not checked."""

@@ -103,8 +103,8 @@ def gemma4_fields(
         del overrides["num_key_value_heads"]
     if "per_layer_config" in config.values:  # replaces the two fields; empty where no layer differs
         overrides = _global_layer_config(config, local_layers)
-    stated = {key: value for key, value in overrides.items() if value is not None}
-    return config.updated(stated), fields
+    global_values = {key: value for key, value in overrides.items() if value is not None}
+    return config.updated(global_values), fields
 
 
 def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) -> Mapping[str, Any]:

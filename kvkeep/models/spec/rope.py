@@ -112,8 +112,8 @@ def _normalised_settings(
         longest = config.positive_int("max_position_embeddings")
         original = source.positive_int(_ORIGINAL_LENGTH, default=longest)
         return settings.updated({"rope_type": "longrope", _ORIGINAL_LENGTH: original})
-    stated = source.get(_ORIGINAL_LENGTH)
-    return settings if stated is None else settings.updated({_ORIGINAL_LENGTH: stated})
+    original = source.get(_ORIGINAL_LENGTH)
+    return settings if original is None else settings.updated({_ORIGINAL_LENGTH: original})
 
 
 def _rotary_dim(config: ConfigFields, settings: ConfigFields, family: Family, head_dim: int) -> int:

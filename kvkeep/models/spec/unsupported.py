@@ -118,11 +118,11 @@ def require_dense_granite(config: Mapping[str, Any]) -> None:
     attention_kinds = ("attention", "full_attention")
     if not isinstance(kinds, list) or any(kind not in attention_kinds for kind in kinds):
         raise unsupported_architecture(GRANITE_HYBRID)
-    stated = {"num_local_experts": 8, "position_embedding_type": None, **config}
+    fields = {"num_local_experts": 8, "position_embedding_type": None, **config}
     for name, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
-        if stated[name] != expected:
+        if fields[name] != expected:
             raise UnsupportedModel(
-                f"architecture {GRANITE_HYBRID} with {name} {stated[name]!r} is not supported, "
+                f"architecture {GRANITE_HYBRID} with {name} {fields[name]!r} is not supported, "
                 f"only {expected!r}: granite-4.0-micro, -1b and -350m run, and Granite 3"
             )
 

@@ -51,14 +51,14 @@ def decoder_shapes(
     A fused matrix whose rows are not those of its parts stays whole, under a name that no decoder
     has.
     """
-    split: dict[str, tuple[int, ...]] = {}
+    parts_by_name: dict[str, tuple[int, ...]] = {}
     for name, shape in split_stack_shapes(spec, _with_decoder_names(spec, shapes)).items():
         rows = _fused_rows(spec, name)
         if rows and shape[:1] == (sum(rows.values()),):
-            split |= {part: (count, *shape[1:]) for part, count in rows.items()}
+            parts_by_name |= {part: (count, *shape[1:]) for part, count in rows.items()}
         else:
-            split[name] = shape
-    return split
+            parts_by_name[name] = shape
+    return parts_by_name
 
 
 def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,15 +66,15 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
 
     Only tensors whose rows change order are copied.
     """
-    split: dict[str, Tensor] = {}
+    parts_by_name: dict[str, Tensor] = {}
     for name, tensor in split_stacks(spec, _with_decoder_names(spec, tensors)).items():
         rows = _fused_rows(spec, name)
         parts = torch.split(tensor, list(rows.values())) if rows else (tensor,)
-        split |= zip(rows or [name], parts, strict=True)
-    for name, tensor in split.items():
+        parts_by_name |= zip(rows or [name], parts, strict=True)
+    for name, tensor in parts_by_name.items():
         if (order := rope_row_order(spec, name, len(tensor))) is not None:
-            split[name] = tensor[order]
-    return split
+            parts_by_name[name] = tensor[order]
+    return parts_by_name
 
 
 def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
@@ -149,12 +149,12 @@ def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
 def _head_order(spec: ModelSpec) -> list[int]:
     """Return the stored element of each element of a head in the half layout."""
     half, pairs = spec.head_dim // 2, sum(map(bool, spec.rope.inverse_frequencies))
-    rotated, rest = list(range(2 * pairs)), list(range(2 * pairs, spec.head_dim))
+    rotated, unrotated = list(range(2 * pairs)), list(range(2 * pairs, spec.head_dim))
     if FAMILIES[spec.architecture].interleaved_rope:
         first, second = rotated[::2], rotated[1::2]
     else:
         first, second = rotated[:pairs], rotated[pairs:]
-    return [*first, *rest[: half - pairs], *second, *rest[half - pairs :]]
+    return [*first, *unrotated[: half - pairs], *second, *unrotated[half - pairs :]]
 
 
 def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
@@ -162,7 +162,7 @@ def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
     family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return {}
-    layer, matrix, kind = match.groups()
+    layer, matrix, suffix = match.groups()
     rows: dict[str, int] = {}
     if matrix == family.fused_gate_up:
         rows = {"mlp.gate_proj": spec.intermediate_size, "mlp.up_proj": spec.intermediate_size}
@@ -173,7 +173,7 @@ def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
             "self_attn.k_proj": keys,
             "self_attn.v_proj": keys,
         }
-    return {f"{layer}{part}.{kind}": count for part, count in rows.items()}
+    return {f"{layer}{part}.{suffix}": count for part, count in rows.items()}
 
 
 def _with_decoder_names(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:

@@ -142,12 +142,12 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
         return name
     prefix, layer_tensor = layer.groups()
     stored, expert = layer_tensor, _EXPERT.fullmatch(layer_tensor)
-    index, matrix, kind = expert.groups() if expert else ("", "", "")
+    index, matrix, suffix = expert.groups() if expert else ("", "", "")
     stack = "down" if matrix == "down" else "gate_up"
     if spec.clamped_experts:
         stored = layer_tensor.replace("mlp.gate.", "mlp.router.")
         if expert:
-            stored = f"mlp.experts.{stack}_proj{'_bias' if kind == 'bias' else ''}"
+            stored = f"mlp.experts.{stack}_proj{'_bias' if suffix == 'bias' else ''}"
     elif spec.experts_beside:
         names = {name: stored for stored, name in _GEMMA_ROUTER.items()}
         stored = f"experts.{stack}_proj" if expert else names.get(layer_tensor, layer_tensor)
@@ -169,7 +169,7 @@ def split_stack_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str
 
     A stack of another shape than the spec's stays whole, under a name that no decoder has.
     """
-    split: dict[str, Shape] = {}
+    parts_by_name: dict[str, Shape] = {}
     used_scales = set()
     for name, shape in shapes.items():
         stack = expert_stack(spec, name)
@@ -179,31 +179,31 @@ def split_stack_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str
             has_expected_shape = tuple(shapes.get(scales, ())) == tuple(shape[:-1])
             used_scales |= {scales} if has_expected_shape else set()
         if stack is not None and has_expected_shape:
-            split |= {part: part_shape for part, _, _, part_shape in stack.parts()}
+            parts_by_name |= {part: part_shape for part, _, _, part_shape in stack.parts()}
         else:
-            split[name] = shape
-    return {name: shape for name, shape in split.items() if name not in used_scales}
+            parts_by_name[name] = shape
+    return {name: shape for name, shape in parts_by_name.items() if name not in used_scales}
 
 
 def split_stacks(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's tensors with all experts apart; their shapes were checked before."""
-    split: dict[str, Tensor] = {}
+    parts_by_name: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stack = expert_stack(spec, name)
         if stack is None:
             if not (spec.clamped_experts and name.endswith("_scales")):
-                split[name] = tensor
+                parts_by_name[name] = tensor
             continue
         for part, expert, rows, _ in stack.parts():
             if stack.suffix == "_blocks":
                 scales = tensors[_scales_name(name)][expert]
                 values = _mxfp4_values(tensor[expert][rows], scales[rows])
-                split[part] = values.to(tensors[NORM].dtype)
+                parts_by_name[part] = values.to(tensors[NORM].dtype)
             elif stack.transposed:  # biases are not, and stay as they are
-                split[part] = tensor[expert].t()[rows].contiguous()
+                parts_by_name[part] = tensor[expert].t()[rows].contiguous()
             else:
-                split[part] = tensor[expert, rows]
-    return split
+                parts_by_name[part] = tensor[expert, rows]
+    return parts_by_name
 
 
 def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:

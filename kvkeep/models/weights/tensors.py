@@ -80,13 +80,13 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
     Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
     the forward pass would not use. source: for messages.
     """
-    stated, minimum = f"{spec.layers} layers", spec.layers
+    asked, minimum = f"{spec.layers} layers", spec.layers
     if minimum <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
-        stated, minimum = f"{stated} and {spec.experts} experts", spec.experts
+        asked, minimum = f"{asked} and {spec.experts} experts", spec.experts
     if minimum > len(shapes):  # checked before that many names are generated
         raise BadModelFile(
             f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
-            f"{stated}; fetch the model again"
+            f"{asked}; fetch the model again"
         )
     expected = tensor_shapes(spec)
     if spec.tied_head and HEAD in shapes:  # a copy of the embedding: see `check_tied`
