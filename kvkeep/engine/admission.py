@@ -67,8 +67,8 @@ class Admission:
             prompt, limit = request.prompt, request.max_tokens
             new_tokens = None if limit is None else len(prompt) + limit
             self._registry.reserve(record, new_tokens, len(samplings))
-            rest = prompt[reuse.tokens :]
-            feeding = record.live.feeding(rest) if rest else None
+            remaining = prompt[reuse.tokens :]
+            feeding = record.live.feeding(remaining) if remaining else None
         except BaseException:
             if not record.named and record.revision == 0:  # it was created for this prompt
                 self._registry.remove(record)

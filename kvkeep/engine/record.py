@@ -95,14 +95,14 @@ class SessionRecord:
         return {**self.notes, NOTES: {"name": self.name, "revision": self.revision, **fields}}
 
     def resume(self, notes: Mapping[str, Any]) -> None:
-        """Take over all fields that the notes of the session's own snapshot hold."""
+        """Restore the record from the notes of the session's own snapshot."""
         fields = self._split_notes(notes)
         self.revision = self.saved_revision = fields.get("revision", 0)
         for key, name in _NOTED_FIELDS.items():
             setattr(self, name, fields.get(key, getattr(self, name)))
 
     def derive_from(self, notes: Mapping[str, Any]) -> None:
-        """Take over the fields that hold for a new session, made from a snapshot of another."""
+        """Fill in the record of a new session that is restored from another one's snapshot."""
         fields = self._split_notes(notes)
         self.exact_tokens = fields.get("evaluated", 0)
         self.sampled_length = fields.get("sampled", 0)
@@ -110,7 +110,7 @@ class SessionRecord:
         self.parent = fields.get("name")
 
     def _split_notes(self, notes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Set `notes` to the creator's values in a snapshot's notes; return the engine's fields."""
+        """Keep the creator's values of a snapshot's notes; return the engine's fields."""
         self.notes = {key: value for key, value in notes.items() if key != NOTES}
         fields: Mapping[str, Any] = notes.get(NOTES, {})
         return fields

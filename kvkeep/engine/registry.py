@@ -110,7 +110,7 @@ class SessionRegistry:
         if self.get(name, owner):
             raise InvalidArgument(f"there is a session {name!r} already")
         record = SessionRecord(name, owner, named, file, session)
-        # Without a folder but with snapshots in a store, a session that must last has a snapshot.
+        # With snapshots in a store and sessions in memory only, unsaved sessions may be lost.
         record.ephemeral = named and file is None and self._snapshots is not None
         self.reserve(record, 0)
         if file is not None:
@@ -177,7 +177,7 @@ class SessionRegistry:
     def load_idle(
         self, name: str, owner: str, revision: int | None = None, tokens: int = 0
     ) -> SessionRecord:
-        """Find a session and `reserve` memory for `tokens` more. Raises as both, and Busy."""
+        """Find an idle session and `reserve` memory for `tokens` more. Raises as both, and Busy."""
         self.find(name, owner).require_idle()
         record = self.find(name, owner, revision)
         self.reserve(record, tokens)

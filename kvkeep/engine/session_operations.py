@@ -68,8 +68,8 @@ class SessionOperations:
             self._registry.load_idle(name, owner)
         target = existing or SessionRecord("", owner, False, None, empty)
         match = best_match(prompt, self._registry.of(owner), empty, target)
-        if match.resumes_session and existing and match.record is existing:
-            existing.live.draw_anew()
+        if match.resumes_session and match.record is target:
+            target.live.draw_anew()
             return match.tokens
         session = match.build_session(empty)
         record = existing or self._registry.add(session, owner, name)
@@ -109,8 +109,8 @@ class SessionOperations:
         """Change a session by a function, and return its result.
 
         what: the operation's name in the log. adds: the most tokens that it adds. A function that
-        takes long calls `engine.yield_turn` after each step, such as by `progress` arguments: then
-        generations in other sessions continue. Raises Busy, NoSuchSession, WrongRevision, NoRoom.
+        takes long passes `engine.yield_turn` on as `progress`, so that generations in other
+        sessions continue. Raises Busy, NoSuchSession, WrongRevision, NoRoom.
         """
         record = self._registry.load_idle(name, owner, revision, adds)
         start, length = time.perf_counter(), len(record.live.tokens)

@@ -40,7 +40,7 @@ class EngineThread:
             future.set_exception(Cancelled("the engine has ended"))
         else:
             self._calls.put((partial(function, *args, **kwargs), future))
-            if self._ended.is_set():  # meanwhile, after its last look at the calls
+            if self._ended.is_set():  # it ended before it could see this call
                 self._refuse_calls()
         return future
 
@@ -95,7 +95,7 @@ class EngineThread:
     def _next_call(self, wait: bool) -> _Call:
         """Return the next call. wait: for `idle_seconds` at most. Raises Empty if there is none.
 
-        After a short wait the thread releases its OpenMP threads: idle, they would slow others'.
+        After a short wait it releases the thread's OpenMP threads, which would slow others down.
         """
         if not wait:
             return self._calls.get_nowait()

@@ -15,7 +15,7 @@ from kvkeep.session.sampling import Sampling
 
 
 def normalized_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose content is plain text. Raises InvalidArgument for images."""
+    """Return messages with plain text and the roles of templates. Raises InvalidArgument."""
     if not messages:
         raise InvalidArgument("messages: there must be one at least")
     normalized = []

@@ -159,7 +159,7 @@ class GenerationStream:
             raise
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, _StreamEvent]]:
-        """Yield (generation's index, event). Raises the first failure. The end cancels all."""
+        """Yield (generation index, event). Raises the first failure. Stopping cancels the rest."""
         finished = 0
         try:
             while finished < len(self.generations):

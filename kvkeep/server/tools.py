@@ -24,10 +24,8 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. arguments: JSON text."""
-
     name: str
-    arguments: str
+    arguments: str  # JSON
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     def openai_entry(self) -> dict[str, Any]:
@@ -103,10 +101,10 @@ class Tools:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return []
-        entries = value if isinstance(value, list) else [value]
-        parsed = [_parse_call(entry) for entry in entries]
+        values = value if isinstance(value, list) else [value]
+        parsed = [_parse_call(value) for value in values]
         calls = [call for call in parsed if call and call.name in self.names]
-        return calls if len(calls) == len(entries) else []
+        return calls if len(calls) == len(values) else []
 
 
 def checked_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
@@ -131,14 +129,14 @@ def checked_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
     return tools
 
 
-def _parse_call(entry: Any) -> ToolCall | None:
+def _parse_call(value: Any) -> ToolCall | None:
     """Parse one call: Hermes and Mistral write "arguments", Llama "parameters"."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = entry.get("arguments", entry.get("parameters", {}))
-    if isinstance(arguments, str):
-        return ToolCall(entry["name"], arguments)
-    return ToolCall(entry["name"], json.dumps(arguments, ensure_ascii=False))
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(value["name"], arguments)
 
 
 def _template_supports_tools(codec: TextCodec) -> bool:

@@ -143,8 +143,8 @@ async def _start(
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
     session = slot_name(body.id_slot)
-    cached = await wrap_future(context.engine.prepare(ids, session, context.owner))
-    return await context.generate(replace(request, prompt=request.prompt[cached:]), session)
+    cached_tokens = await wrap_future(context.engine.prepare(ids, session, context.owner))
+    return await context.generate(replace(request, prompt=tuple(ids[cached_tokens:])), session)
 
 
 class _LlamaOutput:

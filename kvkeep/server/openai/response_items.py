@@ -106,7 +106,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def final_fields(end: Finished, cached_tokens: int) -> dict[str, Any]:
-    """Return status and usage. cached_tokens: of the prompt, not part of the generation's."""
+    """Return status and usage. cached_tokens: of the prompt, which the generation did not get."""
     status, prompt = _STATUSES[end.reason], cached_tokens + end.usage.prompt
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     usage = {

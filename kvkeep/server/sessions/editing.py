@@ -58,59 +58,61 @@ class CompressRequest(RequestBody):
 
 
 @router.post("/v1/sessions/{name}/edit", response_model=None)
-async def edit(body: EditRequest, session: SessionDep) -> Response:
+async def edit(body: EditRequest, context: SessionDep) -> Response:
     """Delete, insert or replace tokens. The suffix stays, or is evaluated again."""
     new = body.tokens or []
     if body.text is not None:  # a long text would block the event loop
-        new = await to_thread(session.codec.encode, body.text)
+        new = await to_thread(context.codec.encode, body.text)
 
-    def apply(live: Session) -> dict[str, Any]:
+    def apply(session: Session) -> dict[str, Any]:
         if body.op == "insert":
             if body.at is None:
                 raise InvalidArgument("an insert needs at: the token before which it goes")
-            report = live.insert(body.at, new, body.recompute)
+            report = session.insert(body.at, new, body.recompute)
         elif body.op == "delete":
-            report = live.delete(*body.range_arguments(), body.recompute)
+            report = session.delete(*body.range_arguments(), body.recompute)
         else:
-            report = live.replace(*body.range_arguments(), new, body.recompute)
+            report = session.replace(*body.range_arguments(), new, body.recompute)
         return dataclasses.asdict(report)
 
-    return await session.change("edit", apply, adds=len(new))
+    return await context.change("edit", apply, adds=len(new))
 
 
 @router.post("/v1/sessions/{name}/pin", response_model=None)
-async def pin(body: RangeRequest, session: SessionDep) -> Response:
+async def pin(body: RangeRequest, context: SessionDep) -> Response:
     """Pin tokens: they are never evicted."""
     token_range = body.range_arguments()
-    return await session.change("pin", lambda s: s.pin(*token_range))
+    return await context.change("pin", lambda session: session.pin(*token_range))
 
 
 @router.post("/v1/sessions/{name}/unpin", response_model=None)
-async def unpin(body: RangeRequest, session: SessionDep) -> Response:
+async def unpin(body: RangeRequest, context: SessionDep) -> Response:
     """Unpin tokens: they are evicted as the window moves on."""
     token_range = body.range_arguments()
-    return await session.change("unpin", lambda s: s.unpin(*token_range))
+    return await context.change("unpin", lambda session: session.unpin(*token_range))
 
 
 @router.post("/v1/sessions/{name}/spans", response_model=None)
-async def span(body: SpanRequest, session: SessionDep) -> Response:
+async def span(body: SpanRequest, context: SessionDep) -> Response:
     """Name tokens; the name moves with them."""
-    return await session.change("span", lambda s: s.name(body.name, body.start, body.end))
+    return await context.change(
+        "span", lambda session: session.name(body.name, body.start, body.end)
+    )
 
 
 @router.post("/v1/sessions/{name}/rewind", response_model=None)
-async def rewind(body: RewindRequest, session: SessionDep) -> Response:
+async def rewind(body: RewindRequest, context: SessionDep) -> Response:
     """Take back the last `count` tokens."""
-    return await session.change("rewind", lambda s: s.rewind(body.count))
+    return await context.change("rewind", lambda session: session.rewind(body.count))
 
 
 @router.post("/v1/sessions/{name}/compress", response_model=None)
-async def compress(body: CompressRequest, session: SessionDep) -> Response:
+async def compress(body: CompressRequest, context: SessionDep) -> Response:
     """Compress to `ratio` times fewer cells. The engine serves other requests meanwhile."""
-    engine, model = session.engine, session.service.model
+    engine, model = context.engine, context.service.model
 
-    def apply(live: Session) -> dict[str, Any]:
-        report = live.compress(
+    def apply(session: Session) -> dict[str, Any]:
+        report = session.compress(
             body.ratio,
             body.method,
             body.recent,
@@ -122,4 +124,4 @@ async def compress(body: CompressRequest, session: SessionDep) -> Response:
         del fields["chunks"]
         return fields
 
-    return await session.change("compress", apply)
+    return await context.change("compress", apply)

@@ -66,61 +66,61 @@ class TurnRequest(SamplingParams):
 
 
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
-async def feed(body: FeedRequest, session: SessionDep) -> Response | dict[str, Any]:
+async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
-    ids = await to_thread(body.encode, session.codec, False)
+    ids = await to_thread(body.encode, context.codec, False)
     if not ids:
         raise InvalidArgument("nothing to prefill: give text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span)
-    return await _run(request, session, body.stream)
+    return await _run(request, context, body.stream)
 
 
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
-async def generate(body: GenerateRequest, session: SessionDep) -> Response | dict[str, Any]:
+async def generate(body: GenerateRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill what is given, if anything, and generate."""
-    ids = await to_thread(body.encode, session.codec, True)
+    ids = await to_thread(body.encode, context.codec, True)
     (sampling,) = body.samplings(temperature=0.0)
     request = GenerationRequest(
         ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span
     )
-    return await _run(request, session, body.stream)
+    return await _run(request, context, body.stream)
 
 
 @router.post("/v1/sessions/{name}/turns", response_model=None, responses=JSON_OR_EVENTS)
-async def say(body: TurnRequest, session: SessionDep) -> Response | dict[str, Any]:
+async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a user's turn, as the chat template renders it, and generate the reply.
 
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
     (sampling,) = body.samplings(temperature=0.0)
     reply = GenerationRequest((), body.max_tokens, sampling)
-    request = chat_turn(session.service.model, body.content, reply, body.system)
-    return await _run(request, session, body.stream)
+    request = chat_turn(context.service.model, body.content, reply, body.system)
+    return await _run(request, context, body.stream)
 
 
 async def _run(
-    request: RequestOrFactory, session: SessionContext, streamed: bool
+    request: RequestOrFactory, context: SessionContext, streamed: bool
 ) -> Response | dict[str, Any]:
-    generations = await session.generate(request, session.name, session.revision)
+    generations = await context.generate(request, context.name, context.revision)
     if streamed:
-        return sse_response(_stream(generations, session), error_name="error")
-    (result,) = await session.collect(generations)
-    return await _response(result, session)
+        return sse_response(_stream(generations, context), error_name="error")
+    (result,) = await context.collect(generations)
+    return await _response(result, context)
 
 
-async def _stream(generations: GenerationStream, session: SessionContext) -> AsyncIterator[bytes]:
+async def _stream(generations: GenerationStream, context: SessionContext) -> AsyncIterator[bytes]:
     """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
     async for _, event in generations:
         if isinstance(event, PrefillProgress):
             yield sse_event({"done": event.done, "total": event.total}, "read")
         elif isinstance(event, GeneratedToken):
             yield sse_event({"token": event.token, "text": event.text}, "token")
-    yield sse_event(await _response(generations.results[0], session), "done")
+    yield sse_event(await _response(generations.results[0], context), "done")
 
 
-async def _response(result: GenerationResult, session: SessionContext) -> dict[str, Any]:
-    total_tokens, revision = await session.inspect(
-        session.name, lambda record: (len(record.live.tokens), record.revision)
+async def _response(result: GenerationResult, context: SessionContext) -> dict[str, Any]:
+    total_tokens, revision = await context.inspect(
+        context.name, lambda record: (len(record.live.tokens), record.revision)
     )
     return {
         "text": result.text,

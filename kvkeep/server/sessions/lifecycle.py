@@ -89,47 +89,47 @@ async def sessions(context: ContextDep, unnamed: bool = False) -> dict[str, Any]
 
 
 @router.get("/v1/sessions/{name}", response_model=None)
-async def retrieve(session: SessionDep) -> Response:
+async def retrieve(context: SessionDep) -> Response:
     """Return one session; it is not loaded from disk."""
-    record = await session.find()
-    record.require_revision(session.revision)
+    record = await context.find()
+    record.require_revision(context.revision)
     return session_response(record)
 
 
 @router.delete("/v1/sessions/{name}")
-async def delete(session: SessionDep) -> dict[str, Any]:
+async def delete(context: SessionDep) -> dict[str, Any]:
     """Delete a session, on disk too."""
-    await wrap_future(session.engine.delete(session.name, session.owner, session.revision))
-    return {"name": session.name, "object": "session", "deleted": True}
+    await wrap_future(context.engine.delete(context.name, context.owner, context.revision))
+    return {"name": context.name, "object": "session", "deleted": True}
 
 
 @router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
-async def fork(body: ForkRequest, session: SessionDep) -> Response:
+async def fork(body: ForkRequest, context: SessionDep) -> Response:
     """Fork a session at its end, or after `at` tokens."""
-    created = session.engine.fork(session.name, session.owner, body.at, body.name, session.revision)
+    created = context.engine.fork(context.name, context.owner, body.at, body.name, context.revision)
     return session_response(await wrap_future(created), 201)
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
-async def save(session: SessionDep) -> Response:
+async def save(context: SessionDep) -> Response:
     """Save a session; respond once it is on disk, where a kill of the server does not undo it."""
-    await wrap_future(session.engine.save(session.name, session.owner, session.revision))
-    return session_response(await session.find())
+    await wrap_future(context.engine.save(context.name, context.owner, context.revision))
+    return session_response(await context.find())
 
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
-async def resident(body: ResidentRequest, session: SessionDep) -> Response:
+async def resident(body: ResidentRequest, context: SessionDep) -> Response:
     """Set whether a session stays in memory when others need room."""
-    pin = session.engine.pin
-    await wrap_future(pin(session.name, session.owner, body.resident, session.revision))
-    return session_response(await session.find())
+    pin = context.engine.pin
+    await wrap_future(pin(context.name, context.owner, body.resident, context.revision))
+    return session_response(await context.find())
 
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
-async def snapshot(body: SnapshotRequest, session: SessionDep) -> Response:
+async def snapshot(body: SnapshotRequest, context: SessionDep) -> Response:
     """Write a snapshot under a name; respond once it is on disk."""
-    write = session.engine.snapshot
-    size = await wrap_future(write(session.name, body.name, session.owner, session.revision))
+    write = context.engine.snapshot
+    size = await wrap_future(write(context.name, body.name, context.owner, context.revision))
     return JSONResponse({"name": body.name, "object": "snapshot", "bytes": size}, 201)
 
 

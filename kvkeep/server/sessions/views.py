@@ -207,8 +207,8 @@ def _operation_entry(operation: Operation) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "owner"}
 
 
-async def _operation_events(context: RequestContext, name: str | None) -> AsyncIterator[bytes]:
-    """Yield an owner's operations until shutdown. name: of a session; None for all sessions."""
+async def _operation_events(context: RequestContext, session: str | None) -> AsyncIterator[bytes]:
+    """Yield operations on an owner's session until shutdown; on all sessions for None."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_QUEUE_SIZE)
 
     def enqueue(operation: Operation) -> None:
@@ -216,7 +216,7 @@ async def _operation_events(context: RequestContext, name: str | None) -> AsyncI
             queue.put_nowait(operation)
 
     def listener(operation: Operation) -> None:
-        if operation.owner == context.owner and name in (None, operation.session):
+        if operation.owner == context.owner and session in (None, operation.session):
             loop.call_soon_threadsafe(enqueue, operation)
 
     stop_listening = context.engine.watch(listener)
