@@ -121,9 +121,8 @@ def _gigabytes(rate: float) -> str:
 def disk(as_json: bool) -> None:
     """Say what kvkeep takes on disk, by kind, and what makes room."""
     folder = session_folder()
-    session_bytes = sum(path.stat().st_size for path in folder.newest())
-    remove_session, place = "kvkeep sessions rm NAME", str(folder.place)
-    rows = [("sessions", session_bytes, "saved sessions", remove_session, place)]
+    size = sum(path.stat().st_size for path in folder.newest())
+    rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(folder.place))]
     other = folder_bytes(home())
     for kind, (what, remedy) in _DISK_FOLDERS.items():
         size = folder_bytes(home() / kind)

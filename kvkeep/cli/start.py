@@ -33,7 +33,7 @@ def run() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`) on the null device, lest files get their numbers."""
+    """Open closed standard streams (`>&-`) on the null device, before files get their numbers."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)

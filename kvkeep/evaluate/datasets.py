@@ -41,7 +41,7 @@ class PasskeyDataset:
     """Keys among `junk` repetitions of five sentences, as in llama.cpp's example "passkey".
 
     task: "single" hides one key; "several" hides those of four people and asks for one; "second"
-    hides two and asks for both, one after the other.
+    hides two and asks for both separately.
     """
 
     junk: int = 250

@@ -46,7 +46,10 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
     """
     files.check()
     if files.earlier:
-        _show(_merged(files.earlier), files)
+        earlier, *others = [_load_grid(path) for path in files.earlier]
+        for other in others:
+            earlier.merge(other)
+        _show(earlier, files)
         return
     if files.resume and files.out is not None and files.out.is_file():
         saved = _load_grid(files.out).options
@@ -114,13 +117,6 @@ def _open_grid(out: Path | None, plan: GridChoice, choice: ModelChoice, model: s
     grid.require_same_metadata(metadata)
     grid.options = options_json(plan, choice)
     return grid
-
-
-def _merged(paths: tuple[Path, ...]) -> "Grid":
-    first, *others = [_load_grid(path) for path in paths]
-    for other in others:
-        first.merge(other)
-    return first
 
 
 def _load_grid(path: Path) -> "Grid":
