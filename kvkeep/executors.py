@@ -28,10 +28,7 @@ def new_decoder(
     tensors: Mapping[str, Tensor],
     packed: Mapping[str, Matrix] | None = None,
 ) -> Decoder:
-    """Return a decoder with the fastest executor for this model on this machine.
-
-    packed: matrices that a decode step reads instead of tensors, where there are kernels for them.
-    """
+    """Return a decoder with the fastest executor here; it reads `packed` matrices if it can."""
     layout = group_layout(spec, spec.groups[0], tensors[NORM].dtype, tensors[NORM].device)
     if can_decode(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
@@ -64,11 +61,7 @@ class ComputePath:
 
 
 def path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
-    """Return how a model with cells of this layout is computed here.
-
-    The cells have the dtype and the device of the weights. Raises InvalidArgument as
-    `kvkeep.compiled.instruction_sets.selected_set` does.
-    """
+    """Return how a model with such cells and weights is computed here. Raises InvalidArgument."""
     chosen, reason = selected_set(), unsupported_reason(spec, layout)
     if not reason:
         against = {f"those of {name}": why for name, why in chosen.rejected.items()}

@@ -25,7 +25,7 @@ _ANSWER_TEXT = placeholder_for()  # stands for any answer
 def system_tokens(codec: "TextCodec", system: str) -> int:
     """Return how many of a chat's first tokens are its system prompt, with the template around it.
 
-    Raises InvalidArgument if the template takes none, UnsupportedModel if there is no template.
+    Raises InvalidArgument if the template takes none, UnsupportedModel if there is none.
     """
     pieces = _first_turn_pieces(codec, system, placeholder_for(system))
     before, text, between = pieces[:3]

@@ -63,10 +63,7 @@ class SessionState:
             self.keep_whole_prompt = False
 
     def sample(self, logits: Tensor, sampling: Sampling) -> int:
-        """Sample from `logits: [vocab]` float32, by a copy of the generator.
-
-        A call that fails later has drawn nothing then.
-        """
+        """Sample by a copy of the generator, so that a failed call draws nothing."""
         if sampling.temperature:
             self.sampler = Sampler.from_state(self.sampler.state())
         return self.sampler.choose(logits, self.memory.tokens, sampling)

@@ -129,10 +129,7 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
 
 @torch.inference_mode()
 def _log_probabilities(memory: Memory, hidden: Tensor, targets: Sequence[int]) -> Tensor:
-    """Return the natural log of each target's probability after each hidden state.
-
-    hidden: `[n, hidden_size]`. Returns `[n]` float64 on the CPU.
-    """
+    """Return log probabilities, `[n]` float64, of targets after `hidden: [n, hidden_size]`."""
     target_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
     log_probabilities = [torch.empty(0, dtype=torch.float64, device="cpu")]
     for first in range(0, len(targets), _LOGITS_ROWS):

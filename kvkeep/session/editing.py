@@ -143,7 +143,7 @@ def _edit(
 
 
 def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
-    """Remove tokens without cells from the history."""
+    """Remove tokens that have no cells."""
     core.memory.require_no_states("edited")
     if any(segment.compressed for segment in core.memory.cache.segments):
         raise InvalidArgument(

@@ -165,10 +165,7 @@ def evaluate_chunk(
 
 
 def rewind(memory: Memory, count: int) -> list[int]:
-    """Remove and return the last `count` tokens; the new last one is re-evaluated for its logits.
-
-    The caller has checked by `Memory.require_rewind` that they can be removed.
-    """
+    """Remove and return the last `count` tokens; evaluate the one before them again."""
     if count == 0:
         return []
     removed = memory.remove_newest(count)
@@ -207,7 +204,7 @@ def _refill_local(memory: Memory, max_tokens: int | None) -> None:
 def local_segments(decoder: Decoder, cache: KVCache, ids: Sequence[int]) -> list[Segment]:
     """Return the segments of local layers after evaluating tokens, without cells before these.
 
-    cache: its newest cells are those of `ids`; it does not change. Raises NonFiniteLogits.
+    cache: its newest cells are those of `ids`; it does not change.
     """
     scratch = cache.fork()
     scratch.observer, scratch.window = None, Window()

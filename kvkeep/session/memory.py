@@ -108,17 +108,11 @@ class Memory:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the policy evicts the oldest cells at its budget, so that more tokens always fit.
-
-        Its anchors are then the kept and pinned cells.
-        """
+        """Whether the policy evicts at its budget: anchors are then the kept and pinned cells."""
         return self.policy.room(self.cache) is None
 
     def require_no_states(self, operation: str) -> None:
-        """Raise InvalidArgument if layers keep states, from which no token can be removed.
-
-        operation: a participle, for the message: "this memory cannot be edited".
-        """
+        """Raise InvalidArgument if layers keep states. operation: a participle, as "edited"."""
         if self.cache.recurrent:
             raise InvalidArgument(
                 f"this memory cannot be {operation}: some layers of the model keep states of all "
@@ -187,10 +181,7 @@ class Memory:
     def replace_tokens(
         self, start: int, end: int, ids: Sequence[int], pinned: bool = False
     ) -> None:
-        """List `ids` in place of tokens `start ... end - 1`. Their serials are the newest ones.
-
-        pinned: whether they are pinned.
-        """
+        """List `ids`, whose serials are the newest, in place of tokens `start ... end - 1`."""
         serials = self._newest_serials(len(ids))
         self.pins -= set(self.serials[start:end])
         if pinned:
@@ -286,10 +277,7 @@ class Memory:
 
     @torch.inference_mode()
     def change_policy(self, **settings: int) -> None:
-        """Change settings of the policy, and rearrange the cache as it demands.
-
-        Raises InvalidArgument before anything is changed.
-        """
+        """Change policy settings and rearrange the cache. Raises InvalidArgument before any change."""
         self.policy = self.policy.changed(self.cache, self.pins, **settings)
 
     @torch.inference_mode()
@@ -310,10 +298,7 @@ class Memory:
 
     @torch.inference_mode()
     def unpin(self, start: int, end: int) -> None:
-        """Return pinned tokens to the window, as its oldest.
-
-        Raises InvalidArgument if none of them is pinned.
-        """
+        """Return pinned tokens to the window, as its oldest. Raises InvalidArgument without any."""
         serials = self.pins & set(self.serials[start:end])
         if not serials:
             raise InvalidArgument(f"no token from {start} to {end} is pinned")

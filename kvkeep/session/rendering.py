@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def placeholder_for(*texts: str | None) -> str:
-    """Return a placeholder for a message's text that occurs in none of the texts.
-
-    It consists of letters, so that no template trims it.
-    """
+    """Return letters, which no template trims, that occur in none of the texts."""
     placeholder = "kvkeepanswer"
     while any(text and placeholder in text for text in texts):
         placeholder += "x"

@@ -103,10 +103,7 @@ class Sampling:
 
 
 def require_own_constraints(samplings: Sequence[Sampling], used: Iterable[Sampling] = ()) -> None:
-    """Raise InvalidArgument if two samplings, or one and a used one, share a constraint.
-
-    used: samplings of other sessions that generate at the same time.
-    """
+    """Raise InvalidArgument if two samplings, or one and a used one, share a constraint."""
     owners = {id(s.constraint): "one in use" for s in used if s.constraint is not None}
     for index, sampling in enumerate(samplings):
         if sampling.constraint is None:

@@ -244,15 +244,9 @@ class Session(SessionEdits):
             validation.instance("calibration", calibration, Calibration).require(core.model)
         statistics = calibration.statistics if calibration else None
         method = default_method(core.memory, statistics) if method is None else method
+        recent = validation.optional_integer("recent", recent)
         plan = CompressionPlan(
-            make_method(method),
-            ratio,
-            budget,
-            core.model.text,
-            validation.optional_integer("recent", recent),
-            seed,
-            statistics,
-            progress,
+            make_method(method), ratio, budget, core.model.text, recent, seed, statistics, progress
         )
         memory, report = compress_memory(core.memory, plan)
         core.state = replace(core.state, memory=memory)

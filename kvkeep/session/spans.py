@@ -18,7 +18,7 @@ GONE: frozenset[TokenStatus] = frozenset(("compressed", "forgotten"))  # no cell
 class Span:
     """Tokens `start ... end - 1` of a session.
 
-    remembered: how many of them are still statuses.
+    remembered: how many of them are still held.
     """
 
     name: str

@@ -138,10 +138,7 @@ def remove_model(model: PulledModel, progress: bool) -> int:
 
 
 def derived_folders(form: str, name: str) -> list[Path]:
-    """Return the folders with "packed" or "unpacked" copies of the weights in a model's folder.
-
-    Each is called NAME-STATE, where the state of the weights is a digest, or a size and a time.
-    """
+    """Return the folders of a model with "packed" or "unpacked" weights, called NAME-STATE."""
     paths = (home() / form).glob(f"{glob.escape(name)}-*")
     pattern = _WEIGHT_STATES[form]
     return [path for path in paths if re.fullmatch(pattern, path.name.removeprefix(f"{name}-"))]
@@ -184,10 +181,7 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _locked(path: Path, progress: bool) -> Any:
-    """Acquire the lock for changing the library. The system releases it when a process dies.
-
-    Raises Locked after `PATIENCE` seconds: the holder may be suspended.
-    """
+    """Lock the library until this process dies. Raises Locked after `PATIENCE` seconds."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)

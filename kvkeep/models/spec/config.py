@@ -45,10 +45,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def spec_from_config(
     values: Mapping[str, Any], generation: Mapping[str, Any], path: Path
 ) -> ModelSpec:
-    """Build the specification from the contents of config.json and generation_config.json.
-
-    path: of config.json, for messages. Raises BadModelFile and UnsupportedModel.
-    """
+    """Build the specification from the files' contents. path: of config.json, for messages."""
     architecture, family = _architecture_and_family(values, path)
     values = _language_model_config(values) if family.multimodal else values
     config = ConfigFields({**family.defaults, **values}, path)

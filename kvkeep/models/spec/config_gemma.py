@@ -135,8 +135,7 @@ def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) ->
 def _shared_kv_layers(config: ConfigFields, local_layers: tuple[int, ...]) -> int:
     """Return how many of the last layers attend to the cells of earlier ones.
 
-    Raises BadModelFile where no earlier layer of the same kind has cells, and UnsupportedModel
-    where no layer is local.
+    Raises BadModelFile if no earlier layer of the same kind has cells.
     """
     key, layers = "num_kv_shared_layers", config.layers
     shared = config.non_negative_int(key, default=0)

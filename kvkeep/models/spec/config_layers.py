@@ -92,10 +92,7 @@ def _layers_without_rope(config: ConfigFields) -> tuple[int, ...]:
 
 
 def model_window(config: ConfigFields, family: Family) -> int | None:
-    """Return the sliding window with which all layers were trained, in tokens; None without one.
-
-    For families with local and global layers, see `layer_kind_fields`.
-    """
+    """Return the sliding window that all layers were trained with; None without one."""
     slides = family.window == "sliding_window" or bool(config.get("use_sliding_window"))
     if family.window == "max_window_layers" and slides:
         kinds = config.get("layer_types")

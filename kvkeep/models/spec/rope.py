@@ -170,7 +170,7 @@ def rope_spec(
 
 @dataclass(frozen=True)
 class _Scaling:
-    """RoPE settings of a supported kind. The methods raise BadModelFile for wrong settings."""
+    """RoPE settings of a supported kind. Methods raise BadModelFile for invalid ones."""
 
     kind: str
     settings: Mapping[str, Any]

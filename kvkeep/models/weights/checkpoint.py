@@ -62,10 +62,7 @@ def decoder_shapes(
 
 
 def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's tensors by the names of `tensor_shapes`; their shapes were checked before.
-
-    Only tensors whose rows change order are copied.
-    """
+    """Return tensors by the decoder's names. Only those whose rows change order are copied."""
     parts_by_name: dict[str, Tensor] = {}
     for name, tensor in split_stacks(spec, _with_decoder_names(spec, tensors)).items():
         rows = _fused_rows(spec, name)

@@ -171,10 +171,7 @@ def _write_file(
 
 
 def _rounded_path(folder: Path, weights: str) -> Path:
-    """Return the file for a model folder in its present state, under kvkeep's home.
-
-    The model's own folder may not be writable.
-    """
+    """Return the file for a model folder in its present state; the folder may be read-only."""
     files = sorted(folder.glob("*.safetensors"))
     state = [f"{folder.resolve()}"] + [
         f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files

@@ -67,10 +67,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def is_router(name: str) -> bool:
-    """Whether a matrix routes tokens to experts, or weights the shared expert.
-
-    It is never rounded: a small error of it selects another expert.
-    """
+    """Whether a matrix routes tokens; never rounded, as a small error chooses another expert."""
     return name.endswith(_ROUTERS)
 
 
