@@ -79,7 +79,7 @@ class Feeding(Iterator[FeedStep]):
     """
 
     def __init__(self, core: SessionCore, ids: list[int], seconds: float = 0.0):
-        """core: of the session. seconds: spent on the prompt before its first step."""
+        """seconds: spent on the prompt before its first step."""
         self.total, self.done = len(ids), 0
         self._core, self._ids = core, ids
         self._seconds, self._closed = seconds, False

@@ -84,7 +84,7 @@ class InPlaceEdit:
     def prepare(
         cls, memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
     ) -> "InPlaceEdit":
-        """Evaluate the inserted tokens. Raises InvalidArgument, or ContextFull if they do not fit."""
+        """Evaluate the inserted tokens. Raises InvalidArgument, or ContextFull for too many."""
         if any(segment.map.group > 1 for segment in memory.cache.segments):
             raise InvalidArgument(
                 "grouped cells cannot be edited in place: policy "

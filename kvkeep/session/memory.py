@@ -277,7 +277,7 @@ class Memory:
 
     @torch.inference_mode()
     def change_policy(self, **settings: int) -> None:
-        """Change policy settings and rearrange the cache. Raises InvalidArgument before any change."""
+        """Change the policy and rearrange the cache. Raises InvalidArgument before any change."""
         self.policy = self.policy.changed(self.cache, self.pins, **settings)
 
     @torch.inference_mode()
