@@ -13,8 +13,8 @@ from kvkeep.models.gguf.rope import has_temperature, original_length, rope_scali
 from kvkeep.models.gguf.vocabulary import special_id
 from kvkeep.models.spec.unsupported import unsupported_reason
 
-# general.architecture to the class and model_type. Mistral is stored as llama. What a multimodal
-# model needs for images is in another file, so that this one is an ordinary language model.
+# By family: the class and model_type. The file of a multimodal model is an ordinary language model:
+# another file has the weights for images.
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral3": ("MistralForCausalLM", "mistral"),
@@ -49,9 +49,9 @@ _NOT_MODELS = {
     "vocab": "a vocabulary alone",
 }
 _COHERE = ("command-r", "cohere2")
-_WITH_MULTIPLIERS = ("granite", "granitemoe")
-# Granite's multipliers: the config field to the metadata key.
-_MULTIPLIERS = {
+_GRANITE = ("granite", "granitemoe")
+# The config field to the metadata key.
+_GRANITE_MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",  # in both files a divisor
@@ -59,20 +59,20 @@ _MULTIPLIERS = {
 }
 _PARTIAL_ROTARY = ("phi3", "glm4")  # rotate a part of each head
 # Multimodal RoPE: sections of a head rotate by several positions, which are all equal in text.
-_WITH_ROPE_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+_MROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     """Return a config that `read_spec` and transformers 4 and 5 read alike.
 
-    Raises UnsupportedModel with the unsupported feature, and BadModelFile for missing fields.
+    Raises UnsupportedModel, and BadModelFile for missing fields.
     """
-    _refuse_unsupported(file)
+    _check_supported(file)
     family, head_dim = file.architecture, _head_dim(file)
     architecture, model_type = _model_class(file)
-    rotated = head_dim
+    rotary_dim = head_dim
     if family in _PARTIAL_ROTARY:
-        rotated = file.count("{arch}.rope.dimension_count", head_dim)
+        rotary_dim = file.count("{arch}.rope.dimension_count", head_dim)
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -84,13 +84,13 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": file.count("{arch}.context_length"),
         "rope_theta": file.decimal("{arch}.rope.freq_base", 10_000.0),
-        "rope_scaling": None if family == "gemma4" else rope_scaling(file, rotated),
+        "rope_scaling": None if family == "gemma4" else rope_scaling(file, rotary_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
         "pad_token_id": None,  # not the default of the config class
     }
-    config |= _family_fields(file, model_type, rotated / head_dim, config)
+    config |= _family_fields(file, model_type, rotary_dim / head_dim, config)
     config |= gemma_config(file)
     config |= layers_config(file, config) | experts_config(file)
     if "rope_parameters" in config:  # replaces these two in transformers 5
@@ -111,10 +111,10 @@ def eos_token_ids(file: GgufFile) -> list[int]:
 
 
 def _model_class(file: GgufFile) -> tuple[str, str]:
-    """Return the class and model_type of a model: some families have several."""
+    """Return the class and model_type; the file of a Mixtral or Mistral says "llama"."""
     if file.architecture == "llama" and file.non_negative("llama.expert_count", 0):
         return "MixtralForCausalLM", "mixtral"
-    if file.architecture == "llama" and _window(file):
+    if file.architecture == "llama" and _sliding_window(file):
         return "MistralForCausalLM", "mistral"
     if file.architecture == "olmo2" and is_olmo3(file):
         return "Olmo3ForCausalLM", "olmo3"
@@ -124,9 +124,9 @@ def _model_class(file: GgufFile) -> tuple[str, str]:
 
 
 def _family_fields(
-    file: GgufFile, model_type: str, rotated_share: float, config: dict[str, Any]
+    file: GgufFile, model_type: str, partial_rotary_factor: float, config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields that only some families have, or that they state under other names."""
+    """Return the fields that differ between families. config: the fields of all families."""
     family, fields = file.architecture, dict[str, Any]()
     if family not in ("gemma3n", "gemma4"):  # these have a width for each layer
         fields["intermediate_size"] = file.uniform_count(_mlp_width_key(file))
@@ -142,12 +142,12 @@ def _family_fields(
         fields["rms_norm_eps"] = file.decimal("{arch}.attention.layer_norm_rms_epsilon")
     if model_type in ("llama", "granite", "smollm3"):
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if family in ("mistral3", "phi3") or (family == "llama" and _window(file)):
-        fields["sliding_window"] = _window(file) or None
+    if family in ("mistral3", "phi3") or (family == "llama" and _sliding_window(file)):
+        fields["sliding_window"] = _sliding_window(file) or None
     if family in _PARTIAL_ROTARY:
-        fields["partial_rotary_factor"] = rotated_share
-    if family in _WITH_MULTIPLIERS:
-        for name, key in _MULTIPLIERS.items():
+        fields["partial_rotary_factor"] = partial_rotary_factor
+    if family in _GRANITE:
+        for name, key in _GRANITE_MULTIPLIERS.items():
             default = config["head_dim"] ** -0.5 if name == "attention_multiplier" else 1.0
             fields[name] = file.decimal("{arch}." + key, default) or default  # 0: the default
     if family == "phi3":
@@ -156,12 +156,12 @@ def _family_fields(
     return fields
 
 
-def _window(file: GgufFile) -> int:
+def _sliding_window(file: GgufFile) -> int:
     return file.non_negative("{arch}.attention.sliding_window", 0)
 
 
 def _mlp_width_key(file: GgufFile) -> str:
-    """Return the key of the MLP's width. A dense Granite 4 states it as a shared expert's."""
+    """Return the metadata key; a dense Granite 4 states its MLP as a shared expert's."""
     shared = "{arch}.expert_shared_feed_forward_length"
     is_shared = file.architecture == "granite" and file.non_negative(shared, 0) > 0
     return shared if is_shared else "{arch}.feed_forward_length"
@@ -174,13 +174,13 @@ def _head_dim(file: GgufFile) -> int:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """Return the rows of the embedding: some models pad it beyond their tokens."""
+    """Return the rows of the embedding, which some models pad beyond their tokens."""
     if "token_embd.weight" in file.tensors:
         return file.tensors["token_embd.weight"].shape[0]
     return len(file.texts("tokenizer.ggml.tokens"))
 
 
-def _refuse_unsupported(file: GgufFile) -> None:
+def _check_supported(file: GgufFile) -> None:
     """Raise UnsupportedModel for a file that is no model, and for an unsupported model."""
     file_type = file.text("general.type", "model")
     family = file.text("general.architecture", "none" if file_type in _NOT_MODELS else None)
@@ -195,7 +195,7 @@ def _refuse_unsupported(file: GgufFile) -> None:
             f"the GGUF architecture {family!r} is not supported{unsupported_reason(family)}; "
             f"supported: {', '.join(sorted(_CLASSES))}"
         )
-    _refuse_variants(file)
+    _check_variant(file)
     head_dim = _head_dim(file)
     sizes = {"attention.value_length": head_dim}
     if family not in _PARTIAL_ROTARY:
@@ -209,7 +209,7 @@ def _refuse_unsupported(file: GgufFile) -> None:
             raise file.unsupported(f"has {key} {size} where its heads have {expected} dimensions")
 
 
-def _refuse_variants(file: GgufFile) -> None:
+def _check_variant(file: GgufFile) -> None:
     """Raise UnsupportedModel for models that share a family's name but compute something else."""
     family = file.architecture
     unsupported = {
@@ -217,7 +217,7 @@ def _refuse_variants(file: GgufFile) -> None:
             family == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
         "is a Granite without RoPE (rope.scaling.finetuned)": (
-            family in _WITH_MULTIPLIERS and not file.flag("{arch}.rope.scaling.finetuned", True)
+            family in _GRANITE and not file.flag("{arch}.rope.scaling.finetuned", True)
         ),
         "looks ahead in a text (attention.causal)": not file.flag("{arch}.attention.causal", True),
         "has layers that predict further tokens (nextn_predict_layers)": (
@@ -227,7 +227,7 @@ def _refuse_variants(file: GgufFile) -> None:
             file.number("{arch}.attention.clamp_kqv", 0.0) != 0
         ),
         "rotates parts of a head by positions in an image alone (rope.dimension_sections)": (
-            family in _WITH_ROPE_SECTIONS and not _rotates_by_text_position(file)
+            family in _MROPE and not _rotates_by_text_position(file)
         ),
     }
     for feature, is_present in unsupported.items():
@@ -236,7 +236,7 @@ def _refuse_variants(file: GgufFile) -> None:
 
 
 def _rotates_by_text_position(file: GgufFile) -> bool:
-    """Whether all pairs of a head rotate by one of the first three positions, which text has."""
+    """Whether all pairs of a head rotate by one of the three positions that text has."""
     key = "{arch}.rope.dimension_sections"
     if not file.has(key):
         return True

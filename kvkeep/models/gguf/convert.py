@@ -35,15 +35,14 @@ from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packab
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
 
-_CHUNK = 1 << 24  # numbers that are converted at a time
+_CHUNK = 1 << 24  # weights that are converted at a time
 _UNQUANTISED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def convert(gguf: Path, folder: Path, progress: bool) -> None:
     """Write the model in a GGUF file to `folder`: its tensors, config, tokenizer, template.
 
-    Everything is checked before `folder` is created. Memory is bounded by a chunk of rows, not by
-    the model. Matrices in a format without kernels are unpacked to bfloat16, with a warning.
+    Everything is checked before `folder` is created. Memory is bounded by a chunk of rows.
 
     Raises BadModelFile, UnsupportedModel.
     """
@@ -60,29 +59,28 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     _write_weights(converted_path(folder), tensors, spec, progress)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
-    eos = eos_token_ids(file)
-    if eos:
+    if eos := eos_token_ids(file):
         _write_json(folder / "generation_config.json", {"eos_token_id": eos})
     if template:
         write_atomic(folder / "chat_template.jinja", template.encode())
     _write_json(folder / "config.json", config)
 
 
-def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
+def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64]:
     """Return the GGUF row of each row of the Hugging Face tensor.
 
-    For Llama, Mistral, Mixtral, Granite and SmolLM3, GGUF stores the two elements of each rotated
-    pair as neighbours; Hugging Face stores all first elements of a head, then all second ones.
-    Other families have the same order in both: GLM-4's pairs are neighbours in both.
+    In the families of `_INTERLEAVED`, GGUF stores the two elements of each rotated pair as
+    neighbours; Hugging Face stores all first elements of a head, then all second ones. Other
+    families have the same order in both.
 
     Example: a head of 4 rows has the GGUF rows 0, 2, 1, 3.
     """
+    rows = np.arange(tensor.shape[0], dtype=np.int64)
     projection = re.search(r"self_attn\.([qk])_proj\.", name)
     if projection is None or spec.architecture not in _INTERLEAVED:
-        return slice(None)
-    heads = spec.heads if projection.group(1) == "q" else spec.kv_heads
-    pairs = np.arange(tensor.shape[0], dtype=np.int64).reshape(heads, -1, 2)
-    return pairs.swapaxes(1, 2).reshape(-1)
+        return rows
+    heads = spec.heads if projection[1] == "q" else spec.kv_heads
+    return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 _INTERLEAVED = (
@@ -99,13 +97,13 @@ _INTERLEAVED = (
 def _write_weights(
     path: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec, progress: bool
 ) -> None:
-    """Write all tensors, in their own formats where there are kernels for these."""
+    """Write all tensors, unpacked to bfloat16 with a warning where their format has no kernels."""
     sources, shapes = _sources(tensors, spec), tensor_shapes(spec)
     formats = {name: _stored_format(tensor) for name, (tensor, _) in sources.items()}
     unpacked = {
         sources[name][0].quantisation
-        for name, kind in formats.items()
-        if kind is torch.bfloat16 and sources[name][0].quantisation != "BF16"
+        for name, stored in formats.items()
+        if stored is torch.bfloat16 and sources[name][0].quantisation != "BF16"
     }
     if unpacked:
         warnings.warn(
@@ -119,25 +117,25 @@ def _write_weights(
     def converted_chunks(name: str) -> Iterator[Matrix]:
         tensor, rows = sources[name]
         for chunk in _row_chunks(rows, tensor):
-            yield _converted(tensor, formats[name], chunk, _norm_offset(spec, name))
+            yield _convert_rows(tensor, formats[name], chunk, _norm_offset(spec, name))
 
-    new = {
-        name: NewMatrix(kind, shapes[name], converted_chunks(name))
-        for name, kind in formats.items()
+    matrices = {
+        name: NewMatrix(stored, shapes[name], converted_chunks(name))
+        for name, stored in formats.items()
     }
-    write_packed(path, new, "taking the model over", progress)
+    write_packed(path, matrices, "taking the model over", progress)
 
 
 def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
     """Return the packed format or dtype in which a tensor is written."""
-    kind = FORMATS.get(tensor.quantisation)
-    if kind and len(tensor.shape) == 2 and packable(kind, *tensor.shape):
-        return kind
+    packed = FORMATS.get(tensor.quantisation)
+    if packed and len(tensor.shape) == 2 and packable(packed, *tensor.shape):
+        return packed
     return _UNQUANTISED.get(tensor.quantisation, torch.bfloat16)
 
 
 def _row_chunks(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
-    """Split rows into chunks of whole blocks, of about `_CHUNK` numbers each."""
+    """Split rows into chunks of whole blocks, of about `_CHUNK` weights each."""
     row_size = max(1, int(np.prod(tensor.shape[1:])))
     step = max(BLOCK, _CHUNK // row_size // BLOCK * BLOCK)
     for start in range(0, len(rows), step):
@@ -157,25 +155,23 @@ def _sources(
         fused = None if name in named else fused_part(spec, name)
         source = fused[0] if fused else name
         if source in named:
-            order = row_order(source, named[source], spec)
-            rows = np.arange(named[source].shape[0], dtype=np.int64)[order]
-            rows = rows[fused[1]] if fused else rows
-            rope_order = rope_row_order(spec, name, len(rows))
-            sources[name] = (
-                named[source],
-                rows if rope_order is None else rows[rope_order.numpy()],
-            )
+            rows = _row_order(source, named[source], spec)
+            if fused:
+                rows = rows[fused[1]]
+            if (order := rope_row_order(spec, name, len(rows))) is not None:
+                rows = rows[order.numpy()]
+            sources[name] = named[source], rows
     return sources
 
 
-def _converted(
-    tensor: PackedTensor, kind: Format | torch.dtype, rows: NDArray[np.int64], offset: float
+def _convert_rows(
+    tensor: PackedTensor, stored: Format | torch.dtype, rows: NDArray[np.int64], offset: float
 ) -> Matrix:
-    """Return rows of a tensor in another form. offset: subtracted from unpacked numbers."""
-    if isinstance(kind, Format):
-        return pack(from_gguf(kind, torch.from_numpy(tensor.data[rows])))
+    """Return rows in the stored format. offset: subtracted from unpacked weights."""
+    if isinstance(stored, Format):
+        return pack(from_gguf(stored, torch.from_numpy(tensor.data[rows])))
     unpacked = torch.from_numpy(tensor.unpack(rows))
-    return (unpacked - offset if offset else unpacked).to(kind)
+    return (unpacked - offset if offset else unpacked).to(stored)
 
 
 def _norm_offset(spec: ModelSpec, name: str) -> float:

@@ -5,11 +5,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.gguf.rope import (
-    attention_factor,
-    linear_factor,
-    unscaled_longrope,
-)
+from kvkeep.models.gguf.rope import attention_factor, linear_factor, unscaled_longrope
 
 # Families with experts, by the config field for their number.
 _NUM_EXPERTS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4")
@@ -30,8 +26,8 @@ _WITH_LOCAL = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "ge
 _DEFAULT_WINDOW = {"gemma2": 4096, "gemma3n": 512}
 _ALWAYS_LOCAL = ("cohere2", "gpt-oss", "gemma4")  # every model of these has local layers
 
-# Layers of the largest Gemma 2 and 3, which have another attention scale than the others.
-_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+# The largest Gemma 2 and 3 have another attention scale than the others.
+_LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 # Gemma 3n's defaults, as in llama.cpp.
 _LAYERS_WITH_CELLS, _SPARSE_LAYERS, _SPARSITY = 20, 10, 0.95
 _SOFTCAP, _DEFAULT_SOFTCAP = "{arch}.final_logit_softcapping", 30.0  # as in llama.cpp
@@ -42,7 +38,7 @@ _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 def experts_config(file: GgufFile) -> dict[str, Any]:
     """Return the config fields of experts; empty without experts.
 
-    Raises UnsupportedModel for unsupported routers, and BadModelFile for missing fields.
+    Raises UnsupportedModel, and BadModelFile for missing fields.
     """
     family, count = file.architecture, file.non_negative("{arch}.expert_count", 0)
     if family not in _NUM_EXPERTS + _NUM_LOCAL_EXPERTS:
@@ -80,11 +76,10 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
 
 
 def layers_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config's window and kinds of layers; empty for families without local layers.
+    """Return the sliding window and layer types; empty for families without local layers.
 
-    Without `layer_types` in the result, the defaults of the model's class apply.
-
-    config: the fields of all families.
+    config: the fields of all families. Without `layer_types` in the result, the defaults of the
+    model's class apply.
 
     Raises UnsupportedModel, BadModelFile.
     """
@@ -95,24 +90,22 @@ def layers_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     window = file.non_negative("{arch}.attention.sliding_window", default)
     if not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-    kinds = ("full_attention", "sliding_attention")
-    is_local = _local_layer_flags(file, layers)
-    return {
-        "sliding_window": window,
-        **({} if is_local is None else {"layer_types": [kinds[local] for local in is_local]}),
-        **_local_rope(file, config),
-    }
+    fields: dict[str, Any] = {"sliding_window": window}
+    if (is_local := _local_layer_flags(file, layers)) is not None:
+        types = ("full_attention", "sliding_attention")
+        fields["layer_types"] = [types[local] for local in is_local]
+    return fields | _local_rope(file, config)
 
 
 def is_olmo3(file: GgufFile) -> bool:
-    """Whether a file with the architecture olmo2 is an OLMo 3, which has local layers."""
+    """Whether a file of the family olmo2 is an OLMo 3, which has local layers."""
     return file.non_negative("olmo2.attention.sliding_window", 0) > 0
 
 
 def _local_layer_flags(file: GgufFile, layers: int) -> list[bool] | None:
     """Return for each layer whether it is local; None if the file does not state it.
 
-    The file states a list of flags, or a period: every period-th layer is global.
+    The file states flags, or a period: every period-th layer is global.
     """
     key = "{arch}.attention.sliding_window_pattern"
     if not file.has(key):
@@ -130,7 +123,7 @@ def _local_layer_flags(file: GgufFile, layers: int) -> list[bool] | None:
 
 
 def _local_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of local layers' rotation, where it is not that of global layers."""
+    """Return the RoPE fields of local layers that differ from those of global layers."""
     key, family = "{arch}.rope.freq_base_swa", file.architecture
     if family == "gemma4":
         return {}  # part of `gemma_config`
@@ -139,8 +132,8 @@ def _local_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         factor = attention_factor(file)
         if factor == 1:
             return {"rope_local_base_freq": base}
-        longest = config["max_position_embeddings"]
-        unscaled = unscaled_longrope(config["head_dim"], factor, longest)
+        context_length = config["max_position_embeddings"]
+        unscaled = unscaled_longrope(config["head_dim"], factor, context_length)
         return {
             "rope_parameters": {
                 "full_attention": config["rope_scaling"] | {"rope_theta": config["rope_theta"]},
@@ -156,7 +149,7 @@ def _local_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 def gemma_config(file: GgufFile) -> dict[str, Any]:
     """Return the config fields of a Gemma; empty for other families.
 
-    Raises UnsupportedModel, and BadModelFile for missing or wrong fields.
+    Raises UnsupportedModel, BadModelFile.
     """
     configs = {
         "gemma2": _gemma2_config,
@@ -168,23 +161,17 @@ def gemma_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma2_config(file: GgufFile) -> dict[str, Any]:
-    """Return the fields of a Gemma 2 or 3.
-
-    GGUF states no attention scale: it follows from the size of the model.
-    """
+    """Return the fields of a Gemma 2 or 3. Its size decides the attention scale."""
     family = file.architecture
     width = file.count("{arch}.embedding_length")
     scalar = width // file.uniform_count("{arch}.attention.head_count")
-    if file.layer_count() != _LARGEST_GEMMA[family]:
+    if file.layer_count() != _LARGEST_GEMMA_LAYERS[family]:
         scalar = file.count("{arch}.attention.key_length", max(1, scalar))
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     if family == "gemma3":
-        caps = dict.fromkeys(caps, 0.0)
-    return {
-        **_GELU,
-        "query_pre_attn_scalar": scalar,
-        **{key: file.decimal("{arch}." + key, cap) or None for key, cap in caps.items()},
-    }
+        defaults = dict.fromkeys(defaults, 0.0)
+    softcaps = {key: file.decimal("{arch}." + key, cap) or None for key, cap in defaults.items()}
+    return {**_GELU, "query_pre_attn_scalar": scalar, **softcaps}
 
 
 def _gemma3n_config(file: GgufFile) -> dict[str, Any]:
@@ -207,30 +194,30 @@ def _gemma3n_config(file: GgufFile) -> dict[str, Any]:
         "altup_num_inputs": file.count("{arch}.altup.num_inputs", 4),
         "altup_active_idx": file.non_negative("{arch}.altup.active_idx", 0),
         "laurel_rank": laurel.shape[0],
-        "activation_sparsity_pattern": _sparsity(file, layers),
+        "activation_sparsity_pattern": _sparsity_per_layer(file, layers),
         "hidden_size_per_layer_input": file.count("{arch}.embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": file.tensors[_EMBEDDING_TABLE].shape[0],
     }
 
 
-def _sparsity(file: GgufFile, layers: int) -> list[float]:
+def _sparsity_per_layer(file: GgufFile, layers: int) -> list[float]:
     """Return each layer's share of zeroed gate values.
 
-    The file states a threshold in standard deviations instead of a share, minus infinity for layers
-    that are not sparse. Without it the first ten layers are sparse, as in llama.cpp.
+    The file states thresholds in standard deviations, minus infinity for layers that are not
+    sparse. Without them the first ten layers are sparse, as in llama.cpp.
     """
     key = "{arch}.activation_sparsity_scale"
     if file.has(key):
-        return [_share_below(deviations) for deviations in file.numbers(key)]
+        return [_share_below(threshold) for threshold in file.numbers(key)]
     return [_SPARSITY if layer < _SPARSE_LAYERS else 0.0 for layer in range(layers)]
 
 
-def _share_below(deviations: float) -> float:
-    """Return the share of a normal distribution below a threshold, as a short decimal."""
-    share = NormalDist().cdf(deviations)
+def _share_below(threshold: float) -> float:
+    """Return the share of a standard normal distribution, as a short decimal."""
+    share = NormalDist().cdf(threshold)
     for digits in range(1, 9):
         rounded = round(share, digits)
-        if 0 < rounded < 1 and abs(NormalDist().inv_cdf(rounded) - deviations) < 1e-6:
+        if 0 < rounded < 1 and abs(NormalDist().inv_cdf(rounded) - threshold) < 1e-6:
             return rounded
     return share
 
@@ -268,21 +255,18 @@ def _gemma4_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma4_rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Return RoPE settings by kind of layer. Pairs with a divisor of 1e20 or more do not rotate."""
-    pairs, factor = head_dim // 2, linear_factor(file)
+    """Return RoPE settings by layer type. Pairs with a divisor of 1e20 or more do not rotate."""
+    rotated_pairs, factor = head_dim // 2, linear_factor(file)
     if "rope_freqs.weight" in file.tensors:
         divisors = file.tensors["rope_freqs.weight"].unpack().reshape(-1).tolist()
-        pairs = divisors.count(1.0)
-        if (
-            divisors != sorted(divisors)
-            or any(1.0 < divisor < 1e20 for divisor in divisors)
-            or not pairs
-        ):
+        rotated_pairs = divisors.count(1.0)
+        is_scaled = any(1.0 < divisor < 1e20 for divisor in divisors)
+        if is_scaled or not rotated_pairs or divisors != sorted(divisors):
             raise file.unsupported("is a Gemma 4 that scales RoPE (rope_freqs.weight)")
     return {
         "full_attention": {
             "rope_type": "proportional",
-            "partial_rotary_factor": 2 * pairs / head_dim,
+            "partial_rotary_factor": 2 * rotated_pairs / head_dim,
             "rope_theta": file.decimal("{arch}.rope.freq_base", 1e4),
             **({} if factor == 1 else {"factor": factor}),
         },

@@ -19,22 +19,17 @@ _T = TypeVar("_T")
 class PackedTensor:
     """A tensor as the file stores it.
 
-    quantisation: GGML's name of the format, such as "Q4_1", "F16".
-    shape: in torch's order, `[rows, columns]` or `[rows]`.
     data: memory-mapped, with one entry for each row (for a matrix, its packed blocks). Blocks never
         cross a row, so rows can be reordered, chunked or repacked without unpacking them.
     """
 
     name: str
-    quantisation: str
-    shape: tuple[int, ...]
+    quantisation: str  # GGML's name of the format, such as "Q4_1", "F16"
+    shape: tuple[int, ...]  # in torch's order, `[rows, columns]` or `[rows]`
     data: NDArray[Any]
 
     def unpack(self, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.float32]:
-        """Dequantise rows to float32, `[len(rows), *shape[1:]]`.
-
-        Raises UnsupportedModel for a format that cannot be unpacked.
-        """
+        """Dequantise rows to `[len(rows), *shape[1:]]`. Raises UnsupportedModel."""
         from gguf import GGMLQuantizationType, dequantize
 
         packed = np.ascontiguousarray(self.data[rows])
@@ -52,28 +47,25 @@ class PackedTensor:
 class GgufFile:
     """A GGUF model, of one file or several parts.
 
-    path: of the (first) file. metadata: GGUF keys to Python values. tensors: by GGUF name, in file
-    order.
-
-    The accessors raise BadModelFile for a missing key without a default and for a value of another
-    type than they return. A key may begin with "{arch}", as in gguf-py's constants: it stands for
-    `architecture`.
+    The accessors of metadata raise BadModelFile for a value of another type than they return, and
+    for a missing key without a default. "{arch}" at the start of a key stands for `architecture`,
+    as in gguf-py's constants.
     """
 
-    path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, PackedTensor]
+    path: Path  # of the first part
+    metadata: Mapping[str, Any]  # by GGUF key
+    tensors: Mapping[str, PackedTensor]  # by GGUF name, in file order
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map a file, or all parts of the model that it is a part of, and check completeness.
+        """Map a file, or all parts of a split model.
 
         Raises BadModelFile if a file is missing, empty, truncated, corrupt, or not GGUF, and
         UnsupportedModel if it is newer than gguf-py.
         """
-        first, *others = parts = [cls._open_one(part) for part in parts_of(path)]
+        first, *others = parts = [cls._open_part(part) for part in parts_of(path)]
         for index, part in enumerate(parts):
-            part._require_part(index, len(parts))
+            part._check_part_index(index, len(parts))
         tensors = dict(first.tensors)
         for part in others:
             if duplicates := tensors.keys() & part.tensors:
@@ -81,16 +73,16 @@ class GgufFile:
                     f"{part.path} has {min(duplicates)}, as another part of the model"
                 )
             tensors |= part.tensors
-        total = first.metadata.get("split.tensors.count", len(tensors))
-        if total != len(tensors):
+        stated_count = first.metadata.get("split.tensors.count", len(tensors))
+        if stated_count != len(tensors):
             raise BadModelFile(
                 f"the parts of {first.path} have {len(tensors)} tensors where the first says "
-                f"{shown(total)}: they are of different models; fetch them again"
+                f"{abbreviated(stated_count)}: they are of different models; fetch them again"
             )
         return cls(first.path, first.metadata, tensors)
 
     @classmethod
-    def _open_one(cls, path: Path) -> Self:
+    def _open_part(cls, path: Path) -> Self:
         check_header(path)
         from gguf import GGUFReader
 
@@ -115,13 +107,13 @@ class GgufFile:
             ) from error
         return cls(path, metadata, tensors)
 
-    def _require_part(self, index: int, count: int) -> None:
-        """Check that the metadata call the file part `index` (from 0) of `count`."""
+    def _check_part_index(self, index: int, count: int) -> None:
+        """Raise BadModelFile unless the metadata say part `index` (from 0) of `count`."""
         stated_count = self.metadata.get("split.count", 1) or 1
         stated_index = self.metadata.get("split.no", 0)
         if (stated_count, stated_index) == (count, index):
             return
-        stated = f"part {shown(stated_index)} (from 0) of {shown(stated_count)}"
+        stated = f"part {abbreviated(stated_index)} (from 0) of {abbreviated(stated_count)}"
         if count == 1:
             raise BadModelFile(
                 f"{self.path} is {stated} of a split model, under a name that does not say so: "
@@ -135,31 +127,23 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The value of `general.architecture`, such as "qwen3moe"."""
         return self.text("general.architecture")
 
     def has(self, key: str) -> bool:
-        """Whether the metadata have this key."""
         return self.full_key(key) in self.metadata
 
     def required(self, key: str) -> Any:
-        """Return the value of a key of any type."""
         return self._checked(key, None, "a value", lambda value: True)
 
     def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """Return a whole number of at least `minimum`."""
         expected = f"a whole number of at least {minimum}"
         return self._checked(key, default, expected, lambda value: _is_whole(value, minimum))
 
     def non_negative(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 0."""
         return self.count(key, default, minimum=0)
 
     def uniform_count(self, key: str, default: int | None = None) -> int:
-        """Return a count that is stated once, or equally for each layer in a list.
-
-        Raises BadModelFile, and UnsupportedModel if layers differ.
-        """
+        """Return a count stated once or per layer. Raises UnsupportedModel if layers differ."""
         if not isinstance(self.metadata.get(self.full_key(key)), list):
             return self.count(key, default)
         counts: list[int] = self._checked(
@@ -170,11 +154,10 @@ class GgufFile:
         )
         if len(set(counts)) > 1:
             key = self.full_key(key)
-            raise self.unsupported(f"has another {key} in each layer ({shown(counts)})")
+            raise self.unsupported(f"has another {key} in each layer ({abbreviated(counts)})")
         return counts[0]
 
     def layer_count(self) -> int:
-        """Return the number of layers. Raises BadModelFile if there are more than tensors."""
         layers = self.count("{arch}.block_count")
         if layers > len(self.tensors):
             raise BadModelFile(
@@ -192,11 +175,9 @@ class GgufFile:
         return counts
 
     def integer(self, key: str) -> int:
-        """Return a whole number, which may be negative."""
         return self._checked(key, None, "a whole number", lambda value: type(value) is int)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number."""
         return self._checked(
             key, default, "a finite number", lambda value: _is_number(value) and abs(value) < inf
         )
@@ -206,23 +187,18 @@ class GgufFile:
         return shortest_decimal(self.number(key, default))
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
         return self._checked(key, default, "true or false", lambda value: type(value) is bool)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string."""
         return self._checked(key, default, "text", lambda value: type(value) is str)
 
     def texts(self, key: str) -> list[str]:
-        """Return a list of strings."""
         return self._list(key, "a list of texts", lambda text: type(text) is str)
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of whole numbers."""
         return self._list(key, "a list of whole numbers", lambda number: type(number) is int)
 
     def numbers(self, key: str) -> list[float]:
-        """Return a list of numbers, which may be infinite but not NaN."""
         return self._list(key, "a list of numbers", _is_number)
 
     def full_key(self, key: str) -> str:
@@ -237,7 +213,6 @@ class GgufFile:
     def _checked(
         self, key: str, default: _T | None, expected: str, is_valid: Callable[[Any], bool]
     ) -> _T:
-        """Return the value of a key, or a default that is not None."""
         value: _T | None = self.metadata.get(self.full_key(key), default)
         if value is None:
             raise BadModelFile(
@@ -253,7 +228,7 @@ class GgufFile:
         value = self.metadata.get(self.full_key(key))
         return BadModelFile(
             f"{self.path}: metadata field {self.full_key(key)} must be {expected}, found "
-            f"{shown(value)}; fetch it again"
+            f"{abbreviated(value)}; fetch it again"
         )
 
     def unsupported(self, reason: str) -> UnsupportedModel:
@@ -277,7 +252,7 @@ def shortest_decimal(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def shown(value: object) -> str:
-    """Shorten a value for an error message: it may be a list of 100,000 tokens."""
+def abbreviated(value: object) -> str:
+    """Return a short repr for an error message: the value may be a list of 100,000 tokens."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

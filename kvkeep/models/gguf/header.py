@@ -4,8 +4,7 @@ A model is one file or several parts. llama.cpp's gguf-split names these NAME-00
 and so on; the first has the metadata.
 
 gguf-py trusts the counts in a header: one damaged byte makes it iterate over 2^60 entries that are
-not there. `check_header` walks the header against the length of the file first. That takes
-milliseconds and no memory, and it distinguishes a damaged file from one newer than gguf-py.
+not there. `check_header` compares them with the length of the file, in milliseconds.
 """
 
 import mmap
@@ -17,26 +16,23 @@ from kvkeep.errors import BadModelFile, UnsupportedModel
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY = 8, 9
-# Bytes of a value by its type number: uint8, int8, uint16, int16, uint32, int32, float32, bool,
-# uint64, int64, float64.
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+# Bytes by type number: uint8, int8, uint16, int16, uint32, int32, float32, bool, uint64, int64,
+# float64.
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MAX_DEPTH = 4  # of nested arrays; existing models have depth 1
 _MAX_DIMENSIONS = 4
 _MAX_TYPES = 256  # GGML numbers its types from 0: no release has more than these
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all parts of the model that a file is a part of, in order; else the file itself.
-
-    Raises BadModelFile if parts are missing.
-    """
+    """Return all parts of a split model, in order, or the one file. Raises BadModelFile."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
-    name, number, count = match[1], int(match[2]), int(match[3])
-    if not 1 <= number <= count:
+    name, part_number, count = match[1], int(match[2]), int(match[3])
+    if not 1 <= part_number <= count:
         raise BadModelFile(
-            f"{path} calls itself part {number} of {count}: give its parts the names they had"
+            f"{path} calls itself part {part_number} of {count}: give its parts the names they had"
         )
     parts = [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
@@ -52,13 +48,12 @@ def parts_of(path: Path) -> list[Path]:
 def check_header(path: Path) -> None:
     """Check the magic number, the version, and the header against the length of the file.
 
-    Raises BadModelFile for a damaged file or another kind of file, and UnsupportedModel for tensors
-    of a type that the installed gguf-py does not support.
+    Raises BadModelFile, and UnsupportedModel for tensor types that the installed gguf-py lacks.
     """
     _check_magic(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _HeaderWalk(data).walk()
+            _HeaderScanner(data).scan()
     except (ValueError, OSError) as error:
         raise BadModelFile(
             f"{path} is a truncated or corrupt GGUF file ({error}); fetch it again"
@@ -90,64 +85,63 @@ def _check_magic(path: Path) -> None:
         )
 
 
-class _HeaderWalk:
-    """A cursor that steps over a header's entries. Raises ValueError beyond the end of the file."""
+class _HeaderScanner:
+    """A cursor over a header's entries. Its methods raise ValueError beyond the end of the file."""
 
     def __init__(self, data: mmap.mmap):
         self._data = data
         self._size = len(data)
-        self._offset = 8  # of the next entry: first behind the magic and the version
+        self._offset = 8  # behind the magic and the version
 
-    def walk(self) -> None:
-        tensors, fields = self._uint(8), self._uint(8)
-        for _ in range(self._require(fields, entry_bytes=8 + 4)):
+    def scan(self) -> None:
+        tensor_count, field_count = self._uint(8), self._uint(8)
+        for _ in range(self._require(field_count, entry_bytes=8 + 4)):
             self._string()
-            self._value(self._uint(4), depth=0)
-        for _ in range(self._require(tensors, entry_bytes=8 + 4 + 4 + 8)):
-            self._tensor()
+            self._skip_value(self._uint(4), depth=0)
+        for _ in range(self._require(tensor_count, entry_bytes=8 + 4 + 4 + 8)):
+            self._check_tensor()
 
     def _require(self, count: int, entry_bytes: int) -> int:
-        """Return the count after checking that the file is long enough for so many entries."""
+        """Return the count if that many entries fit into the rest of the file."""
         if count * entry_bytes > self._size - self._offset:
             raise ValueError(f"{count} entries at {self._offset} would go beyond its end")
         return count
 
-    def _skip(self, size: int) -> bytes:
-        """Step over `size` bytes and return them."""
+    def _read(self, size: int) -> bytes:
         start = self._offset
         self._offset += self._require(size, entry_bytes=1)
         return self._data[start : self._offset]
 
     def _uint(self, size: int) -> int:
-        return int.from_bytes(self._skip(size), "little")
+        return int.from_bytes(self._read(size), "little")
 
     def _string(self) -> bytes:
-        return self._skip(self._uint(8))
+        return self._read(self._uint(8))
 
-    def _value(self, value_type: int, depth: int) -> None:
-        if value_type in _SIZES:
-            self._skip(_SIZES[value_type])
+    def _skip_value(self, value_type: int, depth: int) -> None:
+        if value_type in _SCALAR_BYTES:
+            self._read(_SCALAR_BYTES[value_type])
         elif value_type == _STRING:
             self._string()
         elif value_type == _ARRAY and depth < _MAX_DEPTH:
             item_type, count = self._uint(4), self._uint(8)
-            if item_type in _SIZES:
-                # Not by _skip, which would copy a large array.
-                self._offset += self._require(count, _SIZES[item_type]) * _SIZES[item_type]
+            if item_bytes := _SCALAR_BYTES.get(item_type):
+                # Not by _read, which would copy a large array.
+                self._offset += self._require(count, item_bytes) * item_bytes
                 return
             for _ in range(self._require(count, entry_bytes=8)):
-                self._value(item_type, depth + 1)
+                self._skip_value(item_type, depth + 1)
         else:
             raise ValueError(f"a field of kind {value_type}")
 
-    def _tensor(self) -> None:
+    def _check_tensor(self) -> None:
         name = self._string().decode(errors="replace")
         dimensions = self._uint(4)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} of {dimensions} dimensions")
-        self._skip(8 * dimensions)
+        self._read(8 * dimensions)
         tensor_type = self._uint(4)
-        self._skip(8)  # the offset of its data
+        self._read(8)  # the offset of its data
         if tensor_type >= _MAX_TYPES:
             raise ValueError(f"tensor {name!r} of type {tensor_type}")
         if tensor_type not in _known_types():

@@ -16,18 +16,16 @@ class Splitter:
 
     patterns: applied in turn, each to the pieces of the previous one. Matches and the text between
         them become pieces; those of the last pattern are the words.
-    whole_words: a word that is a token is encoded as that token, even if no merges lead to it.
-    composed: text is normalised by NFC first.
-    bos: BOS precedes a text, unless the file says otherwise.
+    ignore_merges: encode a word that is a token as that token, even if no merges lead to it.
     """
 
     patterns: tuple[str, ...]
-    whole_words: bool = False
-    composed: bool = False
-    bos: bool = False
+    ignore_merges: bool = False
+    nfc: bool = False  # normalise text by NFC first
+    add_bos: bool = False  # unless the file says otherwise
 
     def pre_tokenizer(self) -> PreTokenizer:
-        """Return the pre-tokenizer: words, in the characters that stand for their bytes."""
+        """Return the splits, and then the mapping of bytes to GPT-2's byte alphabet."""
         splits = map(_split, self.patterns)
         return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -62,14 +60,14 @@ def _cased_words(
 ) -> str:
     """Return the pattern of GPT-4o, in which upper-case letters only begin a word.
 
-    class_suffix: added to the letter classes, to exclude letters. closing: characters that attach
-    to the punctuation before them.
+    class_suffix: excludes letters from the letter classes. closing: characters that attach to the
+    punctuation before them.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
-    before = r"[^\r\n\p{L}\p{N}]?"
+    leading = r"[^\r\n\p{L}\p{N}]?"
     return (
-        rf"{before}{upper}*{lower}+{contractions}|{before}{upper}+{lower}*{contractions}"
+        rf"{leading}{upper}*{lower}+{contractions}|{leading}{upper}+{lower}*{contractions}"
         rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{closing}]*|{_SPACES}"
     )
 
@@ -120,24 +118,24 @@ _GPT4, _GPT4O = _words(_THREE_DIGITS), _cased_words(_THREE_DIGITS)
 _BY_NAMES = {
     "default": Splitter(_DEFAULT),
     "gpt-2 phi-2 exaone4 gigachat a.x-4.0 mellum trillion granite-docling": Splitter((_GPT2,)),
-    "olmo": Splitter((_GPT2,), composed=True),
+    "olmo": Splitter((_GPT2,), nfc=True),
     "smollm starcoder refact codeshell exaone minerva-7b mellum2": Splitter((_DIGIT, _GPT2)),
-    "command-r": Splitter((_DIGIT, _GPT2), composed=True),
+    "command-r": Splitter((_DIGIT, _GPT2), nfc=True),
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": Splitter(
-        (_GPT4,), whole_words=True, bos=True
+        (_GPT4,), ignore_merges=True, add_bos=True
     ),
     "dbrx smaug-bpe glm4 chatglm-bpe": Splitter((_GPT4,)),
-    "qwen2 deepseek-r1-qwen stablelm2": Splitter((_words(_DIGIT),), composed=True),
+    "qwen2 deepseek-r1-qwen stablelm2": Splitter((_words(_DIGIT),), nfc=True),
     "hunyuan solar-open grok-2 kormo megrez": Splitter((_words(_DIGIT),)),
-    "qwen35": Splitter((_words(_DIGIT, r"\p{L}\p{M}"),), composed=True),
+    "qwen35": Splitter((_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
     "laguna": Splitter((r"[^\n]+|[\n]+", _words(_DIGIT))),
-    "minicpm5": Splitter((_THREE_DIGITS, _words(r"\p{N}+")), whole_words=True),
+    "minicpm5": Splitter((_THREE_DIGITS, _words(r"\p{N}+")), ignore_merges=True),
     "jais-2": Splitter((_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
     "gpt-4o llama4 kanana2 talkie minimax-m2": Splitter((_GPT4O,)),
-    "tekken": Splitter((_cased_words(_DIGIT, contractions=""),), whole_words=True, bos=True),
+    "tekken": Splitter((_cased_words(_DIGIT, contractions=""),), ignore_merges=True, add_bos=True),
     "tiny_aya cohere2moe": Splitter((_TINY_AYA, _GPT4O)),
     "kimi-k2": Splitter((_KIMI,)),
-    "youtu": Splitter((_YOUTU, _cased_words(_DIGIT)), whole_words=True),
+    "youtu": Splitter((_YOUTU, _cased_words(_DIGIT)), ignore_merges=True),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Splitter(
         (_THREE_DIGITS, _CHINESE_AND_KANA, _SIGNED_WORDS)
     ),

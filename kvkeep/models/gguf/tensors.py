@@ -1,15 +1,17 @@
 """The tensors of a GGUF file under their Hugging Face names, stacks cut apart.
 
-A layer of experts has its gates stacked in one tensor `[experts, rows, columns]`, and likewise its
-ups and its downs; files from before April 2024 have a tensor for each expert. Gemma 3n has the
-matrices of all residual streams but the first in one tensor. Quantised blocks never cross a row, so
-a matrix can be cut out of a stack without copying or unpacking it.
+A stack holds one projection of all experts, `[experts, rows, columns]`; files from before April
+2024 have a tensor for each expert. Gemma 3n stacks the matrices of all residual streams but the
+first. Quantised blocks never cross a row, so a matrix is a view of its stack.
 """
 
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
@@ -23,7 +25,7 @@ _TOP_NAMES = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
-# A tensor that is not called "weight" on one of the sides has its full name in these tables.
+# Without the suffix, which is "weight" or "bias"; with it where the Hugging Face name has none.
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -37,7 +39,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROUTER_NAMES = {
+_MOE_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -120,8 +122,8 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     for name, tensor in file.tensors.items():
         if _NOT_WEIGHTS.fullmatch(name):
             continue
-        if parts := _renamed(name, tensor, layer_names, architecture):
-            named |= parts
+        if renamed := _rename(name, tensor, layer_names, architecture):
+            named |= renamed
         elif _is_defined(name):
             raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
         else:
@@ -137,18 +139,15 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
 
 
 def _is_defined(name: str) -> bool:
-    """Whether GGUF defines a tensor for any architecture, so that a forward could depend on it.
-
-    A bias or a scale counts as the tensor that it belongs to.
-    """
+    """Whether GGUF defines a tensor, or the one that a bias or scale belongs to, for any model."""
     from gguf import TENSOR_NAMES
 
-    parts = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).split(".")
-    defined = set(TENSOR_NAMES.values())
-    return any(".".join(parts[:count]) in defined for count in range(1, len(parts) + 1))
+    words = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).split(".")
+    prefixes = {".".join(words[:count]) for count in range(1, len(words) + 1)}
+    return not prefixes.isdisjoint(TENSOR_NAMES.values())
 
 
-def _renamed(
+def _rename(
     name: str, tensor: PackedTensor, layer_names: Mapping[str, str], architecture: str
 ) -> dict[str, PackedTensor]:
     """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none."""
@@ -156,9 +155,7 @@ def _renamed(
         return {_TOP_NAMES[name]: tensor}
     if name in _STREAM_STACKS and len(tensor.shape) == 3:
         return {
-            f"model.{_STREAM_STACKS[name]}.{stream}.weight": replace(
-                tensor, shape=tensor.shape[1:], data=data
-            )
+            f"model.{_STREAM_STACKS[name]}.{stream}.weight": _part(tensor, data)
             for stream, data in enumerate(tensor.data)
         }
     match = _LAYER_TENSOR.fullmatch(name)
@@ -173,33 +170,36 @@ def _renamed(
         return {f"{prefix}.{layer_names[base]}.{suffix}": tensor}
     if suffix == "bias" and architecture != _GPT_OSS:  # only its experts and routers have biases
         return {}
-    if base in _ROUTER_NAMES:
+    if base in _MOE_NAMES:
         if suffix == "weight" and len(tensor.shape) == 1:  # the shared expert's gate, one row
             tensor = replace(tensor, shape=(1, *tensor.shape), data=tensor.data.reshape(1, -1))
-        return {f"{prefix}.{_ROUTER_NAMES[base]}.{suffix}": tensor}
+        return {f"{prefix}.{_MOE_NAMES[base]}.{suffix}": tensor}
     if (expert := _EXPERT.fullmatch(base)) and suffix == "weight":
         return {f"{prefix}.mlp.experts.{expert[2]}.{expert[1]}_proj.weight": tensor}
-    stack = _EXPERT_STACK.fullmatch(base)
-    if stack and len(tensor.shape) == (2 if suffix == "bias" else 3):
-        return _experts(f"{prefix}.mlp.experts", stack[1], suffix, tensor)
+    stacked = _EXPERT_STACK.fullmatch(base)
+    if stacked and len(tensor.shape) == (2 if suffix == "bias" else 3):
+        return _unstack_experts(f"{prefix}.mlp.experts", stacked[1].split("_"), suffix, tensor)
     return {}
 
 
-def _experts(
-    prefix: str, projection: str, suffix: str, stack: PackedTensor
+def _unstack_experts(
+    prefix: str, projections: list[str], suffix: str, stack: PackedTensor
 ) -> dict[str, PackedTensor]:
     """Return each expert's projections in a stack.
 
     Example: a stack `ffn_gate_up_exps` of `[8, 512, 128]` gives for each of 8 experts a gate_proj
     and an up_proj of `[256, 128]`.
     """
-    experts, rows, *columns = stack.shape
-    names = projection.split("_")  # one, or gate and up
-    part_rows = rows // len(names)
-    parts = {}
-    for expert in range(experts):
-        for index, name in enumerate(names):
-            data = stack.data[expert, index * part_rows : (index + 1) * part_rows]
-            part = replace(stack, shape=(len(data), *columns), data=data)
-            parts[f"{prefix}.{expert}.{name}_proj.{suffix}"] = part
-    return parts
+    rows = stack.shape[1] // len(projections)
+    return {
+        f"{prefix}.{expert}.{projection}_proj.{suffix}": _part(
+            stack, data[index * rows : (index + 1) * rows]
+        )
+        for expert, data in enumerate(stack.data)
+        for index, projection in enumerate(projections)
+    }
+
+
+def _part(stack: PackedTensor, data: NDArray[Any]) -> PackedTensor:
+    """Return rows of one matrix (or bias) of a stack."""
+    return replace(stack, shape=(len(data), *stack.shape[2:]), data=data)

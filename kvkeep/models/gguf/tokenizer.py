@@ -1,8 +1,8 @@
 """Building a `tokenizers.Tokenizer` from the vocabulary in a GGUF file.
 
-Three kinds: byte-level BPE; SentencePiece's BPE, with ▁ for a space; and Gemma 4's, which is BPE
-with ▁ and explicit merges. The last two do not split a text into words, and encode a character that
-is not a token as its bytes.
+There are three models: "gpt2", byte-level BPE; "llama", SentencePiece's BPE, with ▁ for a space;
+and "gemma4", BPE with ▁ and explicit merges. The last two do not split a text into words, and
+encode a character that is not a token as its bytes.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from kvkeep.models.gguf.vocabulary import (
     special_id,
 )
 
-_DEFAULT = "default"  # the splitter of files that name none
+_DEFAULT_SPLITTER = "default"  # of files that name none
 _SPACE = "▁"  # SentencePiece's space
 _NOT_PIECES = (UNKNOWN, CONTROL, BYTE)
 
@@ -32,28 +32,29 @@ _NOT_PIECES = (UNKNOWN, CONTROL, BYTE)
 def build_tokenizer(file: GgufFile) -> Tokenizer:
     """Build the tokenizer that a GGUF file describes.
 
-    Raises UnsupportedModel for other kinds of tokenizers and unknown splitters, and BadModelFile if
+    Raises UnsupportedModel for other tokenizer models and unknown splitters, and BadModelFile if
     the vocabulary is incomplete.
     """
-    kind = file.text("tokenizer.ggml.model", "none")
-    if kind in ("none", "no_vocab"):
+    model = file.text("tokenizer.ggml.model", "none")
+    if model in ("none", "no_vocab"):
         raise UnsupportedModel(
             f"{file.path} has no tokenizer, so it cannot read text: take a file of the model that "
             "has one, or its safetensors folder"
         )
-    if kind not in _KINDS:
+    if model not in _BUILDERS:
         raise UnsupportedModel(
-            f"the GGUF tokenizer kind {kind!r} is not supported; supported: 'gpt2' (byte-level "
+            f"the GGUF tokenizer kind {model!r} is not supported; supported: 'gpt2' (byte-level "
             "BPE), 'llama' (SentencePiece) and 'gemma4'. Use the model's safetensors folder, which "
             "has a tokenizer.json"
         )
-    if kind == "gpt2" and _splitter_name(file) not in SPLITTERS:
+    splitter = _splitter_name(file)
+    if model == "gpt2" and splitter not in SPLITTERS:
         raise UnsupportedModel(
-            f"the GGUF pre-tokenizer {_splitter_name(file)!r} is not supported; supported: "
+            f"the GGUF pre-tokenizer {splitter!r} is not supported; supported: "
             f"{', '.join(sorted(SPLITTERS))}. "
             "Use the model's safetensors folder, which has a tokenizer.json"
         )
-    if kind == "gpt2" and _splitter_name(file) == _DEFAULT:
+    if model == "gpt2" and splitter == _DEFAULT_SPLITTER:
         warnings.warn(
             f"{file.path} does not say how its text is split into words (tokenizer.ggml.pre): it "
             "is split as llama.cpp does by default, which few models were trained on; take a newer "
@@ -62,24 +63,23 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
             stacklevel=2,
         )
     vocabulary = Vocabulary.read(file)
-    tokenizer = _KINDS[kind](vocabulary)
+    tokenizer = _BUILDERS[model](vocabulary)
     _add_special_tokens(tokenizer, vocabulary)
-    default_bos = kind != "gpt2" or SPLITTERS[_splitter_name(file)].bos
+    add_bos = model != "gpt2" or SPLITTERS[splitter].add_bos
     # Some files of Gemma 4 wrongly state that they have no BOS; llama.cpp ignores that as well.
-    if kind == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", default_bos):
+    if model == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", add_bos):
         _prepend_bos(tokenizer, vocabulary)
     return tokenizer
 
 
 def _splitter_name(file: GgufFile) -> str:
-    """Return the file's name for how a text is split into words (the pre-tokenizer)."""
-    return file.text("tokenizer.ggml.pre", "") or _DEFAULT
+    return file.text("tokenizer.ggml.pre", "") or _DEFAULT_SPLITTER
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     splitter = SPLITTERS[_splitter_name(vocabulary.file)]
-    tokenizer = Tokenizer(vocabulary.bpe(vocabulary.merges(), ignore_merges=splitter.whole_words))
-    if splitter.composed:
+    tokenizer = Tokenizer(vocabulary.bpe(vocabulary.merges(), ignore_merges=splitter.ignore_merges))
+    if splitter.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = splitter.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,33 +87,27 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
-    """Build SentencePiece's BPE, as in Llama 2, Mistral, Phi-3 and Gemma 1 to 3.
-
-    Raises BadModelFile if scores or bytes are missing.
-    """
+    """Build SentencePiece's BPE, as in Llama 2, Mistral, Phi-3 and Gemma 1 to 3."""
     file = vocabulary.file
-    prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
+    add_prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
     collapse_spaces = file.flag("tokenizer.ggml.remove_extra_whitespaces", False)
     scores = zip(vocabulary.tokens, vocabulary.types, vocabulary.scores(), strict=True)
     # Control tokens are not pieces, so the text of one is not encoded as that token.
-    pieces = {token: score for token, kind, score in scores if kind not in _NOT_PIECES}
+    pieces = {token: score for token, token_type, score in scores if token_type not in _NOT_PIECES}
     tokenizer = _bpe_with_byte_fallback(vocabulary, merges_by_score(pieces))
     tokenizer.normalizer = normalizers.Sequence(
         [
             *([normalizers.Replace(Regex(r"\A +| +\z|(?<= ) +"), "")] if collapse_spaces else []),
-            *([normalizers.Prepend(_SPACE)] if prefix else []),
+            *([normalizers.Prepend(_SPACE)] if add_prefix else []),
             normalizers.Replace(" ", _SPACE),
         ]
     )
-    tokenizer.decoder = _decoder(prefix)
+    tokenizer.decoder = _decoder(strip_prefix=add_prefix)
     return tokenizer
 
 
 def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
-    """Build Gemma 4's BPE: the file has merges, and no token mixes newlines with other text.
-
-    Raises BadModelFile if merges or bytes are missing.
-    """
+    """Build Gemma 4's BPE: the file has merges, and no token mixes newlines with other text."""
     tokenizer = _bpe_with_byte_fallback(vocabulary, vocabulary.merges())
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.pre_tokenizer = Split(Regex(r"\n+"), behavior="isolated")
@@ -122,19 +116,17 @@ def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that makes a third, in order of the third's score, highest first.
+    """Return every pair of pieces that joins to a third, by the third's score, highest first.
 
-    SentencePiece merges the neighbours that make the piece with the highest score, and the leftmost
-    of several such. BPE with this order of merges does the same if no two pieces have the same
-    score, which holds for what SentencePiece trains.
+    SentencePiece merges the leftmost neighbours that join to the piece with the highest score. BPE
+    with these merges does the same, since SentencePiece trains no two pieces with the same score.
 
     Example: pieces a, b, ab, abb give (a, b), (ab, b).
     """
     lengths = {len(piece) for piece in pieces}
-    by_score = sorted(pieces, key=lambda piece: -pieces[piece])
     return [
         (piece[:cut], piece[cut:])
-        for piece in by_score
+        for piece in sorted(pieces, key=lambda piece: -pieces[piece])
         for cut in range(1, len(piece))
         if cut in lengths and piece[:cut] in pieces and piece[cut:] in pieces
     ]
@@ -163,7 +155,7 @@ def _decoder(strip_prefix: bool) -> decoders.Decoder:
     return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip_prefix else [])])
 
 
-_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
@@ -187,16 +179,14 @@ def _strips_right(token: str, file: GgufFile) -> bool:
 
     GGUF does not state it. In Phi-3's tokenizer.json, the tokens added to Llama 2's and </s> do.
     """
-    is_phi3 = (file.text("general.architecture", ""), file.text("tokenizer.ggml.model")) == (
-        "phi3",
-        "llama",
-    )
+    architecture = file.text("general.architecture", "")
+    is_phi3 = architecture == "phi3" and file.text("tokenizer.ggml.model") == "llama"
     return is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _prepend_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     bos = special_id(vocabulary.file, "bos")
     if bos is not None:
-        # Under a name: TemplateProcessing parses some token texts, such as those with a colon.
+        # By an alias: TemplateProcessing parses token texts, and fails for some with a colon.
         token = {"id": "bos", "ids": [bos], "tokens": [vocabulary.tokens[bos]]}
         tokenizer.post_processor = TemplateProcessing(single="bos $A", special_tokens=[token])

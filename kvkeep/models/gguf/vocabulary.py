@@ -13,7 +13,7 @@ from typing import Any, Self
 from tokenizers.models import BPE
 
 from kvkeep.errors import BadModelFile
-from kvkeep.models.gguf.file import GgufFile, shown
+from kvkeep.models.gguf.file import GgufFile, abbreviated
 
 # GGUF's token types. Tokens of any other type are text.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -24,8 +24,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 def special_id(file: GgufFile, role: str) -> int | None:
     """Return the id of the token for a role: "bos", "eos", "unknown", "padding".
 
-    None if the file names none; None with a warning if the id is outside the vocabulary. Raises
-    BadModelFile if it is not a whole number.
+    None if the file names none, and, with a warning, if the id is outside the vocabulary.
     """
     key = f"tokenizer.ggml.{role}_token_id"
     if not file.has(key):
@@ -41,7 +40,7 @@ def special_id(file: GgufFile, role: str) -> int | None:
 
 
 def special_token(file: GgufFile, role: str) -> str | None:
-    """Return the text of the token for a role, as `special_id`."""
+    """Return the text of the token that `special_id` returns."""
     index = special_id(file, role)
     return None if index is None else Vocabulary.read(file).tokens[index]
 
@@ -52,18 +51,17 @@ def _warn(message: str) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model. tokens: texts by id, all different. types: GGUF token types by id."""
+    """The tokens of a model."""
 
     file: GgufFile
-    tokens: list[str]
-    types: list[int]
+    tokens: list[str]  # texts by id, all different
+    types: list[int]  # GGUF token types by id
 
     @classmethod
     def read(cls, file: GgufFile) -> Self:
-        """Read the vocabulary of a file.
+        """Read the vocabulary of a file, with warnings of missing types and equal tokens.
 
-        Raises BadModelFile if tokens are missing or the types do not match them. Warns of missing
-        types and of several tokens with the same text.
+        Raises BadModelFile if tokens are missing or the types do not match them.
         """
         tokens = file.texts("tokenizer.ggml.tokens")
         types = _types(file, tokens)
@@ -75,16 +73,14 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> Mapping[str, int]:
-        """Token ids by text."""
         return {token: index for index, token in enumerate(self.tokens)}
 
     def of_type(self, *types: int) -> list[str]:
         """Return the texts of all tokens of these types, in order of their ids."""
         pairs = zip(self.tokens, self.types, strict=True)
-        return [token for token, kind in pairs if kind in types]
+        return [token for token, token_type in pairs if token_type in types]
 
     def scores(self) -> list[float]:
-        """Return the score of each token. Raises BadModelFile if they are missing or no numbers."""
         scores = self.file.numbers("tokenizer.ggml.scores")
         if len(scores) != len(self.tokens):
             raise BadModelFile(
@@ -94,10 +90,7 @@ class Vocabulary:
         return scores
 
     def merges(self) -> list[tuple[str, str]]:
-        """Return the pairs of texts that BPE merges, in order of priority.
-
-        Raises BadModelFile if they are missing or malformed.
-        """
+        """Return the pairs of texts that BPE merges, in order of priority."""
         merges = []
         for merge in self.file.texts("tokenizer.ggml.merges"):
             left, space, right = merge.partition(" ")
@@ -109,10 +102,7 @@ class Vocabulary:
         return merges
 
     def bpe(self, merges: Collection[tuple[str, str]], **options: Any) -> BPE:
-        """Return a BPE model of the tokens with these merges. options: of `tokenizers.models.BPE`.
-
-        Raises BadModelFile for merges of texts that are not tokens.
-        """
+        """Return a BPE model. Raises BadModelFile for merges of texts that are not tokens."""
         # The library raises bare Exception for every fault.
         try:
             return BPE(vocab=dict(self.ids), merges=list(merges), **options)
@@ -138,19 +128,17 @@ def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
 
 
 def _ids_by_role(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
-    """Return the ids of tokens with a role, such as "eos", by role."""
-    keys = filter(None, map(_ROLE.fullmatch, file.metadata))
-    ids = {key[1]: file.integer(key[0]) for key in keys}
+    matches = filter(None, map(_ROLE.fullmatch, file.metadata))
+    ids = {match[1]: file.integer(match[0]) for match in matches}
     return {role: index for role, index in ids.items() if 0 <= index < len(tokens)}
 
 
 def _without_duplicates(
     file: GgufFile, tokens: list[str], types: list[int]
 ) -> tuple[list[str], list[int]]:
-    """Return tokens and types with duplicate texts replaced by unique placeholders.
+    """Return tokens and types, with tokens of duplicate text made unique control tokens.
 
-    Of several tokens with the same text, the one with a role keeps it, or else the last, which is
-    the one that llama.cpp finds. The others become control tokens with placeholder texts.
+    The token with a role keeps its text, or else the last, which llama.cpp finds.
     """
     owners = {token: index for index, token in enumerate(tokens)}
     owners |= {tokens[index]: index for index in _ids_by_role(file, tokens).values()}
@@ -160,7 +148,7 @@ def _without_duplicates(
     duplicates = [index for index, token in enumerate(tokens) if owners[token] != index]
     _warn(
         f"{file.path} has {len(duplicates)} tokens whose text another one has "
-        f"({shown(duplicates)}): no text is encoded to these"
+        f"({abbreviated(duplicates)}): no text is encoded to these"
     )
     for index in duplicates:
         tokens[index], types[index] = f"<duplicate token {index}>", CONTROL
