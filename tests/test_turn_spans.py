@@ -158,7 +158,7 @@ def test_pieces_are_found_in_sentencepiece(
 ) -> None:
     """The tokens decode to the whole, and a text's own to it: no token of the template's."""
     codec = vocabularies(prefix)
-    pieces = [codec._control._seal(each) for each in (before, text, after)]
+    pieces = [codec._control_tokens._seal(each) for each in (before, text, after)]
     ids, places = encode_pieces(codec, pieces)
     assert codec.decode(ids) == codec.decode(codec.encode_sealed("".join(pieces)))
     assert [place[0] for place in places[1:]] == [place[1] for place in places[:-1]]

@@ -23,18 +23,15 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Render messages with the chat template of the model in `folder`.
+    """Render checked messages with the chat template of the model in `folder`.
 
-    messages: as `checked_messages` returns them. tools: as `checked_tools` returns them.
-
-    Raises UnsupportedModel without a template or with one that is not valid jinja, BadModelFile if
-    the template cannot be read, and InvalidArgument if it refuses the messages or fails on them.
+    Raises UnsupportedModel without a valid template, BadModelFile if it cannot be read, and
+    InvalidArgument if it refuses the messages or fails on them.
     """
     from jinja2 import TemplateError
 
     config = _tokenizer_config(folder)
     template = _compile(_find_template(folder, config, tools is not None), folder)
-
     try:
         return template.render(
             messages=[_with_reasoning(message) for message in messages],
@@ -66,8 +63,7 @@ def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages as dicts.
 
-    Raises InvalidArgument if a message lacks "role" or "content" as text. A message with tool calls
-    needs no content.
+    Raises InvalidArgument if a message lacks "role" or, without tool calls, "content" as text.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
         raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
@@ -151,7 +147,7 @@ def _compile(source: str, folder: Path) -> "Template":
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token and so on, which configs state as text or as an object with its content."""
+    """Return the texts of bos_token and so on; some configs state an object with "content"."""
     tokens = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(key)

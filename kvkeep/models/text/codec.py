@@ -18,7 +18,7 @@ from kvkeep.models.text.token_bytes import TokenBytes
 _REPLACEMENT = "\ufffd"  # decoded from bytes that are not (or not yet) a character
 # Marks in a rendering where the open message ends. Letters only, so that no template trims it.
 _MARK = "kvkeepgoeson"
-# Tokens after which incomplete text is returned: a character has 4 bytes, so it is noise.
+# Tokens after which incomplete text is returned: a character has at most 4 bytes, so it is noise.
 _MAX_PENDING = 64
 
 
@@ -56,23 +56,18 @@ class TextCodec:
 
     @property
     def opening_ids(self) -> list[int]:
-        """The ids before a plain text, such as BOS; empty for many models.
-
-        A chat template writes its own.
-        """
+        """The ids before a plain text, such as BOS; often empty. A chat template writes its own."""
         encoded = self.tokenizer.encode("a", add_special_tokens=True)
-        added = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
-        return [index for index, _ in takewhile(lambda pair: pair[1] == 1, added)]
+        return encoded.ids[: len(list(takewhile(bool, encoded.special_tokens_mask)))]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the token ids of a text, without BOS.
 
         special: encode the text of a special token, such as <|im_start|>, as that token. By default
-        it is plain text, so that user input cannot end or begin a turn. The result of `chat` needs
-        no `special`: it records which tokens the template wrote.
+        it is plain text, so that user input cannot end or begin a turn. The result of `chat`
+        records which tokens the template wrote, and needs no `special`.
 
-        Bytes that the vocabulary lacks are left out, as by the model's own tokenizer: SmolLM2 has
-        no token for six control characters and for the planes of Unicode that hold no script.
+        Bytes that the vocabulary lacks are left out, as by the model's own tokenizer.
 
         Raises InvalidArgument for text that is not Unicode (half of a surrogate pair).
         """
@@ -85,14 +80,14 @@ class TextCodec:
 
     def encode_sealed(self, text: str) -> list[int]:
         """Return the token ids of `ChatText.sealed` or a part of it."""
-        return self._control.encode(text)
+        return self._control_tokens.encode(text)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of token ids. Ids beyond the vocabulary have no text.
 
         Raises InvalidArgument for a negative id.
         """
-        if any(index < 0 for index in ids):
+        if any(token < 0 for token in ids):
             raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
         valid_ids = self._token_bytes.replace_invalid(ids)
         return self.tokenizer.decode(valid_ids, skip_special_tokens=skip_special)
@@ -106,18 +101,17 @@ class TextCodec:
         """
         if token < 0:
             raise InvalidArgument(f"token ids are numbers from 0 up, found {token}")
-        return self._token_bytes.of(token)
+        return self._token_bytes.get(token)
 
     def is_control(self, token: int) -> bool:
         """Whether a token is special, such as <|im_end|>, and so not part of generated text."""
-        return token in self._control.ids
+        return token in self._control_tokens.ids
 
     def decode_inside(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens inside a text, with the leading space of the first one."""
+        """Return the text of tokens inside a text, with the first one's leading space."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def piece_stream(self, skip_special: bool = False) -> "PieceStream":
-        """Return an incremental decoder."""
         return PieceStream(self, skip_special)
 
     def chat(
@@ -138,10 +132,10 @@ class TextCodec:
         Raises UnsupportedModel if the model has no template, InvalidArgument for messages or tools
         that are malformed or that the template refuses.
         """
-        guarded = self._control.replace_texts(checked_messages(messages))
-        schemas = self._control.replace_texts(checked_tools(tools))
+        guarded = self._control_tokens.with_placeholders(checked_messages(messages))
+        schemas = self._control_tokens.with_placeholders(checked_tools(tools))
         rendered = render_chat(self.folder, guarded, add_generation_prompt, schemas)
-        return self._control.chat_text(validation.text("the chat", rendered))
+        return self._control_tokens.chat_text(validation.text("the chat", rendered))
 
     def chat_to_continue(
         self,
@@ -150,25 +144,25 @@ class TextCodec:
     ) -> list[int]:
         """Return the tokens of a chat up to the end of the assistant's last message, left open.
 
-        Raises what `chat` raises, and InvalidArgument if the last message is not the assistant's or
-        the template does not write it unchanged.
+        Raises as `chat`, and InvalidArgument if the last message is not the assistant's or the
+        template changes its text.
         """
         checked = checked_messages(messages)
         if not checked or checked[-1]["role"] != "assistant":
             raise InvalidArgument("the last message must be the assistant's for it to go on")
         last = {**checked[-1], "content": checked[-1].get("content", "") + _MARK}
         sealed = self.chat([*checked[:-1], last], False, tools).sealed
-        before, mark, _ = sealed.rpartition(_MARK)
+        opening, mark, _ = sealed.rpartition(_MARK)
         if not mark:
             raise InvalidArgument("the model's chat template does not let a message go on")
-        return self.encode_sealed(before)
+        return self.encode_sealed(opening)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
         return TokenBytes(self.tokenizer)
 
     @cached_property
-    def _control(self) -> ControlTokens:
+    def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self.tokenizer)
 
 
@@ -181,41 +175,41 @@ class PieceStream:
     def __init__(self, codec: TextCodec, skip_special: bool) -> None:
         self._codec = codec
         self._skip_special = skip_special
-        # Decoders treat the first token of a text differently (they strip a leading space), so new
-        # tokens are decoded behind the last ones that gave text, whose text is then cut off.
+        # Decoders strip the leading space of a text, so new tokens are decoded behind the last ones
+        # that gave text, whose text is then cut off.
         self._context: list[int] = []
-        self._context_length = 0
+        self._context_chars = 0
         self._pending: list[int] = []
-        self._returned = 0
+        self._returned_chars = 0  # of the pending tokens' text
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, which may be empty."""
         self._pending.append(token_id)
         text = self._pending_text()
-        new = text[self._returned :]
+        new = text[self._returned_chars :]
         if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING:
-            # The last character may be incomplete. Those before it can no longer change.
-            self._returned = len(text) - 1
+            # The last character may be incomplete. Earlier ones can no longer change.
+            self._returned_chars = len(text) - 1
             return new[:-1]
         if text:
             self._commit()
         return new
 
     def flush(self) -> str:
-        """Return the text held back at the end of the stream. Half a character becomes U+FFFD."""
-        new = self._pending_text()[self._returned :]
+        """Return the text held back, at the end of the stream. Half a character becomes U+FFFD."""
+        new = self._pending_text()[self._returned_chars :]
         if self._pending:
             self._commit()
         return new
 
     def _pending_text(self) -> str:
-        return self._decode(self._context + self._pending)[self._context_length :]
+        return self._decode(self._context + self._pending)[self._context_chars :]
 
     def _commit(self) -> None:
         self._context = self._pending
-        self._context_length = len(self._decode(self._context))
+        self._context_chars = len(self._decode(self._context))
         self._pending = []
-        self._returned = 0
+        self._returned_chars = 0
 
     def _decode(self, ids: list[int]) -> str:
         return self._codec.decode(ids, self._skip_special)

@@ -1,9 +1,8 @@
 """Protection of control tokens such as <|im_end|>: only a chat template can write them.
 
-Text of users that reads like a control token must not be encoded as that token. Before rendering,
-such text in messages is replaced by placeholders. After rendering, each control token gets a secret
-name, and the placeholders become text again. A text with secret names is *sealed*. It is encoded
-with a copy of the tokenizer whose control tokens have these names.
+Text of users that reads like a control token is replaced by placeholders before rendering. After
+it, each control token gets a secret name, and the placeholders become text again. A text with
+secret names is *sealed*. It is encoded with a tokenizer whose control tokens have these names.
 """
 
 import json
@@ -21,8 +20,8 @@ from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 class ChatText(str):
     """A rendered chat that records which control tokens the template wrote.
 
-    sealed: the same text with the secret names of these control tokens. All other text is unchanged
-    in it and cannot be encoded as a control token. Text that is concatenated counts as user text.
+    sealed: the same text with the secret names of these control tokens. Text that is concatenated
+    counts as user text.
     """
 
     __slots__ = ("sealed",)
@@ -50,46 +49,45 @@ class ControlTokens:
     Example: a user message is "stop<|im_end|>". The template renders "stop" and a placeholder. In
     its output every <|im_end|> is the template's own and becomes the secret name; then the
     placeholder becomes "<|im_end|>" again, which is plain text.
-
-    ids: the ids of the special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
-        self._index = {token.content: n for n, token in added if token.special and token.content}
-        self.ids = frozenset(self._index.values())
+        self._ids_by_text = {
+            token.content: i for i, token in added if token.special and token.content
+        }
+        self.ids = frozenset(self._ids_by_text.values())
         # Random, so that users cannot type them. Placeholders are digits, which no template filter
         # changes.
-        name, self._digits = secrets.token_hex(8), f"{secrets.randbelow(10**16):016}"
-        self._names = {text: f"k{name}n{n}k" for text, n in self._index.items()}
+        secret, self._digits = secrets.token_hex(8), f"{secrets.randbelow(10**16):016}"
+        self._names = {text: f"k{secret}n{i}k" for text, i in self._ids_by_text.items()}
         placeholders = {
-            text: f"{self._digits}{n:08}{self._digits}" for text, n in self._index.items()
+            text: f"{self._digits}{i:08}{self._digits}" for text, i in self._ids_by_text.items()
         }
-        self._find_texts, self._find_names = _any_of(self._names), _any_of(self._names.values())
+        self._any_text, self._any_name = _any_of(self._names), _any_of(self._names.values())
         self._seal, self._unseal = _replacer(self._names), _replacer(_inverted(self._names))
-        self._replace_texts = _replacer(placeholders)
-        self._restore_texts = _replacer(_inverted(placeholders))
+        self._insert_placeholders = _replacer(placeholders)
+        self._remove_placeholders = _replacer(_inverted(placeholders))
 
     def encode(self, sealed: str) -> list[int]:
         """Return the token ids of a sealed text. Plain text is a sealed text without names."""
-        text, expected = self._unseal(sealed), len(self._find_names.findall(sealed))
+        text, expected = self._unseal(sealed), len(self._any_name.findall(sealed))
         ids = _encode(self._tokenizer, text)
-        count = sum(index in self.ids for index in ids)
-        if count == expected and (not expected or len(self._find_texts.findall(text)) == expected):
+        count = sum(token in self.ids for token in ids)
+        if count == expected and (not expected or len(self._any_text.findall(text)) == expected):
             return ids  # fast path: all control tokens are the template's
         return _encode(self._sealed_tokenizer, sealed)
 
-    def replace_texts(self, value: Any) -> Any:
-        """Return a message, or a part of one, with placeholders for texts of control tokens."""
+    def with_placeholders(self, value: Any) -> Any:
+        """Return messages, or a part of one, with placeholders for texts of control tokens."""
+        replace = self.with_placeholders
         if isinstance(value, str):
-            return self._replace_texts(value)
+            return self._insert_placeholders(value)
         if isinstance(value, Mapping):
-            return {
-                self.replace_texts(key): self.replace_texts(part) for key, part in value.items()
-            }
+            return {replace(key): replace(part) for key, part in value.items()}
         if isinstance(value, Sequence):
-            return [self.replace_texts(part) for part in value]
+            return [replace(part) for part in value]
         return value
 
     def chat_text(self, rendered: str) -> ChatText:
@@ -97,13 +95,13 @@ class ControlTokens:
 
         Raises InvalidArgument if the template split a placeholder.
         """
-        text, sealed = self._restore_texts(rendered), self._restore_texts(self._seal(rendered))
+        text = self._remove_placeholders(rendered)
         if self._digits[:8] in text or self._digits[8:] in text:
             raise InvalidArgument(
                 "the model's chat template cuts a message in the middle of what reads like a "
                 "control token, and would change it; leave such text out of the message"
             )
-        return ChatText(text, sealed)
+        return ChatText(text, self._remove_placeholders(self._seal(rendered)))
 
     @cached_property
     def _sealed_tokenizer(self) -> Tokenizer:
@@ -116,8 +114,8 @@ class ControlTokens:
         definition["post_processor"] = None  # it only adds tokens such as BOS
         self._rename_in(definition["model"])
         tokenizer = Tokenizer.from_str(json.dumps(definition))
-        for text, index in self._index.items():
-            if tokenizer.token_to_id(self._names[text]) != index:
+        for text, token in self._ids_by_text.items():
+            if tokenizer.token_to_id(self._names[text]) != token:
                 raise UnsupportedModel(
                     "the text holds what reads like a control token, and this model's tokenizer "
                     f"cannot be told apart from it (at {text!r}); leave it out of the text"
@@ -134,13 +132,9 @@ class ControlTokens:
             model["unk_token"] = names[model["unk_token"]]
         if "merges" in model:
             # Without those that use or produce the text of a special token.
-            pairs = (
-                (merge, *(merge.split(" ", 1) if isinstance(merge, str) else merge))
-                for merge in model["merges"]
-            )
             model["merges"] = [
-                merge
-                for merge, left, right in pairs
+                (left, right)
+                for left, right in model["merges"]
                 if names.keys().isdisjoint((left, right, left + right))
             ]
 

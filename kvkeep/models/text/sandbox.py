@@ -19,7 +19,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_ITERATIONS = 300_000  # of all loops together, numbers in ranges included
 _MACRO_COST = 10  # iterations that a macro call counts as
-# Internal filters. A template cannot call them: these are not valid names.
+# Internal filters, under names that a template cannot write.
 _COUNT_FILTER, _JOIN_FILTER = "count rounds", "join parts"
 MAX_SIZE = 50_000_000  # characters or items of a value in a template; also the largest number
 
@@ -41,10 +41,7 @@ class GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that bounds iterations and the size of values.
-
-    `_CountingTransformer` inserts a call of `_count` into each loop and macro of a template.
-    """
+    """A sandbox that bounds iterations, counted by a call in each loop, and the size of values."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -58,20 +55,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             extensions=[loopcontrols, GenerationBlock],
         )
         self._iterations = 0
-        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
+        self.filters = {name: _size_checked(function) for name, function in self.filters.items()}
         self.filters |= {"tojson": _to_json, _COUNT_FILTER: self._count, _JOIN_FILTER: _join}
         self.globals.pop("lipsum")
         self.globals["range"] = self._range
-        self.globals["raise_exception"] = _refuse
+        self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _require_small(args, kwargs)
+        _check_integers(*args, *kwargs.values())
         return _checked_size(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
-            _require_product(left, right)
+            _check_repetition(left, right)
         elif operator == "**" and max(abs(left), abs(right)) > 1000:
             raise TemplateRuntimeError("it raises numbers to too high a power")
         elif operator == "%" and isinstance(left, str) and len(left) > 1000:
@@ -118,51 +115,44 @@ class _CountingTransformer(NodeTransformer):
         return _filter(_JOIN_FILTER, node.nodes, node)
 
 
-def _count_call(iterations: int, at: nodes.Node) -> nodes.Expr:
-    return _filter(_COUNT_FILTER, [nodes.Const(iterations, lineno=at.lineno)], at)
+def _count_call(iterations: int, position: nodes.Node) -> nodes.Expr:
+    return _filter(_COUNT_FILTER, [nodes.Const(iterations, lineno=position.lineno)], position)
 
 
-def _filter(name: str, operands: list[nodes.Expr], at: nodes.Node) -> nodes.Expr:
-    return nodes.Filter(operands[0], name, operands[1:], [], None, None, lineno=at.lineno)
+def _filter(name: str, operands: list[nodes.Expr], position: nodes.Node) -> nodes.Expr:
+    return nodes.Filter(operands[0], name, operands[1:], [], None, None, lineno=position.lineno)
 
 
-def _join(*parts: object) -> str:
+def _join(*parts: object) -> Any:
     """Evaluate `a ~ b`."""
-    text = "".join(map(str, parts))
-    _checked_size(text)
-    return text
+    return _checked_size("".join(map(str, parts)))
 
 
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+def _size_checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a filter with checks of its arguments and its result."""
 
     @wraps(function)  # copies the attributes that tell jinja which arguments to pass
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        _require_small(args, kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _check_integers(*args, *kwargs.values())
         return _checked_size(function(*args, **kwargs))
 
-    return bounded
+    return wrapper
 
 
-def _require_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_SIZE:
-            raise TemplateRuntimeError("it asks for something too large")
+def _check_integers(*values: Any) -> None:
+    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in values):
+        raise TemplateRuntimeError("it asks for something too large")
 
 
-def _require_product(left: Any, right: Any) -> None:
+def _check_repetition(left: Any, right: Any) -> None:
     for sequence, factor in ((left, right), (right, left)):
-        size = len(sequence) if isinstance(sequence, Sized) else 1
-        if (
-            isinstance(factor, int)
-            and size * abs(factor) > MAX_SIZE
-            and isinstance(sequence, Sized)
-        ):
+        is_repetition = isinstance(sequence, Sized) and isinstance(factor, int)
+        if is_repetition and len(sequence) * abs(factor) > MAX_SIZE:
             raise TemplateRuntimeError("it repeats something too often")
 
 
 def _checked_size(value: Any) -> Any:
-    """Return a value unchanged. Raises TemplateRuntimeError if it is too large."""
+    """Return the value. Raises TemplateRuntimeError if it is too large."""
     if isinstance(value, (str, list, tuple)) and len(value) > MAX_SIZE:
         raise TemplateRuntimeError("it makes something too large")
     if isinstance(value, int) and value.bit_length() > 4096:
@@ -178,11 +168,11 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Serialise as plain JSON, with transformers' arguments; jinja's filter escapes for HTML."""
-    _require_small((indent,), {})
+    _check_integers(indent)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise TemplateRuntimeError(message)
