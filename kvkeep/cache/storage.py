@@ -19,7 +19,7 @@ def nbytes(segments: Sequence[Segment]) -> int:
 
 
 def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbours of one position map that are all anchors, or all compressed, or neither."""
+    """Merge neighbours with one position map that agree in `anchor` and `compressed`."""
     return _merge(segments, None)
 
 

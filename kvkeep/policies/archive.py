@@ -30,7 +30,7 @@ from kvkeep.policies.base import (
     window_cells,
 )
 
-SLACK = 8  # compressing a full archive frees one in so many cells, so it is not full for a while
+FREED_SHARE = 8  # compressing a full archive frees an eighth of it
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Archive(Policy):
 
     The first `keep` cells and the pinned ones are anchors. The window holds at most `window +
     block` cells. When it is full, its oldest `block` cells go into the archive, compressed by
-    `ratio`. When the archive is full, all of it and the block are compressed together: older cells
-    were compressed more often, and are coarser. Blocks end at the same tokens for any prefill step.
+    `ratio`. When the archive is full, all of it and the block are compressed together, so older
+    cells are compressed more often. Blocks end at the same tokens for any prefill step.
 
-    No cell is seen from further than `span` positions: before that would happen, distances beyond
-    the window are halved, by rotating the archive's keys once more.
+    No distance exceeds `span` positions: in time, distances beyond the window are halved, by
+    rotating the archive's keys once more.
 
     method, ratio: how blocks are compressed, and how much; method "" for the best one that the
         available calibration allows.
@@ -98,13 +98,13 @@ class Archive(Policy):
         return self.budget or self.compression_method.budget
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings; `budget` only if it was set, so that old releases read the rest."""
+        """Return the settings, with `budget` only if it was set: old releases do not know it."""
         settings = super().settings() | {"method": self.compression_method.name}
         return settings if self.budget else {k: v for k, v in settings.items() if k != "budget"}
 
     @property
     def reach(self) -> int:
-        """The furthest distance from which a cell is seen."""
+        """The largest distance from which a cell is seen."""
         return self.span or 2 * self.max_kv_size
 
     def limit(self, pinned: int) -> int:
@@ -133,10 +133,10 @@ class Archive(Policy):
         super().check_held(cache)
         archived = archived_segments(cache)
         cells, limit = sum(s.length for s in archived), self.limit(pinned_cells(cache, self.keep))
-        not_anchors = sum(not segment.anchor for segment in archived)
+        evictable = sum(not segment.anchor for segment in archived)
         require_held(
-            cells <= limit and not not_anchors,
-            f"{cells} archived cells of {limit}, in {not_anchors} segments that are not anchors",
+            cells <= limit and not evictable,
+            f"{cells} archived cells of {limit}, in {evictable} segments that are not anchors",
         )
 
     def room(self, cache: KVCache) -> int | None:
@@ -146,9 +146,8 @@ class Archive(Policy):
         cache.window = Window(moves=True)
         if self.observed and cache.observer is None:
             cache.observe()
-        anchored = open_anchors(cache, self.keep, wanted)
-        if anchored:
-            return anchored
+        if anchor_count := open_anchors(cache, self.keep, wanted):
+            return anchor_count
         size = self.window + self.block
         newest = cache.open_window(size)
         newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
@@ -172,7 +171,7 @@ class Archive(Policy):
         limit = self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) + count > limit:
             runs = [*archived_cells(cache, archived), *runs]
-            archived, count = [], limit - limit // SLACK
+            archived, count = [], limit - limit // FREED_SHARE
         compressions = self._compress(cache, archived, runs, count, limit)
         Window(moves=True).evict(cache.segments, self.block)
         cache.drop_empty_segments()
@@ -220,10 +219,10 @@ class Archive(Policy):
                 "tokens of the window instead"
             )
         changed.check(cells_to_pin(cache, changed.keep, pins))
-        changed._regroup(cache, pins)
+        changed._set_anchors(cache, pins)
         return changed
 
-    def _regroup(self, cache: KVCache, pins: Set[int]) -> None:
+    def _set_anchors(self, cache: KVCache, pins: Set[int]) -> None:
         cache.reassign_anchors(
             lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins
         )
@@ -236,11 +235,11 @@ class Archive(Policy):
     def _compress(
         self, cache: KVCache, archived: list[Segment], runs: list[Cells], count: int, limit: int
     ) -> list[Compression]:
-        """Compress cells to `count` and let the archive be `archived` and these.
+        """Compress cells to `count`; the archive is then the segments `archived` and these cells.
 
         They are compressed chunk by chunk, or all at once if heads share the budget.
 
-        runs: oldest first. limit: the archive's maximum size.
+        runs: the cells, oldest first. limit: the archive's maximum size.
         """
         method, results = self.compression_method, list[tuple[Cells, Compression]]()
         new_candidates = partial(
@@ -266,8 +265,9 @@ class Archive(Policy):
         return [compression for _, compression in results]
 
     def _limit_distances(self, cache: KVCache) -> None:
-        """Halve distances if a cell would be seen from too far before the next block is full."""
-        inside = window_cells(cache)
-        # The window has the newest cells except for pinned ones, which may be among them.
-        near = cache.time - inside - pinned_cells(cache, self.keep)
-        halve_distances(cache, near, self.reach - (self.window + self.block - inside))
+        """Halve distances if one would exceed `reach` before the next block is full."""
+        window_count = window_cells(cache)
+        # Pinned cells may be among the window's, which are the newest.
+        window_start = cache.time - window_count - pinned_cells(cache, self.keep)
+        tokens_ahead = self.window + self.block - window_count
+        halve_distances(cache, window_start, self.reach - tokens_ahead)

@@ -10,12 +10,11 @@ SEGMENT_CELLS = 1024  # that one segment of the archive holds
 
 
 def archived_segments(cache: KVCache) -> list[Segment]:
-    """Return the segments of the archive, oldest first."""
     return [segment for segment in cache.segments if segment.compressed]
 
 
 def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
-    """Return the cells of each segment at their seen positions; they must not be written to."""
+    """Return each segment's cells at the positions they are seen at; not to be written to."""
     return [
         at_seen_positions(cache, [(segment, segment.view(0, segment.length))])
         for segment in archived
@@ -25,8 +24,8 @@ def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
 def at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cells:
     """Return unquantised cells of several segments, moved to the positions they are seen at.
 
-    These differ from the positions of their keys by the offset of their segment's map, which an
-    edit or an eviction has changed.
+    Edits and evictions change the offset of a segment's map: by that the positions differ from
+    those of the keys.
     """
     moved = []
     for segment, cells in parts:
@@ -67,18 +66,18 @@ def replace_archive(cache: KVCache, archived: list[Segment]) -> None:
     cache.segments = [*others[:index], *archived, *others[index:]]
 
 
-def halve_distances(cache: KVCache, near: int, furthest: int) -> None:
-    """Halve distances beyond position `near`, until the next token sees no cell from too far.
+def halve_distances(cache: KVCache, before: int, limit: int) -> None:
+    """Halve distances of cells before a position, until none is over `limit` for the next token.
 
     Keys of the archive are rotated once more; other segments get another position map.
     """
-    while _furthest_distance(cache) > furthest:
+    while _max_distance(cache) > limit:
         cache.segments = [run for segment in cache.segments for run in _split_at_gaps(segment)]
         for segment in cache.segments:
-            _halve(cache, segment, near)
+            _halve_distances_to(segment, before, cache)
 
 
-def _furthest_distance(cache: KVCache) -> int:
+def _max_distance(cache: KVCache) -> int:
     """Return the largest distance from the next token to a cell."""
     return max(
         (segment.map(cache.time) - int(segment.positions().min()) for segment in cache.segments),
@@ -86,22 +85,22 @@ def _furthest_distance(cache: KVCache) -> int:
     )
 
 
-def _halve(cache: KVCache, segment: Segment, near: int) -> None:
-    """Halve the distances from a position of those cells of a segment that are before it."""
+def _halve_distances_to(segment: Segment, before: int, cache: KVCache) -> None:
+    """Halve the distances from position `before` to the segment's earlier cells."""
     if segment.compressed:
         cells = segment.block.slots
         seen = cells.positions - segment.map.offset
-        positions = torch.where(seen < near, near - (near - seen + 1) // 2, seen)
+        positions = torch.where(seen < before, before - (before - seen + 1) // 2, seen)
         moved = cells.shifted(cache.rope, positions - cells.positions)
         segment.block, segment.map = Block(moved, origin=segment.block.origin), PositionMap()
         return
     newest = int(segment.positions()[-1]) - segment.map.offset
-    if newest < near:
-        segment.map = segment.map.closer((near - newest) // 2)
+    if newest < before:
+        segment.map = segment.map.closer((before - newest) // 2)
 
 
 def _split_at_gaps(segment: Segment) -> list[Segment]:
-    """Cut an uncompressed segment where positions are missing, so each run has its own map."""
+    """Cut an uncompressed segment where positions are missing: each run needs its own map."""
     if segment.compressed:
         return [segment]
     gaps = torch.nonzero(segment.positions().diff() != 1).flatten() + 1

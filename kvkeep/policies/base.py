@@ -47,7 +47,7 @@ class Policy(ABC):
 
     @property
     def observed(self) -> int:
-        """The number of newest tokens by whose queries it decides: no prefix store has those."""
+        """How many of the newest queries the policy decides by; prefix stores have no queries."""
         return 0
 
     def longest(self, trained: int) -> int:
@@ -74,7 +74,7 @@ class Policy(ABC):
         validation.integer("max_kv_size", self.max_kv_size, 1)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings with which `make_policy` makes this policy again; JSON values."""
+        """Return the settings for `make_policy` as JSON values."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
 
     def with_settings(self, **settings: Any) -> Self:
@@ -103,7 +103,7 @@ class Policy(ABC):
         raise InvalidArgument(f'policy "{self.name}" has no use for a calibration')
 
     def require_statistics(self) -> None:
-        """Raise InvalidArgument if it needs a calibration that it does not have."""
+        """Raise InvalidArgument if a needed calibration is missing."""
         return  # most policies need none
 
     def discards(self, cache: KVCache) -> int:
@@ -111,7 +111,7 @@ class Policy(ABC):
         return 0
 
     def check_held(self, cache: KVCache) -> None:
-        """Raise InvalidArgument if this policy cannot have led to what a cache holds."""
+        """Raise InvalidArgument if a cache's contents are impossible under this policy."""
         self.check(pinned_cells(cache, self.keep))
         require_held(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
         for segment in cache.segments:
@@ -123,8 +123,8 @@ class Policy(ABC):
             same_group = segment.map.group == self.group_of(segment)
             require_held(same_group, "cells grouped in another way")
             require_held(self.compresses or not segment.compressed, "compressed cells")
-        limit, inside = self.window_limit(cache), window_cells(cache)
-        require_held(inside <= limit, f"{inside} cells in a window of {limit}")
+        limit, count = self.window_limit(cache), window_cells(cache)
+        require_held(count <= limit, f"{count} cells in a window of {limit}")
 
     @abstractmethod
     def window_limit(self, cache: KVCache) -> int:
@@ -140,10 +140,11 @@ class Policy(ABC):
 
     @abstractmethod
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
-        """Make the last segment the one for the next tokens; called right before each step.
+        """Make the last segment ready for the next tokens; called right before each step.
 
-        Returns how many of the `wanted` tokens (at least 1) go there in one step: at least 1.
-        ahead: how many tokens are known to follow, so that storage need not grow in each step.
+        Returns how many of the `wanted` tokens go there in one step, at least 1.
+
+        ahead: how many tokens are known to follow, for which storage is allocated at once.
         """
 
     def settle(self, cache: KVCache) -> Sequence[Compression]:
@@ -153,8 +154,8 @@ class Policy(ABC):
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """Return the policy with other settings, and adapt a cache in use to it.
 
-        pins: serials of the tokens that are pinned from now on. Raises InvalidArgument before
-        anything was changed.
+        pins: serials of the tokens that are pinned from now on. Raises InvalidArgument, and then
+        has changed nothing.
         """
         return self.with_settings(**settings)
 
@@ -166,7 +167,6 @@ def require_held(condition: bool, contents: str) -> None:
 
 
 def window_cells(cache: KVCache) -> int:
-    """Return how many cells are not anchors."""
     return sum(segment.length for segment in cache.segments if not segment.anchor)
 
 
@@ -182,9 +182,9 @@ def cells_to_pin(cache: KVCache, keep: int, pins: Set[int]) -> int:
 
 
 def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
-    """Make the last segment the one for the first `keep` cells, until all of them are there.
+    """Make the last segment ready for the first `keep` cells, until the cache has all of them.
 
-    Returns how many of the `wanted` tokens go there; 0 once a window may begin.
+    Returns how many of the `wanted` tokens go there; 0 if the window comes next.
     """
     missing = keep - cache.cells
     if missing <= 0 or any(not segment.anchor for segment in cache.segments):

@@ -41,11 +41,11 @@ class Full(Policy):
         return self.max_kv_size
 
     def room(self, cache: KVCache) -> int | None:
-        """Return what both the budget and the model's trained distance leave.
+        """Return how many more tokens fit the budget and the model's trained distance.
 
-        The n-th new token sees the oldest cell from `reach + n - 1` positions away, of which the
-        model was trained for up to `trained - 1`. The two bounds differ once cells were
-        compressed: they are fewer then, at the same distances as before.
+        The n-th new token sees the oldest cell from `reach + n - 1` positions away, and the model
+        was trained for distances up to `trained - 1`. The two bounds differ after compression,
+        which leaves fewer cells at the same distances.
         """
         trained = max(self.trained, self.max_kv_size)
         return min(self.max_kv_size - cache.cells, trained - cache.reach)
@@ -125,7 +125,7 @@ class SelfExtend(Policy):
         return count
 
     def _copy_to_far_segment(self, cache: KVCache, count: int) -> None:
-        """Copy the oldest window cells, which leave the window in this step."""
+        """Copy the oldest `count` window cells, which the next step evicts."""
         offset = self.window - self.window // self.group
         far = next((s for s in cache.segments if s.anchor and not s.frozen), None)
         if far is None:
@@ -137,7 +137,7 @@ class SelfExtend(Policy):
             cache.segments.insert(index, far)
         parts = cache.read_window(count)
         cells = Cells.concatenate([cells for _, cells in parts])
-        # After an edit, cells are seen at other positions than those they were evaluated at.
+        # After an edit, cells are not seen at the positions of their keys.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in parts])
         far.append(cells.shifted(cache.rope, seen // self.group - cells.positions))
         far.arriving = count

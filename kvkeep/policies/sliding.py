@@ -17,11 +17,11 @@ from kvkeep.policies.base import Policy, cells_to_pin, open_anchors, pinned_cell
 class Sliding(Policy):
     """The first `keep` cells and the pinned ones are anchors; a window holds the newest.
 
-    Every query sees exactly the cells that StreamingLLM would, at the same distances: those of
-    their places in the cache, not in the text. Instead of moving all keys at each token, the cache
-    lets queries come closer to the anchors by the number of cells evicted in between.
+    Every query sees exactly the cells that it would see in StreamingLLM, at the same distances,
+    which are counted in the cache and not in the text. Instead of moving all keys at each token,
+    the cache moves queries closer to the anchors by the number of cells evicted in between.
 
-    Until `keep` cells are anchored there is no window.
+    There is no window until the first `keep` cells are there.
     """
 
     name: ClassVar[str] = "sliding"
@@ -41,9 +41,8 @@ class Sliding(Policy):
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         size = self.window_limit(cache)
         cache.window = Window(size, self.discards(cache))
-        anchored = open_anchors(cache, self.keep, wanted)
-        if anchored:
-            return anchored
+        if anchor_count := open_anchors(cache, self.keep, wanted):
+            return anchor_count
         newest = cache.open_window(size)
         newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
         newest.reserve(newest.length + wanted + (0 if newest.lazy_growth else ahead))
