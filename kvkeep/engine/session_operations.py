@@ -161,9 +161,13 @@ class SessionOperations:
         record = self._registry.get(name, owner) if replace and name else None
         if record:
             record.require_idle()
-            record.session = session
+            previous, record.session = record.session, session
+            try:
+                self._registry.reserve(record, 0)
+            except BaseException:
+                record.session = previous
+                raise
             record.mark_changed()
-            self._registry.reserve(record, 0)
         else:
             record = self._registry.add(session, owner, name)
         record.derive_from(snapshot.notes)

@@ -315,6 +315,28 @@ def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> N
         assert len(engine.sessions().result()) == 2
 
 
+def test_a_session_stays_if_the_snapshot_that_replaces_it_has_no_room(tmp_path: Path) -> None:
+    with new_engine(tmp_path, cells=250) as engine:
+        engine.create(name="long").result()
+        write(engine, "long", 1, text(0, 200))
+        engine.snapshot("long", "then").result()
+        engine.delete("long").result()
+        engine.create(name="short").result()
+        write(engine, "short", 1, text(1, 30))
+        before = engine.inspect("short", "0", _token_ids).result()
+        busy = [
+            engine.generate(GenerationRequest(text(2 + at, 40), 10_000, ignore_eos=True))
+            for at in range(2)
+        ]
+        with pytest.raises(NoRoom):
+            engine.restore("then", name="short", replace=True).result()
+        for generation in busy:
+            generation.cancel()
+        while engine.totals().result().running:
+            time.sleep(0.01)
+        assert engine.inspect("short", "0", _token_ids).result() == before
+
+
 def test_notes_and_pins_are_saved_with_a_session(tmp_path: Path) -> None:
     with new_engine(tmp_path) as engine:
         engine.create(name="a", notes={"one": 1}).result()
