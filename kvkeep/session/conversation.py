@@ -118,10 +118,7 @@ class Conversation:
         return ids[overlap(self.session.tokens, ids[: len(closing)]) :]
 
     def name_turn(self, question: str, prompt_tokens: int, generated: int = 0) -> None:
-        """Name the spans of a turn whose tokens were prefilled.
-
-        prompt_tokens: count of tokens that `begin_turn` returned. generated: count since then.
-        """
+        """Name a turn's spans. prompt_tokens: count from `begin_turn`. generated: count since."""
         end, previous = len(self.session.tokens) - generated, self.last_turn
         ids, ranges = encode_pieces(self.codec, self._later_turn_pieces(question))
         prefilled = self.session.tokens[end - prompt_tokens : end]

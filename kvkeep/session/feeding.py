@@ -235,7 +235,6 @@ class _StoredPrefix:
 
 
 def _read_blocks(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield keys and values block by block, each copied on demand."""
     for first in range(start, end, BLOCK_TOKENS):
         cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK_TOKENS)])
         yield cells.keys, cells.values

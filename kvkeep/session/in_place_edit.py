@@ -1,4 +1,4 @@
-"""Edits in place: later cells stay as they were computed, and earlier ones are seen from elsewhere.
+"""Edits in place: later cells stay as computed, and earlier ones are seen at another distance.
 
 Deleting tokens 10 ... 14 of 100 moves no cell: the cells of tokens 0 ... 9 are seen from five
 positions closer, by the offset of their segments, and only the last token is evaluated anew.

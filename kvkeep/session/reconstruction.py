@@ -103,10 +103,7 @@ def _prompt(ids: list[int], first: int, text: TextCodec) -> list[int]:
 def _score_chunk(
     memory: Memory, prompt: list[int], chunk: list[int], first: int, kind: ReconstructionScore
 ) -> Tensor:
-    """Return the scores of a chunk's cells, `[layers, kv_heads, m]`.
-
-    prompt: evaluated before the chunk is repeated. first: index of the chunk's first cell.
-    """
+    """Return the scores of the cells of a chunk that begins at `first`, `[layers, kv_heads, m]`."""
     prefix = memory.cache.fork()
     prefix.drop_newest(prefix.cells - first - len(chunk))
     step, norms = _evaluate(memory, prefix, prompt + chunk, kind)

@@ -222,7 +222,7 @@ def _top_k(scores: Tensor, count: int) -> Tensor | None:
 def _filtered(
     probabilities: Tensor, ids: Tensor | None, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
-    """Apply top_p and min_p to some ids (None for all); return those left, and their weights."""
+    """Apply top_p and min_p to some ids (None for all); return the remaining ids and weights."""
     if ids is None and sampling.top_p == 1 and sampling.min_p == 0:
         all_ids = torch.arange(probabilities.shape[0], dtype=torch.int64, device="cpu")
         return all_ids, probabilities

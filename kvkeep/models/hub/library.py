@@ -69,15 +69,13 @@ def find_model(slug: str) -> PulledModel | None:
     if record is None:
         return None
     folder = Path(record["folder"]) if record["folder"] else _models() / slug
-    for name, size in record["files"].items():
-        try:
-            if (folder / name).stat().st_size != size:
-                return None
-        except OSError:
-            return None
-    return PulledModel(
-        record["name"], folder, sum(record["files"].values()), record["source"], slug
-    )
+    try:
+        sizes = {name: (folder / name).stat().st_size for name in record["files"]}
+    except OSError:
+        return None
+    if sizes != record["files"]:
+        return None
+    return PulledModel(record["name"], folder, sum(sizes.values()), record["source"], slug)
 
 
 def store_model(

@@ -89,8 +89,6 @@ class Experts:
 
     Attributes:
         router: `[experts, hidden_size]` float32, as is its bias.
-        experts: one MLP each.
-        per_token: experts that a token goes through.
         norm_topk: the weights of a token's experts sum to 1; otherwise each is the expert's share
             of the softmax over all experts.
     """
@@ -146,8 +144,7 @@ class ParallelExperts:
     scaled element by element. Each expert's output is scaled by a learned number.
 
     Attributes:
-        mlp_norm: norm of the MLP's output.
-        norm, output_norm: norms of the experts' input and output.
+        norm, output_norm: of the experts.
         router_scale: `[hidden_size]` float32.
         expert_scales: `[experts]` float32.
         eps: of the norm of the router's input.

@@ -29,8 +29,7 @@ _WIDEST_HEAD = 1 << 16
 def read_spec(folder: Path) -> ModelSpec:
     """Read the specification of the model in a folder.
 
-    Raises BadModelFile if config.json is missing, empty, not JSON or lacks a field, and
-    UnsupportedModel if kvkeep does not run the model.
+    Raises BadModelFile if config.json is unreadable, UnsupportedModel if kvkeep cannot run it.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.exists():

@@ -207,10 +207,7 @@ def split_stacks(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return `[rows, columns]` float32.
-
-    blocks: `[rows, groups, 16]` uint8, scales: `[rows, groups]` uint8.
-    """
+    """Return `[rows, columns]` float32. scales: `[rows, groups]` uint8, of blocks of 16 bytes."""
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     return FORMATS["MXFP4"].values(codes, (scales.unsqueeze(-1),))
 

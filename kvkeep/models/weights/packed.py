@@ -86,8 +86,8 @@ def load_rounded(
 ) -> dict[str, Matrix]:
     """Return a model's matrices rounded and packed, memory-mapped and verified.
 
-    They are packed first if no file has them, and again if it is damaged. tensors: the model's.
-    Raises InvalidArgument, ModelError, BadModelFile.
+    They are packed from `tensors` if no file has them, or if it is damaged. Raises InvalidArgument,
+    ModelError, BadModelFile.
     """
     formats, path = rounded_formats(spec, weights), _rounded_path(folder, weights)
     shapes = {name: shape for name, shape in matrices(spec).items() if name in formats}
