@@ -1,8 +1,7 @@
 """kvkeep inside Hugging Face transformers: its KV cache for any of their models.
 
-`KvkeepCache` takes the place of a transformers cache; `from_transformers` turns a transformers
-model into a kvkeep model. Nothing is patched: hooks are registered on the model, and they do
-nothing unless kvkeep computes the attention.
+`KvkeepCache` replaces a transformers cache; `from_transformers` turns a transformers model into a
+kvkeep model. Both register hooks on the model, which do nothing unless kvkeep computes attention.
 """
 
 import re
@@ -11,7 +10,7 @@ _OLDEST_VERSION, _BELOW_VERSION = (5, 16), (6, 0)
 
 
 def require_version() -> None:
-    """Raise ImportError, saying what to install, for an untested version of transformers."""
+    """Raise ImportError for a version of transformers that kvkeep is not tested with."""
     import transformers  # here, since transformers replaces its module in sys.modules
 
     installed = transformers.__version__

@@ -1,9 +1,9 @@
-"""The description of a transformers model as a `ModelSpec`, found by probe forwards.
+"""The description of a transformers model as a `ModelSpec`, by probe forwards.
 
-A model is accepted only if its layers were observed to do with their cells what kvkeep does. One
-token is evaluated at several positions. A single token attends to itself, so the input of each
-layer does not depend on its position; its keys and queries must then be rotations of those at
-position 0. With rotary embeddings fixed at position 0, nothing may depend on the position.
+A probe evaluates one token at several positions. A single token attends only to itself, so the
+input of each layer does not depend on the position. The model is accepted if keys and queries are
+rotations of those at position 0, and if with rotary embeddings fixed at position 0 nothing depends
+on the position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,19 +32,18 @@ _FAR_POSITION = 100_003  # beyond the positions at which models change their com
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention in a forward; call i is that of layer i of the spec.
+    """The call of attention by layer i of the spec, in every forward.
 
-    module: the attention module that calls. layer: the index under which its keys are given to the
-    cache. options: the same at each call. index: the layer of the step that stores its cells.
-    owns_keys: False if it attends to the keys of an earlier layer. order: the order of a head's
-    components in a cell; None if it is the model's. query_factor: multiplies queries where the
-    layer's scale is not that of its group.
+    module: the attention module. layer_idx: the index under which the layer updates transformers'
+    cache. cell_layer: the index of its cells among the layers of its group. owns_keys: False if it
+    attends to an earlier layer's keys. order: the order of a head's components in a cell; None if
+    it is the model's. query_factor: multiplies queries to bring the layer's scale to the model's.
     """
 
     module: nn.Module
-    layer: int
+    layer_idx: int
     options: AttentionOptions
-    index: int
+    cell_layer: int
     owns_keys: bool
     order: Tensor | None
     query_factor: float
@@ -52,11 +51,11 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """All that kvkeep needs to know of a transformers model.
+    """The facts about a transformers model that kvkeep's steps need.
 
-    spec: its layers that attend. calls: one for each of them. sinks: `[heads]` of each layer, empty
-    for models without attention sinks. dtype, device: of keys and values. cache_layers:
-    transformers' cache layers, which tell the model their kinds and are never written to.
+    spec: the layers that attend. calls: one for each of these layers. sinks: `[heads]` of each
+    layer; empty without attention sinks. dtype, device: of keys and values. cache_layers: never
+    written to; the model reads their types.
     """
 
     spec: ModelSpec
@@ -70,7 +69,7 @@ class AdaptedModel:
 def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> AdaptedModel:
     """Describe a model for kvkeep.
 
-    configs: those of its parts, the text's first. Raises UnsupportedModel, naming the reason.
+    configs: see `configs_of`. Raises UnsupportedModel, naming the reason.
     """
     body, config = body_of(model), configs[0]
     _require(
@@ -83,20 +82,21 @@ def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> Adapte
         "its RoPE is dynamic: frequencies change with the length of the text, which keys that "
         "are written once cannot follow",
     )
-    runs = [
+    calls_by_position = [
         probe_calls(body, configs, _PROBE_TOKEN, rotary_position=position)
         for position in PROBED_POSITIONS
     ]
-    calls = runs[0]
+    calls = calls_by_position[0]
     _require(bool(calls), "none of its layers attends by way of transformers' attention interface")
     _require_only_rotary_positions(body, configs, calls)
     tables = list(_frequency_tables(body))
-    rotations = [_rotation(probed, tables) for probed in zip(*runs, strict=True)]
+    rotations = [
+        _rotation(layer_calls, tables) for layer_calls in zip(*calls_by_position, strict=True)
+    ]
     return _AdaptedModelBuilder(model, config, calls, rotations).build()
 
 
 def rope_types(config: PreTrainedConfig) -> list[str]:
-    """Return the types of RoPE of all layers, sorted."""
     parameters = getattr(config, "rope_parameters", None) or {}
     types = [parameters.get("rope_type")]
     types += [nested.get("rope_type") for nested in parameters.values() if isinstance(nested, dict)]
@@ -123,14 +123,14 @@ def _require_only_rotary_positions(
             _require(torch.equal(call.q, moved.q) and torch.equal(call.k, moved.k), reason)
 
 
-def _rotation(calls: Sequence[ProbedCall], tables: Sequence[Tensor]) -> KeyRotation:
-    """Return the rotation of one layer, given its call at each of PROBED_POSITIONS."""
-    rotation = find_rotation([(call.q, call.k) for call in calls], tables)
+def _rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor]) -> KeyRotation:
+    """As `find_rotation`. Raises UnsupportedModel if there is none."""
+    rotation = find_rotation(calls, frequency_tables)
     if rotation is None:
         raise UnsupportedModel(
-            f"the keys of layer {calls[0].layer} at another position are no rotation of what they "
-            "are at 0 by any frequencies that the model has (they may be normed after they are "
-            "rotated); kvkeep could not attend to them from another distance"
+            f"the keys of layer {calls[0].layer_idx} at another position are no rotation of what "
+            "they are at 0 by any frequencies that the model has (they may be normed after they "
+            "are rotated); kvkeep could not attend to them from another distance"
         )
     return rotation
 
@@ -148,7 +148,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class _AdaptedModelBuilder:
-    """Builds the description of a model from its probed calls.
+    """Builds the description of a model from its probed calls; one rotation for each call.
 
     Raises UnsupportedModel if layers differ in a way that a `ModelSpec` cannot express.
     """
@@ -162,8 +162,8 @@ class _AdaptedModelBuilder:
         windows = {call.window for call in self.probed if call.window}
         _require(len(windows) <= 1, f"its layers see windows of {windows} tokens")
         self.window = max(windows, default=0)
-        self.only_local = all(call.window for call in self.probed)
-        local = [i for i, call in enumerate(self.probed) if not self.only_local and call.window]
+        self.all_local = all(call.window for call in self.probed)
+        local = [i for i, call in enumerate(self.probed) if not self.all_local and call.window]
         self.local_layers = tuple(local)
         self.global_layers = tuple(i for i in range(len(self.probed)) if i not in local)
 
@@ -208,35 +208,37 @@ class _AdaptedModelBuilder:
         )
         for index, call in enumerate(probed):
             source = spec.kv_source(index)
-            matches = (source == index) == call.owns_keys and probed[source].layer == call.layer
+            matches = (source == index) == call.owns_keys and probed[
+                source
+            ].layer_idx == call.layer_idx
             _require(matches, "its layers share keys in another way than the last ones do")
         return spec
 
     def _unrotated_layers(self) -> tuple[int, ...]:
-        """Return the layers without RoPE in groups in which other layers have it."""
+        """Return the layers without RoPE of each group of which other layers have RoPE."""
         rotates = [rotation.rotates for rotation in self.rotations]
         groups = [group for group in (self.global_layers, self.local_layers) if group]
         mixed = {i for group in groups if any(rotates[j] for j in group) for i in group}
         return tuple(i for i in sorted(mixed) if not rotates[i])
 
     def _config_fields(self) -> dict[str, Any]:
-        """Return the fields of the spec that come from the config alone."""
+        """Return the fields of the spec that the config determines."""
         config, model = self.config, self.model
-        trained = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+        max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         parameters = getattr(config, "rope_parameters", None) or {}
         if self._rope_type() == "longrope":
-            trained = int(parameters.get("original_max_position_embeddings", trained))
-        ends = model.generation_config.eos_token_id if model.can_generate() else config.eos_token_id
-        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+            max_positions = int(parameters.get("original_max_position_embeddings", max_positions))
+        eos = model.generation_config.eos_token_id if model.can_generate() else config.eos_token_id
+        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         intermediate = getattr(config, "intermediate_size", None)
         sizes = intermediate if isinstance(intermediate, list) else [intermediate or 0]
         return {
             "vocab_size": int(config.vocab_size),
             "hidden_size": int(config.hidden_size),
             "intermediate_size": max(sizes),
-            "max_positions": min(trained, self.window) if self.only_local else trained,
+            "max_positions": min(max_positions, self.window) if self.all_local else max_positions,
             "bos_token_id": getattr(config, "bos_token_id", None),
-            "eos_token_ids": tuple(int(end) for end in ends),
+            "eos_token_ids": tuple(map(int, eos_ids)),
         }
 
     def _rope_type(self) -> str:
@@ -244,14 +246,14 @@ class _AdaptedModelBuilder:
         return next((rope_type for rope_type in types if rope_type != "default"), "default")
 
     def _rope_and_shape(self, layers: Sequence[int]) -> tuple[RopeSpec, tuple[int, int]]:
-        """Return RoPE, KV heads and head width of layers that have these in common."""
+        """Return RoPE and `(kv_heads, head_dim)`, which all of these layers must share."""
         rotations = [self.rotations[i] for i in layers]
         tables = {rotation.frequencies for rotation in rotations if rotation.rotates}
         _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")
         unrotated = (0.0,) * (self.probed[layers[0]].q.shape[-1] // 2)
         shapes = [(self.probed[i].k.shape[0], self.probed[i].k.shape[1]) for i in layers]
-        shape = _common_value("KV heads and widths", shapes)
-        return RopeSpec(self._rope_type(), next(iter(tables), unrotated)), shape
+        rope = RopeSpec(self._rope_type(), next(iter(tables), unrotated))
+        return rope, _common_value("KV heads and widths", shapes)
 
     def _adapted_call(self, spec: ModelSpec, index: int) -> AttentionCall:
         call, group = self.probed[index], spec.group_of(index)
@@ -261,9 +263,9 @@ class _AdaptedModelBuilder:
         indices = torch.tensor(order, dtype=torch.int64, device=call.q.device)
         return AttentionCall(
             module=call.module,
-            layer=call.layer,
+            layer_idx=call.layer_idx,
             options=call.options,
-            index=spec.layers_with_cells(group).index(spec.kv_source(index)),
+            cell_layer=spec.layers_with_cells(group).index(spec.kv_source(index)),
             owns_keys=call.owns_keys,
             order=None if order == tuple(sorted(order)) else indices,
             query_factor=call.options.scale / self.probed[0].options.scale,
@@ -271,7 +273,7 @@ class _AdaptedModelBuilder:
 
 
 def _common_value(name: str, values: Sequence[_T]) -> _T:
-    """Return the value that all layers have. Raises UnsupportedModel if they differ."""
-    different = list(dict.fromkeys(values))
-    _require(len(different) == 1, f"its layers have different {name}: {different}")
+    """Return the value of all layers. Raises UnsupportedModel if they differ."""
+    distinct = list(dict.fromkeys(values))
+    _require(len(distinct) == 1, f"its layers have different {name}: {distinct}")
     return values[0]

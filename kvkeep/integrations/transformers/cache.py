@@ -28,18 +28,18 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _of_session(
-    method: Callable[Concatenate[Session, _P], _T], edits: bool = False
+def _session_method(
+    method: Callable[Concatenate[Session, _P], _T], drops_padding: bool = False
 ) -> Callable[Concatenate["KvkeepCache", _P], _T]:
-    """Return the cache's method that calls this method of its only session.
+    """Return a method of the cache that calls this method of its only session.
 
-    edits: the method changes earlier tokens, so that later calls count tokens only, no padding.
+    drops_padding: padding is no longer counted, since the method changes earlier tokens.
     """
 
     @wraps(method)
     def call(self: "KvkeepCache", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         result = method(self.session, *args, **kwargs)
-        if edits:
+        if drops_padding:
             self.batch.padding = [0]
         return result
 
@@ -140,9 +140,9 @@ class KvkeepCache(Cache):
         calibration: Calibration | None = None,
     ) -> "KvkeepCache":
         """Restore a cache from a snapshot in memory. Raises as `load`."""
-        own_model = from_transformers(model, tokenizer)
-        session = own_model.restore(snapshot, calibration=calibration)
-        return cls._create(own_model, BatchSessions.of_one(own_model.executor, session))
+        kvkeep_model = from_transformers(model, tokenizer)
+        session = kvkeep_model.restore(snapshot, calibration=calibration)
+        return cls._create(kvkeep_model, BatchSessions.of_one(kvkeep_model.executor, session))
 
     def __len__(self) -> int:
         """Return the number of layers that have cells."""
@@ -222,33 +222,30 @@ class KvkeepCache(Cache):
             "with cache.snapshot().save(path), and load it with KvkeepCache.load(model, path)"
         )
 
-    snapshot = _of_session(Session.snapshot)
-    name = _of_session(Session.name)
-    span = _of_session(Session.span)
-    pin = _of_session(Session.pin)
-    unpin = _of_session(Session.unpin)
-    compress = _of_session(Session.compress)
-    delete = _of_session(Session.delete, edits=True)
-    insert = _of_session(Session.insert, edits=True)
-    replace = _of_session(Session.replace, edits=True)
-    rewind = _of_session(Session.rewind, edits=True)
+    snapshot = _session_method(Session.snapshot)
+    name = _session_method(Session.name)
+    span = _session_method(Session.span)
+    pin = _session_method(Session.pin)
+    unpin = _session_method(Session.unpin)
+    compress = _session_method(Session.compress)
+    delete = _session_method(Session.delete, drops_padding=True)
+    insert = _session_method(Session.insert, drops_padding=True)
+    replace = _session_method(Session.replace, drops_padding=True)
+    rewind = _session_method(Session.rewind, drops_padding=True)
 
     def drop_padding(self) -> None:
-        """Count only tokens from now on, whatever padding was evaluated before them.
-
-        Masks and `input_ids` of later calls have no columns for the old padding.
-        """
+        """Stop counting past padding: later masks and `input_ids` have no columns for it."""
         _ = self.session  # raises for a batch of several rows
         self.batch.padding = [0]
 
     # The interface of transformers' caches
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns evaluated so far, padding included: those that `generate` skips."""
-        return self.batch.columns
+        """Return the number of columns evaluated so far, padding included."""
+        return self.batch.column_count
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: no maximum. A policy that has one raises ContextFull."""
+        """Return -1, no maximum. A full policy raises ContextFull instead."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -276,10 +273,10 @@ class KvkeepCache(Cache):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, as assisted decoding does; the number is negative.
+        """Remove the last tokens, for assisted decoding. tokens_to_remove: negative.
 
-        Raises InvalidArgument if cells from before these tokens are gone: in a bounded cache that
-        is full, tokens were evicted for them.
+        Raises InvalidArgument if tokens were evicted for these tokens, since a bounded cache was
+        full.
         """
         count = abs(validation.integer("tokens_to_remove", tokens_to_remove))
         if not count:
@@ -302,7 +299,7 @@ class KvkeepCache(Cache):
         self.batch.select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select rows by index or by a mask, `[rows]`, as a tensor is indexed."""
+        """Select rows by indices or by a mask, `[rows]`."""
         rows = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
         self.batch.select(rows[indices.cpu()].tolist())
 

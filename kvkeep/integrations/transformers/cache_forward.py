@@ -20,20 +20,19 @@ from kvkeep.session.session import Session
 class BatchSessions:
     """The sessions of a batch, one for each row.
 
-    executor: of the model that they were made for. empty: a session without tokens, of which new
-    rows are forks. padding: for each row, how many of its columns were padding. forward: the
-    forward under way, or None.
+    empty_session: forked for each new row. padding: for each row, how many of its columns were
+    padding. forward: the unfinished forward, if any.
     """
 
     def __init__(
         self,
         executor: TransformersExecutor,
-        empty: Session,
+        empty_session: Session,
         sessions: Sequence[Session],
         padding: Sequence[int] = (0,),
     ):
         self.executor = executor
-        self._empty = empty
+        self._empty_session = empty_session
         self._sessions = tuple(sessions)
         self.padding = list(padding)
         self.forward: CacheForward | None = None
@@ -41,55 +40,56 @@ class BatchSessions:
     @classmethod
     def of_one(cls, executor: TransformersExecutor, session: Session) -> "BatchSessions":
         """Return a batch with this session as its only row."""
-        empty = session.fork()
-        empty.rewind(len(session.tokens))
-        return cls(executor, empty, [session])
+        empty_session = session.fork()
+        empty_session.rewind(len(session.tokens))
+        return cls(executor, empty_session, [session])
 
     @property
     def sessions(self) -> tuple[Session, ...]:
         """The sessions, without the tokens of an unfinished forward."""
-        if self.forward is not None and self.forward.is_of_this_thread:
-            self.forward.rollback()  # it was left by an exception for which torch runs no hooks
+        if self.forward is not None and self.forward.is_in_this_thread:
+            self.forward.rollback()  # an exception ended it, and torch did not run its hooks
         elif self.forward is not None:
             with compute_lock():  # wait until the forward of another thread is done
                 pass
         return self._sessions
 
     @property
-    def columns(self) -> int:
+    def column_count(self) -> int:
         """The number of columns evaluated so far, padding included."""
         return self.padding[0] + len(self.sessions[0].tokens)
 
     def resize(self, rows: int) -> None:
-        """Replace the sessions by `rows` empty ones if there is another number of them.
+        """Change the number of rows of a batch without tokens.
 
-        Raises InvalidArgument if they hold tokens, or if rows hold different numbers of columns.
+        Raises InvalidArgument if it has tokens, or if rows have different numbers of columns.
         """
         if rows != len(self.sessions):
             if any(session.tokens for session in self.sessions):
                 raise InvalidArgument(
                     f"the cache is of {len(self.sessions)} rows; found a batch of {rows}"
                 )
-            self._sessions = tuple(self._empty.fork() for _ in range(rows))
+            self._sessions = tuple(self._empty_session.fork() for _ in range(rows))
             self.padding = [0] * rows
-        columns = {
+        column_counts = {
             padding + len(session.tokens)
             for padding, session in zip(self.padding, self.sessions, strict=True)
         }
-        if len(columns) > 1:
+        if len(column_counts) > 1:
             raise InvalidArgument(
                 "rows of one batch are changed together: their sessions now hold different "
                 "numbers of tokens and padding"
             )
 
-    def add_padding(self, columns: int, tokens: Sequence[int]) -> None:
-        """Count the padding of a forward of `columns` columns with so many tokens in each row."""
+    def add_padding(self, column_count: int, token_counts: Sequence[int]) -> None:
+        """Count the columns of a forward that are not tokens, in each row."""
         self.padding = [
-            padding + columns - count for padding, count in zip(self.padding, tokens, strict=True)
+            padding + column_count - token_count
+            for padding, token_count in zip(self.padding, token_counts, strict=True)
         ]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Replace the batch by these rows of it; a row that occurs several times is forked."""
+        """Replace the batch by these of its rows. Forks a row that occurs several times."""
         last_use = {row: index for index, row in enumerate(rows)}
         selected = [
             self.sessions[row] if last_use[row] == index else self.sessions[row].fork()
@@ -99,31 +99,29 @@ class BatchSessions:
 
     def reset(self) -> None:
         """Return to a batch of one without tokens."""
-        self._sessions, self.padding = (self._empty.fork(),), [0]
+        self._sessions, self.padding = (self._empty_session.fork(),), [0]
 
     def fork(self) -> "BatchSessions":
-        """Return a batch of forks of the sessions."""
         sessions = [session.fork() for session in self.sessions]
-        return BatchSessions(self.executor, self._empty, sessions, self.padding)
+        return BatchSessions(self.executor, self._empty_session, sessions, self.padding)
 
 
 class CacheForward:
-    """One forward into a batch of sessions: the tokens of each row, and the step that takes them.
+    """One forward that appends to a batch of sessions.
 
-    cache: the cache that the caller passed to the model. tokens: those that the model evaluates
-    itself, the last step. step_cache: the cache that its layers get instead. is_over: whether it
+    cache: the cache that the caller passed to the model. step_cache: the cache that its layers get
+    instead. tokens: of the last step, which the model evaluates itself. is_finished: whether it
     was committed or rolled back.
     """
 
     def __init__(self, cache: Cache, batch: BatchSessions, ids: Tensor, mask: Tensor | None):
-        """ids: `[rows, n]`. mask: `[rows, all columns so far and these]`, or None."""
-        self.cache, self._batch, self._shape = cache, batch, ids.shape
-        self._thread, self.is_over = threading.get_ident(), False
-        self._columns = _token_columns(batch, ids, mask)
-        row_ids = ids.tolist()
+        """ids: `[rows, n]`. mask: `[rows, past columns + n]`."""
+        self.cache, self._batch, self._ids_shape = cache, batch, ids.shape
+        self._thread, self.is_finished = threading.get_ident(), False
+        self._token_columns = _find_token_columns(batch, ids, mask)
         row_tokens = [
             [row[column] for column in columns]
-            for row, columns in zip(row_ids, self._columns, strict=True)
+            for row, columns in zip(ids.tolist(), self._token_columns, strict=True)
         ]
         self._rows = [row for row, tokens in enumerate(row_tokens) if tokens]
         if not self._rows:
@@ -136,7 +134,7 @@ class CacheForward:
         try:
             self._runner = StepRunner(executor.adapted, self._step.step, executor.configs[0])
             self.step_cache = self._runner.cache
-            self.step_cache.forward = self
+            self.step_cache.cache_forward = self
             self._backend.enter_context(use_backend(self._runner, executor.configs))
         except BaseException:
             self.rollback()
@@ -148,53 +146,54 @@ class CacheForward:
         return self._step.tokens
 
     @property
-    def is_of_this_thread(self) -> bool:
+    def is_in_this_thread(self) -> bool:
         return self._thread == threading.get_ident()
 
     def rollback(self) -> None:
         """Leave all rows as they were."""
-        self._batch.forward, self.is_over = None, True
+        self._batch.forward, self.is_finished = None, True
         self._backend.close()
         self._step.rollback()
 
     def commit(self, hidden: Tensor) -> Tensor:
-        """Append the tokens to the sessions. hidden: the model's hidden states of `tokens`.
+        """Append the tokens to the sessions; return all columns' hidden states.
 
-        Returns the hidden states of all columns, `[rows, n, hidden_size]`. If it raises anything
-        but KeyboardInterrupt at its end, the rows are as they were.
+        hidden: the model's hidden states of `tokens`. Returns `[rows, n, hidden_size]`. If it
+        raises anything but KeyboardInterrupt at its end, the rows are as they were.
         """
         try:
             self._backend.close()
             self._runner.finish()
             row_hidden = self._step.finish(hidden.flatten(0, 1))
-            all_hidden: Tensor = self._with_padding(row_hidden)
+            all_hidden = self._with_padding(row_hidden)
         except BaseException:
             self.rollback()
             raise
-        self._batch.forward, self.is_over = None, True
-        self._batch.add_padding(self._shape[1], [len(columns) for columns in self._columns])
+        self._batch.forward, self.is_finished = None, True
+        token_counts = [len(columns) for columns in self._token_columns]
+        self._batch.add_padding(self._ids_shape[1], token_counts)
         self._step.commit()
         return all_hidden
 
     def _with_padding(self, row_hidden: Sequence[Tensor]) -> Tensor:
         """Scatter the hidden states of each row's tokens to their columns; padding is 0."""
-        first = row_hidden[0]
-        if len(row_hidden) == len(self._columns) == 1 and len(first) == self._shape[1]:
+        first, (rows, n) = row_hidden[0], self._ids_shape
+        if rows == 1 and len(first) == n:
             return first.clone().unsqueeze(0)
-        shape = (*self._shape, first.shape[-1])
+        shape = (rows, n, first.shape[-1])
         all_hidden = torch.zeros(shape, dtype=first.dtype, device=first.device)
         for row, hidden in zip(self._rows, row_hidden, strict=True):
-            all_hidden[row, self._columns[row]] = hidden
+            all_hidden[row, self._token_columns[row]] = hidden
         return all_hidden
 
 
-def _token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Return the columns of each row that are tokens and not padding.
+def _find_token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Return the columns of each row that are tokens, not padding.
 
-    Raises InvalidArgument if the mask contradicts the columns that were evaluated before.
+    Raises InvalidArgument if the mask differs from the batch in past columns.
     """
     rows, n = ids.shape
-    past = batch.columns
+    past = batch.column_count
     if mask is None and any(batch.padding):
         raise InvalidArgument(
             "this cache has evaluated padding: give an attention_mask that says which tokens are "
@@ -208,12 +207,12 @@ def _token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> li
             f"[{rows}, {past + n}]; found {list(mask.shape)}"
         )
     mask = mask.bool()
-    masked_in = mask[:, :past].sum(1).tolist()
-    evaluated = [past - padding for padding in batch.padding]
-    if masked_in != evaluated:
+    actual = mask[:, :past].sum(1).tolist()
+    expected = [past - padding for padding in batch.padding]
+    if actual != expected:
         raise InvalidArgument(
             "attention_mask must be 1 for the tokens in the cache, and 0 for padding: "
-            f"expected {evaluated} of the first {past} in each row, found {masked_in}"
+            f"expected {expected} of the first {past} in each row, found {actual}"
         )
     new = mask[:, past:].tolist()
     return [[column for column, is_token in enumerate(row) if is_token] for row in new]

@@ -1,8 +1,8 @@
-"""A transformers model as the executor of kvkeep's steps, and the check that it computes right."""
+"""The executor that runs kvkeep's steps by a transformers model, and a check of its results."""
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,20 +30,18 @@ from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
 
 _CHECKED_STEPS = (7, 1, 4)  # tokens that `require_agreement` evaluates at once
-# The largest difference of hidden states relative to their norm: in float32, and in dtypes in which
-# each of them is rounded on its way. Any difference but rounding is about as large as the norm.
+# The largest difference of hidden states relative to their norm, in float32 and in shorter dtypes.
+# Any difference but rounding is about as large as the norm.
 _FLOAT32_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.15
 
 
 class TransformersExecutor:
     """Runs each step by the model's own forward, in which kvkeep computes the attention.
 
-    Raises UnsupportedModel, naming the reason, for a model whose layers do something else with
-    their cells than kvkeep does. Its methods raise InvalidArgument once the model was moved to
-    another dtype or device.
+    Raises UnsupportedModel, naming the reason, for a model that `adapt` does not accept. Methods
+    raise InvalidArgument after the model was moved to another dtype or device.
 
-    body: the model below its head. configs: those of its parts, the text's first. handles: of all
-    hooks on the model.
+    body: see `body_of`. configs: see `configs_of`. hook_handles: of all hooks on the model.
     """
 
     name = "transformers"
@@ -52,8 +50,8 @@ class TransformersExecutor:
         self.model = model
         self.body: nn.Module = body_of(model)
         self.configs = configs_of(model)
-        self.handles: list[RemovableHandle] = hook_rotary_embeddings(self.body)
-        self._probed_state = _model_state(model)
+        self.hook_handles: list[RemovableHandle] = hook_rotary_embeddings(self.body)
+        self._probed_identity = _model_identity(model)
         try:
             self.adapted = adapt(model, self.configs)
             self._head = OutputHead(model)
@@ -63,22 +61,22 @@ class TransformersExecutor:
 
     def is_current(self) -> bool:
         """Whether the model has the modules, dtype and device that it had when it was probed."""
-        return _model_state(self.model) == self._probed_state
+        return _model_identity(self.model) == self._probed_identity
 
     def require_not_moved(self) -> None:
-        """Raise InvalidArgument if the model has another dtype or device than it had."""
-        current, probed = _dtype_and_device(self.model), self._probed_state[:2]
+        """Raise InvalidArgument if the model's dtype or device has changed since its probe."""
+        current, probed = _dtype_and_device(self.model), self._probed_identity[:2]
         if current != probed:
             raise InvalidArgument(
-                f"the model was in {_in_words(probed)} when it was given to kvkeep, and is in "
-                f"{_in_words(current)} now, which the cells of its caches and sessions are not "
-                "for: move it back, or make them again"
+                f"the model was in {_format_placement(probed)} when it was given to kvkeep, and is "
+                f"in {_format_placement(current)} now, which the cells of its caches and sessions "
+                "are not for: move it back, or make them again"
             )
 
     def unhook(self) -> None:
         """Remove all hooks from the model."""
-        while self.handles:
-            self.handles.pop().remove()
+        while self.hook_handles:
+            self.hook_handles.pop().remove()
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         self.require_not_moved()
@@ -94,27 +92,20 @@ class TransformersExecutor:
 
     @contextmanager
     def _record_norms(self, norms: Tensor) -> Iterator[None]:
-        """Write the norms of each layer's input to `norms[layer]`, one number for each token.
-
-        The layer is the parent module of the attention module.
-        """
+        """Write the norm of each token's input to each layer to `norms[layer]`."""
         names = {module: name for name, module in self.body.named_modules()}
 
         def record(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
             layer_input = args[0] if args else kwargs["hidden_states"]
             norms[index] = layer_input[0].float().norm(dim=-1)
 
-        handles = [
-            self.body.get_submodule(
-                names[call.module].rpartition(".")[0]
-            ).register_forward_pre_hook(partial(record, index), with_kwargs=True)
-            for index, call in enumerate(self.adapted.calls)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index, call in enumerate(self.adapted.calls):
+                layer = self.body.get_submodule(names[call.module].rpartition(".")[0])
+                hook = partial(record, index)
+                handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+                hooks.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.require_not_moved()
@@ -129,7 +120,7 @@ class TransformersExecutor:
 
 @torch.inference_mode()
 def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
-    """Evaluate a few tokens both ways. Raises UnsupportedModel if the results differ."""
+    """Raise UnsupportedModel if kvkeep computes other hidden states or logits than the model."""
     ids = [(7_919 * index + 3) % decoder.spec.vocab_size for index in range(sum(_CHECKED_STEPS))]
     input_ids = torch.tensor([ids], dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config)
@@ -138,24 +129,23 @@ def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
         input_ids=input_ids, past_key_values=DynamicCache(config=model.config), use_cache=True
     )
     expected = body_output.last_hidden_state[0]
-    memory, done = Memory(decoder, Full(2 * len(ids))), 0
+    memory, begin = Memory(decoder, Full(2 * len(ids))), 0
     for count in _CHECKED_STEPS:
-        (step,) = evaluate(memory, ids[done : done + count], count)
-        subject = f"its layers, given {count} tokens after {done}, make"
-        _require_close(step.hidden, expected[done : done + count], expected.dtype, subject)
-        done += count
+        (result,) = evaluate(memory, ids[begin : begin + count], count)
+        subject = f"its layers, given {count} tokens after {begin}, make"
+        _require_close(result.hidden, expected[begin : begin + count], expected.dtype, subject)
+        begin += count
     logits = decoder.logits(expected)
     _require_close(logits, output.logits[0], expected.dtype, "its head makes")
 
 
-def _require_close(rows: Tensor, expected: Tensor, dtype: torch.dtype, subject: str) -> None:
-    """Raise UnsupportedModel if rows differ from expected ones, both `[tokens, width]`.
+def _require_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, subject: str) -> None:
+    """Raise UnsupportedModel if vectors, `[tokens, width]`, differ in the median over tokens.
 
-    The median over tokens counts, since rounding may make a mixture of experts choose other experts
-    for one token. dtype: in which the model computed them.
+    The median, since rounding may route single tokens to other experts. dtype: of the model.
     """
-    rows, expected = rows.float(), expected.float()
-    relative = (rows - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
+    actual, expected = actual.float(), expected.float()
+    relative = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     difference = float(relative.median())
     tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
     if not difference <= tolerance:  # true for NaN as well
@@ -166,10 +156,9 @@ def _require_close(rows: Tensor, expected: Tensor, dtype: torch.dtype, subject: 
 
 
 class OutputHead:
-    """The model's own forward over given hidden states: its head, and what comes before and after.
+    """The model's head, with all that its forward does before and after the head.
 
-    It is a shallow copy of the model with the same weights, in which a module that returns the
-    given hidden states replaces the body. The model itself is not changed.
+    Runs a shallow copy of the model, with the same weights, whose body returns given hidden states.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -194,7 +183,7 @@ class OutputHead:
 
 
 class _HiddenStatesBody(nn.Module):
-    """A replacement for a model's body that returns `hidden`; its attributes are the body's."""
+    """A replacement of a model's body that returns `hidden` and has the body's attributes."""
 
     hidden: Tensor | None = None
 
@@ -211,7 +200,7 @@ class _HiddenStatesBody(nn.Module):
 
 
 class _BodyOutput:
-    """The output of a body: its hidden states. All other fields that models may read are None."""
+    """The output of a body. All fields but the hidden states are None."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -225,8 +214,8 @@ class _BodyOutput:
             raise AttributeError(name)
 
 
-def _model_state(model: PreTrainedModel) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
-    """Return the dtype, device and identity of all modules; if it changes, probe again."""
+def _model_identity(model: PreTrainedModel) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
+    """Return the model's dtype, device and modules. If they change, it must be probed again."""
     return *_dtype_and_device(model), tuple(map(id, model.modules()))
 
 
@@ -235,6 +224,6 @@ def _dtype_and_device(model: PreTrainedModel) -> tuple[torch.dtype, torch.device
     return first.dtype, first.device
 
 
-def _in_words(dtype_and_device: tuple[torch.dtype, torch.device]) -> str:
+def _format_placement(dtype_and_device: tuple[torch.dtype, torch.device]) -> str:
     dtype, device = dtype_and_device
     return f"{str(dtype).removeprefix('torch.')} on {device}"

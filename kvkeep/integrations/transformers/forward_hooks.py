@@ -22,7 +22,7 @@ _ALLOWED_ARGUMENTS = {
 
 
 def hook_forward(body: nn.Module) -> list[RemovableHandle]:
-    """Let the model's layers append to the sessions of the cache whenever it is a KvkeepCache."""
+    """Let forwards with a KvkeepCache append to its sessions."""
     begin = partial(_begin_forward, inspect.signature(body.forward))
     return [
         body.register_forward_pre_hook(begin, with_kwargs=True),
@@ -33,7 +33,7 @@ def hook_forward(body: nn.Module) -> list[RemovableHandle]:
 def _begin_forward(
     signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate all but the last step before the layers, and give the layers that one."""
+    """Evaluate all but the last step; return its arguments, so that the forward evaluates it."""
     arguments: dict[str, Any] = dict(kwargs)
     if args:
         arguments = signature.bind(*args, **kwargs).arguments
@@ -63,13 +63,13 @@ def _begin_forward(
 def _end_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Commit all tokens after the layers, or roll back if the layers failed."""
+    """Commit all tokens, or roll back if the forward failed."""
     step_cache = kwargs.get("past_key_values")
-    if not isinstance(step_cache, StepCache) or step_cache.forward is None:
+    if not isinstance(step_cache, StepCache) or step_cache.cache_forward is None:
         return None
-    forward: CacheForward = step_cache.forward
-    step_cache.forward = None
-    if forward.is_over:
+    forward: CacheForward = step_cache.cache_forward
+    step_cache.cache_forward = None
+    if forward.is_finished:
         raise InvalidArgument("a KvkeepCache was used within a forward of its own")
     if output is None:
         forward.rollback()
@@ -80,7 +80,7 @@ def _end_forward(
 
 
 def _check_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise InvalidArgument if the caller could take a gradient of the forward's result."""
+    """Raise InvalidArgument if the forward's result would need a gradient."""
     if not torch.is_grad_enabled():
         return
     inputs = (value for value in arguments.values() if isinstance(value, Tensor))
@@ -92,7 +92,7 @@ def _check_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Raise InvalidArgument or UnsupportedModel for what a forward into a KvkeepCache can't do."""
+    """Raise InvalidArgument or UnsupportedModel for arguments that a KvkeepCache can't handle."""
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         raise InvalidArgument(
@@ -128,7 +128,7 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
 
 
 def _marks_text_only(token_types: object) -> bool:
-    """Whether all tokens are marked as text, as tokenizers of multimodal models do."""
+    """Whether a multimodal tokenizer's token types are all text."""
     return isinstance(token_types, Tensor) and not token_types.any()
 
 
@@ -137,21 +137,21 @@ def _check_positions(
 ) -> None:
     """Raise InvalidArgument for position ids that differ from the positions in the cache.
 
-    They may count padding or not, since distances are the same. Example: a row of 2 columns of
-    padding and 3 tokens takes positions 0 to 2 as well as 2 to 4.
+    They may count padding or not: a row of 2 columns of padding and 3 tokens may have positions
+    0 to 2 or 2 to 4. Distances are the same.
     """
     if position_ids is None:
         return
     position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
-    n, columns = ids.shape[1], batch.columns
+    n, past = ids.shape[1], batch.column_count
     position_ids = position_ids[:, -n:].expand(len(ids), -1)
     for row, all_positions in enumerate(position_ids):
         is_token = None if mask is None else mask[row, -n:].bool()
         positions = all_positions if is_token is None else all_positions[is_token]
         if not len(positions):
             continue
-        last_token = columns - batch.padding[row] + len(positions) - 1
-        last_column = columns + (n - 1 if is_token is None else int(is_token.nonzero()[-1]))
+        last_token = past - batch.padding[row] + len(positions) - 1
+        last_column = past + (n - 1 if is_token is None else int(is_token.nonzero()[-1]))
         last = int(positions[-1])
         if last not in (last_token, last_column) or bool((positions.diff() != 1).any()):
             raise InvalidArgument(

@@ -1,9 +1,8 @@
-"""The functions that transformers calls while kvkeep computes the attention, and parts of a model.
+"""The interface to transformers: attention by kvkeep, rotary embeddings, and parts of a model.
 
-An attention and a mask function are registered with transformers under one name, which a model's
-configs have during such a forward only: a model that is called with another cache attends as
-before. Another thread that calls the same model during that forward gets an error, never a wrong
-result. Hooks on rotary embeddings do nothing outside such a forward.
+kvkeep registers an attention and a mask function with transformers under one name. A model's
+configs choose that name only while `use_backend` is active, so forwards with other caches attend
+as before. Another thread that calls the same model meanwhile gets an error, never a wrong result.
 """
 
 import inspect
@@ -27,18 +26,18 @@ from transformers import (
 
 from kvkeep.errors import UnsupportedModel
 
-NAME = "kvkeep"
+_ATTENTION_NAME = "kvkeep"
 # The config attribute that chooses the attention; transformers has no other way for one forward.
-_IMPLEMENTATION = "_attn_implementation_internal"
+_ATTENTION_ATTRIBUTE = "_attn_implementation_internal"
 # Arguments that models pass to their attention and that do not change its result.
 _IGNORED_ARGUMENTS = {
     *("input_ids", "position_ids", "position_embeddings", "cache_position", "use_cache"),
     *("return_dict", "logits_to_keep", "layer_idx", "num_key_value_groups"),
 }
 
-_OTHER_THREAD = (
-    f"the attention {NAME!r} works in a forward that kvkeep has opened: while one is under way, "
-    "the same model cannot be called from another thread"
+_OTHER_THREAD_MESSAGE = (
+    f"the attention {_ATTENTION_NAME!r} works in a forward that kvkeep has opened: while one is "
+    "under way, the same model cannot be called from another thread"
 )
 
 MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
@@ -46,61 +45,64 @@ MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The options of a layer's attention. window: in tokens; None if the layer passes none."""
+    """The options of a layer's attention. window: in tokens."""
 
     scale: float
     softcap: float
     window: int | None
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The arguments with which a layer calls attention.
+
+    q: `[batch, heads, n, head_dim]`; k, v: `[batch, kv_heads, n, head_dim]`; sinks: `[heads]`.
+    """
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    options: AttentionOptions
+    sinks: Tensor | None
+
+
 class AttentionBackend(Protocol):
     """The attention of one forward of a transformers model: a probe or a step of kvkeep's cache.
 
-    position: the position that all rotary embeddings use for all tokens.
+    rotary_position: used by all rotary embeddings for all tokens.
     """
 
-    position: int
+    rotary_position: int
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend in one layer.
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Attend in one layer, `[batch, n, heads, head_dim]`."""
 
-        q: `[batch, heads, n, head_dim]`; k, v: `[batch, kv_heads, n, head_dim]`. Returns
-        `[batch, n, heads, head_dim]`.
-        """
-
-    def mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
-        """Return the mask that layers are given; function: whether a query sees a cell."""
+    def make_mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
+        """Return the mask to pass to layers. function: whether a query sees a cell."""
 
 
 class _ThreadState(threading.local):
     backend: AttentionBackend | None = None
 
 
-_STATE = _ThreadState()  # outside `use_backend` it has no backend
+_thread_state = _ThreadState()  # has a backend within `use_backend` only
 
 
 @contextmanager
 def use_backend(backend: AttentionBackend, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
     """Let `backend` compute the attention of forwards of the model with these configs."""
-    previous_names = [getattr(config, _IMPLEMENTATION) for config in configs]
-    previous_backend, _STATE.backend = _STATE.backend, backend
+    previous_names = [getattr(config, _ATTENTION_ATTRIBUTE) for config in configs]
+    previous_backend, _thread_state.backend = _thread_state.backend, backend
     try:
         for config in configs:
-            setattr(config, _IMPLEMENTATION, NAME)
+            setattr(config, _ATTENTION_ATTRIBUTE, _ATTENTION_NAME)
         yield
     finally:
-        _STATE.backend = previous_backend
+        _thread_state.backend = previous_backend
         for config, name in zip(configs, previous_names, strict=True):
-            setattr(config, _IMPLEMENTATION, name)
+            setattr(config, _ATTENTION_ATTRIBUTE, name)
 
 
 def _attend_by_backend(
@@ -117,10 +119,8 @@ def _attend_by_backend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend; the signature is that of transformers' attention functions."""
-    backend = _STATE.backend
-    if backend is None:
-        raise RuntimeError(_OTHER_THREAD)
+    """Attend; an attention function of transformers."""
+    backend = _active_backend()
     unsupported = [
         name
         for name, argument in others.items()
@@ -137,7 +137,8 @@ def _attend_by_backend(
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     options = AttentionOptions(scale, float(softcap or 0), sliding_window)
-    return backend.attend(module, query, key, value, attention_mask, options, s_aux), None
+    inputs = AttentionInputs(module, query, key, value, attention_mask, options, s_aux)
+    return backend.attend(inputs), None
 
 
 def _mask_by_backend(
@@ -149,22 +150,25 @@ def _mask_by_backend(
     device: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """Return a mask; the signature is that of transformers' mask functions.
+    """Return a mask; a mask function of transformers.
 
     Padding needs no mask: the hooks before the layers remove it.
     """
-    backend = _STATE.backend
-    if backend is None:
-        raise RuntimeError(_OTHER_THREAD)
-    return backend.mask(mask_function, device)
+    return _active_backend().make_mask(mask_function, device)
 
 
-AttentionInterface.register(NAME, _attend_by_backend)
-AttentionMaskInterface.register(NAME, _mask_by_backend)
+def _active_backend() -> AttentionBackend:
+    if _thread_state.backend is None:
+        raise RuntimeError(_OTHER_THREAD_MESSAGE)
+    return _thread_state.backend
+
+
+AttentionInterface.register(_ATTENTION_NAME, _attend_by_backend)
+AttentionMaskInterface.register(_ATTENTION_NAME, _mask_by_backend)
 
 
 def hook_rotary_embeddings(body: nn.Module) -> list[RemovableHandle]:
-    """Let all rotary embeddings use the position of the active attention backend, if any."""
+    """Let all rotary embeddings use the active backend's position, if there is a backend."""
     handles = []
     for module in body.modules():
         if not any(name.endswith("inv_freq") for name in (*module._buffers, *vars(module))):
@@ -179,19 +183,19 @@ def hook_rotary_embeddings(body: nn.Module) -> list[RemovableHandle]:
 def _replace_position_ids(
     index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace position ids before a module's forward. index: of their parameter."""
-    backend = _STATE.backend
+    """Replace position ids before a module's forward. index: of the parameter `position_ids`."""
+    backend = _thread_state.backend
     if backend is None:
         return None
     if len(args) > index:
-        position_ids = torch.full_like(args[index], backend.position)
+        position_ids = torch.full_like(args[index], backend.rotary_position)
         return (*args[:index], position_ids, *args[index + 1 :]), kwargs
-    position_ids = torch.full_like(kwargs["position_ids"], backend.position)
+    position_ids = torch.full_like(kwargs["position_ids"], backend.rotary_position)
     return args, {**kwargs, "position_ids": position_ids}
 
 
 def body_name(model: PreTrainedModel) -> str:
-    """Return the name of the submodule below the head. Raises UnsupportedModel if it has none."""
+    """Return the name of the submodule below the head. Raises UnsupportedModel without one."""
     for name in (model.base_model_prefix, "model"):
         if name in model._modules:
             return name
@@ -204,7 +208,7 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return all configs that choose the attention of a part of the model; the text's is first."""
+    """Return the configs of all parts of the model, the text's first."""
     text_config = model.config.get_text_config(decoder=True)
     configs = {id(text_config): text_config}
     for module in model.modules():

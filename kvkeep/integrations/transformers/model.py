@@ -39,12 +39,12 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weigh
 from kvkeep.types import DtypeName
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")  # names in different architectures
-# For each tokenizer its size, and kvkeep's codec with the folder of its files.
+# For each tokenizer: its size, and kvkeep's codec with the folder of the codec's files.
 _CODECS: WeakKeyDictionary[
     PreTrainedTokenizerBase, tuple[int, TextCodec, TemporaryDirectory[str]]
 ] = WeakKeyDictionary()
 _EXECUTOR = "_kvkeep_executor"  # the attribute of a transformers model that holds its executor
-# Config keys about files and this machine, which do not change what a cell means.
+# Config keys that do not change the contents of cells.
 _NOT_FINGERPRINTED = (
     "_name_or_path",
     "transformers_version",
@@ -57,8 +57,7 @@ _NOT_FINGERPRINTED = (
 class TransformersModel(Model):
     """A kvkeep model whose layers transformers computes; see `from_transformers`.
 
-    executor: runs the transformers model, and is attached to it. tokenizer: that of transformers,
-    or None.
+    executor: runs the transformers model, and is attached to it. tokenizer: of transformers.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -79,7 +78,6 @@ class TransformersModel(Model):
 
     @cached_property
     def path(self) -> ComputePath:
-        """The compute path: transformers' layers with kvkeep's attention."""
         return ComputePath(
             "transformers", {"the compiled kernels": "are for kvkeep's own forwards"}
         )
@@ -92,7 +90,7 @@ class TransformersModel(Model):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """As `LoadedModel.fingerprint`; the config is the whole one of transformers."""
+        """As `LoadedModel.fingerprint`, but with transformers' complete config."""
         config = self.executor.configs[0].to_dict()
         config = {name: value for name, value in config.items() if name not in _NOT_FINGERPRINTED}
         config_json = json.dumps(config, sort_keys=True, default=str)
@@ -152,14 +150,15 @@ def from_transformers(
         folder = Path(tokenizer)
         return TransformersModel(name, folder, executor, TextCodec.open(folder))
     codec = _codec_of(tokenizer)
-    own_model = TransformersModel(name, codec.folder, executor, codec)
-    own_model.tokenizer = tokenizer  # keeps the codec's temporary folder alive
-    return own_model
+    kvkeep_model = TransformersModel(name, codec.folder, executor, codec)
+    kvkeep_model.tokenizer = tokenizer  # keeps the codec's temporary folder alive
+    return kvkeep_model
 
 
 def _codec_of(tokenizer: PreTrainedTokenizerBase) -> TextCodec:
-    """Return kvkeep's codec for a tokenizer; its files exist as long as the tokenizer does."""
-    size, (codec_size, codec, _) = len(tokenizer), _CODECS.get(tokenizer, (None, None, None))
+    """Return kvkeep's codec for a tokenizer. Its files are deleted with the tokenizer."""
+    size = len(tokenizer)
+    codec_size, codec, _ = _CODECS.get(tokenizer, (None, None, None))
     if codec is None or codec_size != size:
         folder = TemporaryDirectory(prefix="kvkeep-tokenizer-")
         tokenizer.save_pretrained(folder.name)
@@ -171,9 +170,7 @@ def _codec_of(tokenizer: PreTrainedTokenizerBase) -> TextCodec:
 def load_folder(
     name: str, model: str, dtype: DtypeName, device: str, progress: bool
 ) -> TransformersModel:
-    """Load a model by transformers.
-
-    name: the model as the user wrote it. model: a folder, or a name or path that `resolve` finds.
+    """Load a model by transformers. name: in snapshots. model: a name or path, as in `resolve`.
 
     Raises ModelNotFound, BadModelFile, UnsupportedModel, InvalidArgument.
     """
@@ -186,18 +183,19 @@ def load_folder(
             f"{model} is packed, which transformers does not read: `kvkeep models export {model} "
             "FOLDER` unpacks it, then pass transformers:FOLDER"
         )
-    shown_before = is_progress_bar_enabled()
+    was_shown = is_progress_bar_enabled()
     _show_progress_bars(progress)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        transformers_model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=DTYPES[dtype], local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise BadModelFile(f"transformers cannot load {folder}: {error}") from error
     finally:
-        _show_progress_bars(shown_before)
-    loaded.to(target_device).eval()  # type: ignore[arg-type]  # the stub of `to` lacks devices
-    return from_transformers(loaded, folder, name)
+        _show_progress_bars(was_shown)
+    # The stub of `to` lacks devices.
+    transformers_model.to(target_device).eval()  # type: ignore[arg-type]
+    return from_transformers(transformers_model, folder, name)
 
 
 def _show_progress_bars(shown: bool) -> None:
@@ -206,7 +204,7 @@ def _show_progress_bars(shown: bool) -> None:
 
 
 def executor_of(model: PreTrainedModel) -> TransformersExecutor:
-    """Return the executor of a model, which is probed once for each dtype and device.
+    """Return a model's executor. Probes the model if its dtype, device or modules changed.
 
     Raises as `from_transformers`.
     """
@@ -232,13 +230,13 @@ def executor_of(model: PreTrainedModel) -> TransformersExecutor:
 
 
 def _new_executor(model: PreTrainedModel) -> TransformersExecutor:
-    """Probe and check a model. A model that is refused keeps no hooks."""
+    """Probe and check a model. Leaves no hooks on an unsupported model."""
     executor = None
     try:
         executor = TransformersExecutor(model)
         decoder = Decoder(executor.adapted.spec, _weights_by_name(executor), executor=executor)
         require_agreement(model, decoder)
-        executor.handles += hook_forward(executor.body)
+        executor.hook_handles += hook_forward(executor.body)
         return executor
     except BaseException as error:
         if executor is not None:
@@ -262,7 +260,7 @@ def unhook(model: PreTrainedModel) -> None:
 
 
 def _weights_by_name(executor: TransformersExecutor) -> dict[str, Tensor]:
-    """Return the weights by transformers' names, and the few that kvkeep reads by its own names."""
+    """Return all weights by transformers' names, and a few by the names that kvkeep reads."""
     adapted = executor.adapted
     tensors = {
         f"transformers.{name}": weight.detach()
@@ -271,9 +269,9 @@ def _weights_by_name(executor: TransformersExecutor) -> dict[str, Tensor]:
     tensors[NORM] = torch.zeros(0, dtype=adapted.dtype, device=adapted.device)
     for index, call in enumerate(adapted.calls):
         for name in _OUTPUT_PROJECTIONS:
-            output = getattr(call.module, name, None)
-            if isinstance(output, nn.Linear):
-                tensors[f"model.layers.{index}.self_attn.o_proj.weight"] = output.weight.detach()
+            linear = getattr(call.module, name, None)
+            if isinstance(linear, nn.Linear):
+                tensors[f"model.layers.{index}.self_attn.o_proj.weight"] = linear.weight.detach()
     for index, sinks in enumerate(adapted.sinks):
         tensors[f"model.layers.{index}.self_attn.sinks"] = sinks
     return tensors

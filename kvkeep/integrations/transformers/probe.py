@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.integrations.transformers.interface import AttentionOptions, MaskFunction, use_backend
+from kvkeep.integrations.transformers.interface import (
+    AttentionInputs,
+    AttentionOptions,
+    MaskFunction,
+    use_backend,
+)
 from kvkeep.integrations.transformers.step_cache import StepCache, new_cache_layers
 
 PROBED_POSITIONS = (0, 1, 977)  # the token is evaluated at each of them to compare its keys
@@ -22,13 +27,13 @@ _FAR_QUERY = 1 << 17
 class ProbedCall:
     """One call of attention in a probe forward.
 
-    layer: the index under which its keys were given to the cache. owns_keys: whether it is the
-    first call that attends to them. q: `[heads, head_dim]`; k: `[kv_heads, head_dim]`. window: of
-    its mask, in tokens; None if it sees all tokens before it.
+    layer_idx: the index under which the layer updated transformers' cache. owns_keys: whether it is
+    the first call that attends to its keys. q: `[heads, head_dim]`; k: `[kv_heads, head_dim]`.
+    window: of its mask, in tokens; None if it sees all earlier tokens.
     """
 
     module: nn.Module
-    layer: int
+    layer_idx: int
     owns_keys: bool
     q: Tensor
     k: Tensor
@@ -38,37 +43,28 @@ class ProbedCall:
 
 
 class AttentionProbe:
-    """An attention backend for one token, which records all calls in `calls`.
+    """An attention backend for one token, which records each call of attention.
 
-    A single token attends to itself only, so the result of attention is its own value. cache: the
-    cache of the probe's forward.
+    A single token attends to itself only, so the result of attention is its own value.
     """
 
-    def __init__(self, position: int, cache: StepCache):
-        self.position, self.cache = position, cache
+    def __init__(self, rotary_position: int, cache: StepCache):
+        self.rotary_position, self.cache = rotary_position, cache
         self.calls: list[ProbedCall] = []
-        self._masks: list[MaskFunction] = []
+        self._mask_functions: list[MaskFunction] = []
 
-    def mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
-        """Return the index of the mask function as a tensor, by which `attend` finds it again."""
-        self._masks.append(function)
-        index = len(self._masks) - 1.0
+    def make_mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
+        """Return the index of the mask function as a tensor, for `attend` to look it up."""
+        self._mask_functions.append(function)
+        index = len(self._mask_functions) - 1.0
         return torch.full((1, 1, 1, 1), index, dtype=torch.float32, device=device)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        module, q, k, v = inputs.module, inputs.q, inputs.k, inputs.v
         updates = self.cache.updates
-        layer = next((index for index, (keys, _) in updates.items() if keys is k), None)
+        layer_idx = next((index for index, (keys, _) in updates.items() if keys is k), None)
         has_values = any(values is v for _, values in updates.values())
-        if layer is None or not has_values or k.dim() != 4 or k.shape[2] != 1:
+        if layer_idx is None or not has_values or k.dim() != 4 or k.shape[2] != 1:
             raise UnsupportedModel(
                 f"{type(module).__name__} attends to something else than the keys and values that "
                 "it gives to its cache; kvkeep can keep no cells for it"
@@ -84,22 +80,30 @@ class AttentionProbe:
                 f"{v.shape[-1]}, as latent attention (MLA) has; kvkeep keeps cells in which they "
                 "are alike"
             )
-        owns_keys = all(call.layer != layer for call in self.calls)
-        window = self._window_of_mask(module, mask)
-        query, key = (x[0, :, 0].clone() for x in (q, k))
-        self.calls.append(ProbedCall(module, layer, owns_keys, query, key, options, window, sinks))
+        self.calls.append(
+            ProbedCall(
+                module,
+                layer_idx,
+                owns_keys=all(call.layer_idx != layer_idx for call in self.calls),
+                q=q[0, :, 0].clone(),
+                k=k[0, :, 0].clone(),
+                options=inputs.options,
+                window=self._mask_window(module, inputs.mask),
+                sinks=inputs.sinks,
+            )
+        )
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
-    def _window_of_mask(self, module: nn.Module, mask: Tensor | None) -> int | None:
+    def _mask_window(self, module: nn.Module, mask: Tensor | None) -> int | None:
         if mask is None:
             return None
         index = int(mask.flatten()[0]) if mask.numel() == 1 else -1
-        if not 0 <= index < len(self._masks) or mask.flatten()[0] != index:
+        if not 0 <= index < len(self._mask_functions) or mask.flatten()[0] != index:
             raise UnsupportedModel(
                 f"{type(module).__name__} gets a mask that transformers did not make; kvkeep "
                 "cannot tell what it hides"
             )
-        return mask_window(self._masks[index], mask.device)
+        return _window_of(self._mask_functions[index], mask.device)
 
 
 def probe_calls(
@@ -111,8 +115,8 @@ def probe_calls(
 ) -> list[ProbedCall]:
     """Evaluate one token and return all calls of attention, in their order.
 
-    body: the model below its head. rotary_position: the token's position in rotary embeddings.
-    position: its position everywhere else, both in `position_ids` and in the cache's length.
+    rotary_position: the token's position in rotary embeddings. position: its position in
+    `position_ids`, and the length of the cache before it.
     """
     probe = AttentionProbe(rotary_position, StepCache(new_cache_layers(configs[0]), position))
     device = next(body.parameters()).device
@@ -126,10 +130,10 @@ def probe_calls(
     return probe.calls
 
 
-def mask_window(function: MaskFunction, device: torch.device) -> int | None:
-    """Return how many of the newest tokens a query sees, itself included; None for all before it.
+def _window_of(function: MaskFunction, device: torch.device) -> int | None:
+    """Return the width of a mask's window, the query included; None if it sees all earlier tokens.
 
-    Raises UnsupportedModel for a mask that is neither.
+    Raises UnsupportedModel for any other mask.
     """
     try:
         widths = {
@@ -149,9 +153,9 @@ def mask_window(function: MaskFunction, device: torch.device) -> int | None:
 
 
 def _window_at(function: MaskFunction, query: int, device: torch.device) -> int | None:
-    """Return the width of the window at position `query`; None for all tokens before it.
+    """As `_window_of`, for the query at this position.
 
-    A mask that is no window gives `-query`, which differs from one query to the next.
+    Returns `-query`, different at each position, for a mask that is not a window.
     """
     cells = torch.arange(query + 100, dtype=torch.int64, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -167,9 +171,9 @@ def _window_at(function: MaskFunction, query: int, device: torch.device) -> int 
 class KeyRotation:
     """A rotation of keys and queries by their position.
 
-    frequencies: radians per position of each pair, `[head_dim / 2]`; 0 for pairs that are not
-    rotated. order: `order[i]` is the index, in the model's head, of component i of a cell; in the
-    cell's order the two components of a pair lie half a head apart.
+    frequencies: radians per position of each pair, `[head_dim / 2]`; 0 for unrotated pairs.
+    order: `order[i]` is the index in the model's head of component i of a cell. In a cell the two
+    components of a pair lie half a head apart.
     """
 
     frequencies: tuple[float, ...]
@@ -181,60 +185,58 @@ class KeyRotation:
 
 
 def find_rotation(
-    probed: Sequence[Sequence[Tensor]], tables: Sequence[Tensor]
+    calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor]
 ) -> KeyRotation | None:
-    """Return the rotation that maps rows at position 0 to the rows at the other probed positions.
+    """Return the rotation that maps queries and keys at position 0 to those at other positions.
 
-    probed: for each of PROBED_POSITIONS the same tensors, `[rows, head_dim]`. tables: the frequency
-    tables of the model, `[pairs]` each. Returns None if no candidate fits: then positions change
-    more than a rotation does.
+    calls: of one layer, at each of PROBED_POSITIONS. frequency_tables: `[pairs]` each. Returns None
+    if positions change queries and keys in another way.
     """
-    rows_at = [torch.cat(list(tensors)).cpu().double() for tensors in probed]
-    width = rows_at[0].shape[-1]
-    if width % 2:
+    rows_by_position = [torch.cat([call.q, call.k]).cpu().double() for call in calls]
+    head_dim = rows_by_position[0].shape[-1]
+    if head_dim % 2:
         return None
-    error, rotation = min(
-        (
-            (_rotation_error(rows_at, candidate), candidate)
-            for candidate in _candidate_rotations(width, tables)
-        ),
-        key=lambda pair: pair[0],
-    )
-    return rotation if error <= _TOLERANCE.get(probed[0][0].dtype, _ROUNDED_TOLERANCE) else None
+    candidates = list(_candidate_rotations(head_dim, frequency_tables))
+    errors = [_rotation_error(rows_by_position, candidate) for candidate in candidates]
+    error = min(errors)
+    tolerance = _TOLERANCE.get(calls[0].q.dtype, _ROUNDED_TOLERANCE)
+    return candidates[errors.index(error)] if error <= tolerance else None
 
 
-def _rotation_error(rows_at: Sequence[Tensor], rotation: KeyRotation) -> float:
+def _rotation_error(rows_by_position: Sequence[Tensor], rotation: KeyRotation) -> float:
     """Return the largest distance of rows from their expected rotation, relative to their norm."""
     order = list(rotation.order)
-    first, width = rows_at[0][:, order], rows_at[0].shape[-1]
+    unrotated = rows_by_position[0][:, order]
     frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64, device="cpu")
-    a, b = torch.split(first, width // 2, -1)
-    worst = 0.0
-    for position, rows in zip(PROBED_POSITIONS, rows_at, strict=True):
+    a, b = torch.chunk(unrotated, 2, -1)
+    max_error = 0.0
+    for position, rows in zip(PROBED_POSITIONS, rows_by_position, strict=True):
         angles = position * frequencies
         expected = torch.cat(
             (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
         )
-        worst = max(worst, ((rows[:, order] - expected).norm() / first.norm()).item())
-    return worst
+        max_error = max(max_error, ((rows[:, order] - expected).norm() / unrotated.norm()).item())
+    return max_error
 
 
-def _candidate_rotations(width: int, tables: Sequence[Tensor]) -> Iterator[KeyRotation]:
-    """Yield no rotation, then every way to apply each table to a head of `width` components.
+def _candidate_rotations(
+    head_dim: int, frequency_tables: Sequence[Tensor]
+) -> Iterator[KeyRotation]:
+    """Yield no rotation, then every way to apply each frequency table to a head.
 
     A table may rotate the first or the last components of a head (partial RoPE), pair halves or
-    neighbours, and turn in either direction. Example, width 8 and a table of 2 pairs at the
-    beginning: components 0 to 3 are rotated. As halves the pairs are (0, 2), (1, 3) and the order
-    is (0, 1, 4, 5, 2, 3, 6, 7); as neighbours they are (0, 1), (2, 3): (0, 2, 4, 5, 1, 3, 6, 7).
+    neighbours, and turn in either direction. Example: a table of 2 pairs rotates components 0 to 3
+    of 8. As halves the pairs are (0, 2), (1, 3) and the order is (0, 1, 4, 5, 2, 3, 6, 7); as
+    neighbours they are (0, 1), (2, 3) and the order is (0, 2, 4, 5, 1, 3, 6, 7).
     """
-    yield KeyRotation((0.0,) * (width // 2), tuple(range(width)))
-    for table in tables:
+    yield KeyRotation((0.0,) * (head_dim // 2), tuple(range(head_dim)))
+    for table in frequency_tables:
         pairs = len(table)
-        if not 0 < 2 * pairs <= width:
+        if not 0 < 2 * pairs <= head_dim:
             continue
-        for begin in sorted({0, width - 2 * pairs}):
+        for begin in sorted({0, head_dim - 2 * pairs}):
             rotated = range(begin, begin + 2 * pairs)
-            unrotated = [index for index in range(width) if index not in rotated]
+            unrotated = [index for index in range(head_dim) if index not in rotated]
             half = len(unrotated) // 2
             for firsts, seconds in (
                 (rotated[:pairs], rotated[pairs:]),

@@ -1,9 +1,8 @@
-"""The cache object that a transformers model gets during one forward, and its recurrent states.
+"""The transformers cache of one forward, and its recurrent states.
 
-Keys and values pass through it unchanged: the cells are in kvkeep's caches. Layers without cells
-(linear attention, state spaces, convolutions) compute with transformers' own cache layers. Between
-two forwards their states are named tensors of one sequence each, which are never written to, so
-that forks share them.
+Keys and values pass through it unchanged to kvkeep's caches. Layers without cells (linear
+attention, state spaces, convolutions) use transformers' cache layers. Between forwards each
+sequence keeps their states as named tensors, which are never written to, so that forks share them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +30,11 @@ def new_cache_layers(config: PreTrainedConfig) -> Sequence[Any]:
 class StepCache(Cache):
     """The cache of one forward.
 
-    layers: transformers' cache layers, one for each layer of the model. length: the number of
-    tokens before this forward. updates: the keys and values that layers have given to it,
-    `[batch, kv_heads, n, head_dim]` each, by the layer's index.
+    layers: one for each layer of the model. length: the number of tokens before this forward.
+    updates: the keys and values of each layer index, `[batch, kv_heads, n, head_dim]` each.
     """
 
-    forward: Any = None  # the `CacheForward` that it belongs to; None in a step of kvkeep's own
+    cache_forward: Any = None  # the `CacheForward` that it belongs to; None in kvkeep's own steps
 
     def __init__(self, layers: Sequence[Any], length: int = 0):
         super().__init__(layers=list(layers))
@@ -65,14 +63,14 @@ class StepCache(Cache):
 def has_recurrent_states(config: PreTrainedConfig) -> bool:
     """Whether some layers have states instead of cells.
 
-    Raises UnsupportedModel for a layer that has neither states nor cells of keys and values.
+    Raises UnsupportedModel for a layer with another kind of memory.
     """
     has_states = False
     for layer in new_cache_layers(config):
         states = isinstance(layer, LinearAttentionCacheLayerMixin)
         cells = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicIndexedLayer)
-        nothing = type(layer).__name__ == "DummyLayer"  # exists in some releases only
-        if not states and not cells and not nothing:
+        is_dummy = type(layer).__name__ == "DummyLayer"  # exists in some releases only
+        if not states and not cells and not is_dummy:
             raise UnsupportedModel(
                 f"its layers keep their memory in a {type(layer).__name__}, which kvkeep does not "
                 "support"
@@ -82,9 +80,9 @@ def has_recurrent_states(config: PreTrainedConfig) -> bool:
 
 
 def load_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
-    """Copy the states of each row of a batch into the layers of a new cache.
+    """Copy the states of a batch's rows into the layers of a new cache.
 
-    Raises InvalidSnapshot if there are none although tokens have been evaluated.
+    Raises InvalidSnapshot if states of evaluated tokens are missing.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     if not names:
@@ -107,7 +105,7 @@ def load_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
 
 
 def read_states(cache: StepCache, rows: int) -> list[dict[str, Tensor]]:
-    """Return the states of each of the `rows` rows of a cache after a forward."""
+    """Return the states of each row of a cache after a forward."""
     states_by_row: list[dict[str, Tensor]] = [{} for _ in range(rows)]
     for name, batch_state in _named_states(cache):
         for states, state in zip(states_by_row, torch.split(batch_state, 1), strict=True):
