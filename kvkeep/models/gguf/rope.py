@@ -178,7 +178,7 @@ def _table(file: GgufFile, name: str, pairs: int) -> list[float]:
 
 
 def _llama3(file: GgufFile, divisors: list[float]) -> dict[str, Any] | None:
-    """Return the llama3 scaling that gives these divisors, or None: GGUF stores them instead.
+    """Return the llama3 scaling that gives these divisors, or None.
 
     The factor is the largest divisor; the rest is the same in every Llama 3.1, 3.2 and 3.3.
     """

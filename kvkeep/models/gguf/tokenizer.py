@@ -134,7 +134,8 @@ def merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def _bpe_with_byte_fallback(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> Tokenizer:
     unknown = next(iter(vocabulary.of_type(UNKNOWN)), None)
-    missing = [name for name in map(_byte_token, range(256)) if name not in vocabulary.ids]
+    byte_tokens = (f"<0x{byte:02X}>" for byte in range(256))
+    missing = [token for token in byte_tokens if token not in vocabulary.ids]
     # Without any byte tokens, SentencePiece encodes unknown characters as the unknown token.
     if missing and (unknown is None or len(missing) < 256):
         raise BadModelFile(
@@ -144,10 +145,6 @@ def _bpe_with_byte_fallback(vocabulary: Vocabulary, merges: list[tuple[str, str]
     return Tokenizer(
         vocabulary.bpe(merges, unk_token=unknown, fuse_unk=True, byte_fallback=not missing)
     )
-
-
-def _byte_token(byte: int) -> str:
-    return f"<0x{byte:02X}>"
 
 
 def _decoder(strip_prefix: bool) -> decoders.Decoder:
