@@ -78,7 +78,7 @@ def test_mean_and_moment_are_measured_over_the_newest_queries_of_each_step(
 def test_the_tolerance_of_each_kv_head_is_one_of_the_tried_cosines(
     calibration: Calibration,
 ) -> None:
-    tolerance = calibration.statistics.tolerance
+    tolerance = calibration.statistics.min_cosine
     assert tolerance.shape == (2, 2)
     assert set(tolerance.flatten().tolist()) <= set(torch.tensor(COSINES).tolist())
 

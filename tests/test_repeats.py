@@ -10,7 +10,7 @@ from test_compress import cells_of, require_unchanged
 
 from kvkeep import Session
 from kvkeep.cache import NO_TOKEN, Cells
-from kvkeep.compression.methods.repeats import RUN, find_repeats
+from kvkeep.compression.methods.repeats import RUN_TOKENS, find_repeats
 from kvkeep.evaluate.datasets import JUNK, PREFIX
 from kvkeep.model import Model
 
@@ -37,17 +37,17 @@ def compressed_cells(session: Session) -> Cells:
 @given(st.lists(st.integers(0, 1), max_size=120))
 def test_find_repeats_marks_tokens_of_runs_that_occurred_before(tokens: list[int]) -> None:
     expected = [False] * len(tokens)
-    for first in range(len(tokens) - RUN + 1):
-        run = tokens[first : first + RUN]
-        if any(tokens[at : at + RUN] == run for at in range(first)):
-            expected[first : first + RUN] = [True] * RUN
+    for first in range(len(tokens) - RUN_TOKENS + 1):
+        run = tokens[first : first + RUN_TOKENS]
+        if any(tokens[at : at + RUN_TOKENS] == run for at in range(first)):
+            expected[first : first + RUN_TOKENS] = [True] * RUN_TOKENS
     assert find_repeats(tokens).tolist() == expected
 
 
 def test_runs_below_the_minimal_length_are_no_repeats() -> None:
-    run = list(range(RUN - 1))
+    run = list(range(RUN_TOKENS - 1))
     assert not find_repeats([*run, 99, *run, 98]).any()
-    assert find_repeats([*run, 99, *run, 99]).tolist() == [False] * RUN + [True] * RUN
+    assert find_repeats([*run, 99, *run, 99]).tolist() == [False] * RUN_TOKENS + [True] * RUN_TOKENS
 
 
 @pytest.mark.parametrize("pin", [None, (300, 310)])

@@ -62,10 +62,10 @@ def calibrate(
     sums = CalibrationSums(layout)
     if unfinished is not None:
         sums = CalibrationSums.resume(unfinished, digest, layout, len(parts))
-    progress(sum(part.tokens for part in parts[: sums.done]))
-    for part in parts[sums.done :]:
+    progress(sum(part.tokens for part in parts[: sums.parts_done]))
+    for part in parts[sums.parts_done :]:
         part.measure(model, ids, sums, progress)
-        sums.done += 1
+        sums.parts_done += 1
         if unfinished is not None:
             sums.save(unfinished, digest)
     measured, weights = sums.queries.statistics(), sums.fitted.weights()
@@ -126,7 +126,7 @@ class ReconstructionPart:
         scores = reconstruction(memory, model.text, progress).clamp(min=MIN_SCORE).double().cpu()
         cache, regression = memory.cache, sums.held_back if self.held_back else sums.fitted
         cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
-        unrotated = Candidates(cells, cache.rope, cache.scale).unrotated
+        unrotated = Candidates(cells, cache.rope, cache.scale).unrotated_keys
         for layer, (keys, values) in enumerate(zip(unrotated, cells.values, strict=True)):
             inputs = features(keys, values)[:, SINKS:].cpu()  # attention sinks are always kept
             regression.add(layer, inputs, scores[layer, :, SINKS:])

@@ -9,7 +9,7 @@ from kvkeep import validation
 from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import best_method, make_method
-from kvkeep.compression.methods.apply import Compression, check_shares, compress, compress_and_join
+from kvkeep.compression.methods.apply import Compression, check_budget, compress, compress_and_join
 from kvkeep.compression.methods.base import Candidates, Eviction, Method, as_compressed
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
@@ -179,7 +179,7 @@ class Archive(Policy):
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
-        check_shares(self.compression_method, self.head_budget)
+        check_budget(self.compression_method, self.head_budget)
         if self.compression_method.uses_reconstruction:
             raise InvalidArgument(
                 f'method "{self.method}" repeats the whole text, which an archive does not hold: '
@@ -250,7 +250,7 @@ class Archive(Policy):
             statistics=self.statistics,
             seed=self.seed + cache.serial,
             ageing=True,
-            newest=max(int(cells.positions.max()) for cells in runs),
+            newest_position=max(int(cells.positions.max()) for cells in runs),
         )
         if self.head_budget == "heads":
             assert isinstance(method, Eviction)

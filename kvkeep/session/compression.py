@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, merge_segments
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import BEST
-from kvkeep.compression.methods.apply import Compression, check_shares, compress, compress_by_heads
+from kvkeep.compression.methods.apply import Compression, check_budget, compress, compress_by_heads
 from kvkeep.compression.methods.base import Budget, Candidates, Eviction, Method
 from kvkeep.compression.methods.kvzip import KVzap, KVzip
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
@@ -84,7 +84,7 @@ class CompressionPlan:
 
     def check(self) -> None:
         """Raise InvalidArgument if the plan is impossible for any memory."""
-        check_shares(self.method, self.effective_budget)
+        check_budget(self.method, self.effective_budget)
         if not self.ratio > 1:
             raise InvalidArgument(f"compressing takes a ratio above 1; found {self.ratio:g}")
         if self.recent is not None and self.recent < 1:

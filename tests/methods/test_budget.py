@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.cache import Cells, Ragged
 from kvkeep.compression.methods import METHODS, make_method
 from kvkeep.compression.methods.apply import (
-    check_shares,
+    check_budget,
     compress_and_join,
     compress_by_heads,
     score,
@@ -94,7 +94,7 @@ def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
     old, _ = ragged(random_candidates(60, compressed=True, queries=20, statistics=True))
     new = replace(old, cells=random_candidates(20, seed=1).cells)
     newest = max(int(run.cells.positions.max()) for run in (old, new))
-    old, new = (replace(run, ageing=True, newest=newest) for run in (old, new))
+    old, new = (replace(run, ageing=True, newest_position=newest) for run in (old, new))
     joined = replace(old, cells=Cells.concatenate([old.cells, as_compressed(new.cells)]))
     method = make_method(name)
     assert isinstance(method, Eviction)
@@ -115,11 +115,11 @@ def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EVICTIONS])
 def test_a_method_without_scores_is_refused_for_budget_heads(name: str) -> None:
-    check_shares(make_method(name), "uniform")
+    check_budget(make_method(name), "uniform")
     with pytest.raises(InvalidArgument, match="no scores"):
-        check_shares(make_method(name), "heads")
+        check_budget(make_method(name), "heads")
 
 
 def test_an_unknown_budget_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="heads, uniform"):
-        check_shares(make_method("knorm"), "each")
+        check_budget(make_method("knorm"), "each")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvkeep.cache import Cells, Rope
 from kvkeep.compression.methods.base import Candidates
-from kvkeep.compression.methods.fitted import MASS, Fitted
+from kvkeep.compression.methods.fitted import MASS_EXPONENT, Fitted
 from kvkeep.compression.methods.statistics import Statistics
 
 HEADS = (LAYERS, KV_HEADS)
@@ -52,7 +52,7 @@ def random_values(count: int, seed: int = 0) -> Tensor:
 
 def masses(cells: Cells) -> Tensor:
     assert cells.bias is not None
-    return (cells.bias / MASS).exp()
+    return (cells.bias / MASS_EXPONENT).exp()
 
 
 @settings(max_examples=40)
@@ -62,7 +62,7 @@ def test_kept_keys_are_bit_exact(
 ) -> None:
     candidates = random_candidates(total, compressed=compressed, statistics=statistics)
     count = data.draw(st.integers(1, total))
-    cells = Fitted(similar=0.3).compress(candidates, count).cells
+    cells = Fitted(min_cosine=0.3).compress(candidates, count).cells
     for head_index in HEAD_INDICES:
         positions = candidates.positions[head_index].tolist()
         indices = [positions.index(p) for p in cells.positions[head_index].tolist()]
@@ -123,7 +123,7 @@ def test_compressing_twice_equals_compressing_once() -> None:
     first = Fitted().compress(candidates, 3).cells
     torch.testing.assert_close(masses(first).sum(-1), torch.full(HEADS, 8.0))
     second = Fitted().compress(replace(candidates, cells=first), 1).cells
-    torch.testing.assert_close(second.bias, torch.full((*HEADS, 1), MASS * math.log(8)))
+    torch.testing.assert_close(second.bias, torch.full((*HEADS, 1), MASS_EXPONENT * math.log(8)))
     for head_index in HEAD_INDICES:
         torch.testing.assert_close(second.values[head_index][0], values.mean(0))
 
@@ -131,7 +131,7 @@ def test_compressing_twice_equals_compressing_once() -> None:
 @pytest.mark.parametrize("compressed", [False, True], ids=["as-fed", "compressed"])
 def test_compressing_to_the_same_count_changes_nothing(compressed: bool) -> None:
     candidates = random_candidates(17, compressed=compressed)
-    result = Fitted(similar=-2.0).compress(candidates, 17)
+    result = Fitted(min_cosine=-2.0).compress(candidates, 17)
     assert result.merged == 0
     assert torch.equal(result.cells.keys, candidates.cells.keys)
     torch.testing.assert_close(result.cells.values, candidates.cells.values)
@@ -180,7 +180,7 @@ def replace_keys(cells: Cells, keys: Tensor) -> Cells:
 
 def test_each_kv_head_merges_by_its_own_tolerance() -> None:
     statistics = statistics_with_moment(torch.eye(WIDTH))
-    statistics.tolerance[0, 1] = statistics.tolerance[1, 0] = 1.0
+    statistics.min_cosine[0, 1] = statistics.min_cosine[1, 0] = 1.0
     candidates = replace(cells_with_words([4] * 6, random_values(6)), statistics=statistics)
     mass = masses(Fitted().compress(candidates, 2).cells).sum(-1)
     torch.testing.assert_close(mass, torch.tensor([[6.0, 2.0], [2.0, 6.0]]))
@@ -194,7 +194,7 @@ def test_layers_are_compressed_as_each_would_be_alone(unrotated: tuple[int, ...]
     positions = torch.arange(count)
     rope = Rope(FREQUENCIES, torch.device("cpu"), unrotated)
     cells = Cells(keys, values, positions, positions)
-    together = Fitted(similar=0.3).compress(Candidates(cells, rope, SCALE), 10).cells
+    together = Fitted(min_cosine=0.3).compress(Candidates(cells, rope, SCALE), 10).cells
     for layer in range(layers):
         part = slice(layer, layer + 1)
         alone = Candidates(
@@ -202,6 +202,6 @@ def test_layers_are_compressed_as_each_would_be_alone(unrotated: tuple[int, ...]
             Rope(FREQUENCIES, torch.device("cpu"), [0] if layer in unrotated else []),
             SCALE,
         )
-        expected = Fitted(similar=0.3).compress(alone, 10).cells
+        expected = Fitted(min_cosine=0.3).compress(alone, 10).cells
         assert torch.equal(together.keys[part], expected.keys)
         assert torch.equal(together.positions[part], expected.positions)

@@ -1,7 +1,6 @@
-"""A calibration: statistics for compression, measured once for each model.
+"""A calibration: statistics for compression, measured once for each model on some text.
 
-Like an importance matrix for weights, it is a file made once from some text, and valid for every
-session of that model.
+Like an importance matrix for weights, it is a file that is valid for every session of its model.
 """
 
 import json
@@ -26,6 +25,12 @@ from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 
 KIND, FORMAT = "calibration", 2
+# The surrogate's tensors in the file, and its fields.
+_SURROGATE_FIELDS = {
+    "surrogate.key": "key_weights",
+    "surrogate.value": "value_weights",
+    "surrogate.constant": "constant",
+}
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,10 @@ class Calibration:
 
     Attributes:
         fingerprint: of the model.
-        model: its name.
-        tokens: count of tokens that were measured.
-        r_squared: the share of the variance of reconstruction scores of held-back text that the
-            surrogate explains; None without a surrogate.
+        model: the model's name.
+        tokens: how many tokens were measured.
+        r_squared: the surrogate's R² on the reconstruction scores of held-back text; None without a
+            surrogate.
     """
 
     statistics: Statistics
@@ -48,9 +53,9 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """A digest of the statistics, by which snapshots refer to the calibration of a session."""
+        """A digest of the statistics; snapshots name the calibration of their session by it."""
         digest, statistics = blake3(), self.statistics
-        tensors = (statistics.mean, statistics.moment, statistics.tolerance)
+        tensors = (statistics.mean, statistics.moment, statistics.min_cosine)
         for tensor in (*tensors, *_surrogate_tensors(statistics).values()):
             digest.update(tensor_bytes(tensor))
         return digest.hexdigest()
@@ -67,7 +72,7 @@ class Calibration:
         tensors = {
             "mean": statistics.mean,
             "moment_half": statistics.moment[..., rows, columns],
-            "tolerance": statistics.tolerance,
+            "tolerance": statistics.min_cosine,
             **_surrogate_tensors(statistics),
         }
         return write_container(Path(path), KIND, FORMAT, document, tensors)
@@ -86,7 +91,7 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
 
 
 def calibration_path(model: LoadedModel) -> Path:
-    """Return the default path of a model's calibration, named by the model's fingerprint."""
+    """Return the default path of a model's calibration."""
     saved = json.dumps(model.fingerprint.saved(), sort_keys=True)
     return _calibrations_folder() / f"{blake3(saved.encode()).hexdigest()[:24]}.kvcal"
 
@@ -97,10 +102,7 @@ def any_default_calibration() -> bool:
 
 
 def default_calibration(model: LoadedModel) -> Calibration | None:
-    """Return the calibration at a model's default path; None if there is none.
-
-    Raises StoreError and its kinds for a damaged file.
-    """
+    """Return the calibration at a model's default path, if any. Raises as `load_calibration`."""
     path = calibration_path(model)
     return load_calibration(path, model) if path.exists() else None
 
@@ -117,9 +119,8 @@ def _from_saved(
     _check_tensors(tensors, model.decoder.new_cache().layout)
     surrogate = None
     if "surrogate.key" in tensors:
-        names = ("key", "value", "constant")
-        surrogate = Surrogate(**{name: tensors[f"surrogate.{name}"] for name in names})
-    # Whole in files of format 1, as its upper half since.
+        surrogate = Surrogate(**{field: tensors[n] for n, field in _SURROGATE_FIELDS.items()})
+    # Files of format 1 store the whole matrix, later ones its upper half.
     moment = tensors["moment"] if "moment" in tensors else _full_moment(tensors["moment_half"])
     statistics = Statistics(tensors["mean"], moment, tensors["tolerance"], surrogate)
     require_whole("tokens", document["tokens"], 1, MAX_NUMBER)
@@ -132,7 +133,7 @@ def _from_saved(
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> None:
-    """Raise ValueError for a tensor that is not finite or has another shape than the layout's."""
+    """Raise ValueError for a tensor that is not finite or does not fit the layout."""
     heads, width = (layout.layers, layout.kv_heads), layout.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "mean": (*heads, width),
@@ -150,7 +151,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> None:
 
 
 def _full_moment(half: Tensor) -> Tensor:
-    """Return symmetric matrices from their upper halves, `[..., width * (width + 1) / 2]`."""
+    """Map upper halves, `[..., width * (width + 1) / 2]`, to whole symmetric matrices."""
     width = math.isqrt(2 * half.shape[-1])
     rows, columns = _upper_half(width)
     moment = torch.empty(*half.shape[:-1], width, width, dtype=torch.float32, device="cpu")
@@ -165,7 +166,8 @@ def _upper_half(width: int) -> Tensor:
 
 
 def _surrogate_tensors(statistics: Statistics) -> dict[str, Tensor]:
-    """Return the surrogate's tensors by their names in the file; empty without one."""
+    """Return the surrogate's tensors by their names in the file; empty without a surrogate."""
     surrogate = statistics.surrogate
-    fields = {} if surrogate is None else vars(surrogate)
-    return {f"surrogate.{name}": tensor for name, tensor in fields.items()}
+    if surrogate is None:
+        return {}
+    return {name: getattr(surrogate, field) for name, field in _SURROGATE_FIELDS.items()}

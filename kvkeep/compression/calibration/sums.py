@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache import Cells, KVCache, Layout
 from kvkeep.cache.checks import require_finite, require_tensor, require_whole
-from kvkeep.compression.methods.attention import by_kv_head, output_error
+from kvkeep.compression.methods.attention import group_by_kv_head, output_error
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.fitted import Fitted
 from kvkeep.compression.methods.statistics import Statistics
@@ -18,11 +18,10 @@ from kvkeep.storage.snapshots.container import read_container, write_container
 
 KIND, FORMAT = "unfinished calibration", 1
 
-# Least cosines of merged keys that are tried; above 1 nothing is merged.
-COSINES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.1)
+COSINES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.1)  # thresholds that are tried; above 1 nothing is merged
 TRIAL_RATIO = 4  # compression ratio of the trials
-QUERY_STRIDE = 4  # every so-many-th query is used in the trials
-RIDGE = 1e-3  # times the mean square of each feature
+QUERY_STRIDE = 4  # the trials use every fourth query
+RIDGE = 1e-3  # penalty of a weight, relative to its feature's sum of squares
 
 
 class QuerySums:
@@ -31,8 +30,8 @@ class QuerySums:
     Attributes, by the names that they have in the file:
         sum: `[layers, kv_heads, head_dim]`, the sum of queries q before rotation.
         outer: `[layers, kv_heads, head_dim, head_dim]`, the sum of q q^T.
-        errors: `[cosines, layers, kv_heads]`, of attention output.
-        queries: `[1]` int64, the number of queries of each KV head.
+        errors: `[cosines, layers, kv_heads]`, the summed relative errors of attention output.
+        queries: `[1]` int64, the number of queries per KV head.
     """
 
     def __init__(self, layout: Layout):
@@ -42,29 +41,30 @@ class QuerySums:
         self.errors = torch.zeros(len(COSINES), *heads, dtype=torch.float32, device="cpu")
         self.queries = torch.zeros(1, dtype=torch.int64, device="cpu")
 
-    def add(self, cache: KVCache, step: int) -> None:
-        """Add the queries of an observing cache's last step of `step` tokens.
-
-        The merges are tried on the `step` cells before that.
-        """
+    def add(self, cache: KVCache, step_tokens: int) -> None:
+        """Add the queries of the last `step_tokens` tokens; try merges on as many cells before them."""
         assert cache.observer is not None
         queries = cache.observer.queries()
         assert queries is not None
-        samples = by_kv_head(queries.values, cache.layout.kv_heads).cpu()
+        samples = group_by_kv_head(queries.values, cache.layout.kv_heads).cpu()
         self.queries += samples.shape[2]
         self.sum += samples.sum(2)
         self.outer += samples.transpose(-1, -2) @ samples
-        first = cache.cells - 2 * step
+        first = cache.cells - 2 * step_tokens
         if first >= 0:
-            parts = [cells for segment, cells in cache.read(first, step) if not segment.anchor]
+            parts = [
+                cells for segment, cells in cache.read(first, step_tokens) if not segment.anchor
+            ]
             candidates = Candidates(Cells.concatenate(parts), cache.rope, cache.scale)
             tested = queries.every(QUERY_STRIDE)
             for errors, cosine in zip(self.errors, COSINES, strict=True):
-                fewer = Fitted(cosine).compress(candidates, len(candidates) // TRIAL_RATIO).cells
-                errors += output_error(candidates, fewer, tested).cpu()
+                remaining = (
+                    Fitted(cosine).compress(candidates, len(candidates) // TRIAL_RATIO).cells
+                )
+                errors += output_error(candidates, remaining, tested).cpu()
 
     def statistics(self) -> Statistics:
-        """Return the means; each KV head's tolerance is the cosine with the least error."""
+        """Return the means, and for each KV head the cosine with the least error."""
         cosines = torch.tensor(COSINES, dtype=torch.float32, device="cpu")
         moment = self.outer / self.queries
         return Statistics(
@@ -75,13 +75,13 @@ class QuerySums:
 
 
 class RegressionSums:
-    """The sums of a linear regression for each layer and KV head; float64, on the CPU.
+    """The sums of a linear regression of y on x for each layer and KV head; float64, on the CPU.
 
     Attributes, by the names that they have in the file:
         outer: `[layers, kv_heads, width, width]`, the sum of x x^T.
         product: `[layers, kv_heads, width]`, the sum of x y.
         square, total: `[layers, kv_heads]`, the sums of y^2 and of y.
-        count: `[1]`, samples of each KV head.
+        count: `[1]`, the number of samples per KV head.
     """
 
     def __init__(self, layers: int, kv_heads: int, width: int):
@@ -104,10 +104,10 @@ class RegressionSums:
             self.count += x.shape[1]
 
     def weights(self) -> Tensor:
-        """Return the ridge regression of y on x, whose last feature is 1: as `product`."""
-        # The penalty is clamped for a feature that is always 0.
+        """Return the weights of a ridge regression, `[layers, kv_heads, width]`."""
+        # The minimum keeps the matrix regular if a feature is always 0.
         penalty = (RIDGE * self.outer.diagonal(dim1=-2, dim2=-1)).clamp(min=1e-9)
-        penalty[..., -1] = 0  # the constant is not shrunk
+        penalty[..., -1] = 0  # the last feature is always 1; its weight is not shrunk
         weights = torch.empty_like(self.product)
         for index in itertools.product(*map(range, self.square.shape)):
             # One at a time: batches fail with two threads in some builds of torch.
@@ -116,7 +116,7 @@ class RegressionSums:
         return weights
 
     def r_squared(self, weights: Tensor) -> float:
-        """Return the share of y's variance that weights explain, over all layers and heads."""
+        """Return the share of y's variance that the weights explain, over all layers and heads."""
         predicted = (self.outer @ weights.unsqueeze(-1)).squeeze(-1)
         errors = self.square + (weights * (predicted - 2 * self.product)).sum(-1)
         samples = float(self.count) * self.total.numel()
@@ -127,36 +127,40 @@ class RegressionSums:
 class CalibrationSums:
     """All sums of a calibration in progress.
 
-    done: parts of the text that are in the sums. fitted, held_back: over the reconstruction scores
-    that the surrogate is fitted to, and over those that it is evaluated on.
+    parts_done: how many parts of the text are in the sums. fitted, held_back: sums over the
+    reconstruction scores that the surrogate is fitted to, and that it is evaluated on.
     """
 
     def __init__(self, layout: Layout):
         width = 2 * layout.head_dim + 1
-        self.done = 0
+        self.parts_done = 0
         self.queries = QuerySums(layout)
         self.fitted = RegressionSums(layout.layers, layout.kv_heads, width)
         self.held_back = RegressionSums(layout.layers, layout.kv_heads, width)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all sums by their names in the file."""
-        groups = {"measured": self.queries, "fitted": self.fitted, "held_back": self.held_back}
+        sums_by_prefix = {
+            "measured": self.queries,
+            "fitted": self.fitted,
+            "held_back": self.held_back,
+        }
         return {
-            f"{group}.{name}": tensor
-            for group, sums in groups.items()
+            f"{prefix}.{name}": tensor
+            for prefix, sums in sums_by_prefix.items()
             for name, tensor in vars(sums).items()
         }
 
     def save(self, path: Path, digest: str) -> None:
         """Write the file. digest: of model and text. Raises StoreError."""
-        write_container(path, KIND, FORMAT, {"of": digest, "done": self.done}, self.tensors())
+        document = {"of": digest, "done": self.parts_done}
+        write_container(path, KIND, FORMAT, document, self.tensors())
 
     @classmethod
     def resume(cls, path: Path, digest: str, layout: Layout, parts: int) -> Self:
-        """Return the sums of a file; empty ones if there is none for this model and text.
+        """Read the sums in a file; start from zero if it is missing, damaged or of another text.
 
-        A file of another model or text is a leftover, and one that is damaged is ignored, too.
-        Raises ForeignFile for a file of another kind.
+        digest: of model and text. Raises ForeignFile for a file of another kind.
         """
         sums = cls(layout)
         if not path.exists():
@@ -175,5 +179,5 @@ class CalibrationSums:
             return sums
         for name, tensor in sums.tensors().items():
             tensor.copy_(container.tensors[name])
-        sums.done = container.document["done"]
+        sums.parts_done = container.document["done"]
         return sums

@@ -17,13 +17,13 @@ BEST = Fitted.name
 
 
 def best_method(statistics: Statistics | None) -> str:
-    """Return the name of the default method of an archive with these statistics."""
+    """Return the name of an archive's default method."""
     has_surrogate = statistics is not None and statistics.surrogate is not None
     return KVzap.name if has_surrogate else BEST
 
 
 def make_method(name: str) -> Method:
-    """Return the method of that name. Raises InvalidArgument if there is none."""
+    """Raises InvalidArgument for an unknown name."""
     if name not in METHODS:
         raise InvalidArgument(f"method must be one of {', '.join(METHODS)}; found {name!r}")
     return METHODS[name]()

@@ -20,7 +20,7 @@ from kvkeep.compression.methods.base import (
 )
 from kvkeep.errors import InvalidArgument
 
-CHUNK = 512  # cells that are decided on together
+CHUNK = 512  # cells that a method compares with each other
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Compression:
     """The compression of one chunk.
 
     Attributes:
-        cells_before, cells_after: cells of each KV head; cells_after may be 0.
-        merged: evicted cells that were merged into others, a mean over layers and KV heads.
+        cells_before, cells_after: cells per KV head; cells_after may be 0.
+        merged: mean number of evicted cells per KV head that were merged into others.
         seconds: wall time.
     """
 
@@ -44,8 +44,8 @@ def compress(
 ) -> Iterator[tuple[Cells, Compression]]:
     """Reduce cells to `count` (1 to n) per KV head, spread evenly over chunks of 512.
 
-    Yields the cells and the report of each chunk; a chunk without a quota yields no cells. The work
-    per chunk does not depend on the number of chunks. Ragged cells are one chunk.
+    Yields the cells and the report of each chunk; a chunk whose quota is 0 yields no cells. Ragged
+    cells are one chunk.
     """
     total = len(candidates)
     chunk_size = total if isinstance(candidates.cells, Ragged) else CHUNK
@@ -64,9 +64,9 @@ def compress(
 def compress_by_heads(
     method: Eviction, runs: Sequence[Candidates], count: int
 ) -> Iterator[tuple[Ragged, Compression]]:
-    """Keep the highest scored cells of all runs, over all layers and KV heads.
+    """Keep the highest scored cells over all runs, layers and KV heads.
 
-    count: cells that remain for each layer and KV head on average, of all runs together.
+    count: the mean number of cells that remain per layer and KV head, over all runs together.
     """
     begun = time.perf_counter()
     heads = math.prod(runs[0].layers_and_heads)
@@ -80,9 +80,9 @@ def compress_by_heads(
 def compress_and_join(
     method: Eviction, runs: Sequence[Candidates], count: int
 ) -> tuple[Ragged, Compression]:
-    """Compress as `compress_by_heads` does, and join what remains of all runs to one.
+    """Compress as `compress_by_heads` does, and join the remaining cells of all runs.
 
-    runs: oldest first; they differ in nothing but their cells.
+    runs: oldest first; they differ only in their cells.
     """
     begun = time.perf_counter()
     heads = math.prod(runs[0].layers_and_heads)
@@ -98,12 +98,10 @@ def compress_and_join(
 
 
 def top_over_heads(scores: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Select the highest scores over all runs, layers and KV heads.
+    """Select the `count` highest scores over all runs, layers and KV heads.
 
-    scores: of each run of cells, of any shape.
-
-    Returns bool masks of the same shapes, `count` true in all, or every one if there are fewer
-    cells: the length of ragged cells is rounded up.
+    scores: one tensor of any shape per run. Returns bool masks of the same shapes. If there are
+    fewer than `count` scores (the length of ragged cells is rounded up), all are selected.
     """
     flat = torch.cat([score.flatten() for score in scores])
     selected = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
@@ -112,8 +110,8 @@ def top_over_heads(scores: Sequence[Tensor], count: int) -> list[Tensor]:
     return [part.view(score.shape) for part, score in zip(parts, scores, strict=True)]
 
 
-def check_shares(method: Method, budget: str) -> None:
-    """Raise InvalidArgument for a budget that is unknown, or that the method does not support."""
+def check_budget(method: Method, budget: str) -> None:
+    """Raise InvalidArgument for a budget that is unknown or not supported by the method."""
     if budget not in BUDGETS:
         raise InvalidArgument(f"budget must be one of {', '.join(BUDGETS)}; found {budget!r}")
     if budget == "heads" and not isinstance(method, Eviction):
@@ -126,7 +124,7 @@ def check_shares(method: Method, budget: str) -> None:
 def score(method: Eviction, candidates: Candidates) -> Tensor:
     """Return each cell's score: `[layers, kv_heads, n]`, or `[total]` for ragged cells.
 
-    A method that compares cells compares those of one layer and KV head, chunk by chunk.
+    Other methods than a `CellwiseEviction` compare the cells of one head within chunks of 512.
     """
     cells = candidates.cells
     if isinstance(method, CellwiseEviction):
@@ -143,7 +141,7 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
 
 
 def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
-    """Return a run as ragged cells, with their scores if these do not change."""
+    """Convert a run to ragged cells; they store their scores if these never change."""
     cells = Ragged.from_cells(as_compressed(run.cells))
     if cells.scores is None and isinstance(method, CellwiseEviction):
         return replace(cells, scores=method.cell_score(run).flatten())
@@ -159,10 +157,10 @@ def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> Compressed
 def _compress_ragged(
     method: Method, candidates: Candidates, cells: Ragged, count: int
 ) -> Compressed:
-    """Keep the same share of each head's cells, `count` / mean, rounded so that the sum fits.
+    """Keep the same share of each head's cells, `count / len(cells)`, rounded so that the sum fits.
 
-    With 5, 3, 0 and 1 cells (a length of 3) and a count of 1, a third remains: of 5, 8, 8 and 9
-    cells in sum 1, 2, 2 and 3, so 1, 1, 0 and 1 of each head.
+    Heads with 5, 3, 0 and 1 cells (a length of 3) keep 1, 1, 0 and 1 for a count of 1: a third of
+    the running sums 5, 8, 8 and 9 is 1, 2, 2 and 3.
     """
     remaining, merged, total = [], 0.0, 0
     for layer, head, head_cells in cells.heads():

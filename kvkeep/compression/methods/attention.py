@@ -1,4 +1,4 @@
-"""Attention of queries to cells, and the methods that score cells by it, observed or expected."""
+"""Attention of queries to cells, and the methods that score cells by it."""
 
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from kvkeep.compression.methods.statistics import Statistics
 
 SNAPKV_QUERIES = 32
 SNAPKV_POOL = 7  # cells
-FUTURE_POSITIONS = 512  # that the expectation of `ExpectedAttention` is taken over
+FUTURE_POSITIONS = 512  # positions of future queries that `ExpectedAttention` averages over
 EXPECTED_FLOOR = 1e-2  # added to expected attention, so that the norms of values always count
 
 
@@ -34,8 +34,8 @@ class SnapKV(Eviction):
 class H2O(Eviction):
     """Keeps heavy hitters, the cells with the largest sum of attention (Zhang et al., 2306.14048).
 
-    Sums over the newest 128 queries. The paper sums over all, which needs the attention weights of
-    every prefill step; the kernels never have these as a whole.
+    Sums over the newest 128 queries. The paper sums over all, but the kernels never hold the
+    attention weights of a whole prefill step.
     """
 
     name: ClassVar[str] = "h2o"
@@ -63,7 +63,7 @@ class ExpectedAttention(Eviction):
     """Keeps the cells with the highest expected attention, times the norm of their values.
 
     Devoto et al., arXiv:2510.00636. Future queries are modelled as normally distributed, with the
-    mean and covariance of the observed ones or of a calibration; their rotation as the mean over
+    mean and covariance of the observed queries or of a calibration, and with the mean rotation of
     the next 512 positions.
     """
 
@@ -86,40 +86,37 @@ class ExpectedAttention(Eviction):
 
 
 def newest_queries(candidates: Candidates, count: int) -> Queries:
-    """Return the last `count` observed queries. Raises ValueError if there are none."""
+    """Return the last `count` observed queries. Raises ValueError if none were observed."""
     if candidates.queries is None:
         raise ValueError("this method decides by queries, and none were observed")
     return candidates.queries.newest(count)
 
 
 def max_pooled(score: Tensor, width: int) -> Tensor:
-    """Return the largest of `width` neighbouring scores each, so that neighbours stay together."""
+    """Return the maximum over `width` neighbours of each score, so that neighbours stay together."""
     pooled = F.max_pool1d(score.flatten(0, 1), width, stride=1, padding=width // 2)
     return pooled.view_as(score)
 
 
-def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
+def group_by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
     """Map `[layers, heads, m, head_dim]` to `[layers, kv_heads, groups * m, head_dim]` float32."""
     return queries.float().reshape(len(queries), kv_heads, -1, queries.shape[-1])
 
 
 def attention(candidates: Candidates, queries: Queries) -> Tensor:
-    """Return the attention weights of queries, `[layers, kv_heads, queries, n]`.
-
-    They are averaged over the query heads of a KV head.
-    """
+    """Return attention weights, averaged over query groups: `[layers, kv_heads, queries, n]`."""
     return logits(candidates, candidates.cells, queries).softmax(-1).nan_to_num_().mean(2)
 
 
 def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
-    """Return `[layers, kv_heads, groups, queries, n]` float32, bias included.
+    """Return attention logits with bias, `[layers, kv_heads, groups, queries, n]` float32.
 
-    A query does not see cells at positions later than its time.
+    They are -inf for cells at later positions than the query's time.
     """
     kv_heads, rope = cells.keys.shape[1], candidates.rope
     rotation = rope.at(queries.times)
     rotated = rope.rotate_layers(queries.values.float().unsqueeze(-2), rotation).squeeze(-2)
-    rows = by_kv_head(rotated, kv_heads)
+    rows = group_by_kv_head(rotated, kv_heads)
     products = (rows @ cells.keys.float().transpose(-1, -2)) * candidates.scale
     scores = products.view(*products.shape[:2], -1, len(queries), len(cells))
     if cells.bias is not None:
@@ -131,25 +128,24 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
     return scores
 
 
-def output_error(candidates: Candidates, fewer: Cells, queries: Queries) -> Tensor:
-    """Return the relative error of attention output over fewer cells, `[layers, kv_heads]`.
+def output_error(candidates: Candidates, remaining: Cells, queries: Queries) -> Tensor:
+    """Return the relative squared error of attention output over the remaining cells only.
 
-    The squared difference of the outputs over the squared output of all cells. Both are computed
-    next to another copy of all cells, as a chunk is part of a longer context, so that a change of
-    the softmax mass counts as well.
+    A chunk is part of a longer context, for which a second copy of all cells stands: so a change
+    of the chunk's softmax mass counts as well. Returns `[layers, kv_heads]`.
     """
 
-    def sums(cells: Cells, largest: Tensor) -> Tensor:
-        """Return the sums of weighted values, and of weights in the last column."""
-        weights = (logits(candidates, cells, queries) - largest).exp()
+    def weighted_sums(cells: Cells, max_logits: Tensor) -> Tensor:
+        """Return the sum of weighted values, and in the last column the sum of weights."""
+        weights = (logits(candidates, cells, queries) - max_logits).exp()
         values = cells.values.float().unsqueeze(2)
         return torch.cat((weights @ values, weights.sum(-1, keepdim=True)), -1)
 
-    largest = logits(candidates, candidates.cells, queries).amax(-1, keepdim=True)
-    all_sums = sums(candidates.cells, largest)
-    expected = all_sums[..., :-1] / all_sums[..., -1:]
-    both_sums = sums(fewer, largest) + all_sums
-    output = both_sums[..., :-1] / both_sums[..., -1:]
+    max_logits = logits(candidates, candidates.cells, queries).amax(-1, keepdim=True)
+    sums = weighted_sums(candidates.cells, max_logits)
+    expected = sums[..., :-1] / sums[..., -1:]
+    sums_with_context = weighted_sums(remaining, max_logits) + sums
+    output = sums_with_context[..., :-1] / sums_with_context[..., -1:]
     return (output - expected).square().sum((2, 3, 4)) / expected.square().sum((2, 3, 4))
 
 
@@ -159,16 +155,16 @@ def _query_distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
     if statistics is not None:
         outer = statistics.mean.unsqueeze(-1) * statistics.mean.unsqueeze(-2)
         return statistics.mean, statistics.moment - outer
-    samples = by_kv_head(newest_queries(candidates, MAX_QUERIES).values, candidates.shape[1])
+    samples = group_by_kv_head(newest_queries(candidates, MAX_QUERIES).values, candidates.shape[1])
     mean = samples.mean(2)
     centred = samples - mean.unsqueeze(2)
     return mean, centred.transpose(-1, -2) @ centred / samples.shape[2]
 
 
 def _mean_rotation(candidates: Candidates) -> Tensor:
-    """Return the mean rotation matrix over the future positions, `[head_dim, head_dim]`.
+    """Return the mean rotation matrix over the future positions.
 
-    `[layers, 1, head_dim, head_dim]` if some layers do not rotate.
+    `[head_dim, head_dim]`, or `[layers, 1, head_dim, head_dim]` if some layers do not rotate.
     """
     first = int(candidates.positions.max()) + 1
     rotation = candidates.rope.at(range(first, first + FUTURE_POSITIONS))

@@ -12,34 +12,33 @@ from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Rope
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 
-# How KV heads share a budget of cells: by competing with their cells' scores, or equally. Heads
-# compete within a layer in Ada-KV (arXiv:2407.11550), and over all layers in KVzip
-# (arXiv:2505.23416): a head that attends to little leaves its share to others.
+# How KV heads share a budget of cells. "uniform": each keeps as many. "heads": the highest scores
+# over all layers and KV heads are kept, as in KVzip (arXiv:2505.23416; within each layer in Ada-KV,
+# arXiv:2407.11550), so that a head that attends to little leaves its share to others.
 Budget: TypeAlias = Literal["heads", "uniform"]
 BUDGETS: tuple[str, ...] = get_args(Budget)
 
-YOUNG = 32  # positions; ageing starts beyond them
+AGE_UNIT = 32  # positions; see `Candidates.age_doublings`
 
-# What a reconstruction score measures: a query's attention to a cell, or that times the norm of the
-# cell's projected value, relative to the residual stream of the query's token.
+# A reconstruction score is a query's attention to a cell; as "contribution", it is multiplied by
+# the norm of the cell's projected value and divided by that of the query's residual stream.
 ReconstructionScore: TypeAlias = Literal["attention", "contribution"]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Cells to compress, and what a method may decide by.
+    """Cells to compress, and the data by which a method may decide.
 
     Attributes:
         cells: n cells, oldest first.
-        queries: the newest ones, of tokens after the cells or of the cells' own; None if the cache
+        queries: the newest observed queries, of the cells' tokens or later ones; None if the cache
             did not observe any.
         statistics: of the model, from a calibration; None without one.
-        seed: of random choices.
-        ageing: the cells compete with all later ones, as in an archive, so that a method may score
-            older cells lower.
-        reconstruction: `[layers, kv_heads, n]` float32, the log of each cell's score in
-            reconstructing the text; None unless the method uses it.
-        newest: the position from which ages count; None for that of the newest cell.
+        ageing: whether the cells compete with all later ones, as in an archive; a method may then
+            score older cells lower.
+        reconstruction: `[layers, kv_heads, n]` float32, the log of each cell's reconstruction
+            score; None unless the method uses it.
+        newest_position: ages count from here; None for the newest cell's position.
     """
 
     cells: Cells
@@ -50,7 +49,7 @@ class Candidates:
     seed: int = 0
     ageing: bool = False
     reconstruction: Tensor | None = None
-    newest: int | None = None
+    newest_position: int | None = None
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -69,12 +68,11 @@ class Candidates:
         return shape[0], shape[1]
 
     def part(self, indices: slice) -> "Candidates":
-        """Return some of the cells."""
         scores = None if self.reconstruction is None else self.reconstruction[..., indices]
         return replace(self, cells=self.cells.part(indices), reconstruction=scores)
 
     def head(self, layer: int, head: int, cells: Cells) -> "Candidates":
-        """Return cells of one layer and KV head, `[1, 1, n, ...]`, with that head's statistics."""
+        """Return candidates of one layer and KV head. cells: that head's, `[1, 1, n, ...]`."""
         queries, statistics = self.queries, self.statistics
         if queries is not None:
             groups = queries.values.shape[1] // self.layers_and_heads[1]
@@ -90,10 +88,7 @@ class Candidates:
         )
 
     def layers(self, first: int, end: int) -> "Candidates":
-        """Return all cells of layers `first ... end - 1`.
-
-        Without queries, statistics and reconstruction scores, which are those of all layers.
-        """
+        """Return the cells of layers `first ... end - 1`, without anything else that has layers."""
         indices, cells, positions, bias = slice(first, end), self.cells, self.cells.positions, None
         if cells.bias is not None:
             positions, bias = positions[indices], cells.bias[indices]
@@ -123,17 +118,17 @@ class Candidates:
     @property
     def age_doublings(self) -> Tensor:
         """`[layers, kv_heads, n]` float32: 1 at an age of 32 positions, 2 at 96, 3 at 224."""
-        newest = self.positions.max() if self.newest is None else self.newest
+        newest = self.positions.max() if self.newest_position is None else self.newest_position
         age = (newest - self.positions).to(self.cells.keys.device, torch.float32)
-        return torch.log2(age / YOUNG + 1)
+        return torch.log2(age / AGE_UNIT + 1)
 
     @cached_property
-    def unrotated(self) -> Tensor:
+    def unrotated_keys(self) -> Tensor:
         """Keys before rotation, which do not depend on positions; float32."""
         return self.rope.shifted(self.keys, self.cells.key_shifts(self.rope, -self.cells.positions))
 
     def select(self, indices: Tensor) -> Cells:
-        """Return copies of some cells. indices: `[layers, kv_heads, m]`, ascending."""
+        """Copy some cells of each KV head. indices: `[layers, kv_heads, m]`, ascending."""
         return Cells(
             gather_rows(self.cells.keys, indices),
             gather_rows(self.cells.values, indices),
@@ -145,10 +140,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Compressed:
-    """The remaining cells.
-
-    merged: evicted cells that were merged into remaining ones, a mean over all KV heads.
-    """
+    """The remaining cells. merged: mean number of cells per KV head that were merged into them."""
 
     cells: Cells
     merged: float = 0.0
@@ -158,11 +150,10 @@ class Method(ABC):
     """A compression method.
 
     Class attributes:
-        uses_queries: decides by the newest queries, if the cache observes them.
-        uses_surrogate: decides by a calibration's surrogate.
-        uses_reconstruction: decides by this score of the text's reconstruction; None if it does
-            not.
-        budget: how heads share the budget by default; only an `Eviction` can let them compete.
+        uses_queries: whether it decides by observed queries.
+        uses_surrogate: whether it decides by a calibration's surrogate.
+        uses_reconstruction: the kind of reconstruction score that it decides by; None for none.
+        budget: the default budget; "heads" needs the scores of an `Eviction`.
     """
 
     name: ClassVar[str]
@@ -172,11 +163,10 @@ class Method(ABC):
     budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
-        """Whether it needs observed queries, given these statistics."""
         return self.uses_queries
 
     def require_statistics(self, statistics: Statistics | None) -> None:
-        """Raise InvalidArgument if the method needs a surrogate that the statistics lack."""
+        """Raise InvalidArgument if the method needs a surrogate and there is none."""
         if self.uses_surrogate and (statistics is None or statistics.surrogate is None):
             calibration = "none" if statistics is None else "one of an earlier kvkeep"
             raise InvalidArgument(
@@ -201,9 +191,9 @@ class Eviction(Method):
 
 
 class CellwiseEviction(Eviction):
-    """An eviction whose score of a cell depends on nothing but that cell and its age.
+    """An eviction whose score of a cell depends on that cell and its age alone.
 
-    So ragged cells are scored as one row, and an archive computes each cell's score only once.
+    So ragged cells can be scored as one row, and an archive computes each cell's score only once.
     """
 
     @abstractmethod
@@ -232,7 +222,7 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def as_compressed(cells: Cells) -> Cells:
-    """Return the cells with positions and bias for each KV head; unchanged if they have them."""
+    """Give cells positions and a bias for each KV head, as compressed cells have them."""
     if cells.bias is not None:
         return cells
     heads = cells.keys.shape[:3]

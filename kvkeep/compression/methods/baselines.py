@@ -20,10 +20,7 @@ EPSILON = 1e-12  # norm below which a key has no direction
 
 
 class Random(Eviction):
-    """Keeps random cells, different ones in each KV head; the same ones for the same seed.
-
-    The baseline for all other methods.
-    """
+    """Keeps random cells, different ones in each KV head: the baseline for all other methods."""
 
     name: ClassVar[str] = "random"
 
@@ -59,7 +56,7 @@ class KeyDiff(Eviction):
 
 
 def inverse_norms(x: Tensor) -> Tensor:
-    """Map `[..., n, width]` to the inverse norm of each row, `[..., n]`."""
+    """Return the inverse norm of each row of `[..., n, width]`."""
     norms: Tensor = x.norm(dim=-1)
     return 1 / norms.clamp(min=EPSILON)
 
@@ -72,21 +69,20 @@ def dissimilarity(x: Tensor, inverse_norms: Tensor) -> Tensor:
 
 
 class RunMerging(Method):
-    """Splits the cells into runs of neighbours, as equal as possible, and merges each to one cell.
+    """Splits the cells into equal runs of neighbours, and merges each run to one cell.
 
-    These are the cells that would share a position in self-extend. Keys are first rotated to one
-    position, the run's last, where the merged cell then stands.
+    Keys are first rotated to the position of the run's last cell, which the merged cell takes.
 
-    All three kinds are of llama.cpp's pull request 5719, which reports that they fail: if a key
-    stands out by a logit gap D, its average with another leaves it 2 e^(-D/2) / (1 + e^-D) of its
-    share, 27% at a gap of 4. What was distinct is lost.
+    All three kinds are from llama.cpp's pull request 5719, which reports that they fail: averaging
+    blurs distinct keys. If a key stands out by a logit gap D, its average with another keeps
+    2 e^(-D/2) / (1 + e^-D) of its share of attention: 27% at a gap of 4.
     """
 
     @abstractmethod
     def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
-        """Return the weight of each cell in its run's cell, `[kv_heads, n]`.
+        """Return the weight of each cell in its merged cell, `[kv_heads, n]`.
 
-        run: `[n]`, the run of each cell. sizes: `[runs]`, cells in each.
+        run: `[n]`, the index of each cell's run. sizes: `[runs]`, the number of cells in each run.
         """
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
@@ -102,8 +98,8 @@ class RunMerging(Method):
         weights = self.weights(candidates, run, sizes.float()).to(device).unsqueeze(-1)
 
         def merged(x: Tensor) -> Tensor:
-            into = x.new_zeros(layers, kv_heads, count, x.shape[-1])
-            return into.index_add_(2, run.to(device), x * weights)
+            sums = x.new_zeros(layers, kv_heads, count, x.shape[-1])
+            return sums.index_add_(2, run.to(device), x * weights)
 
         return Compressed(
             Cells(

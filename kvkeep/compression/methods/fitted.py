@@ -10,36 +10,38 @@ from kvkeep.compression.methods.base import Candidates, Compressed, Method, gath
 from kvkeep.compression.methods.baselines import dissimilarity, inverse_norms
 from kvkeep.compression.methods.similarity import most_similar, most_similar_older
 
-SIMILAR = 0.9  # least cosine of keys that are merged
+MIN_COSINE = 0.9  # of keys that are merged
 AGE_PENALTY = 0.6  # subtracted from a score for each doubling of age, if cells age
 BIAS_DECAY = 0.9  # factor on the bias in each compression, if cells age
-LAYERS = 5  # layers compressed at a time, so that intermediate results stay in the CPU caches
-MASS = 0.5  # share of the log of a cell count that goes into the bias
+LAYERS_AT_ONCE = (
+    5  # layers compressed at a time, so that intermediate results stay in the CPU caches
+)
+MASS_EXPONENT = 0.5  # a cell that stands for m cells has a bias of MASS_EXPONENT * log(m)
 REPEAT_PENALTY = 4.0  # subtracted from a repeat's score; dissimilarity lies within -2 and 2
 
 
 class Fitted(Method):
-    """Keeps dominant keys, with the mass and the values of the cells that resemble them.
+    """Keeps distinct keys, with the mass and the mean value of the cells that resemble them.
 
-    Keys are compared before rotation, so that a repeated word has the same key at any position. Of
-    similar cells only the first may be dominant; among these, the cells least similar to the mean
-    direction, before and after rotation, are dominant and keep their keys: no average blurs a key
-    that stands out. Any other cell joins its most similar dominant if the cosine is above a
-    threshold: its value goes into a mean there, and its mass into a bias on the logit. Cells
-    without a similar dominant are evicted.
+    Keys are compared before rotation, so that a repeated word has the same key at any position.
+    The cells least similar to the mean direction, before and after rotation, are dominant and keep
+    their keys, so that no average blurs a distinct key; of similar cells only the first can be
+    dominant. Each other cell joins its most similar dominant cell if their cosine is above a
+    threshold: its value goes into a mean, and its mass into a bias on the logit. If there is no
+    similar dominant cell, it is evicted.
 
     In an archive, scores fall with age and the bias decays: otherwise it would fill up with cells
     that were distinct long ago, and what was repeated a thousand times would drown the rest.
 
-    With statistics, keys are compared under the metric of the queries (differences are weighted by
-    a power of their second moment), and each KV head has its own threshold.
+    With statistics, keys are compared after multiplication with `Statistics.metric`, and each KV
+    head has its own threshold.
     """
 
     name: ClassVar[str] = "fitted"
 
-    def __init__(self, similar: float | None = None):
-        """similar: least cosine of keys that are merged; overrides the statistics'."""
-        self._similar = similar
+    def __init__(self, min_cosine: float | None = None):
+        """min_cosine: the least cosine of keys that are merged; overrides that of statistics."""
+        self._min_cosine = min_cosine
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
         threshold, statistics = self._threshold(candidates), candidates.statistics
@@ -48,9 +50,9 @@ class Fitted(Method):
         if candidates.ageing:
             penalty += AGE_PENALTY * candidates.age_doublings
         parts = []
-        for first in range(0, candidates.shape[0], LAYERS):
-            layers = slice(first, first + LAYERS)
-            part = candidates.layers(first, first + LAYERS)
+        for first in range(0, candidates.shape[0], LAYERS_AT_ONCE):
+            layers = slice(first, first + LAYERS_AT_ONCE)
+            part = candidates.layers(first, first + LAYERS_AT_ONCE)
             part_metric = None if metric is None else metric[layers]
             parts.append(
                 _compress_layers(part, count, threshold[layers], penalty[layers], part_metric)
@@ -59,17 +61,17 @@ class Fitted(Method):
 
     def _threshold(self, candidates: Candidates) -> Tensor:
         """Return the least cosine of merged keys, `[layers, kv_heads, 1]`."""
-        if candidates.statistics is not None and self._similar is None:
-            return candidates.statistics.tolerance.unsqueeze(-1)
-        return candidates.bias.new_full((*candidates.shape[:2], 1), self._similar or SIMILAR)
+        if candidates.statistics is not None and self._min_cosine is None:
+            return candidates.statistics.min_cosine.unsqueeze(-1)
+        return candidates.bias.new_full((*candidates.shape[:2], 1), self._min_cosine or MIN_COSINE)
 
 
 def _compress_layers(
     candidates: Candidates, count: int, threshold: Tensor, penalty: Tensor, metric: Tensor | None
 ) -> Compressed:
-    """Compress some layers. penalty: subtracted from the scores. metric: of queries, if known."""
+    """Compress some layers. penalty: subtracted from scores. metric: see `Statistics.metric`."""
     norms = inverse_norms(candidates.keys)  # rotation does not change them
-    keys, key_norms = candidates.unrotated, norms
+    keys, key_norms = candidates.unrotated_keys, norms
     if metric is not None:
         keys = keys @ metric
         key_norms = inverse_norms(keys)
@@ -98,7 +100,7 @@ def _stack_layers(parts: list[Compressed]) -> Compressed:
 
 
 def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of the highest scores, and all others, both ascending."""
+    """Return the indices of the `count` highest scores and of the others, both ascending."""
     selected = torch.zeros_like(scores, dtype=torch.bool)
     selected.scatter_(-1, scores.topk(count, sorted=False).indices, True)
     layers, kv_heads, total = scores.shape
@@ -109,19 +111,20 @@ def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _merge_into_dominant(
     candidates: Candidates, dominant: Tensor, others: Tensor, target: Tensor, joins: Tensor
 ) -> Compressed:
-    """Return the dominant cells, with mass and mean value of all cells that join them.
+    """Return the dominant cells, with the mass and mean value of all cells that join them.
 
-    target: the most similar dominant of each other cell. joins: 1 if it joins that one, else 0.
+    target: for each other cell, the index of its most similar dominant cell. joins: 1 if it joins
+    that cell, else 0.
     """
     cells = candidates.select(dominant)
-    mass = (candidates.bias / MASS).exp()
-    own_mass, joined_mass = mass.gather(2, dominant), joins * mass.gather(2, others)
-    total_mass = own_mass.scatter_add(2, target, joined_mass)
-    values = gather_rows(candidates.cells.values, others).float() * joined_mass.unsqueeze(-1)
-    means = cells.values.float() * own_mass.unsqueeze(-1)
-    means.scatter_add_(2, target.unsqueeze(-1).expand_as(values), values)
+    mass = (candidates.bias / MASS_EXPONENT).exp()
+    dominant_mass, joined_mass = mass.gather(2, dominant), joins * mass.gather(2, others)
+    total_mass = dominant_mass.scatter_add(2, target, joined_mass)
+    joined = gather_rows(candidates.cells.values, others).float() * joined_mass.unsqueeze(-1)
+    means = cells.values.float() * dominant_mass.unsqueeze(-1)
+    means.scatter_add_(2, target.unsqueeze(-1).expand_as(joined), joined)
     means /= total_mass.unsqueeze(-1)
-    bias = MASS * total_mass.log() * (BIAS_DECAY if candidates.ageing else 1)
+    bias = MASS_EXPONENT * total_mass.log() * (BIAS_DECAY if candidates.ageing else 1)
     values = means.to(cells.values.dtype)
     return Compressed(
         Cells(cells.keys, values, cells.positions, cells.serials, bias),

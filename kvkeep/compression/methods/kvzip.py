@@ -16,9 +16,9 @@ from kvkeep.compression.methods.base import (
     ReconstructionScore,
 )
 
-# Natural logarithms of factors: see `KVzip`.
-OTHER_HEADS = 2.0
-NEIGHBOURS = 1.5
+# Subtracted from the log of a score that a cell takes from another head or neighbour: see `KVzip`.
+HEAD_PENALTY = 2.0
+NEIGHBOUR_PENALTY = 1.5
 AGE_PENALTY = 0.3  # subtracted from a score of `KVzap` for each doubling of age, if cells age
 BATCH = 2**15  # cells scored at a time over all heads, so that the work stays in the CPU caches
 
@@ -26,14 +26,13 @@ BATCH = 2**15  # cells scored at a time over all heads, so that the work stays i
 class KVzip(Eviction):
     """Keeps the cells with the most attention while the model repeats the text.
 
-    Kim et al., arXiv:2505.23416. No question is assumed: what is needed to reconstruct the text is
-    needed for any. Heads compete, since few of them have most of what is needed. It costs about one
-    more prefill.
+    Kim et al., arXiv:2505.23416. The cells that reconstruct the text serve any later question.
+    Heads compete, since a few heads hold most of these cells. It costs about one more prefill.
 
-    Beyond the paper: the other KV heads of a layer get the score of a head for the same token,
-    times e^-2; at 8 times fewer cells the model then confuses two facts less often. And the
-    neighbours of a cell get its score times e^-1.5 (as SnapKV pools, arXiv:2404.14469), so that
-    what is said in several tokens stays whole.
+    Beyond the paper: a token's score in one KV head counts in the layer's other heads, times e^-2;
+    with 8 times fewer cells the model then confuses two facts less often. And a cell's score counts
+    for its neighbours, times e^-1.5 (as SnapKV pools, arXiv:2404.14469), so that a phrase of
+    several tokens stays whole.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -43,15 +42,15 @@ class KVzip(Eviction):
     def score(self, candidates: Candidates) -> Tensor:
         score = candidates.reconstruction
         assert score is not None, "the text was not reconstructed"
-        score = torch.maximum(score, score.amax(1, keepdim=True) - OTHER_HEADS)
-        return torch.maximum(score, max_pooled(score, 3) - NEIGHBOURS)
+        score = torch.maximum(score, score.amax(1, keepdim=True) - HEAD_PENALTY)
+        return torch.maximum(score, max_pooled(score, 3) - NEIGHBOUR_PENALTY)
 
 
 class KVzipPlus(KVzip):
     """Keeps the cells that contribute most to the repeated tokens (arXiv:2601.07891).
 
-    Scores are those of `KVzip`, except that the attention weight is multiplied by the norm of the
-    cell's projected value, and divided by that of the residual stream of the query's token.
+    As `KVzip`, but attention weights are multiplied by the norm of the cell's projected value and
+    divided by the norm of the query's residual stream.
     """
 
     name: ClassVar[str] = "kvzip+"
@@ -61,8 +60,8 @@ class KVzipPlus(KVzip):
 class KVzap(CellwiseEviction):
     """Keeps the cells whose reconstruction scores a calibration's surrogate predicts to be highest.
 
-    arXiv:2601.07891. It costs a product of each key and value with a vector, and needs nothing but
-    the cells, so that an archive can use it indefinitely. There, scores fall with age.
+    arXiv:2601.07891. It costs one dot product per key and value, and needs only the cells, so that
+    an archive can apply it again and again. There, scores fall with age.
     """
 
     name: ClassVar[str] = "kvzap"
@@ -79,13 +78,13 @@ class KVzap(CellwiseEviction):
         assert surrogate is not None, "a calibration without a surrogate"
         cells, scores = candidates.cells, []
         if isinstance(cells, Ragged):
-            return surrogate.score(candidates.unrotated, cells.values, cells.head_indices)
+            return surrogate.score(candidates.unrotated_keys, cells.values, cells.head_indices)
         shifts = cells.key_shifts(candidates.rope, -cells.positions)
         inverse = rotation = candidates.rope.at(shifts)
         layers, kv_heads, count = candidates.shape
-        batch = max(1, BATCH // (kv_heads * max(1, count)))
-        for first in range(0, layers, batch):
-            part = slice(first, first + batch)
+        layers_at_once = max(1, BATCH // (kv_heads * max(1, count)))
+        for first in range(0, layers, layers_at_once):
+            part = slice(first, first + layers_at_once)
             if shifts.ndim > 1:  # otherwise the same in all layers
                 rotation = Rotation(inverse.cosine[part], inverse.sine[part])
             keys = rotate(cells.keys[part].float().unsqueeze(-2), rotation).squeeze(-2)

@@ -1,7 +1,6 @@
-"""Compression of verbatim repeats alone, which evicts nothing that occurs once.
+"""Compression of verbatim repeats alone, as in logs, forms and pasted files.
 
-Logs, forms and pasted files repeat the same sentences. If evicting repeats frees enough, no cell of
-text that occurs once is evicted in any KV head, and no scores are needed.
+If evicting repeats frees enough, all cells of other text stay in all KV heads, without any scores.
 """
 
 from collections.abc import Sequence
@@ -15,20 +14,20 @@ from kvkeep.compression.methods.apply import Compression, compress
 from kvkeep.compression.methods.base import Candidates, as_compressed
 from kvkeep.compression.methods.fitted import Fitted
 
-RUN = 16  # tokens; in real text, a repeat of this length is boilerplate
+RUN_TOKENS = 16  # tokens; in real text, a repeat of this length is boilerplate
 
 
 def find_repeats(tokens: Sequence[int]) -> Tensor:
     """Return `[n]` bool: whether a token is part of a run of 16 that occurred before.
 
-    Runs may overlap: in a b a b a b, with runs of two, all but the first a b are repeats.
+    Runs may overlap: with runs of two, all of a b a b a b but the first two are repeats.
     """
     seen = set[tuple[int, ...]]()
-    repeats, run_of_ones = bytearray(len(tokens)), bytes([1]) * RUN
-    for first in range(len(tokens) - RUN + 1):
-        run = tuple(tokens[first : first + RUN])
+    repeats, run_of_ones = bytearray(len(tokens)), bytes([1]) * RUN_TOKENS
+    for first in range(len(tokens) - RUN_TOKENS + 1):
+        run = tuple(tokens[first : first + RUN_TOKENS])
         if run in seen:
-            repeats[first : first + RUN] = run_of_ones
+            repeats[first : first + RUN_TOKENS] = run_of_ones
         seen.add(run)
     return torch.tensor(list(repeats), dtype=torch.bool, device="cpu")
 
@@ -36,10 +35,10 @@ def find_repeats(tokens: Sequence[int]) -> Tensor:
 def compress_repeats(
     candidates: Candidates, repeats: Tensor, count: int
 ) -> tuple[Cells, list[Compression]]:
-    """Return all cells that are no repeats, and `count` of the others by method `fitted`.
+    """Reduce the repeats to `count` cells by method `fitted`; keep all other cells.
 
-    The mass of evicted repeats is dropped: how often something was said distracts from what was
-    said once. The cells of each layer and KV head are ordered by position.
+    The mass of evicted repeats is dropped, as it would draw attention from text that occurs once.
+    The cells of each layer and KV head are ordered by position.
 
     candidates: n cells of one token each. repeats: `[n]` bool.
     """
@@ -59,11 +58,10 @@ def compress_repeats(
 
 
 def _select_cells(cells: Cells, indices: Tensor) -> Cells:
-    """Copy the same cells of all layers and KV heads."""
-    on_device = indices.to(cells.keys.device)
+    indices_on_device = indices.to(cells.keys.device)
     return Cells(
-        cells.keys.index_select(2, on_device),
-        cells.values.index_select(2, on_device),
+        cells.keys.index_select(2, indices_on_device),
+        cells.values.index_select(2, indices_on_device),
         cells.positions[indices],
         cells.serials[indices],
     )

@@ -1,4 +1,4 @@
-"""Most similar vectors: the largest dot product of each vector with those of another set."""
+"""The largest dot product of each vector with the vectors of another set."""
 
 import math
 
@@ -12,9 +12,9 @@ BLOCK = 256  # rows compared with all older ones at a time
 
 
 def most_similar(x: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest product of each vector with those of another set, and its index there.
+    """Return the largest product of each vector of x with a vector of `among`, and its index.
 
-    x: `[layers, kv_heads, n, width]` bfloat16 or float32, among: `[layers, kv_heads, m, width]`,
+    x: `[layers, kv_heads, n, width]` bfloat16 or float32. among: `[layers, kv_heads, m, width]`,
     m > 0. Returns `[layers, kv_heads, n]` float32 and int64.
     """
     indices = torch.empty(x.shape[:3], dtype=torch.int64, device=x.device)
@@ -25,12 +25,12 @@ def most_similar(x: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     maxima = [
         (rows @ columns.transpose(-1, -2)).max(-1) for rows, columns in zip(x, among, strict=True)
     ]
-    products, places = zip(*maxima, strict=True)
-    return torch.stack(products).float(), torch.stack(places)
+    products, argmaxima = zip(*maxima, strict=True)
+    return torch.stack(products).float(), torch.stack(argmaxima)
 
 
 def most_similar_older(x: Tensor) -> Tensor:
-    """Return the largest product of each vector with those before it; -inf for the first.
+    """Return the largest product of each vector with an earlier one; -inf for the first vector.
 
     x: `[layers, kv_heads, n, width]` bfloat16. Returns `[layers, kv_heads, n]` float32.
     """
@@ -49,9 +49,9 @@ def most_similar_older(x: Tensor) -> Tensor:
 
 
 def _run_kernel(x: Tensor, among: Tensor, indices: Tensor | None) -> Tensor | None:
-    """Return the largest products by the compiled kernel; None if it cannot compute them.
+    """Return the largest products, by the compiled kernel; None if it cannot compute them.
 
-    indices: filled; None to compare each vector with those before it only.
+    indices: an output; None to compare each vector with earlier ones only.
     """
     kernels = library()
     if kernels is None or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[-1] % 2:
