@@ -75,12 +75,12 @@ def test_mean_and_moment_are_measured_over_the_newest_queries_of_each_step(
             )
 
 
-def test_the_tolerance_of_each_kv_head_is_one_of_the_tried_cosines(
+def test_the_min_cosine_of_each_kv_head_is_one_of_the_tried_cosines(
     calibration: Calibration,
 ) -> None:
-    tolerance = calibration.statistics.min_cosine
-    assert tolerance.shape == (2, 2)
-    assert set(tolerance.flatten().tolist()) <= set(torch.tensor(COSINES).tolist())
+    min_cosines = calibration.statistics.min_cosine
+    assert min_cosines.shape == (2, 2)
+    assert set(min_cosines.flatten().tolist()) <= set(torch.tensor(COSINES).tolist())
 
 
 def test_calibrating_on_the_same_text_is_deterministic(calibration: Calibration) -> None:
@@ -187,7 +187,7 @@ def test_a_saved_calibration_loads_unchanged(calibration: Calibration, path: Pat
     assert loaded.fingerprint == calibration.fingerprint
     assert (loaded.model, loaded.tokens) == (MODEL.name, len(TEXT))
     assert loaded.r_squared == calibration.r_squared
-    for name in ("mean", "moment", "tolerance", "surrogate.key", "surrogate.constant"):
+    for name in ("mean", "moment", "min_cosine", "surrogate.key_weights", "surrogate.constant"):
         assert torch.equal(*(attrgetter(name)(c.statistics) for c in (loaded, calibration)))
 
 

@@ -122,14 +122,14 @@ def disk(as_json: bool) -> None:
     """Say what kvkeep takes on disk, by kind, and what makes room."""
     folder = session_folder()
     size = sum(path.stat().st_size for path in folder.newest())
-    rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(folder.place))]
+    rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(folder.root))]
     other = folder_bytes(home())
     for kind, (what, remedy) in _DISK_FOLDERS.items():
         size = folder_bytes(home() / kind)
         rows.append((kind, size, what, remedy, str(home() / kind)))
         other -= size
-    if folder.place.is_relative_to(home()):
-        other -= folder_bytes(folder.place)
+    if folder.root.is_relative_to(home()):
+        other -= folder_bytes(folder.root)
     rows.append(("other", max(0, other), "locks and the like", "", str(home())))
     if as_json:
         names = ("kind", "bytes", "what", "remedy", "place")

@@ -48,7 +48,7 @@ class SessionRegistry:
 
     def _recover(self, folder: SessionFolder) -> None:
         """Register an owner's sessions, on disk only. Raises Locked if an engine uses one."""
-        owner = folder.place.name
+        owner = folder.root.name
         folder.sweep()
         for name in folder.names():
             file = SessionFile(folder, name)

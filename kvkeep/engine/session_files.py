@@ -67,7 +67,7 @@ def owner_folders(folder: Path) -> list[SessionFolder]:
 def remove_orphaned_markers(folder: SessionFolder) -> list[str]:
     """Remove the markers of sessions that were never saved; return the sessions' names."""
     names, saved = list[str](), folder.names()
-    for marker in folder.place.glob(f"*{MARKER_SUFFIX}"):
+    for marker in folder.root.glob(f"*{MARKER_SUFFIX}"):
         if marker.stem not in saved:
             with suppress(InvalidArgument), folder.lock(marker.stem):  # for invalid names
                 marker.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSess
 from kvkeep.fleet.exchange import NOTE, RecordedResponse, notes_of, recorded_in
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.head import SessionHead
-from kvkeep.storage.sessions.lease import Lease
+from kvkeep.storage.sessions.lease_seconds import Lease
 from kvkeep.storage.sessions.protocol import VersionedHead
 from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -130,7 +130,7 @@ class SessionLeases:
         finally:
             self._being_written.pop(leased.key, None)
             try:
-                if not leased.in_sync or leased.lease.lost is not None:
+                if not leased.in_sync or leased.lease.loss is not None:
                     await self._roll_back(leased)
                 elif leased.record is not None:
                     await self._in_engine(self._borrowed.release, leased.record)
@@ -245,7 +245,7 @@ class SessionLeases:
         """Acquire a lease, waiting for as long as a killed server's lease lasts."""
         sessions, copy = self.sessions_of(owner), self._copies.get((owner, name))
         cached = copy.version if copy else None
-        deadline = time.monotonic() + 1.5 * sessions.lease + 0.5
+        deadline = time.monotonic() + 1.5 * sessions.lease_seconds + 0.5
         while True:
             try:
                 lease = await self.in_store_thread(partial(sessions.acquire, name, False, cached))
@@ -275,7 +275,7 @@ class SessionLeases:
                 return copy
             await self._in_engine(self._borrowed.discard, copy.record)
         objects = self.sessions_of(owner).objects_of(name)
-        path = ObjectPath(objects.objects, objects.key(head.snapshot))
+        path = ObjectPath(objects.store, objects.key(head.snapshot))
         snapshot = await self.in_store_thread(lambda: Snapshot.load(path))
         responses = recorded_in(snapshot.notes)
         snapshot.notes.pop(NOTE, None)

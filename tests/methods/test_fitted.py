@@ -149,11 +149,11 @@ def test_an_outlier_key_is_kept() -> None:
         assert outlier_position in cells.positions[head_index].tolist()
 
 
-def statistics_with_moment(moment: Tensor, tolerance: float = 0.9) -> Statistics:
+def statistics_with_moment(moment: Tensor, min_cosine: float = 0.9) -> Statistics:
     return Statistics(
         torch.zeros(*HEADS, WIDTH),
         moment.expand(*HEADS, -1, -1).clone(),
-        torch.full(HEADS, tolerance),
+        torch.full(HEADS, min_cosine),
     )
 
 
@@ -178,7 +178,7 @@ def replace_keys(cells: Cells, keys: Tensor) -> Cells:
     return Cells(keys, cells.values, cells.positions, cells.serials, cells.bias)
 
 
-def test_each_kv_head_merges_by_its_own_tolerance() -> None:
+def test_each_kv_head_merges_by_its_own_threshold() -> None:
     statistics = statistics_with_moment(torch.eye(WIDTH))
     statistics.min_cosine[0, 1] = statistics.min_cosine[1, 0] = 1.0
     candidates = replace(cells_with_words([4] * 6, random_values(6)), statistics=statistics)

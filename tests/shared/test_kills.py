@@ -51,7 +51,7 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(
             last_done = snapshot.notes["number"]
     assert last_done > 0
     snapshot_count = sum(
-        1 for stored in sessions.objects.list_objects("") if stored.key.endswith(".kvkeep")
+        1 for stored in sessions.store.list_objects("") if stored.key.endswith(".kvkeep")
     )
     names = _sweep_after_expiry(sessions)
     assert snapshot_count == len(names) + 1

@@ -130,7 +130,7 @@ def test_a_writer_that_lost_its_lease_cannot_commit_and_is_notified(objects: Obj
     with pytest.raises(Moved, match="b has taken it"):
         commit(first, b"lost")
     assert notified.is_set()
-    assert isinstance(first.lost, Moved)
+    assert isinstance(first.loss, Moved)
     assert content(sessions_of(objects, "c"), "one") == b"2"
     second.release()
 
@@ -369,9 +369,9 @@ def _expire(sessions: SharedSessions) -> None:
             assert version is not None
             if version.head.writer:
                 at = sessions.objects_of("one")
-                at.objects.put(
+                at.store.put(
                     "sessions/0/one/head.json",
-                    version.head.next(writer="", expires=0.0).content(),
+                    version.head.next(writer="", expires=0.0).to_json(),
                     if_match=version.etag,
                 )
             return

@@ -42,7 +42,7 @@ class QuerySums:
         self.queries = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def add(self, cache: KVCache, step_tokens: int) -> None:
-        """Add the queries of the last `step_tokens` tokens; try merges on as many cells before them."""
+        """Add the queries of the last `step_tokens` tokens; try merges on as many cells before."""
         assert cache.observer is not None
         queries = cache.observer.queries()
         assert queries is not None

@@ -93,7 +93,7 @@ def newest_queries(candidates: Candidates, count: int) -> Queries:
 
 
 def max_pooled(score: Tensor, width: int) -> Tensor:
-    """Return the maximum over `width` neighbours of each score, so that neighbours stay together."""
+    """Return the maximum over `width` neighbours of each score, to keep neighbours together."""
     pooled = F.max_pool1d(score.flatten(0, 1), width, stride=1, padding=width // 2)
     return pooled.view_as(score)
 

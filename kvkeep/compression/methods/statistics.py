@@ -24,18 +24,18 @@ class Surrogate:
     value_weights: Tensor
     constant: Tensor
 
-    def score(self, keys: Tensor, values: Tensor, owners: Tensor | None = None) -> Tensor:
+    def score(self, keys: Tensor, values: Tensor, head_indices: Tensor | None = None) -> Tensor:
         """Return the predicted score of each cell, `[layers, kv_heads, n]`; `[total]` if ragged.
 
         keys (before rotation), values: `[layers, kv_heads, n, head_dim]`; `[total, head_dim]` of
-        ragged cells. owners: `[total]`, the layer and KV head of each ragged cell, as one index.
+        ragged cells. head_indices: `[total]`, the index of each ragged cell's layer and KV head.
         """
         parameters = (self.key_weights, self.value_weights, self.constant)
         key_weights, value_weights, constant = (tensor.to(keys.device) for tensor in parameters)
-        if owners is not None:
-            of_keys = (keys.float() * key_weights.flatten(0, 1)[owners]).sum(-1)
-            of_values = (values.float() * value_weights.flatten(0, 1)[owners]).sum(-1)
-            return of_keys + of_values + constant.flatten()[owners]
+        if head_indices is not None:
+            of_keys = (keys.float() * key_weights.flatten(0, 1)[head_indices]).sum(-1)
+            of_values = (values.float() * value_weights.flatten(0, 1)[head_indices]).sum(-1)
+            return of_keys + of_values + constant.flatten()[head_indices]
         of_keys = keys.float() @ key_weights.unsqueeze(-1)
         of_values = values.float() @ value_weights.unsqueeze(-1)
         return (of_keys + of_values).squeeze(-1) + constant.unsqueeze(-1)

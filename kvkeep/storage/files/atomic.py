@@ -24,10 +24,9 @@ PARTIAL = ".partial"  # suffix of folders that are being written or removed
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block ends without an exception.
 
-    The content is written to a temporary file in the same folder, so that the rename is atomic.
-    The file is fsynced before the rename and the folder after it. Temporary files that killed
-    writers left in the folder are removed first. A symbolic link is followed, and the new file
-    gets the permissions of the one that it replaces.
+    The content is written to a temporary file in the same folder, which is fsynced and renamed;
+    then the folder is fsynced. A symbolic link is followed, and permissions stay. Temporary files
+    that killed writers left in the folder are removed first.
 
     Raises:
         OSError: nothing was written; `path` is unchanged.
@@ -62,10 +61,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file's content atomically. A pipe or a device is written into instead.
-
-    Raises as `atomic_writer`.
-    """
+    """Replace a file's content, or write into a pipe or device. Raises as `atomic_writer`."""
     if _is_special(path):
         path.write_bytes(content)
         return
@@ -100,13 +96,12 @@ def check_writable(path: Path) -> None:
 def sweep_temporaries(folder: Path) -> list[Path]:
     """Remove the temporary files that killed writers left in a folder, and return their paths.
 
-    A live writer holds a lock on its temporary file, and the system releases that lock when the
-    writer dies. A process id in the name would not do: another process, or one in another
-    container, may have the same.
+    A live writer holds a lock on its temporary file, which the system releases when it dies. A
+    process id in the name would not do: a process in another container may have the same.
     """
     with os.scandir(folder) as entries:
-        leftovers = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY)]
-    return [path for path in leftovers if _remove_unlocked(path)]
+        temporaries = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY)]
+    return [path for path in temporaries if _remove_unlocked(path)]
 
 
 def _remove_unlocked(path: Path) -> bool:
@@ -153,11 +148,8 @@ def _is_special(path: Path) -> bool:
 def atomic_folder(final: Path) -> Iterator[Path]:
     """Create a folder to fill that replaces `final` when the block ends without an exception.
 
-    All files are fsynced before one rename puts the folder in place. Only one process at a time
-    may write folders in the same parent. `sweep_partial_folders` removes what a killed process
-    left.
-
-    Raises OSError.
+    All files are fsynced before the folder is renamed. Only one process at a time may write folders
+    in the same parent. `sweep_partial_folders` cleans up after killed processes. Raises OSError.
     """
     partial = final.with_name(final.name + PARTIAL)
     partial.mkdir()
@@ -175,7 +167,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder away, then delete it, so that it is never half removed under its name."""
+    """Rename a folder, then delete it, so that a crash leaves no half of it under its name."""
     doomed = folder.with_name(f"{folder.name}.old{PARTIAL}")
     folder.rename(doomed)
     shutil.rmtree(doomed)
@@ -184,14 +176,14 @@ def remove_folder(folder: Path) -> None:
 def sweep_partial_folders(parent: Path) -> None:
     """Remove folders that killed processes left half written or half removed.
 
-    No process may be writing a folder in `parent` at the time.
+    No process may be writing a folder in `parent` meanwhile.
     """
     for path in parent.glob("*" + PARTIAL):
         shutil.rmtree(path)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total size of all files below a folder; 0 if it is missing. Links count as 0."""
+    """Return the total size of all files below a folder, without links; 0 if it is missing."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # removed meanwhile

@@ -42,8 +42,8 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file atomically, with one chunk in memory at a time.
 
-    chunks: the bytes of all tensors in the order of `entries`; chunk borders need not be tensor
-    borders. Raises as `atomic_writer`.
+    chunks: the bytes of all tensors in the order of `entries`, split anywhere. Raises as
+    `atomic_writer`.
     """
     with atomic_writer(path) as out:
         out.write(header_bytes(entries, metadata))

@@ -8,10 +8,7 @@ ENCODING = "utf-8-sig"  # removes the byte order mark that editors on Windows wr
 
 
 def decode_text(content: bytes, source: str) -> str:
-    """Decode UTF-8 and drop a leading byte order mark.
-
-    source: the file's name, for messages. Raises InvalidArgument if it is not UTF-8.
-    """
+    """Decode UTF-8. source: for messages. Raises InvalidArgument if it is not UTF-8."""
     try:
         return content.decode(ENCODING)
     except UnicodeDecodeError as error:
@@ -22,5 +19,5 @@ def decode_text(content: bytes, source: str) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """Read a UTF-8 text file. Raises OSError, and InvalidArgument as `decode_text`."""
+    """Raises OSError, and InvalidArgument as `decode_text`."""
     return decode_text(path.read_bytes(), str(path))

@@ -19,18 +19,18 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def is_url(address: str | Path) -> bool:
-    """Whether an address is a URL rather than the path of a folder."""
+    """Whether an address is a URL rather than a path."""
     return isinstance(address, str) and _SCHEME.match(address) is not None
 
 
 def open_object_store(address: str | Path) -> ObjectStore:
     """Open the store at a URL or in a folder. Sends no request to a remote store yet.
 
-    address: s3://bucket/prefix, gs://..., az://..., file:///folder, memory://name, or a path.
-    memory:// is one store per name within this process; its content is lost with the process.
+    address: s3://bucket/prefix, gs://..., az://..., file:///folder, a path, or memory://name, which
+    lives as long as this process.
 
-    Raises InvalidArgument for another kind of URL, or if the extra `object-store` is not
-    installed, StoreError for a folder that cannot be used.
+    Raises InvalidArgument for another URL, or if the extra `object-store` is not installed,
+    StoreError for a folder that cannot be used.
     """
     if not isinstance(address, str) or not is_url(address):
         return FolderObjectStore(Path(address))

@@ -21,13 +21,13 @@ from kvkeep.storage.objects.interface import (
 
 _LOCKS = ".locks"
 _STRIPES = 64  # lock files; conditional puts of different keys rarely share one
-_HASHED = 1 << 16  # objects of up to so many bytes have a hash of their content as ETag
+_MAX_HASHED = 1 << 16  # bytes; up to this size an object's ETag is a hash of its content
 
 
 class FolderObjectStore:
-    """A store in a folder of one machine, or in a shared one whose file system supports locks.
+    """A store in a folder whose file system supports locks; several machines may share it.
 
-    obstore's own folder store does not fsync objects and has no puts conditional on an ETag.
+    obstore's own folder store does not fsync objects, and its puts cannot depend on an ETag.
     """
 
     def __init__(self, path: Path):
@@ -64,13 +64,13 @@ class FolderObjectStore:
             if path.stat().st_size > max_bytes:
                 raise too_large(key, max_bytes)
             content = path.read_bytes()
-        return content, _hash(content) if len(content) <= _HASHED else self.info(key).etag
+        return content, _hash(content) if len(content) <= _MAX_HASHED else self.info(key).etag
 
-    def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
-        path = self._path(stored.key)
-        with self._translated_errors(stored.key, "read"), path.open("rb") as file:
-            if _etag(path) != stored.etag:
-                raise Conflict(f"object {stored.key} was changed meanwhile")
+    def get_range(self, info: ObjectInfo, begin: int, end: int) -> memoryview:
+        path = self._path(info.key)
+        with self._translated_errors(info.key, "read"), path.open("rb") as file:
+            if _etag(path) != info.etag:
+                raise Conflict(f"object {info.key} was changed meanwhile")
             file.seek(begin)
             return memoryview(file.read(end - begin))
 
@@ -95,9 +95,9 @@ class FolderObjectStore:
         with (
             suppress(NoObject),
             self._translated_errors(prefix, "read"),
-            os.scandir(folder) as files,
+            os.scandir(folder) as entries,
         ):
-            return sorted(e.name for e in files if e.is_dir() and not e.name.startswith("."))
+            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
         return []
 
     def delete(self, key: str) -> None:
@@ -147,7 +147,7 @@ class FolderObjectStore:
 
 def _etag(path: Path) -> str:
     status = path.stat()
-    if status.st_size <= _HASHED:
+    if status.st_size <= _MAX_HASHED:
         return _hash(path.read_bytes())
     return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 

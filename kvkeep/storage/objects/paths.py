@@ -1,4 +1,4 @@
-"""Paths of single files: a path of this machine, or an object in a store."""
+"""Files to read or write: a path of this machine, or an object in a store."""
 
 import io
 import os
@@ -11,11 +11,9 @@ from kvkeep.errors import InvalidArgument, NoObject
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo, ObjectStore
 
-# The first range of a file is small: most headers are shorter, and many readers need only them.
-# For the others the latency of a request is small against the transfer.
-_FIRST_RANGE = 1 << 18  # bytes
-_RANGE = 8 << 20  # bytes
-_PREFETCHED = 3  # ranges
+_FIRST_RANGE = 1 << 18  # bytes; small, as many readers need only the header
+_RANGE = 8 << 20  # bytes; the latency of a request is small against the transfer
+_PARALLEL_RANGES = 3
 
 
 class Source(Protocol):
@@ -30,21 +28,21 @@ class Source(Protocol):
 
 
 class Target(Protocol):
-    """A place other than a path of this machine to which a file is written atomically."""
+    """A file outside the local file system that can be replaced."""
 
     def write_chunks(self, chunks: ChunkSource) -> None:
-        """Write the whole file, or leave what is there. Raises StoreError."""
+        """Replace the file atomically. Raises StoreError."""
 
 
 @dataclass(frozen=True)
 class ObjectPath:
     """The path of an object, which may or may not exist: a `Source` and a `Target`."""
 
-    objects: ObjectStore
+    store: ObjectStore
     key: str
 
     def __str__(self) -> str:
-        return f"{self.objects.url}/{self.key}"
+        return f"{self.store.url}/{self.key}"
 
     @property
     def stem(self) -> str:
@@ -52,22 +50,22 @@ class ObjectPath:
 
     def exists(self) -> bool:
         try:
-            self.objects.info(self.key)
+            self.store.info(self.key)
         except NoObject:
             return False
         return True
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        return open_object(self.objects, self.objects.info(self.key))
+        return open_object(self.store, self.store.info(self.key))
 
     def stat(self) -> ObjectInfo:
         try:
-            return self.objects.info(self.key)
+            return self.store.info(self.key)
         except NoObject as error:
             raise FileNotFoundError(str(error)) from error
 
     def write_chunks(self, chunks: ChunkSource) -> None:
-        self.objects.put_chunks(self.key, chunks)
+        self.store.put_chunks(self.key, chunks)
 
 
 P = TypeVar("P")
@@ -78,37 +76,36 @@ def as_path(path: str) -> Path | ObjectPath: ...
 @overload
 def as_path(path: P) -> P: ...
 def as_path(path: object) -> object:
-    """Convert a string to a path, or to the object that a URL names. Returns other types as is.
+    """Convert a string to a path, or to an object if it is a URL. Returns other types unchanged.
 
-    Raises InvalidArgument for a URL that names no object.
+    Raises InvalidArgument for the URL of a store.
     """
     if not isinstance(path, str):
         return path
     if not is_url(path):
         return Path(path)
-    store, _, key = path.rpartition("/")
-    if not key or store.endswith(":/"):
+    store_url, _, key = path.rpartition("/")
+    if not key or store_url.endswith(":/"):
         raise InvalidArgument(f"{path} names a store; expected an object in it, as {path}/a.kvkeep")
-    return ObjectPath(open_object_store(store), key)
+    return ObjectPath(open_object_store(store_url), key)
 
 
-def open_object(objects: ObjectStore, stored: ObjectInfo) -> BinaryIO:
-    """Open the version of an object that `stored` describes."""
-    return cast(BinaryIO, io.BufferedReader(ObjectFile(objects, stored), 1 << 16))
+def open_object(store: ObjectStore, info: ObjectInfo) -> BinaryIO:
+    """Open an object in the version of `info`."""
+    return cast(BinaryIO, io.BufferedReader(ObjectFile(store, info), 1 << 16))
 
 
 class ObjectFile(io.RawIOBase):
     """A seekable file over an object, read by range requests with prefetch.
 
-    All ranges are of the version that `stored` describes, even if the object is replaced
-    meanwhile. Sequential reads are fastest. Raises StoreError and its subclasses.
+    Reading raises Conflict once another version than that of `info` is stored, and StoreError.
     """
 
-    def __init__(self, objects: ObjectStore, stored: ObjectInfo):
-        self._objects, self._stored = objects, stored
+    def __init__(self, store: ObjectStore, info: ObjectInfo):
+        self._store, self._info = store, info
         self._position = 0
         self._ranges: dict[int, Future[memoryview]] = {}  # by their index
-        self._executor = ThreadPoolExecutor(_PREFETCHED, "kvkeep-read")
+        self._executor = ThreadPoolExecutor(_PARALLEL_RANGES, "kvkeep-read")
 
     def readable(self) -> bool:
         return True
@@ -117,12 +114,12 @@ class ObjectFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = (0, self._position, self._stored.st_size)[whence]
+        base = (0, self._position, self._info.st_size)[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), self._stored.st_size - self._position)
+        count = min(len(buffer), self._info.st_size - self._position)
         if count <= 0:
             return 0
         index = max(0, (self._position - _FIRST_RANGE) // _RANGE + 1)
@@ -137,18 +134,18 @@ class ObjectFile(io.RawIOBase):
         super().close()
 
     def _range(self, index: int) -> memoryview:
-        """Return a range's content, and prefetch the next ones. The first range is kept."""
-        upcoming = range(index, index + _PREFETCHED) if index else range(1)
-        for other in self._ranges.keys() - {0, *upcoming}:
-            self._ranges.pop(other).cancel()
-        for needed in upcoming:
-            if needed not in self._ranges and _range_begin(needed) < self._stored.st_size:
-                self._ranges[needed] = self._executor.submit(self._get, needed)
+        """Return a range's content, and prefetch the next ranges. The first range stays cached."""
+        wanted = range(index, index + _PARALLEL_RANGES) if index else range(1)
+        for unwanted in self._ranges.keys() - {0, *wanted}:
+            self._ranges.pop(unwanted).cancel()
+        for i in wanted:
+            if i not in self._ranges and _range_begin(i) < self._info.st_size:
+                self._ranges[i] = self._executor.submit(self._get, i)
         return self._ranges[index].result()
 
     def _get(self, index: int) -> memoryview:
-        end = min(_range_begin(index + 1), self._stored.st_size)
-        return self._objects.get_range(self._stored, _range_begin(index), end)
+        end = min(_range_begin(index + 1), self._info.st_size)
+        return self._store.get_range(self._info, _range_begin(index), end)
 
 
 def _range_begin(index: int) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 _SINGLE_REQUEST = 8 << 20  # bytes up to which an object is uploaded in one request
-_VERSION = " of version "  # separates e_tag and version in our ETags
+_VERSION_SEPARATOR = " of version "  # between e_tag and version in our ETags
 _ATTEMPTS = 3  # for failures that obstore does not retry, such as a put that timed out
 RETRIES: "RetryConfig" = {
     "max_retries": 6,
@@ -47,7 +47,7 @@ _memory_stores: dict[str, "ObjectStore"] = {}  # memory:// stores of this proces
 
 
 def open_remote_store(url: str) -> "RemoteObjectStore":
-    """Open a store with the credentials and endpoint that its own tools take from the environment.
+    """Open a store; credentials and endpoint come from the provider's environment variables.
 
     Raises InvalidArgument for a URL that obstore rejects.
     """
@@ -74,12 +74,12 @@ class RemoteObjectStore:
     def put(
         self, key: str, content: bytes, *, if_absent: bool = False, if_match: str | None = None
     ) -> str:
-        mode: Any = "create" if if_absent else _version(if_match) if if_match else "overwrite"
+        mode: Any = "create" if if_absent else _split_etag(if_match) if if_match else "overwrite"
         with self._translated_errors(key, "written"):
             result = obstore.put(
                 self._store, checked_key(key), content, mode=mode, use_multipart=False
             )
-            return _etag(key, result)
+            return _joined_etag(key, result)
 
     def put_chunks(self, key: str, chunks: ChunkSource) -> None:
         for attempts_left in reversed(range(_ATTEMPTS)):
@@ -101,18 +101,18 @@ class RemoteObjectStore:
                     raise too_large(key, max_bytes)
                 content = bytes(result.bytes())
             if len(content) == result.meta["size"]:
-                return content, _etag(key, result.meta)
+                return content, _joined_etag(key, result.meta)
         raise self._short_read(key)
 
-    def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
-        options: Any = {"range": (begin, end), "if_match": _version(stored.etag)["e_tag"]}
+    def get_range(self, info: ObjectInfo, begin: int, end: int) -> memoryview:
+        options: Any = {"range": (begin, end), "if_match": _split_etag(info.etag)["e_tag"]}
         for _ in range(_ATTEMPTS):
-            with self._translated_errors(stored.key, "read"):
-                result = obstore.get(self._store, checked_key(stored.key), options=options)
+            with self._translated_errors(info.key, "read"):
+                result = obstore.get(self._store, checked_key(info.key), options=options)
                 content = memoryview(result.bytes())
             if len(content) == end - begin:
                 return content
-        raise self._short_read(stored.key)
+        raise self._short_read(info.key)
 
     def info(self, key: str) -> ObjectInfo:
         with self._translated_errors(key, "read"):
@@ -141,10 +141,7 @@ class RemoteObjectStore:
 
     @contextmanager
     def _translated_errors(self, key: str, verb: str) -> Iterator[None]:
-        """Raise kvkeep's errors in place of obstore's, with only the first line of the message.
-
-        The further lines quote the location in obstore's source code.
-        """
+        """Raise kvkeep's errors in place of obstore's."""
         try:
             yield
         except KvkeepError:
@@ -154,15 +151,12 @@ class RemoteObjectStore:
         except (FileNotFoundError, exceptions.NotFoundError) as error:
             raise NoObject(f"there is no object {key} in {self._url}") from error
         except (exceptions.BaseError, OSError, NotImplementedError, ValueError) as error:
-            reason = str(error).partition("\n")[0][:300]
+            reason = str(error).partition("\n")[0][:300]  # more lines quote obstore's source code
             raise StoreError(f"{key} in {self._url} cannot be {verb}: {reason}") from error
 
 
 def _first_part(chunks: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
-    """Read chunks until more than one request's worth; return them and the rest.
-
-    The rest is None if the chunks ended before: then one request uploads the whole object.
-    """
+    """Return the chunks that fill one request, and an iterator of the rest; None if all fit."""
     start, rest = bytearray(), iter(chunks())
     for chunk in rest:
         start += chunk
@@ -173,19 +167,19 @@ def _first_part(chunks: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview
 
 def _info(meta: Any) -> ObjectInfo:
     key = str(meta["path"])
-    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), _etag(key, meta))
+    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), _joined_etag(key, meta))
 
 
-def _etag(key: str, result: Any) -> str:
-    """Combine e_tag and version: Google's store checks conditions by the version."""
+def _joined_etag(key: str, result: Any) -> str:
+    """Join e_tag and version: Google's store checks conditions by the version."""
     etag = result["e_tag"]
     if not etag:
         raise StoreError(f"the store gives {key} no ETag, without which nothing in it can be kept")
     version = result["version"]
-    return f"{etag}{_VERSION}{version}" if version else str(etag)
+    return f"{etag}{_VERSION_SEPARATOR}{version}" if version else str(etag)
 
 
-def _version(etag: str) -> dict[str, str]:
+def _split_etag(etag: str) -> dict[str, str]:
     """Split an ETag as obstore expects it."""
-    e_tag, _, version = etag.partition(_VERSION)
+    e_tag, _, version = etag.partition(_VERSION_SEPARATOR)
     return {"e_tag": e_tag, "version": version} if version else {"e_tag": e_tag}

@@ -31,29 +31,28 @@ FIRST_WAIT, MAX_WAIT = 0.02, 1.0  # seconds between attempts
 class SessionObjects:
     """The objects of one session in a store: its head and its snapshots.
 
-    name: of the session. folder: the prefix of its keys, with '/' at the end.
+    folder: the prefix of their keys, with '/' at the end. name: of the session.
     """
 
-    def __init__(self, objects: ObjectStore, folder: str, name: str):
-        self.objects, self.name = objects, name
+    def __init__(self, store: ObjectStore, folder: str, name: str):
+        self.store, self.name = store, name
         self._head, self._snapshots = f"{folder}{HEAD}", f"{folder}snapshots/"
 
     def key(self, snapshot: str) -> str:
-        """Return the key of a snapshot."""
         return f"{self._snapshots}{snapshot}{SNAPSHOT_SUFFIX}"
 
     def head(self) -> VersionedHead | None:
         """Read the current head; None if there is none. Raises StoreError."""
         try:
-            content, etag = self.objects.get(self._head)
+            content, etag = self.store.get(self._head)
         except NoObject:
             return None
-        return VersionedHead(SessionHead.read(content, self.name), etag)
+        return VersionedHead(SessionHead.from_json(content, self.name), etag)
 
     def run(self, operations: Operations[T], chunks: ChunkSource | None = None) -> T:
-        """Run the operations of a protocol function, and return its result.
+        """Run a protocol function's operations, and return its result. Raises its errors.
 
-        chunks: the content of its upload. Raises the function's errors.
+        chunks: the content of its upload.
         """
         resume: Callable[[], StoreOperation] = partial(next, operations)
         while True:
@@ -72,16 +71,16 @@ class SessionObjects:
                 return self.head()
             case PutHead(head, etag):
                 absent = etag is None
-                return self.objects.put(self._head, head.content(), if_absent=absent, if_match=etag)
+                return self.store.put(self._head, head.to_json(), if_absent=absent, if_match=etag)
             case Upload(snapshot):
                 assert chunks is not None
-                self.objects.put_chunks(self.key(snapshot), chunks)
+                self.store.put_chunks(self.key(snapshot), chunks)
             case ListSnapshots():
-                infos = self.objects.list_objects(self._snapshots)
+                infos = self.store.list_objects(self._snapshots)
                 keys = (info.key.removeprefix(self._snapshots) for info in infos)
                 return [key.removesuffix(SNAPSHOT_SUFFIX) for key in keys]
             case Delete(snapshot):
-                self.objects.delete(self.key(snapshot))
+                self.store.delete(self.key(snapshot))
             case Wait(attempt):
                 _back_off(attempt)
         return None

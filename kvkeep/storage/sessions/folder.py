@@ -22,22 +22,22 @@ class SessionFolder(SessionStore[Path]):
     A process that will save a session holds its lock from before it reads the session until it has
     saved it. Reading needs no lock, since files are replaced atomically.
 
-    older: a folder in which sessions were kept before. Those without a namesake here are found
-    there, and are moved here when they are locked.
+    older: a folder in which sessions were kept before. Its sessions are listed too, unless one here
+    has the same name, and are moved here when they are locked.
     """
 
-    def __init__(self, place: str | Path, older: str | Path | None = None):
-        self.place = Path(place)
+    def __init__(self, root: str | Path, older: str | Path | None = None):
+        self.root = Path(root)
         self._older = SessionFolder(older) if older is not None else None
 
     # Reading
 
     def path(self, name: str) -> Path:
-        return self.place / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
+        return self.root / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
 
     def existing(self, name: str) -> Path:
-        for folder in (self, self._older):
-            if folder is not None and (path := folder.path(name)).is_file():
+        for sessions in (self, self._older):
+            if sessions is not None and (path := sessions.path(name)).is_file():
                 return path
         raise self.unknown(name)
 
@@ -52,9 +52,9 @@ class SessionFolder(SessionStore[Path]):
         return (path for _, path in sorted(dated, reverse=True))
 
     def _all_files(self) -> Iterable[Path]:
-        """Return the files here, and those in the older folder without a namesake here."""
+        """Return the files here, and those in the older folder with other names."""
         files = {} if self._older is None else {f.stem: f for f in self._older._all_files()}
-        for path in self.place.glob(f"*{SNAPSHOT_SUFFIX}"):
+        for path in self.root.glob(f"*{SNAPSHOT_SUFFIX}"):
             if is_name(path.stem) and path.is_file():
                 files[path.stem] = path
         return files.values()
@@ -65,11 +65,11 @@ class SessionFolder(SessionStore[Path]):
     def lock(self, name: str) -> Iterator[Path]:
         """Hold a session's lock for the block, and yield its file in this folder.
 
-        Raises Locked at once if another process holds it, StoreError if the folder cannot be used.
+        Raises Locked at once if another process holds the lock, StoreError for an unusable folder.
         """
         path = self.path(name)
         try:
-            self.place.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self._lock_file(name))
             lock.acquire(timeout=0)
         except Timeout:
@@ -78,7 +78,7 @@ class SessionFolder(SessionStore[Path]):
             ) from None
         except OSError as error:
             raise StoreError(
-                f"session {name!r} cannot be kept in {self.place}: {error.strerror or error}"
+                f"session {name!r} cannot be kept in {self.root}: {error.strerror or error}"
             ) from error
         try:
             self._move_from_older(name, path)
@@ -94,35 +94,35 @@ class SessionFolder(SessionStore[Path]):
         return size
 
     def discard(self, name: str) -> None:
-        """Remove a session that the caller has locked, saved or not, and its lock file.
+        """Remove a session that the caller has locked, and its lock file.
 
         A process that waits for the lock file notices, and creates a new one.
         """
         self.path(name).unlink(missing_ok=True)
         self._lock_file(name).unlink(missing_ok=True)
-        fsync_folder(self.place)
+        fsync_folder(self.root)
 
     def sweep(self) -> list[Path]:
         """Remove temporary files of killed processes, and lock files without a session."""
         removed = self._older.sweep() if self._older is not None else []
-        if not self.place.is_dir():
+        if not self.root.is_dir():
             return removed
-        removed += sweep_temporaries(self.place)
-        for file in self.place.glob(f".*{_LOCK}"):
+        removed += sweep_temporaries(self.root)
+        for file in self.root.glob(f".*{_LOCK}"):
             name = file.name[1 : -len(_LOCK)]
             try:
                 with self.lock(name) as path:
                     if not path.exists():
                         file.unlink(missing_ok=True)
                         removed.append(file)
-            except (Locked, InvalidArgument):
+            except (Locked, InvalidArgument):  # in use, or no session's lock file
                 continue
         return removed
 
     def _move_from_older(self, name: str, path: Path) -> None:
         """Move a session here from the older folder, if it is only there.
 
-        It is complete in at least one of the folders at all times.
+        At any time it is complete in one of the folders.
         """
         if self._older is None or path.exists() or not self._older.path(name).is_file():
             return
@@ -132,7 +132,7 @@ class SessionFolder(SessionStore[Path]):
             try:
                 _move(source, path)
                 self._older._lock_file(name).unlink(missing_ok=True)
-                fsync_folder(self.place)
+                fsync_folder(self.root)
                 fsync_folder(source.parent)
             except OSError as error:
                 raise StoreError(
@@ -141,7 +141,7 @@ class SessionFolder(SessionStore[Path]):
                 ) from error
 
     def _lock_file(self, name: str) -> Path:
-        return self.place / f".{name}{_LOCK}"
+        return self.root / f".{name}{_LOCK}"
 
 
 def _move(source: Path, target: Path) -> None:

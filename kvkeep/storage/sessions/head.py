@@ -16,9 +16,9 @@ _MAX_PAST = 16  # earlier commits that a head lists
 class SessionHead:
     """One version of a session's head. The field names are those of the JSON object.
 
-    expires: when another writer may take over, in seconds since 1970 by the holder's clock; a hint
-    for those that wait, on which no safety rests. past: the names of earlier commits, by which a
-    writer whose put got no response learns whether its commit was applied.
+    expires: when another writer may take over, in seconds since 1970 by the holder's clock; safety
+    does not depend on it. past: the snapshots of earlier commits, by which a writer whose put got
+    no response learns whether its commit was applied.
     """
 
     epoch: int  # the fencing token, which grows each time that a writer acquires the session
@@ -31,10 +31,10 @@ class SessionHead:
     past: tuple[str, ...] = ()
 
     def next(self, **changes: Any) -> "SessionHead":
-        """Return a changed version with a nonce of its own."""
+        """Return a changed version with a new nonce."""
         return replace(self, nonce=new_nonce(), **changes)
 
-    def committed(self, snapshot: str, **changes: Any) -> "SessionHead":
+    def after_commit(self, snapshot: str, **changes: Any) -> "SessionHead":
         """Return the version after a commit of `snapshot`."""
         past = (*self.past, self.snapshot)[-_MAX_PAST:] if self.snapshot else self.past
         return self.next(gen=self.gen + 1, snapshot=snapshot, past=past, **changes)
@@ -43,13 +43,12 @@ class SessionHead:
         """Whether `snapshot` is the last commit or one of the past 16."""
         return snapshot == self.snapshot or snapshot in self.past
 
-    def content(self) -> bytes:
-        """Encode as JSON."""
+    def to_json(self) -> bytes:
         return json.dumps({"kvkeep": "head", "format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
-    def read(cls, content: bytes, name: str) -> "SessionHead":
-        """Decode JSON. name: of the session, for messages. Raises CorruptFile, NewerFormat."""
+    def from_json(cls, content: bytes, name: str) -> "SessionHead":
+        """name: of the session, for messages. Raises CorruptFile, NewerFormat."""
         try:
             document = json.loads(content)
             if document["kvkeep"] != "head" or type(document["format"]) is not int:
@@ -77,14 +76,13 @@ class SessionHead:
 
 
 def new_nonce() -> str:
-    """Return a random nonce."""
     return secrets.token_hex(16)
 
 
 def snapshot_name(head: SessionHead) -> str:
     """Return a new name for a snapshot that the holder of `head` will upload: EPOCH-GEN-RANDOM.
 
-    By the epoch, `protocol.collect` can tell that it can no longer be committed.
+    `protocol.collect` tells by the epoch whether it can still be committed.
     """
     return f"{head.epoch:012}-{head.gen + 1:012}-{secrets.token_hex(8)}"
 

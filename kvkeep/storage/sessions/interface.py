@@ -14,12 +14,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 def is_name(name: str) -> bool:
-    """Whether a text is a valid name of a session."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def checked_name(name: str) -> str:
-    """Return a session's name. Raises InvalidArgument if it is not valid."""
+    """Return the name. Raises InvalidArgument if it is not valid."""
     if not is_name(name):
         raise InvalidArgument(
             "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
@@ -32,7 +31,7 @@ class SnapshotStore(Protocol[FileT_co]):
     """Snapshots by name. Writing one replaces it atomically."""
 
     def path(self, name: str) -> FileT_co:
-        """Return where a snapshot is kept. Raises InvalidArgument for an invalid name."""
+        """Return a snapshot's path, which may not exist. Raises InvalidArgument for a bad name."""
 
     def names(self) -> list[str]:
         """Return all names, sorted."""
@@ -41,14 +40,13 @@ class SnapshotStore(Protocol[FileT_co]):
         """Remove a snapshot; return the bytes freed. Raises InvalidArgument if there is none."""
 
     def existing(self, name: str) -> FileT_co:
-        """Return a snapshot that exists. Raises InvalidArgument, listing those that do."""
+        """Return the path of a snapshot. Raises InvalidArgument, naming all snapshots, if none."""
         path = self.path(name)
         if not path.exists():
             raise self.unknown(name)
         return path
 
     def unknown(self, name: str) -> InvalidArgument:
-        """Return the error for a name without a snapshot."""
         known = ", ".join(self.names()) or "none yet"
         return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
 
@@ -64,10 +62,10 @@ class SessionStore(SnapshotStore[FileT_co], Protocol[FileT_co]):
         """Yield all sessions, the last saved first."""
 
     def lock(self, name: str) -> AbstractContextManager[FileT_co]:
-        """Keep other writers out for the block, and return what to save the session to.
+        """Keep other writers out for the block; returns the path to save the session to.
 
         Raises Locked at once if another process works on the session.
         """
 
     def sweep(self) -> Sequence[object]:
-        """Remove what killed writers left, and return it."""
+        """Remove what killed writers left, and return the names or paths."""

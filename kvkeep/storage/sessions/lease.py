@@ -19,9 +19,9 @@ T = TypeVar("T")
 class Lease:
     """The exclusive right of a writer to commit to a session. All methods are thread-safe.
 
-    version: the newest head that this writer has put; at first, that by which it acquired the
-    session. seconds: the duration of the lease; a thread renews it three times as often. lost: the
-    error by which the lease was lost; None while a commit may still succeed.
+    version: the newest head that this writer has put. seconds: the duration of the lease, which a
+    thread renews after a third of it. loss: the error by which the lease was lost; None while a
+    commit may still succeed.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Lease:
         self._writer, self._seconds, self._clock = writer, seconds, clock
         self._store_lock = threading.Lock()  # held while a protocol function that writes runs
         self._ended = threading.Event()
-        self.lost: StoreError | None = None
+        self.loss: StoreError | None = None
         self._callbacks: list[Callable[[], object]] = []
         self._renewals = threading.Thread(
             target=self._renew, name=f"kvkeep-lease-{objects.name}", daemon=True
@@ -50,19 +50,19 @@ class Lease:
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Register a function to call, in any thread, when the lease is lost."""
         self._callbacks.append(callback)
-        if self.lost is not None:
+        if self.loss is not None:
             callback()
 
     def check(self) -> None:
         """Raise Moved, or the StoreError by which the lease was lost."""
-        if self.lost is not None:
-            raise self.lost
+        if self.loss is not None:
+            raise self.loss
 
     def commit(self, chunks: ChunkSource, release: bool = False) -> SessionHead:
         """Upload a snapshot and make it the session's content.
 
         release: whether to release the lease in the same operation. Raises Moved if another writer
-        has taken over; then nothing of the snapshot is kept.
+        has taken over; then the snapshot is discarded.
         """
         self.check()
         # Renewals continue during the upload: they change neither epoch nor generation.
@@ -92,7 +92,7 @@ class Lease:
     def release(self) -> None:
         """End the lease. If the store cannot be reached, it ends by expiring."""
         with self._store_lock:
-            if not self._ended.is_set() and self.lost is None:
+            if not self._ended.is_set() and self.loss is None:
                 with suppress(StoreError):
                     self.version = self.objects.run(protocol.release(self.version))
             self._ended.set()
@@ -102,31 +102,31 @@ class Lease:
         try:
             return self.objects.run(operations)
         except StoreError as error:
-            self._lose(error)
-            raise self.lost or error from error
+            self._mark_lost(error)
+            raise self.loss or error from error
 
     def _renew(self) -> None:
         while not self._ended.wait(self._seconds / 3):
             with self._store_lock:
-                if self._ended.is_set() or self.lost is not None:
+                if self._ended.is_set() or self.loss is not None:
                     return
                 request = LeaseRequest(self._writer, self._clock(), self._seconds)
                 try:
                     self.version = self.objects.run(protocol.renew(self.version, request))
                 except Moved as error:
-                    self._lose(error)
+                    self._mark_lost(error)
                 except StoreError:  # a later renewal may succeed; if not, a commit will fail
                     continue
 
-    def _lose(self, error: StoreError) -> None:
+    def _mark_lost(self, error: StoreError) -> None:
         name = self.objects.name
         if isinstance(error, Moved):
-            self.lost = Moved(
+            self.loss = Moved(
                 f"session {name!r} is another's now: {error}. What was done here since generation "
                 f"{self.head.gen} is not kept; send the request again"
             )
         else:
-            self.lost = StoreError(
+            self.loss = StoreError(
                 f"session {name!r} could not be committed, and whether it was is not known: "
                 f"{error}. Look at it before you send the request again, or send it with an "
                 "Idempotency-Key"

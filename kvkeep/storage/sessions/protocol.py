@@ -1,9 +1,9 @@
 """The lease protocol: which objects a writer reads and writes, in which order.
 
-It guarantees that a session has a single writer at a time. Each function is a generator of store
-operations, and is sent the result of each, or has its error thrown in. The functions do no I/O
-themselves: `driver.py` runs the operations against a store, and the tests run them in every order
-with every fault. docs/fleet.md explains why the protocol is safe.
+It guarantees that a session has a single writer at a time; docs/fleet.md explains why. Each
+function is a generator that yields store operations and receives their results or errors. It does
+no I/O: `driver.py` runs the operations on a store, and tests run them in every order with every
+fault.
 """
 
 from collections.abc import Generator
@@ -23,7 +23,7 @@ from kvkeep.errors import (
 from kvkeep.storage.sessions.head import SessionHead, epoch_of, new_nonce, snapshot_name
 
 T = TypeVar("T")
-ATTEMPTS = 5  # at a put whose outcome is unknown
+ATTEMPTS = 5  # for a request that fails
 MAX_LEASE = 1000.0  # seconds; a lease that ends later was written by a wrong clock, and is ignored
 RELEASED = 0.0  # `expires` of a head without a lease holder
 SUPERSEDED = "superseded"  # the ETag of a version that another one has replaced: matches no object
@@ -74,7 +74,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class Wait:
-    """Back off. attempt: its number; each wait is longer than the one before."""
+    """Wait before an attempt, the longer the greater its number."""
 
     attempt: int
 
@@ -91,7 +91,7 @@ class LeaseRequest:
 
     writer: str  # its name
     now: float  # the time by its clock, in seconds since 1970
-    seconds: float  # the lease lasts so long unless renewed
+    seconds: float  # the duration of the lease unless it is renewed
 
     @property
     def expires(self) -> float:
@@ -101,8 +101,8 @@ class LeaseRequest:
 def create(request: LeaseRequest) -> Operations[VersionedHead]:
     """Create a session, and acquire it.
 
-    Raises InvalidArgument if it exists, HeldElsewhere if another writer has created it and not
-    committed yet.
+    Raises InvalidArgument if it exists, HeldElsewhere if another writer has created it without a
+    commit yet.
     """
     current: VersionedHead | None = yield from _read_head()
     if current is None:
@@ -141,9 +141,9 @@ def acquire(
         current: VersionedHead | None = cached or (yield from _read_head())
         if current is None or current.head.removed:
             raise NoObject("there is no such session")
-        before = current.head
-        _require_free(before, request)
-        head = before.next(epoch=before.epoch + 1, writer=request.writer, expires=request.expires)
+        _require_free(current.head, request)
+        epoch = current.head.epoch + 1
+        head = current.head.next(epoch=epoch, writer=request.writer, expires=request.expires)
         try:
             return (yield from _replace(current, head))
         except Moved:  # another writer was faster, and may have released it since
@@ -161,7 +161,7 @@ def release(version: VersionedHead) -> Operations[VersionedHead]:
 
 
 def upload(version: VersionedHead) -> Operations[str]:
-    """Upload the content to commit; return its name. The lease may be renewed meanwhile."""
+    """Upload the content to commit; return the snapshot's name."""
     name = snapshot_name(version.head)
     yield Upload(name)
     return name
@@ -170,15 +170,15 @@ def upload(version: VersionedHead) -> Operations[str]:
 def commit(
     version: VersionedHead, snapshot: str, expires: float, writer: str
 ) -> Operations[VersionedHead]:
-    """Make an uploaded snapshot the session's content, and delete the one before.
+    """Make an uploaded snapshot the session's content, and delete the previous snapshot.
 
     expires, writer: of the new head; RELEASED and "" release the lease in the same operation.
-    Raises Moved if another writer has acquired the session; then the upload was never its content.
+    Raises Moved if another writer has acquired the session; then nothing was committed.
     """
-    before = version.head
-    head = before.committed(snapshot, expires=expires, writer=writer)
+    previous = version.head.snapshot
+    head = version.head.after_commit(snapshot, expires=expires, writer=writer)
     committed = yield from _replace(version, head)
-    yield from _delete([before.snapshot] if before.snapshot else [])
+    yield from _delete([previous] if previous else [])
     return committed
 
 
@@ -187,16 +187,15 @@ def remove(version: VersionedHead) -> Operations[None]:
     names = yield ListSnapshots()
     removed = version.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
     yield from _replace(version, removed)
-    # Those of this epoch as well: no other writer has it, and the next creator gets a greater one.
+    # Snapshots of this epoch too: only this writer has it, and the next creator gets a greater one.
     yield from _delete([name for name in names if (epoch_of(name) or 0) <= version.head.epoch])
 
 
 def collect(version: VersionedHead) -> Operations[list[str]]:
     """Garbage-collect snapshots that killed writers left; return their names.
 
-    A snapshot of an earlier epoch that is not the committed one can never be committed: that
-    writer's compare-and-swap fails, since the head has another ETag now. So the lease holder needs
-    neither a clock nor a grace period.
+    An uncommitted snapshot of an earlier epoch can never be committed, as its writer's
+    compare-and-swap fails: the head has another ETag. So there is no need to wait.
     """
     names = yield ListSnapshots()
     epochs = {name: epoch_of(name) for name in names if name != version.head.snapshot}
@@ -205,19 +204,19 @@ def collect(version: VersionedHead) -> Operations[list[str]]:
     return garbage
 
 
-def _replace(before: VersionedHead | None, head: SessionHead) -> Operations[VersionedHead]:
-    """Compare-and-swap the head from `before` to `head`, with a known outcome.
+def _replace(previous: VersionedHead | None, head: SessionHead) -> Operations[VersionedHead]:
+    """Compare-and-swap the head from `previous` to `head`.
 
-    If a response was lost, reading the head back shows by its nonce whether the put was applied.
-    Raises Moved if another writer has replaced the head, StoreError if the store stays
-    unreachable: then the put may have been applied, or may still be.
+    If a response was lost, the nonce of the current head shows whether the put was applied. Raises
+    Moved if another writer has replaced the head, StoreError if the store stays unreachable: then
+    the put may have been applied, or may still be.
     """
     failure: StoreError | None = None
     for attempt in range(ATTEMPTS):
         if attempt:
             yield Wait(attempt)
         try:
-            etag = yield PutHead(head, before.etag if before else None)
+            etag = yield PutHead(head, previous.etag if previous else None)
             return VersionedHead(head, etag)
         except Conflict:
             pass  # an earlier attempt, whose response was lost, may have been applied
@@ -230,31 +229,34 @@ def _replace(before: VersionedHead | None, head: SessionHead) -> Operations[Vers
             continue
         if current is not None and current.head.nonce == head.nonce:
             return current
-        if current is None and before is not None:
+        if current is None and previous is not None:
             raise Moved("the session's head is gone from the store")
-        if current is None or (before is not None and current.etag == before.etag):
+        if current is None or (previous is not None and current.etag == previous.etag):
             continue
-        if _was_committed(before, head, current):
+        if _was_committed(previous, head, current):
             return VersionedHead(head, SUPERSEDED)
-        if before is None or not _is_own_renewal(before.head, head, current.head):
+        if previous is None or not _is_own_renewal(previous.head, head, current.head):
             raise Moved(_describe_holder(current.head))
-        before = current  # written by an earlier renewal of ours whose response was lost
+        previous = current  # written by an earlier renewal of ours whose response was lost
     raise failure or StoreError("the store refuses a change and shows no reason")
 
 
-def _is_own_renewal(before: SessionHead, replacement: SessionHead, current: SessionHead) -> bool:
-    """Whether the current head is a renewal by this writer, which holds the session.
+def _is_own_renewal(previous: SessionHead, head: SessionHead, current: SessionHead) -> bool:
+    """Whether the current head renews the previous one for the same holder.
 
-    A writer that is acquiring the session (`replacement` has another epoch) does not hold it yet.
+    A writer that is acquiring the session (`head` has another epoch) does not hold it yet.
     """
-    same = all(getattr(current, f) == getattr(before, f) for f in ("epoch", "gen", "writer"))
-    return same and replacement.epoch == before.epoch
+    fields = ("epoch", "gen", "writer")
+    is_renewal = all(getattr(current, f) == getattr(previous, f) for f in fields)
+    return is_renewal and head.epoch == previous.epoch
 
 
-def _was_committed(before: VersionedHead | None, head: SessionHead, current: VersionedHead) -> bool:
+def _was_committed(
+    previous: VersionedHead | None, head: SessionHead, current: VersionedHead
+) -> bool:
     """Whether `head` is a commit that was applied before other writers continued from it."""
-    commits = before is not None and head.snapshot not in ("", before.head.snapshot)
-    return commits and current.head.has_committed(head.snapshot)
+    is_commit = previous is not None and head.snapshot not in ("", previous.head.snapshot)
+    return is_commit and current.head.has_committed(head.snapshot)
 
 
 def _read_head() -> Operations[VersionedHead | None]:

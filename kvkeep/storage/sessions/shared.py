@@ -26,10 +26,10 @@ from kvkeep.storage.sessions.interface import (
 from kvkeep.storage.sessions.lease import Lease
 from kvkeep.storage.sessions.protocol import LeaseRequest, Operations, VersionedHead
 
-LEASE = 30.0  # seconds that a session stays leased after a command was killed
+LEASE_SECONDS = 30.0  # for which a session stays leased after a command was killed
 _SESSIONS_PREFIX = "sessions/"
 _READERS = 16  # heads read at once
-_ATTEMPTS = 5  # to open a snapshot that commits keep replacing
+_ATTEMPTS = 5  # to find a snapshot that commits keep replacing
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SessionPath:
     """The last committed snapshot of a session, looked up at each access.
 
     It is a `Source`, and with a lease also a `Target`: writing commits. release: whether a commit
-    releases the lease in the same operation.
+    also releases the lease.
     """
 
     objects: SessionObjects
@@ -45,7 +45,7 @@ class SessionPath:
     release: bool = False
 
     def __str__(self) -> str:
-        return f"session {self.objects.name!r} in {self.objects.objects.url}"
+        return f"session {self.objects.name!r} in {self.objects.store.url}"
 
     @property
     def stem(self) -> str:
@@ -55,13 +55,13 @@ class SessionPath:
         return self._key() is not None
 
     def head(self) -> SessionHead | None:
-        """Read the session's head; None if there is no session."""
+        """Read the head; None if there is no session."""
         current = self.objects.head()
         return None if current is None or current.head.removed else current.head
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         """Raises NoObject if nothing was committed."""
-        return open_object(self.objects.objects, self._info())
+        return open_object(self.objects.store, self._info())
 
     def stat(self) -> ObjectInfo:
         """Raises FileNotFoundError if nothing was committed."""
@@ -76,7 +76,7 @@ class SessionPath:
             if key is None:
                 break
             with suppress(NoObject):  # replaced by a commit meanwhile
-                return self.objects.objects.info(key)
+                return self.objects.store.info(key)
         raise NoObject(f"nothing was committed to {self}")
 
     def write_chunks(self, chunks: ChunkSource) -> None:
@@ -89,12 +89,12 @@ class SessionPath:
         return self.objects.key(head.snapshot) if head is not None and head.snapshot else None
 
 
-def sweep_all(objects: ObjectStore) -> list[str]:
+def sweep_all(store: ObjectStore) -> list[str]:
     """Remove what killed writers of all owners left: OWNER/NAME/SNAPSHOT. Raises StoreError."""
     return [
         f"{owner}/{removed}"
-        for owner in objects.list_folders(_SESSIONS_PREFIX)
-        for removed in SharedSessions(objects, owner).sweep()
+        for owner in store.list_folders(_SESSIONS_PREFIX)
+        for removed in SharedSessions(store, owner).sweep()
     ]
 
 
@@ -104,27 +104,27 @@ class SharedSessions(SessionStore[SessionPath]):
     A lock is a lease: another process can acquire the session once this process has not renewed it
     for `lease` seconds.
 
-    writer: the name under which other processes see the lease holder. clock: seconds since 1970;
-    a wrong clock only makes processes wait too long or too short, and cannot lose a commit.
+    writer: the lease holder's name for other processes. clock: seconds since 1970; with a wrong
+    clock processes wait too long or too short, but no commit is lost.
     """
 
     def __init__(
         self,
-        objects: ObjectStore,
+        store: ObjectStore,
         owner: str = "0",
         writer: str | None = None,
-        lease: float = LEASE,
+        lease: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.time,
     ):
-        self.objects, self.lease, self._clock = objects, lease, clock
+        self.store, self.lease_seconds, self._clock = store, lease, clock
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
         self._prefix = f"{_SESSIONS_PREFIX}{owner}/"
 
     # Reading
 
     def objects_of(self, name: str) -> SessionObjects:
-        """Return a session's objects. Raises InvalidArgument for an invalid name."""
-        return SessionObjects(self.objects, f"{self._prefix}{checked_name(name)}/", name)
+        """Raises InvalidArgument for an invalid name."""
+        return SessionObjects(self.store, f"{self._prefix}{checked_name(name)}/", name)
 
     def path(self, name: str) -> SessionPath:
         return SessionPath(self.objects_of(name))
@@ -137,9 +137,9 @@ class SharedSessions(SessionStore[SessionPath]):
         return (path for _, _, path in sorted(dated, key=lambda row: row[:2], reverse=True))
 
     def _committed(self) -> list[tuple[float, SessionPath]]:
-        """Return the sessions with a commit, and when their heads were written."""
+        """Return the sessions with a commit, and the times when their heads were written."""
         dated = []
-        for info in self.objects.list_objects(self._prefix):
+        for info in self.store.list_objects(self._prefix):
             name, _, file = info.key.removeprefix(self._prefix).rpartition("/")
             if file == HEAD and is_name(name):
                 dated.append((info.st_mtime, self.path(name)))
@@ -159,16 +159,15 @@ class SharedSessions(SessionStore[SessionPath]):
         try:
             yield SessionPath(lease.objects, lease)
         finally:
-            if not lease.head.snapshot and lease.lost is None:
+            if not lease.head.snapshot and lease.loss is None:
                 with suppress(StoreError):
                     lease.remove()  # it was created here, and nothing was committed
             lease.release()
 
     def acquire(self, name: str, create: bool = True, cached: VersionedHead | None = None) -> Lease:
-        """Lease a session until the lease is released.
+        """Lease a session, until the lease is released; with `create`, create it if there is none.
 
-        create: whether to create the session if there is none. cached: the head that is probably
-        current. Raises NoObject if there is none and `create` is False, Locked.
+        cached: the head that is probably current. Raises NoObject if there is none, Locked.
         """
         try:
             return self._lease(name, protocol.acquire(self._request(), cached))
@@ -189,7 +188,7 @@ class SharedSessions(SessionStore[SessionPath]):
             raise Locked(f"another process has just begun session {name!r}") from None
 
     def create(self, name: str) -> Lease:
-        """Create a session, and lease it. Raises InvalidArgument if it exists."""
+        """Create and lease a session. Raises InvalidArgument if it exists."""
         return self._lease(name, protocol.create(self._request()))
 
     def remove(self, name: str) -> int:
@@ -204,7 +203,7 @@ class SharedSessions(SessionStore[SessionPath]):
     def sweep(self) -> list[str]:
         """Remove what killed writers left; return it as NAME/SNAPSHOT."""
         swept = list[str]()
-        for name in self.objects.list_folders(self._prefix):
+        for name in self.store.list_folders(self._prefix):
             if is_name(name):
                 with suppress(StoreError):  # leased, removed meanwhile, or with a corrupt head
                     swept += [f"{name}/{snapshot}" for snapshot in self._sweep_session(name)]
@@ -224,17 +223,18 @@ class SharedSessions(SessionStore[SessionPath]):
             lease.release()
 
     def _request(self) -> LeaseRequest:
-        return LeaseRequest(self.writer, self._clock(), self.lease)
+        return LeaseRequest(self.writer, self._clock(), self.lease_seconds)
 
     def _lease(self, name: str, operations: Operations[VersionedHead]) -> Lease:
         objects = self.objects_of(name)
-        return Lease(objects, objects.run(operations), self.writer, self.lease, self._clock)
+        version = objects.run(operations)
+        return Lease(objects, version, self.writer, self.lease_seconds, self._clock)
 
 
 def _may_exist(path: SessionPath) -> bool:
     try:
         return path.exists()
-    except StoreError:  # listed all the same: reading it raises the error
+    except StoreError:  # list it all the same: reading it raises the error
         return True
 
 
@@ -244,14 +244,14 @@ class SharedLabels(SnapshotStore[ObjectPath]):
     There are no leases: each write replaces a snapshot atomically, and the last write wins.
     """
 
-    def __init__(self, objects: ObjectStore, owner: str):
-        self._objects, self._prefix = objects, f"snapshots/{owner}/"
+    def __init__(self, store: ObjectStore, owner: str):
+        self._store, self._prefix = store, f"snapshots/{owner}/"
 
     def path(self, name: str) -> ObjectPath:
-        return ObjectPath(self._objects, f"{self._prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
+        return ObjectPath(self._store, f"{self._prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
 
     def names(self) -> list[str]:
-        infos = self._objects.list_objects(self._prefix)
+        infos = self._store.list_objects(self._prefix)
         keys = (info.key for info in infos if info.key.endswith(SNAPSHOT_SUFFIX))
         names = (key.removeprefix(self._prefix).removesuffix(SNAPSHOT_SUFFIX) for key in keys)
         return sorted(name for name in names if is_name(name))
@@ -259,5 +259,5 @@ class SharedLabels(SnapshotStore[ObjectPath]):
     def remove(self, name: str) -> int:
         path = self.existing(name)
         size = path.stat().st_size
-        self._objects.delete(path.key)
+        self._store.delete(path.key)
         return size
