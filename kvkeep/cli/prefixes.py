@@ -71,7 +71,7 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
                 "model": prompt.root,
                 "tokens": prompt.tokens,
                 "bytes": prompt.nbytes,
-                "used": prompt.used,
+                "used": prompt.last_used,
                 **({"text": beginnings[_key(prompt)]} if with_text else {}),
             }
             for prompt in prompts
@@ -84,7 +84,7 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     title = "TEXT" if beginnings else ""
     click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {title}".rstrip())
     for prompt in prompts:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.used))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.last_used))
         line = f"{used}  {prompt.tokens:>7,}  {megabytes(prompt.nbytes):>9}  {prompt.root[:8]}"
         click.echo(f"{line}  {beginnings.get(_key(prompt), '')}".rstrip())
     total = megabytes(sum(prompt.nbytes for prompt in prompts))
@@ -114,7 +114,7 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[st
     beginnings = dict[str, str]()
     for prompt in prompts:
         if prompt.root == root:
-            text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].where))).split())
+            text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].location))).split())
             if len(text) > _MAX_BEGINNING:
                 text = f"{text[: _MAX_BEGINNING - 3]}..."
             beginnings[_key(prompt)] = text
@@ -151,7 +151,7 @@ def _make_room(shared_store: str | None, max_bytes: int) -> None:
         store = open_prefix_store()
         freed, remaining, where = store.gc(max_bytes), store.nbytes, ""
     else:
-        freed, remaining = inventory.make_room(open_object_store(shared_store), max_bytes)
+        freed, remaining = inventory.evict_to(open_object_store(shared_store), max_bytes)
         where = f" in {shared_store}"
     click.echo(f"removed {megabytes(freed)}, {megabytes(remaining)} left{where}")
 

@@ -13,7 +13,7 @@ from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore
-from kvkeep.storage.prefixes.inventory import make_room, prompts_of, stored_blocks, stored_prompts
+from kvkeep.storage.prefixes.inventory import evict_to, prompts_of, stored_blocks, stored_prompts
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
 SECRET = secrets.token_bytes(32)
@@ -45,7 +45,7 @@ def feed(
 def block_keys(objects: ObjectStore) -> list[str]:
     """Return the keys of the blocks of the only stored prompt, in order."""
     (prompt,) = prompts_of(stored_blocks(objects))
-    return [block.where for block in prompt.blocks]
+    return [block.location for block in prompt.blocks]
 
 
 def test_another_process_reuses_blocks_bit_for_bit(objects: ObjectStore, tiny: Model) -> None:
@@ -113,7 +113,7 @@ def test_a_block_under_another_name_is_not_used(objects: ObjectStore, tiny: Mode
     assert feed(tiny, store, PROMPT)[0] == 0
 
 
-def test_make_room_evicts_the_ends_of_the_oldest_prompts_first(
+def test_evict_to_evicts_the_ends_of_the_oldest_prompts_first(
     objects: ObjectStore, tiny: Model
 ) -> None:
     store, later = prefix_cache(tiny, objects), [*PROMPT[:300], *reversed(PROMPT)]
@@ -122,19 +122,19 @@ def test_make_room_evicts_the_ends_of_the_oldest_prompts_first(
     feed(tiny, store.for_owner("another"), later)
     blocks = list(stored_blocks(objects))
     total, block_bytes = sum(block.nbytes for block in blocks), blocks[0].nbytes
-    assert make_room(objects, total) == (0, total)
-    assert make_room(objects, total - block_bytes) == (block_bytes, total - block_bytes)
+    assert evict_to(objects, total) == (0, total)
+    assert evict_to(objects, total - block_bytes) == (block_bytes, total - block_bytes)
     assert feed(tiny, store.for_owner("another"), later)[0] == len(later) // 256 * 256
     assert feed(tiny, store, PROMPT)[0] == 256, "its first block is still stored"
-    assert make_room(objects, 0) == (total, 0)
+    assert evict_to(objects, 0) == (total, 0)
     assert [*stored_blocks(objects)] == []
 
 
 def test_orphan_blocks_are_evicted_too(objects: ObjectStore) -> None:
     for name in ("a/a", "b/c", "c/b", "x/e", "y/e"):
         objects.put(f"prefixes/orphans/{name}.kvblock", b"12")
-    assert make_room(objects, 4) == (6, 4)
-    assert make_room(objects, 0) == (4, 0)
+    assert evict_to(objects, 4) == (6, 4)
+    assert evict_to(objects, 0) == (4, 0)
     assert [*stored_blocks(objects)] == []
 
 

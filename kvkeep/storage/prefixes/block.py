@@ -21,11 +21,10 @@ CellBlocks: TypeAlias = Iterable[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The result of a lookup.
+    """The result of a lookup: keys and values of each matching block, as in `CellBlocks`.
 
-    keys, values: as `CellBlocks`, for each matching block, verified.
-    differs_at: the first token at which the nearest stored prompt differs or ends; None if all
-    whole blocks of the prompt were found.
+    differs_at: the index of the first token that the nearest stored prompt lacks or has otherwise;
+    None if all whole blocks of the prompt were found.
     """
 
     keys: list[Tensor]
@@ -39,10 +38,7 @@ class PrefixMatch:
 
 @runtime_checkable
 class PrefixCache(Protocol):
-    """A cache of the cells of prompts, in blocks of 256 tokens.
-
-    It only saves prefill work: a session is correct without it, and whatever it loses.
-    """
+    """A cache of the cells of prompts, in blocks of 256 tokens. It may lose any of them."""
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest stored prefix of a prompt, in whole blocks. Raises StoreError."""
@@ -52,7 +48,7 @@ class PrefixCache(Protocol):
     ) -> int:
         """Store the blocks of a prompt from token `start` on; return how many tokens are stored.
 
-        blocks: may be consumed lazily. Raises StoreError.
+        Raises StoreError.
         """
 
 
@@ -66,9 +62,9 @@ class PrefixBlock:
     tokens: Tensor  # [256] int32
 
     def cells(self, container: Container, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values from a file; None unless they are of these tokens and the model.
+        """Return keys and values from a file; None unless they fit the tokens and the model.
 
-        The caller verifies that the file was written under this key.
+        The caller verifies that the file was written under this block's key.
         """
         keys, values = (container.tensors.get(name) for name in ("keys", "values"))
         if keys is None or values is None or stored_tokens(container) != self.tokens.tolist():
@@ -83,7 +79,7 @@ def blocks_of(
 ) -> list[PrefixBlock]:
     """Return the whole blocks of a prompt.
 
-    root: the parent of the first one. key_of: computes a key from the parent's key and the tokens.
+    root: the first block's parent. key_of: computes a key from the parent's key and the tokens.
     """
     blocks = list[PrefixBlock]()
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -96,18 +92,17 @@ def blocks_of(
 
 
 def block_key(parent: str, tokens: Tensor) -> str:
-    """Return the key of a block in a folder."""
     return blake3(parent.encode() + tokens.numpy().tobytes()).hexdigest()[:32]
 
 
-def read_block(path: Path, key: str, only: tuple[str, ...] | None = None) -> Container | None:
+def read_block(path: Path, key: str, names: tuple[str, ...] | None = None) -> Container | None:
     """Read a block's file; None unless it is intact and was written under the key.
 
-    only: as for `read_container`. Blocks of early versions have no key in the document. They count
-    as missing, as equal tokens after different parents could not be told apart.
+    names: of the tensors to read; None for all. Blocks of early versions have no key in the
+    document, and count as missing: equal tokens after different parents could not be told apart.
     """
     try:
-        container = read_container(path, KIND, FORMAT, only)
+        container = read_container(path, KIND, FORMAT, names)
     except StoreError:
         return None
     return container if container.document.get("key") == key else None
@@ -115,12 +110,12 @@ def read_block(path: Path, key: str, only: tuple[str, ...] | None = None) -> Con
 
 def tokens_in(path: Path) -> list[int]:
     """Return the tokens in a block's file without reading its cells; [] if they do not verify."""
-    container = read_block(path, path.stem.partition("-")[2], only=("tokens",))
+    container = read_block(path, path.stem.partition("-")[2], names=("tokens",))
     return [] if container is None else stored_tokens(container)
 
 
 def stored_tokens(container: Container) -> list[int]:
-    """Return the tokens of a block that was read; [] if it is not as kvkeep writes it."""
+    """Return a block's tokens; [] if they are not as kvkeep writes them."""
     tokens = container.tensors.get("tokens")
     if tokens is None or tokens.dtype != torch.int32 or tokens.shape != (BLOCK_TOKENS,):
         return []
@@ -128,6 +123,5 @@ def stored_tokens(container: Container) -> list[int]:
 
 
 def common_length(stored: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     pairs = enumerate(zip(stored, tokens, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))

@@ -2,7 +2,7 @@
 
 A block is named after its parent's key and its own: PARENT-KEY.kvblock in a folder, and
 prefixes/OWNER/PARENT/KEY.kvblock in an object store. The parent of a prompt's first block is the
-digest of its model. So the names hold a tree per model, and each leaf is the end of a prompt.
+digest of its model. So the names form a tree per model, and each leaf is the end of a prompt.
 """
 
 import os
@@ -24,9 +24,9 @@ class StoredBlock:
 
     parent: str
     key: str
-    where: str  # its file, or its key in an object store
+    location: str  # the path of its file, or its key in an object store
     nbytes: int
-    used: float  # seconds since 1970: its last use; in an object store, when it was written
+    last_used: float  # seconds since 1970; in an object store, when it was written
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,24 @@ class StoredPrompt:
     """A prompt whose last block has no child in the store."""
 
     blocks: tuple[StoredBlock, ...]  # from the first on
-    own: int  # how many of the last blocks belong to no earlier prompt of the list
+    unshared: int  # how many of the last blocks belong to no earlier prompt of the list
 
     @property
     def tokens(self) -> int:
         return BLOCK_TOKENS * len(self.blocks)
 
     @property
-    def nbytes(self) -> int:
-        """The size of its own blocks."""
-        return sum(block.nbytes for block in self.blocks[-self.own :])
+    def unshared_blocks(self) -> tuple[StoredBlock, ...]:
+        return self.blocks[-self.unshared :]
 
     @property
-    def used(self) -> float:
-        """The time of last use of its end, in seconds since 1970."""
-        return self.blocks[-1].used
+    def nbytes(self) -> int:
+        """The size of its unshared blocks."""
+        return sum(block.nbytes for block in self.unshared_blocks)
+
+    @property
+    def last_used(self) -> float:
+        return self.blocks[-1].last_used
 
     @property
     def root(self) -> str:
@@ -59,21 +62,21 @@ class StoredPrompt:
 def prompts_of(stored: Iterable[StoredBlock]) -> list[StoredPrompt]:
     """Return all prompts, the most recently used first.
 
-    Blocks that several prompts share count as the first one's own. Blocks whose ancestors are
+    A block that several prompts share counts for the first of them. Blocks whose ancestors are
     missing, which no lookup can reach, appear as prompts of another root.
     """
     blocks = {block.key: block for block in stored}
     parents = {block.parent for block in blocks.values()}
     leaves = [block for key, block in blocks.items() if key not in parents]
     counted, prompts = set[str](), list[StoredPrompt]()
-    for leaf in sorted(leaves, key=lambda block: block.used, reverse=True):
+    for leaf in sorted(leaves, key=lambda block: block.last_used, reverse=True):
         chain = {leaf.key: leaf}
         block = leaf
         while (parent := blocks.get(block.parent)) and parent.key not in chain:
             chain[parent.key] = block = parent  # forged names may form a circle, so it stops there
-        own = [key for key in chain if key not in counted]
-        counted |= set(own)
-        prompts.append(StoredPrompt(tuple(reversed(chain.values())), len(own)))
+        unshared = chain.keys() - counted
+        counted |= unshared
+        prompts.append(StoredPrompt(tuple(reversed(chain.values())), len(unshared)))
     return prompts
 
 
@@ -94,36 +97,35 @@ def _folder_blocks(folder: Path) -> Iterator[StoredBlock]:
 
 
 def owner_prefix(owner: str) -> str:
-    """Return the prefix of an owner's blocks in an object store."""
     return f"{_OBJECTS_PREFIX}{owner}/"
 
 
-def stored_blocks(objects: ObjectStore, owner: str | None = None) -> Iterator[StoredBlock]:
-    """Yield the blocks of one owner, or of all, in an object store. Raises StoreError."""
-    for info in objects.list_objects(_OBJECTS_PREFIX if owner is None else owner_prefix(owner)):
+def stored_blocks(store: ObjectStore, owner: str | None = None) -> Iterator[StoredBlock]:
+    """Yield the blocks of one owner, or of all. Raises StoreError."""
+    for info in store.list_objects(_OBJECTS_PREFIX if owner is None else owner_prefix(owner)):
         *_, parent, name = info.key.split("/")
         if name.endswith(BLOCK_SUFFIX):
             key = name.removesuffix(BLOCK_SUFFIX)
             yield StoredBlock(parent, key, info.key, info.st_size, info.st_mtime)
 
 
-def make_room(objects: ObjectStore, max_bytes: int) -> tuple[int, int]:
-    """Evict blocks of all owners down to a total size; return the bytes freed and those left.
+def evict_to(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
+    """Evict blocks of all owners down to a total size; return the bytes freed and remaining.
 
-    The prompt whose end was written first is evicted first, from its end, so that what remains of
-    a prompt is still a usable prefix. A lookup of an evicted block is a miss. Raises StoreError.
+    The prompt whose end was written first is evicted first, from its end, so that the rest of it
+    stays a usable prefix. Raises StoreError.
     """
-    stored = list(stored_blocks(objects))
-    prompts = prompts_of(stored)
-    in_prompts = {block.where for prompt in prompts for block in prompt.blocks}
-    # Blocks in a circle of forged names are of no prompt, and are evicted first.
-    eviction_order = [block for block in stored if block.where not in in_prompts]
+    blocks = list(stored_blocks(store))
+    prompts = prompts_of(blocks)
+    in_prompts = {block.location for prompt in prompts for block in prompt.blocks}
+    # Blocks in a circle of forged names belong to no prompt, and are evicted first.
+    eviction_order = [block for block in blocks if block.location not in in_prompts]
     for prompt in reversed(prompts):
-        eviction_order += reversed(prompt.blocks[-prompt.own :])
-    total, freed = sum(block.nbytes for block in stored), 0
+        eviction_order += reversed(prompt.unshared_blocks)
+    total, freed = sum(block.nbytes for block in blocks), 0
     for block in eviction_order:
         if total - freed <= max_bytes:
             break
-        objects.delete(block.where)
+        store.delete(block.location)
         freed += block.nbytes
     return freed, total - freed

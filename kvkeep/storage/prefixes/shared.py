@@ -1,9 +1,8 @@
 """A prefix cache in an object store that several machines share.
 
-As in the prefix store of one machine, the cells of a prompt are stored in blocks of 256 tokens.
-Other parties may be able to write to the same store, so a block's key and a code over its content
-(a MAC) are BLAKE3 hashes keyed by a secret: only a holder of the secret can make a block that
-verifies, or tell from a key which prompt it belongs to.
+As in `store.py`, the cells of a prompt are stored in blocks of 256 tokens. Others may write to the
+same store, so a block's key and the code of its content (a MAC) are BLAKE3 hashes keyed by a
+secret: only its holders can make a block that verifies, or tell from a key which prompt it is of.
 """
 
 import io
@@ -45,7 +44,7 @@ from kvkeep.storage.snapshots.container import read_container, read_open_contain
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SECRET_BYTES = 32
-_UNSOUND = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
+_INVALID_FILE = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
 _MAX_BLOCK_BYTES = 2_000_000_000  # more than a block of the largest models has
 _READERS = 4  # blocks read at once
 _MAX_COMPARED = 4  # stored blocks that are compared to find where a prompt differs
@@ -54,17 +53,16 @@ _BACKOFF = 30.0  # seconds without requests after a failure of the store
 
 
 class SharedPrefixCache:
-    """A prefix cache of one owner. Blocks of other owners are neither found nor written.
+    """A prefix cache of one owner, apart from other owners' blocks.
 
-    secret: 32 bytes shared by all processes that use the cache, and known to no one else; each
-    owner's key is derived from it. arithmetic: of the model (see `LoadedModel`). Cells computed by
-    another kind of processor differ in their last bits, so they have other keys. queue: shared with
-    the caches of other owners; None for a new one.
+    secret: 32 bytes, known only to the processes that share the cache. arithmetic: see
+    `LoadedModel`; other arithmetic has other keys, since its cells differ in their last bits.
+    queue: shared with the caches of other owners; None for a new one.
     """
 
     def __init__(
         self,
-        objects: ObjectStore,
+        store: ObjectStore,
         secret: bytes,
         arithmetic: Mapping[str, str],
         owner: str = "0",
@@ -73,24 +71,22 @@ class SharedPrefixCache:
         """Raises InvalidArgument for a secret of another length."""
         if len(secret) != SECRET_BYTES:
             raise InvalidArgument(f"a secret has {SECRET_BYTES} bytes; found {len(secret)}")
-        self.objects, self._secret, self._arithmetic = objects, secret, dict(arithmetic)
+        self._store, self._secret, self._arithmetic = store, secret, dict(arithmetic)
         self._queue = queue or WriteQueue()
         self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
         self._prefix = owner_prefix(owner)
 
     def for_owner(self, owner: str) -> "SharedPrefixCache":
-        """Return the cache of another owner in the same store, with the same write queue."""
-        return SharedPrefixCache(self.objects, self._secret, self._arithmetic, owner, self._queue)
+        return SharedPrefixCache(self._store, self._secret, self._arithmetic, owner, self._queue)
 
     def flush(self) -> None:
-        """Wait until all queued blocks are written or have failed."""
         self._queue.flush()
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest prefix that verifies. Reads several blocks at once.
+        """Return the longest prefix that verifies, reading several blocks at once.
 
-        Raises StoreError, without a request if the store has failed recently: prefill would wait
-        for a timeout.
+        Raises StoreError, and at once if the store has failed recently: prefill would wait for a
+        timeout.
         """
         self._queue.require_up()
         blocks, differs_at = self._blocks(fingerprint, tokens), None
@@ -98,7 +94,9 @@ class SharedPrefixCache:
             hits = self._read_until_miss(blocks, fingerprint)
             if len(hits) < len(blocks):
                 missing = blocks[len(hits)]
-                differs_at = missing.start + self._common(missing.parent, tokens[missing.start :])
+                differs_at = missing.start + self._longest_common_prefix(
+                    missing.parent, tokens[missing.start :]
+                )
         except StoreError:
             self._queue.mark_down()
             raise
@@ -140,11 +138,11 @@ class SharedPrefixCache:
             stored = block.start + BLOCK_TOKENS
         return stored
 
-    def _common(self, parent: str, tokens: Sequence[int]) -> int:
+    def _longest_common_prefix(self, parent: str, tokens: Sequence[int]) -> int:
         """Return the longest common prefix of `tokens` and some stored children of a block."""
-        best, children = 0, self.objects.list_objects(f"{self._prefix}{parent}/")
+        best, children = 0, self._store.list_objects(f"{self._prefix}{parent}/")
         for info in itertools.islice(children, _MAX_COMPARED):
-            path = ObjectPath(self.objects, info.key)
+            path = ObjectPath(self._store, info.key)
             with suppress(StoreError):
                 container = read_container(path, KIND, FORMAT, ("tokens",))
                 best = max(best, common_length(stored_tokens(container), tokens))
@@ -158,33 +156,33 @@ class SharedPrefixCache:
         )
 
     def _path(self, block: PrefixBlock) -> ObjectPath:
-        return ObjectPath(self.objects, f"{self._prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}")
+        return ObjectPath(self._store, f"{self._prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}")
 
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
         path = self._path(block)
         try:  # one request for the whole object: blocks are many, and each is small
-            content, _ = self.objects.get(path.key, _MAX_BLOCK_BYTES)
+            content, _ = self._store.get(path.key, _MAX_BLOCK_BYTES)
             container = read_open_container(io.BytesIO(content), path, KIND, FORMAT)
-        except (NoObject, *_UNSOUND):
+        except (NoObject, *_INVALID_FILE):
             return None
         cells = block.cells(container, fingerprint)
-        if cells is None or container.document.get("code") != self._content_code(block, *cells):
+        if cells is None or container.document.get("code") != self._content_mac(block, *cells):
             return None
         return cells
 
     def _write(self, block: PrefixBlock, keys: Tensor, values: Tensor, overwrite: bool) -> None:
         path = self._path(block)
         if overwrite or not path.exists():
-            document = {"start": block.start, "code": self._content_code(block, keys, values)}
+            document = {"start": block.start, "code": self._content_mac(block, keys, values)}
             tensors = {"tokens": block.tokens, "keys": keys, "values": values}
             write_container(path, KIND, FORMAT, document, tensors)
 
-    def _content_code(self, block: PrefixBlock, keys: Tensor, values: Tensor) -> str:
+    def _content_mac(self, block: PrefixBlock, keys: Tensor, values: Tensor) -> str:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
     def _mac(self, *chunks: bytes) -> str:
-        """Hash chunks, each of a length that is fixed or follows from those before, by the key."""
+        """Hash chunks with the key. Each length must be fixed or follow from earlier chunks."""
         digest = blake3(key=self._key)
         for chunk in chunks:
             digest.update(chunk)
@@ -200,7 +198,7 @@ class WriteQueue:
         self._down_until = 0.0
 
     def submit(self, write: Callable[[], None]) -> bool:
-        """Queue a write. Returns False if the queue is full."""
+        """Returns False if the queue is full."""
         if not self._slots.acquire(blocking=False):
             return False
         self._writer.submit(write).add_done_callback(self._finish)

@@ -2,7 +2,7 @@
 
 The cells of a prompt are stored in blocks of 256 tokens. A block's key is a hash over the model's
 fingerprint and all tokens up to the block's end, so equal keys mean equal cells. There is no index
-that could be lost or wrong: file names hold the keys, and modification times the last use.
+that could be wrong: file names hold the keys, and modification times the last use.
 """
 
 import os
@@ -62,7 +62,9 @@ class PrefixStore:
         for block in blocks:
             cells = self._read(block, fingerprint)
             if cells is None:
-                differs_at = block.start + self._common(block.parent, tokens[block.start :])
+                differs_at = block.start + self._longest_common_prefix(
+                    block.parent, tokens[block.start :]
+                )
                 break
             keys.append(cells[0])
             values.append(cells[1])
@@ -72,14 +74,14 @@ class PrefixStore:
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt are stored, and where the nearest prompt differs.
 
-        Reads no cells, only tokens. Raises StoreError if the folder cannot be read.
+        Reads no cells. Raises StoreError if the folder cannot be read.
         """
         stored, parent = 0, _root(fingerprint)
         for block in _blocks(fingerprint, tokens):
-            if tokens_in(self._file(block)) != block.tokens.tolist():
+            if tokens_in(self._block_path(block)) != block.tokens.tolist():
                 break
             stored, parent = stored + BLOCK_TOKENS, block.key
-        return stored, stored + self._common(parent, tokens[stored:])
+        return stored, stored + self._longest_common_prefix(parent, tokens[stored:])
 
     def add(
         self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
@@ -97,7 +99,7 @@ class PrefixStore:
         prompt_blocks = _blocks(fingerprint, tokens)
         stored = prompt_blocks[: start // BLOCK_TOKENS]
         with self._locked():
-            ancestors = {self._file(block) for block in stored}
+            ancestors = {self._block_path(block) for block in stored}
             if not all(path.exists() for path in ancestors):
                 return 0
             sweep_temporaries(self.path)
@@ -132,7 +134,7 @@ class PrefixStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock under which the folder is changed. Lookups need no lock."""
+        """Hold the lock for changes of the folder. Lookups need no lock."""
         try:
             self._lock.acquire(timeout=PATIENCE)
         except Timeout:
@@ -153,11 +155,11 @@ class PrefixStore:
         reason = error.strerror or error
         return StoreError(f"the prefix store {self.path} cannot be {verb}: {reason}")
 
-    def _file(self, block: PrefixBlock) -> Path:
+    def _block_path(self, block: PrefixBlock) -> Path:
         return self.path / f"{block.parent}-{block.key}{BLOCK_SUFFIX}"
 
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
-        container = read_block(self._file(block), block.key)
+        container = read_block(self._block_path(block), block.key)
         return None if container is None else block.cells(container, fingerprint)
 
     def _put(
@@ -168,8 +170,8 @@ class PrefixStore:
         values: Tensor,
         quota: "_Quota",
     ) -> bool:
-        """Write a block unless it is stored. False if it cannot be stored."""
-        path = self._file(block)
+        """Write a block unless it is stored. Returns False if there is no room for it."""
+        path = self._block_path(block)
         if self._read(block, fingerprint) is not None:
             quota.pin(path)
             return True
@@ -184,11 +186,11 @@ class PrefixStore:
         return True
 
     def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
-        """Mark blocks as used now, later ones as older: they are evicted before their ancestors."""
+        """Mark blocks as used now; descendants as slightly older, to be evicted first."""
         now = time.time_ns()
         for age, block in enumerate(blocks):
             with suppress(OSError):  # removed meanwhile, or the store is read-only
-                os.utime(self._file(block), ns=(now - age, now - age))
+                os.utime(self._block_path(block), ns=(now - age, now - age))
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Yield (time of last use in ns, bytes, path) of each block file."""
@@ -199,7 +201,7 @@ class PrefixStore:
                         status = entry.stat()
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
-    def _common(self, parent: str, tokens: Sequence[int]) -> int:
+    def _longest_common_prefix(self, parent: str, tokens: Sequence[int]) -> int:
         """Return the longest common prefix of `tokens` and any stored child of block `parent`."""
         try:
             names = os.listdir(self.path)
@@ -220,10 +222,10 @@ def _blocks(fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock
 
 
 class _Quota:
-    """The bytes left under a quota, and LRU eviction. For use under the lock.
+    """A quota of bytes with LRU eviction. For use under the lock.
 
-    files: (time of last use, bytes, path) of all blocks. pinned: those that must not be evicted.
-    free: bytes left; negative if the quota is exceeded.
+    files: (time of last use, bytes, path) of all blocks. pinned: paths that must not be evicted.
+    free: remaining bytes; negative if the quota is exceeded.
     """
 
     def __init__(
@@ -242,10 +244,10 @@ class _Quota:
         return True
 
     def pin(self, path: Path) -> None:
-        """Protect a file from eviction. Does nothing if there is none."""
+        """Protect a file from eviction."""
         self._evictable.pop(path, None)
 
     def remove(self, path: Path) -> None:
-        """Delete a block file and count its bytes as freed. Does nothing if there is none."""
+        """Delete a block's file, if it exists, and count its bytes as free."""
         path.unlink(missing_ok=True)
         self.free += self._evictable.pop(path, 0)

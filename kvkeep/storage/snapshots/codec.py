@@ -15,10 +15,9 @@ from kvkeep.storage.files.tensors import tensor_bytes
 
 Codec = Literal["none", "zstd", "int8"]
 CODECS: tuple[str, ...] = get_args(Codec)
-_LEVEL = 1  # level 3 gives a larger result for keys and values, in twice the time
-# Real keys and values shrink to about half. A frame that claims to expand by more than these limits
-# (a decompression bomb) is refused.
-_MAX_RATIO, _RATIO_FREE_BYTES = 4096, 1 << 20
+_ZSTD_LEVEL = 1  # level 3 gives a larger result for keys and values, in twice the time
+# Real keys and values shrink to about half. Larger expansions (a decompression bomb) are refused.
+_MAX_EXPANSION, _ALWAYS_ALLOWED = 4096, 1 << 20  # a factor, and bytes on top
 _MIN_SCALE, _MAX_SCALE = 1e-7, 65504.0  # the range of float16
 
 
@@ -27,8 +26,8 @@ def encode(
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Encode the keys and values among a snapshot's tensors.
 
-    Returns the tensors to store, and for each encoded one the entry that `decode` needs. All other
-    tensors are small, and stay plain so that any safetensors reader can read them.
+    Returns the tensors to store, and for `decode` how each is encoded. All other tensors are small,
+    and stay plain for other safetensors readers.
     """
     if codec not in CODECS:
         raise InvalidArgument(f"codec must be one of {', '.join(CODECS)}; found {codec!r}")
@@ -50,10 +49,7 @@ def encode(
 def decode(
     stored: Mapping[str, Tensor], coding: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """Return the tensors that `encode` was given; equal except with int8, which rounds.
-
-    Raises KeyError or ValueError if the tensors do not match their coding.
-    """
+    """Undo `encode`. Raises KeyError or ValueError if the tensors do not match their coding."""
     tensors = dict(stored)
     for name, entry in coding.items():
         dtype = getattr(torch, entry["dtype"])
@@ -68,7 +64,7 @@ def decode(
 
 
 def _compress(tensor: Tensor) -> Tensor:
-    """Compress the first bytes of all numbers, then the second bytes, and so on (byte planes).
+    """Compress byte planes: the first bytes of all numbers, then the second bytes, and so on.
 
     In a bfloat16 only the byte with the exponent has a pattern; in its own plane it compresses.
     """
@@ -76,7 +72,7 @@ def _compress(tensor: Tensor) -> Tensor:
     planes = np.empty(rows.shape[::-1], np.uint8)
     for index, plane in enumerate(planes):  # ten times faster than a transposed copy
         plane[:] = rows[:, index]
-    data = zstandard.ZstdCompressor(level=_LEVEL, threads=-1).compress(planes.data)
+    data = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=-1).compress(planes.data)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -85,7 +81,7 @@ def _decompress(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     if not size:
         return torch.empty(shape, dtype=dtype, device="cpu")
     frame = tensor_bytes(data)
-    if size > _RATIO_FREE_BYTES + _MAX_RATIO * len(frame):
+    if size > _ALWAYS_ALLOWED + _MAX_EXPANSION * len(frame):
         raise ValueError(f"{len(frame)} bytes of compressed data cannot hold {size} bytes")
     if zstandard.frame_content_size(frame) != size:
         raise ValueError(f"compressed data does not hold the {size} bytes of {shape}")
@@ -104,6 +100,6 @@ def _decompress(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
 
 def _quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise to int8 with a float16 scale per cell, layer and KV head."""
-    full = tensor.float()
-    scale = (full.abs().amax(-1, keepdim=True) / 127).clamp(_MIN_SCALE, _MAX_SCALE).half()
-    return (full / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
+    floats = tensor.float()
+    scale = (floats.abs().amax(-1, keepdim=True) / 127).clamp(_MIN_SCALE, _MAX_SCALE).half()
+    return (floats / scale.float()).round().clamp(-127, 127).to(torch.int8), scale

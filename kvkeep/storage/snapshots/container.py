@@ -1,9 +1,8 @@
 """The container format of kvkeep's files: safetensors with a checksum over every byte.
 
-Any safetensors reader can open it. In addition, tensors begin at multiples of 64 bytes (on memory
-with another alignment a kernel may take another path, and give another last bit), and the metadata
-has a blake3 checksum for each tensor and one for the header. `docs/snapshot-format.md` describes
-the format for other readers.
+Any safetensors reader can open it. In addition, tensors begin at multiples of 64 bytes (with
+another alignment a kernel may take another path, and give another last bit), and the metadata has a
+blake3 checksum for each tensor and one for the header. See `docs/snapshot-format.md`.
 """
 
 import json
@@ -45,12 +44,12 @@ PADDING = "padding."  # name prefix of tensors that only fill up to the alignmen
 _CHUNK = 1 << 22  # bytes read, hashed or fsynced at once
 _THREADS = 2  # for hashing and fsync, beside the one that writes
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_HeaderOf = Callable[[Mapping[str, str]], bytes]  # makes the header with the tensors' checksums
+_HeaderBuilder = Callable[[Mapping[str, str]], bytes]  # from the tensors' checksums
 
 
 @dataclass(frozen=True)
 class Container:
-    """The content of a file. document: the JSON values that were given to `write_container`."""
+    """The content of a file. document: a JSON object."""
 
     document: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -65,38 +64,38 @@ def write_container(
 ) -> int:
     """Write a file atomically, and return its size in bytes.
 
-    Tensors may be views with any strides; they are written in chunks, without a full copy. Raises
-    StoreError if writing fails; then the existing file is unchanged.
+    Tensors may have any strides; they are written in chunks, without a full copy. Raises StoreError
+    if writing fails; then the existing file is unchanged.
     """
-    laid_out = dict(_padded({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
-    header = partial(_sealed_header, kind, version, document, laid_out)
+    padded = dict(_padded({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
+    build_header = partial(_build_header, kind, version, document, padded)
     if isinstance(path, Path):
-        return _write_file(path, laid_out, header)
-    return _upload(path, laid_out, header)
+        return _write_file(path, padded, build_header)
+    return _upload(path, padded, build_header)
 
 
-def _upload(target: Target, tensors: Mapping[str, Tensor], header: _HeaderOf) -> int:
+def _upload(target: Target, tensors: Mapping[str, Tensor], build_header: _HeaderBuilder) -> int:
     """Upload to a target without seek: hash all tensors first, then stream header and tensors."""
     with ThreadPoolExecutor(_THREADS) as executor:
         digests = executor.map(_digest_of, tensors.values())
-        sealed = header(dict(zip(tensors, digests, strict=True)))
+        header = build_header(dict(zip(tensors, digests, strict=True)))
 
     def chunks() -> Iterator[bytes | memoryview]:
-        yield sealed
+        yield header
         for tensor in tensors.values():
             yield from dense_chunks(tensor)
 
     target.write_chunks(chunks)
-    return len(sealed) + sum(tensor.nbytes for tensor in tensors.values())
+    return len(header) + sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], header: _HeaderOf) -> int:
+def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _HeaderBuilder) -> int:
     try:
-        # Hashing, writing and fsync of what is written overlap.
+        # Hashing, writing and fsync overlap.
         with atomic_writer(path) as file, ThreadPoolExecutor(_THREADS) as executor:
             digests = {name: executor.submit(_digest_of, t) for name, t in tensors.items()}
             syncs = []
-            unsynced = file.write(header(dict.fromkeys(tensors, NO_CHECKSUM)))  # of final size
+            unsynced = file.write(build_header(dict.fromkeys(tensors, NO_CHECKSUM)))  # same size
             for chunk in _chunks(tensors.values()):
                 unsynced += file.write(chunk)
                 if unsynced >= _CHUNK:
@@ -105,7 +104,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], header: _HeaderOf) ->
                     unsynced = 0
             size = file.tell()
             file.seek(0)
-            file.write(header({name: digest.result() for name, digest in digests.items()}))
+            file.write(build_header({name: digest.result() for name, digest in digests.items()}))
             for sync in syncs:
                 sync.result()
     except OSError as error:
@@ -118,7 +117,6 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], header: _HeaderOf) ->
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[bytes]:
-    """Yield the bytes of tensors in order, in chunks of at most `_CHUNK`."""
     for tensor in tensors:
         for dense in dense_chunks(tensor):
             for begin in range(0, len(dense), _CHUNK):
@@ -132,7 +130,7 @@ def _digest_of(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _sealed_header(
+def _build_header(
     kind: str,
     version: int,
     document: Mapping[str, Any],
@@ -156,7 +154,7 @@ def _sealed_header(
 
 
 def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Insert padding tensors for the alignment: the format allows no gaps between tensors."""
+    """Insert padding tensors for the alignment, as safetensors allows no gaps."""
     for name, tensor in tensors.items():
         yield name, tensor
         if missing := -tensor.nbytes % ALIGNMENT:
@@ -164,15 +162,14 @@ def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_container(
-    path: Source, kind: str, newest: int, only: Collection[str] | None = None
+    path: Source, kind: str, newest: int, names: Collection[str] | None = None
 ) -> Container:
     """Read a file and verify every byte of it.
 
-    Tensors are copies of the verified bytes, so later changes of the file cannot affect them. A
-    memory mapping, even a private one, would show changes made in place, and a truncated file
-    would kill the process (SIGBUS).
+    Tensors are copies, not memory mappings: a mapping would show later changes made in place, and
+    a truncated file would kill the process (SIGBUS).
 
-    only: the names of the tensors to verify and return; the others are not read.
+    newest: the newest format to read. names: of the tensors to read and verify; None for all.
 
     Raises:
         ForeignFile: it is not a kvkeep file of this kind.
@@ -182,62 +179,63 @@ def read_container(
     """
     # Header and tensors come from one open file: another one may replace it under its path.
     with open_source(path) as file:
-        return read_open_container(file, path, kind, newest, only)
+        return read_open_container(file, path, kind, newest, names)
 
 
 def read_open_container(
-    file: BinaryIO, path: Source, kind: str, newest: int, only: Collection[str] | None = None
+    file: BinaryIO, path: Source, kind: str, newest: int, names: Collection[str] | None = None
 ) -> Container:
     """Read an open file as `read_container` does. path: for messages."""
     header = read_header(file, path, kind, newest)
-    extents = {name: e for name, e in header.entries.items() if only is None or name in only}
+    extents = {name: e for name, e in header.extents.items() if names is None or name in names}
     offsets = accumulate((_aligned(e.end - e.begin) for e in extents.values()), initial=0)
-    memory = _memory(sum(_aligned(e.end - e.begin) for e in extents.values()))
+    memory = _allocate(sum(_aligned(e.end - e.begin) for e in extents.values()))
     tensors = {}
-    with ThreadPoolExecutor(1) as reader:
+    with ThreadPoolExecutor(1) as read_ahead:
         for offset, (name, extent) in zip(offsets, extents.items(), strict=False):
             buffer = memoryview(memory)[offset : offset + extent.end - extent.begin]
-            if _read_into(buffer, file, extent.begin, reader) != header.checksums[name]:
+            if _read_into(buffer, file, extent.begin, read_ahead) != header.checksums[name]:
                 raise CorruptFile(
                     f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left "
                     "as it is; restore it from a copy, or evaluate the text again"
                 )
             if not name.startswith(PADDING):
-                tensors[name] = _tensor(memory, offset, extent)
+                tensors[name] = _tensor_at(memory, offset, extent)
     return Container(header.document, tensors)
 
 
-def _read_into(buffer: memoryview, file: BinaryIO, begin: int, reader: ThreadPoolExecutor) -> str:
+def _read_into(
+    buffer: memoryview, file: BinaryIO, begin: int, read_ahead: ThreadPoolExecutor
+) -> str:
     """Fill a buffer from a file; return its checksum. Reading and hashing overlap."""
 
     def next_chunk() -> memoryview:
-        count = file.readinto(buffer[done : done + _CHUNK])  # type: ignore[attr-defined]
-        return buffer[done : done + count]
+        count = file.readinto(buffer[filled : filled + _CHUNK])  # type: ignore[attr-defined]
+        return buffer[filled : filled + count]
 
-    digest, done = blake3(), 0
+    digest, filled = blake3(), 0
     file.seek(begin)
     chunk = next_chunk()
     while chunk:
-        done += len(chunk)
-        following = reader.submit(next_chunk)
+        filled += len(chunk)
+        following = read_ahead.submit(next_chunk)
         digest.update(chunk)
         chunk = following.result()
     return digest.hexdigest()
 
 
-def _tensor(memory: mmap.mmap, offset: int, entry: TensorExtent) -> Tensor:
-    count, dtype = math.prod(entry.shape), _DTYPES[entry.dtype]
+def _tensor_at(memory: mmap.mmap, offset: int, extent: TensorExtent) -> Tensor:
+    count, dtype = math.prod(extent.shape), _DTYPES[extent.dtype]
     if not count:
-        return torch.empty(entry.shape, dtype=dtype, device="cpu")
+        return torch.empty(extent.shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-    return flat.reshape(entry.shape)
+    return flat.reshape(extent.shape)
 
 
-def _memory(size: int) -> mmap.mmap:
+def _allocate(size: int) -> mmap.mmap:
     """Allocate private memory, in huge pages if the system has them.
 
-    A snapshot's cells are tens of megabytes. With pages of 4 kB, the page faults would take longer
-    than reading and verifying.
+    With pages of 4 kB, page faults would take longer than reading and verifying a snapshot.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -11,33 +11,33 @@ from kvkeep.cache.state import MAX_CELLS, MAX_NUMBER
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OBJECTS = ("fingerprint", "policy", "settings", "sampler", "layout", "coding")
-_KINDS = {"model": str, "codec": str, "segments": list, **dict.fromkeys(_OBJECTS, dict)}
-_LATEST = 2**40  # seconds since 1970; later times overflow calendars
-_SIZES = ("layers", "kv_heads", "head_dim")  # of a layout
-_MAX_SIZE = 2**20  # layers, KV heads or numbers of a head
+_TYPES = {"model": str, "codec": str, "segments": list, **dict.fromkeys(_OBJECTS, dict)}
+_MAX_TIME = 2**40  # seconds since 1970; later times overflow calendars
+_LAYOUT_SIZES = ("layers", "kv_heads", "head_dim")
+_MAX_SIZE = 2**20  # of each
 
 
 def check_document(document: Mapping[str, Any]) -> None:
-    """Raise KeyError or ValueError, saying why, for a document that kvkeep would not write.
+    """Raise LookupError, TypeError or ValueError for a document that kvkeep would not write.
 
     Does not check that the document agrees with the tensors or with a model.
     """
-    for name, kind in _KINDS.items():
-        _require_kind(name, document[name], kind)
+    for name, expected_type in _TYPES.items():
+        _require_type(name, document[name], expected_type)
     for name in ("bits", "notes", "arithmetic"):
-        _require_kind(name, document.get(name, {}), dict)
+        _require_type(name, document.get(name, {}), dict)
     for name in ("tokens", "serial"):
         require_whole(name, document[name], 0, MAX_NUMBER)
     require_whole("clock", document["clock"], -MAX_NUMBER, MAX_NUMBER)
     created = document["created"]
     require(
-        type(created) in (int, float) and 0 <= created <= _LATEST,
+        type(created) in (int, float) and 0 <= created <= _MAX_TIME,
         f"created must be seconds since 1970; found {created!r}",
     )
     for name in ("fingerprint", "arithmetic"):
         for value in document.get(name, {}).values():
-            _require_kind(name, value, str)
-    _require_kind("the policy's name", document["policy"]["name"], str)
+            _require_type(name, value, str)
+    _require_type("the policy's name", document["policy"]["name"], str)
     require_whole("max_kv_size", document["policy"]["max_kv_size"], 1, MAX_CELLS)
     check_settings(document["settings"], document["tokens"])
     for entry in document["segments"]:
@@ -50,31 +50,31 @@ def check_document(document: Mapping[str, Any]) -> None:
 
 
 def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
-    """Raise KeyError or ValueError for settings that no session with so many tokens can have."""
+    """Check the settings of a session with so many tokens. Raises as `check_document`."""
     require_whole("prefill_step", settings["prefill_step"], 1, MAX_NUMBER)
     require_flag("keep_whole_prompt", settings["keep_whole_prompt"])
     pins, spans = settings.get("pins", []), settings.get("spans", {})
-    _require_kind("pins", pins, list)
-    _require_kind("spans", spans, dict)
+    _require_type("pins", pins, list)
+    _require_type("spans", spans, dict)
     for name, span in spans.items():
-        _require_kind("a span's name", name, str)
+        _require_type("a span's name", name, str)
         require(len(span) == 2, f"span {name!r} must have a start and an end; found {span!r:.80}")
         require_whole(f"the start of span {name!r}", span[0], 0, tokens)
         require_whole(f"the end of span {name!r}", span[1], span[0], tokens)
-    _require_kind("the window", settings.get("window", {}), dict)
+    _require_type("the window", settings.get("window", {}), dict)
 
 
 def layout_of(entry: Mapping[str, Any]) -> Layout:
-    """Return the layout of plain cells that an entry describes. Raises KeyError or ValueError."""
-    _require_kind("a layout", entry, dict)
-    for name in _SIZES:
-        require_whole(name, entry[name], 1, _MAX_SIZE)
-    sizes = {name: entry[name] for name in _SIZES}
+    """Return the layout that an entry describes. Raises as `check_document`."""
+    _require_type("a layout", entry, dict)
+    sizes = {name: entry[name] for name in _LAYOUT_SIZES}
+    for name, size in sizes.items():
+        require_whole(name, size, 1, _MAX_SIZE)
     return Layout(**sizes, dtype=dtype_of(entry["dtype"]), device=torch.device("cpu"))
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Return a dtype of cells by its name. Raises ValueError for any other."""
+    """Raises ValueError for a name that is not a dtype of cells."""
     require(
         isinstance(name, str) and name in _DTYPES,
         f"a dtype must be one of {', '.join(_DTYPES)}; found {name!r}",
@@ -83,8 +83,8 @@ def dtype_of(name: Any) -> torch.dtype:
 
 
 def _check_segment(entry: Any) -> None:
-    _require_kind("a segment", entry, dict)
-    _require_kind("a segment's map", entry["map"], dict)
+    _require_type("a segment", entry, dict)
+    _require_type("a segment's map", entry["map"], dict)
     require(
         entry["map"].keys() == {"offset", "group"},
         f"a map has an offset and a group; found {list(entry['map'])}",
@@ -109,13 +109,14 @@ def _check_segment(entry: Any) -> None:
 
 
 def _check_coding(name: str, coding: Any) -> None:
-    _require_kind(f"the coding of {name}", coding, dict)
+    _require_type(f"the coding of {name}", coding, dict)
     require(coding["codec"] in ("zstd", "int8"), f"{name} is coded in an unknown way")
     dtype_of(coding["dtype"])
-    _require_kind("shape", coding["shape"], list)
+    _require_type("shape", coding["shape"], list)
     for size in coding["shape"]:
         require_whole(f"the shape of {name}", size, 0, MAX_CELLS)
 
 
-def _require_kind(name: str, value: Any, kind: type) -> None:
-    require(isinstance(value, kind), f"{name} must be a {kind.__name__}; found {value!r:.80}")
+def _require_type(name: str, value: Any, expected: type) -> None:
+    message = f"{name} must be a {expected.__name__}; found {value!r:.80}"
+    require(isinstance(value, expected), message)

@@ -26,11 +26,9 @@ class Fingerprint:
 
     weights: of every tensor's name, shape and bytes, as loaded. config: of the architecture's
     numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its vocabulary.
-    dtype, layout: of the cells.
+    dtype, layout: of the cells. earlier_tokenizer: the tokenizer's digest in files of version 0.1.
 
-    Neither a new field of ModelSpec nor another release of a library changes a model's fingerprint.
-    earlier_tokenizer: the digest in files of version 0.1, of the tokenizer as its library
-    serialises it.
+    Neither a new field of ModelSpec nor another release of a library changes a fingerprint.
     """
 
     weights: str
@@ -42,7 +40,6 @@ class Fingerprint:
     earlier_tokenizer: str = field(default="", repr=False, compare=False)
 
     def saved(self) -> dict[str, str]:
-        """Return the fields that are saved in files."""
         return {name: value for name, value in vars(self).items() if name != "earlier_tokenizer"}
 
     def digest(self) -> str:
@@ -58,7 +55,10 @@ class Fingerprint:
         return actual == (self.dtype, self.layout)
 
     def require(self, saved: Mapping[str, str], source: str) -> None:
-        """Raise FingerprintMismatch, naming the differing fields, unless a saved one is equal."""
+        """Raise FingerprintMismatch, naming the differing fields, unless the saved one is equal.
+
+        source: of the saved one, for the message.
+        """
         differing = [name for name, value in self.saved().items() if saved.get(name) != value]
         if "tokenizer" in differing and saved.get("tokenizer") == self.earlier_tokenizer:
             differing.remove("tokenizer")
@@ -81,11 +81,11 @@ class Fingerprint:
 def fingerprint(
     spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, layout: Layout
 ) -> Fingerprint:
-    """Compute the fingerprint of a model. Reads all weights."""
+    """Compute the fingerprint of a model, which reads all weights."""
     return Fingerprint(
         weights=weights_digest(tensors),
-        config=_digest(_config(spec)),
-        rope=_digest(_rope(spec)),
+        config=_digest(_config_without_rope(spec)),
+        rope=_digest(_rope_tables(spec)),
         tokenizer=_vocabulary_digest(tokenizer),
         dtype=_dtype_name(layout.dtype),
         layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
@@ -93,18 +93,17 @@ def fingerprint(
     )
 
 
-def _config(spec: ModelSpec) -> dict[str, object]:
-    """Return all fields but the RoPE tables, without those that are the default.
+def _config_without_rope(spec: ModelSpec) -> dict[str, object]:
+    """Return the fields that differ from their defaults.
 
     So a model keeps its digest when a field with a default is added for other models.
     """
-    values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
-    changed = [f.name for f in fields(ModelSpec) if values[f.name] != f.default]
-    return {name: values[name] for name in changed if name not in ("rope", "local_rope")}
+    values = {f.name: getattr(spec, f.name) for f in fields(ModelSpec)}
+    non_default = [f.name for f in fields(ModelSpec) if values[f.name] != f.default]
+    return {name: values[name] for name in non_default if name not in ("rope", "local_rope")}
 
 
-def _rope(spec: ModelSpec) -> dict[str, object]:
-    """Return the RoPE tables: of the model, and of local layers if they have one of their own."""
+def _rope_tables(spec: ModelSpec) -> dict[str, object]:
     table: dict[str, object] = {name: getattr(spec.rope, name) for name in _ROPE}
     if spec.local_rope:
         table["local"] = {name: getattr(spec.local_rope, name) for name in _ROPE}
@@ -112,7 +111,6 @@ def _rope(spec: ModelSpec) -> dict[str, object]:
 
 
 def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
-    """Whether a saved fingerprint has this tokenizer. Needs no weights."""
     return saved.get("tokenizer") in (_vocabulary_digest(tokenizer), _earlier_digest(tokenizer))
 
 
@@ -125,13 +123,14 @@ def _layout_name(layers: int, kv_heads: int, head_dim: int) -> str:
 
 
 def _vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Digest the text of each id, and which ids are control tokens."""
+    """Digest the text of each id, and the set of control tokens."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    control = [n for n, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+    control = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
     return _digest([sorted(vocabulary.items(), key=lambda pair: pair[::-1]), sorted(control)])
 
 
 def _earlier_digest(tokenizer: Tokenizer) -> str:
+    """Digest the tokenizer as version 0.1 did: as its library serialises it."""
     return blake3(tokenizer.to_str().encode()).hexdigest()
 
 
@@ -150,17 +149,15 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 _NO_ARITHMETIC = "what computed it is not noted there, as an earlier kvkeep saved it"
-# Names of kernels in files of earlier versions, and their present names.
-_RENAMED = {"compiled": "compiled avx512bf16"}
+_RENAMED_KERNELS = {"compiled": "compiled avx512bf16"}  # names in files of earlier versions
 
 
 @dataclass(frozen=True)
 class Exactness:
     """Whether a restored session continues bit for bit as it would have where it was saved.
 
-    differs: the parts of the arithmetic that differ here, and whether the file's codec rounded;
-    empty if none does. A difference does not make a session wrong: its cells are the same, apart
-    from a codec's rounding, and the logits that follow agree up to rounding.
+    differs: descriptions of the arithmetic that differs here, and of the codec if it rounds. A
+    session with differences is not wrong: its logits agree up to rounding.
     """
 
     differs: tuple[str, ...] = ()
@@ -179,8 +176,8 @@ class Exactness:
         differs = [f"cells: rounded by codec {codec}"] if codec == "int8" else []
         if not there:
             return cls((*differs, _NO_ARITHMETIC))
-        if there.get("kernels") in _RENAMED:
-            there = {**there, "kernels": _RENAMED[there["kernels"]]}
+        if there.get("kernels") in _RENAMED_KERNELS:
+            there = {**there, "kernels": _RENAMED_KERNELS[there["kernels"]]}
         names = [name for name in here if there.get(name) != here[name]]
         if "weights" in names and "packed weights" in names:
             names.remove("packed weights")  # follows from other weights

@@ -53,7 +53,7 @@ def open_source(path: Source) -> Iterator[BinaryIO]:
 
 @dataclass(frozen=True)
 class TensorExtent:
-    """The extent of a tensor in a file, in bytes from its start."""
+    """The type of a tensor in a file, and its byte range."""
 
     dtype: str  # its name in the safetensors format
     shape: tuple[int, ...]
@@ -63,11 +63,11 @@ class TensorExtent:
 
 @dataclass(frozen=True)
 class Header:
-    """A verified header."""
+    """A verified header. checksums, extents: of each tensor."""
 
     document: dict[str, Any]
     checksums: dict[str, str]
-    entries: dict[str, TensorExtent]
+    extents: dict[str, TensorExtent]
 
 
 def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
@@ -87,48 +87,50 @@ def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
     if with_checksum(start + text, checksum) != start + text:
         raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
     try:
-        entries = json.loads(text, object_pairs_hook=_unique_keys)
+        entries = json.loads(text, object_pairs_hook=_dict_without_duplicates)
         metadata = entries.pop("__metadata__")
-        holds, version = metadata["kvkeep"], int(metadata["version"])
+        file_kind, version = metadata["kvkeep"], int(metadata["version"])
         if version < 1:
             raise ValueError(f"there is no format {version}")
-        if holds == kind and version <= newest:
-            return _checked(path, size, 8 + length, metadata, entries)
+        if file_kind == kind and version <= newest:
+            return _checked_header(path, size, 8 + length, metadata, entries)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(f"{path} is corrupt: its header makes no sense ({error!r})") from error
-    if holds != kind:
-        raise ForeignFile(f"{path} is a kvkeep {holds}; expected a {kind}")
+    if file_kind != kind:
+        raise ForeignFile(f"{path} is a kvkeep {file_kind}; expected a {kind}")
     raise NewerFormat(
         f"{path} has format {version}; this kvkeep reads up to {newest}: upgrade kvkeep"
     )
 
 
 def with_checksum(header: bytes, checksum: str) -> bytes:
-    """Replace the checksum in a header, with the length before it."""
+    """Replace the checksum in a header that begins with its length."""
     begin = header.find(_CHECKSUM) + len(_CHECKSUM)
     return header[:begin] + checksum.encode() + header[begin + len(checksum) :]
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         raise ValueError("a name occurs twice")
     return result
 
 
-def _checked(
-    path: Source, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
+def _checked_header(
+    path: Source, size: int, data_begin: int, metadata: dict[str, str], entries: dict[str, Any]
 ) -> Header:
-    """Check that tensors fill the file from `begin` to its end, with the sizes of their shapes."""
-    extents, end = dict[str, TensorExtent](), begin
+    """Check that tensors fill the file from `data_begin` on, with the sizes of their shapes."""
+    extents, end = dict[str, TensorExtent](), data_begin
     for name, entry in entries.items():
         dtype, shape = entry["dtype"], tuple(entry["shape"])
-        first, last = (begin + offset for offset in entry["data_offsets"])
-        if not all(type(count) is int and count >= 0 for count in (*shape, first, last)):
+        previous_end = end
+        begin, end = (data_begin + offset for offset in entry["data_offsets"])
+        if not all(type(count) is int and count >= 0 for count in (*shape, begin, end)):
             raise ValueError(f"tensor {name!r} has sizes that are no whole numbers")
-        if (first, last) != (end, end + math.prod(shape) * ITEM_BYTES[dtype]) or last < first:
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        if (begin, end) != (previous_end, previous_end + nbytes) or end < begin:
             raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")
-        extents[name], end = TensorExtent(dtype, shape, first, last), last
+        extents[name] = TensorExtent(dtype, shape, begin, end)
     checksums, document = json.loads(metadata["checksums"]), json.loads(metadata["document"])
     if checksums.keys() != extents.keys() or not isinstance(document, dict):
         raise ValueError("checksums and tensors do not match")
@@ -141,7 +143,7 @@ def _checked(
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """The facts about a session that a list shows."""
+    """A session's row in a list."""
 
     model: str
     policy: str
@@ -152,7 +154,7 @@ class SnapshotSummary:
 
 
 def read_summary(path: str | Source) -> SnapshotSummary:
-    """Read the summary of a snapshot file, without its cells. Raises as `Snapshot.load`."""
+    """Read a snapshot file's header alone. Raises as `Snapshot.load`."""
     document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
         segments, policy = document["segments"], document["policy"]
@@ -177,8 +179,8 @@ def read_summary(path: str | Source) -> SnapshotSummary:
 def check_output_path(path: Path, kind: str) -> None:
     """Check, before work is done, that a kvkeep file can be written to a path.
 
-    kind: "snapshot" or "calibration". Raises InvalidArgument if it cannot be written, or if
-    writing would replace a file of another kind.
+    kind: "snapshot" or "calibration". Raises InvalidArgument if not, or if writing would replace a
+    file of another kind.
     """
     check_writable(path)
     if not path.exists():

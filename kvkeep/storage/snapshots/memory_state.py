@@ -1,4 +1,4 @@
-"""The contents of a memory as values, and their checks before a memory is restored from them."""
+"""The state of a memory in a snapshot, and its checks before a memory is restored."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from kvkeep.models.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class MemoryState:
-    """The contents of a memory; see `Memory`."""
+    """The state of a `Memory`."""
 
     tokens: Tensor  # [n] int32
     serials: Tensor  # [n] int64
@@ -30,15 +30,15 @@ class MemoryState:
     cache: CacheState
 
     def check(self, spec: ModelSpec, layout: Layout) -> None:
-        """Raise ValueError if no memory of this model can have these tokens, hidden and logits."""
-        self.check_itself()
+        """Raise ValueError if no memory of this model can be in this state."""
+        self.check_consistency()
         require_within("token ids", self.tokens, 0, spec.vocab_size - 1)
         if self.hidden is not None and self.logits is not None:
             require_tensor("hidden", self.hidden, layout.dtype, 1, spec.hidden_size)
             require_tensor("logits", self.logits, torch.float32, spec.vocab_size)
 
-    def check_itself(self) -> None:
-        """Check as `check` does, for any model."""
+    def check_consistency(self) -> None:
+        """Raise ValueError if no memory of any model can be in this state."""
         require_tensor("tokens", self.tokens, torch.int32, None)
         require_tensor("serials", self.serials, torch.int64, len(self.tokens))
         require_within("serials", self.serials, 0, self.cache.serial - 1)
@@ -51,7 +51,7 @@ class MemoryState:
             require(self.hidden is self.logits, "hidden without logits, or the reverse")
 
     def _check_order(self) -> None:
-        """Check that every cell belongs to a token, in order, and that serials are unique."""
+        """Check that serials are unique, and cells and pins those of tokens, in token order."""
         ordered, indices = self.serials.sort()
         require(bool((ordered.diff() > 0).all()), "two tokens have one serial")
         cell_serials = self.cache.serials()

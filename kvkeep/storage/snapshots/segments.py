@@ -9,44 +9,40 @@ from kvkeep.cache import Block, Cells, Layout, PositionMap, Ragged, Segment
 from kvkeep.cache.quantised import KVTensor, Quantised
 from kvkeep.cache.state import check_cells
 
+_SCORES = "worth"  # the name of `Ragged.scores` in files
 
-def _tensor_names(compressed: bool, ragged: bool, worth: bool) -> list[str]:
+
+def _tensor_names(compressed: bool, ragged: bool, has_scores: bool) -> list[str]:
     """Return the names of a segment's tensors besides keys and values."""
-    names = {"positions": True, "serials": True, "bias": compressed, "counts": ragged}
-    return [name for name, is_stored in {**names, "worth": worth}.items() if is_stored]
+    optional = {"bias": compressed, "counts": ragged, _SCORES: has_scores}
+    return ["positions", "serials", *(name for name, is_stored in optional.items() if is_stored)]
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
-    """Return the live cells as tensors, oldest first; those of a full ring in slot order."""
+    """Return the cells as tensors, oldest first; those of a full ring in slot order."""
     in_slot_order = _in_slot_order(segment)
     cells = segment.block.slots if in_slot_order else segment.view(0, segment.length)
-    tensors = _named(f"segment.{index}.keys", cells.stored_keys)
-    tensors |= _named(f"segment.{index}.values", cells.stored_values)
-    # In files, `Ragged.scores` is called "worth", its name when the format was made.
+    tensors = _kv_tensors(f"segment.{index}.keys", cells.stored_keys)
+    tensors |= _kv_tensors(f"segment.{index}.values", cells.stored_values)
     return tensors | {
-        f"segment.{index}.{name}": getattr(cells, "scores" if name == "worth" else name)
-        for name in _tensor_names(segment.compressed, is_ragged(segment), knows_worth(segment))
+        f"segment.{index}.{name}": getattr(cells, "scores" if name == _SCORES else name)
+        for name in _tensor_names(segment.compressed, is_ragged(segment), has_scores(segment))
     }
 
 
 def is_ragged(segment: Segment) -> bool:
-    """Whether the number of cells differs between layers and KV heads."""
     return isinstance(segment.block.slots, Ragged)
 
 
-def knows_worth(segment: Segment) -> bool:
-    """Whether the segment records the worth of each cell."""
-    slots = segment.block.slots
-    return isinstance(slots, Ragged) and slots.scores is not None
+def has_scores(segment: Segment) -> bool:
+    cells = segment.block.slots
+    return isinstance(cells, Ragged) and cells.scores is not None
 
 
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
-    """Return what defines a segment and its slots besides its tensors, as JSON values.
-
-    local: whether the segment is of local layers.
-    """
+    """Return everything but a segment's tensors, as JSON values. local: is it of local layers."""
     wraps = segment.wrapped or segment.places_wrap
-    optional = {"ragged": is_ragged(segment), "worth": knows_worth(segment), "local": local}
+    optional = {"ragged": is_ragged(segment), _SCORES: has_scores(segment), "local": local}
     return {
         "map": asdict(segment.map),
         "limit": segment.limit,
@@ -71,10 +67,10 @@ def read_segment(
     takes the segment. Raises KeyError, TypeError or ValueError if entry and tensors do not match.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
-    names = _tensor_names(compressed, ragged, entry.get("worth", False))
+    names = _tensor_names(compressed, ragged, entry.get(_SCORES, False))
     cells = (Ragged if ragged else Cells)(
-        _stored(f"segment.{index}.keys", layout.key_bits, tensors),
-        _stored(f"segment.{index}.values", layout.value_bits, tensors),
+        _read_kv(f"segment.{index}.keys", layout.key_bits, tensors),
+        _read_kv(f"segment.{index}.values", layout.value_bits, tensors),
         *(tensors[f"segment.{index}.{name}"] for name in names),
     )
     check_cells(cells, layout, entry["length"])
@@ -90,13 +86,13 @@ def read_segment(
     return segment
 
 
-def _named(name: str, stored: KVTensor) -> dict[str, Tensor]:
-    if isinstance(stored, Tensor):
-        return {name: stored}
-    return {f"{name}.int{stored.bits}": stored.data, f"{name}.scale": stored.scale}
+def _kv_tensors(name: str, kv: KVTensor) -> dict[str, Tensor]:
+    if isinstance(kv, Tensor):
+        return {name: kv}
+    return {f"{name}.int{kv.bits}": kv.data, f"{name}.scale": kv.scale}
 
 
-def _stored(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
+def _read_kv(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
     if bits == 16:
         return tensors[name]
     return Quantised(tensors[f"{name}.int{bits}"], tensors[f"{name}.scale"])

@@ -20,30 +20,30 @@ from kvkeep.storage.snapshots.document import check_document, layout_of
 from kvkeep.storage.snapshots.header import SNAPSHOT, SNAPSHOT_FORMAT, read_document
 from kvkeep.storage.snapshots.memory_state import MemoryState
 from kvkeep.storage.snapshots.segments import (
+    has_scores,
     is_ragged,
-    knows_worth,
     read_segment,
     segment_entry,
     segment_tensors,
 )
 
-_STATE = "recurrent."  # begins the names of the tensors that are states
-_PlainLayouts = tuple[Layout, Layout | None]  # of cells that are not quantised; of local layers
+_RECURRENT = "recurrent."  # prefix of the names of recurrent states
+_PlainLayouts = tuple[Layout, Layout | None]  # before quantisation: of other and local layers
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a session needs to go on exactly where it was.
+    """Everything that a session needs to continue exactly.
 
-    Taking one is cheap: cells are shared with the session until one side would overwrite them.
+    Taking a snapshot is cheap: cells are shared with the session, copy-on-write.
 
     fingerprint: of the model. policy: name and settings. settings: of the session: `prefill_step`,
     `keep_whole_prompt` and `spans`. memory: tokens, cells and the last token's logits. sampler: the
-    seed and the random generator's state. layout: of plain cells; local_layout: the same of local
-    layers, if the model has such. bits: of the cells. arithmetic: what they were computed with; see
+    seed and the random generator's state. layout, local_layout: of the cells before quantisation;
+    local_layout is None if the model has no local layers. bits: of the cells. arithmetic: see
     `LoadedModel`; empty in files of earlier releases. codec: of the file that the snapshot was
-    loaded from. created: seconds since 1970. notes: JSON values of the program that keeps the
-    session, such as what a chat must remember beside it; kvkeep's library reads none of them.
+    loaded from. created: seconds since 1970. notes: JSON values of the application, such as a
+    chat's settings; the library ignores them.
     """
 
     fingerprint: dict[str, str]
@@ -76,7 +76,7 @@ class Snapshot:
 
     @property
     def serials(self) -> Tensor:
-        """`[n]` int64: the number of each token, by which its cell is found."""
+        """`[n]` int64: the serial of each token, by which its cell is found."""
         return self.memory.serials
 
     @property
@@ -126,8 +126,8 @@ class Snapshot:
         """Write the snapshot atomically; return the size of the file in bytes.
 
         path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep. codec: "none"
-        is read straight into memory; "zstd" is smaller, slower and still exact; "int8" keeps keys
-        and values in 8 bits and is not exact.
+        is fastest to load; "zstd" is smaller, slower and still exact; "int8" stores keys and values
+        in 8 bits and is not exact.
 
         Raises StoreError if the file cannot be written; then the existing file is unchanged.
         """
@@ -140,7 +140,7 @@ class Snapshot:
             tensors |= {"hidden": memory.hidden, "logits": memory.logits}
         if cache.observed is not None:
             tensors |= {"queries": cache.observed.values, "query_times": cache.observed.times}
-        tensors |= {f"{_STATE}{name}": state for name, state in cache.recurrent.items()}
+        tensors |= {f"{_RECURRENT}{name}": state for name, state in cache.recurrent.items()}
         stored, coding = encode(tensors, codec)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
@@ -176,7 +176,7 @@ class Snapshot:
         needed_by = {
             6: bool(self.recurrent),
             5: bool(self.local),
-            4: any(knows_worth(segment) for segment in segments),
+            4: any(has_scores(segment) for segment in segments),
             3: "budget" in self.policy or any(is_ragged(segment) for segment in segments),
             2: self.bits != Bits() or self.observed is not None or compressed,
         }
@@ -205,7 +205,7 @@ def describe(path: str | Source) -> dict[str, Any]:
 
 @contextmanager
 def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
-    """Raise CorruptFile for content that no session can have, whatever error it causes."""
+    """Raise CorruptFile in place of any error that invalid content causes."""
     try:
         yield
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -230,7 +230,7 @@ def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
         logits=tensors.get("logits"),
         cache=_cache_state(document, tensors, bits, (layout, local_layout)),
     )
-    memory.check_itself()
+    memory.check_consistency()
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
     later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
     return Snapshot(
@@ -265,9 +265,9 @@ def _cache_state(
         observed=observed,
         local=tuple(segments[True]),
         recurrent={
-            name.removeprefix(_STATE): state
+            name.removeprefix(_RECURRENT): state
             for name, state in tensors.items()
-            if name.startswith(_STATE)
+            if name.startswith(_RECURRENT)
         },
     )
     cache.check(near, far, observed.values.shape[1] if observed else 0, local)
@@ -277,7 +277,7 @@ def _cache_state(
 def _check_coded_shapes(
     document: dict[str, Any], stored: dict[str, Tensor], layouts: _PlainLayouts
 ) -> None:
-    """Check that encoded keys and values have the size of their segment, before it is allocated."""
+    """Check encoded keys and values against their segment's shape, before they are allocated."""
     shapes: dict[str, list[int]] = {}
     for index, entry in enumerate(document["segments"]):
         # Serials and positions are not encoded.
