@@ -1,9 +1,8 @@
 """Session affinity: routes a request to the server that has its session or prefix in memory.
 
-Ray's proxies run this in front of their router, which sends requests of one `x-session-id` to one
-server. A request without that header gets one: a session's name, or a hash of how a chat or prompt
-begins. So the turns of a conversation reach the server that has their prefix in memory. This is a
-matter of speed alone: any server can answer any request.
+Ray's proxies run this before their router, which sends requests of one `x-session-id` to one
+server. A request without that header gets one: a session's name, or a hash of the beginning of the
+chat or prompt. It only saves time: any server can answer any request.
 """
 
 import asyncio
@@ -24,9 +23,9 @@ _OPENAI = ("/chat/completions", "/completions", "/responses")
 _KEYED_PATHS = frozenset(
     (*_OPENAI, *(f"/v1{path}" for path in _OPENAI), "/completion", "/v1/messages", SESSIONS_PATH)
 )
-_MAX_BODY = 1 << 20  # bytes; larger bodies get no key
+_MAX_BODY = 1 << 20  # bytes; requests with larger bodies get no header
 _MAX_INLINE = 1 << 16  # bytes; larger bodies are parsed in a thread
-_TOKENS, _CHARACTERS = 256, 1024  # of a prompt without turns, that make the key
+_KEY_TOKENS, _KEY_CHARACTERS = 256, 1024  # of a prompt without turns; the rest is not hashed
 
 
 class Affinity:
@@ -62,9 +61,9 @@ def middlewares() -> list[Any]:
 
 
 def affinity_key(path: str, body: bytes, credentials: bytes = b"") -> str:
-    """Return the key of a POST request, or "" if there is none.
+    """Return the session id for a POST request, or "" if it has none.
 
-    credentials: of the client; other credentials give other keys.
+    credentials: of the client; each client's prompts have their own ids.
     """
     try:
         request = json.loads(body)
@@ -83,17 +82,17 @@ def affinity_key(path: str, body: bytes, credentials: bytes = b"") -> str:
 
 
 def _stable_prefix(request: dict[str, Any]) -> list[Any]:
-    """Return what stays in place as a conversation grows: up to the first user message."""
+    """Return the part of a conversation up to the first user message, which all turns share."""
     turns = request.get("messages", request.get("input", request.get("prompt")))
     system = [request[name] for name in ("system", "instructions", "tools") if name in request]
     if isinstance(turns, str):
         if "prompt" in request:
-            return [*system, turns[:_CHARACTERS]]
+            return [*system, turns[:_KEY_CHARACTERS]]
         return [*system, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
     if "prompt" in request:  # token ids, or several prompts
-        return [*system, *turns[:_TOKENS]]
+        return [*system, *turns[:_KEY_TOKENS]]
     for index, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") == "user":
             return [*system, *turns[: index + 1]]
@@ -115,21 +114,21 @@ def _credentials(scope: Scope) -> bytes:
 
 async def _read_messages(receive: Receive) -> list[Message]:
     """Receive until the body ends or exceeds _MAX_BODY."""
-    messages, size, more = list[Message](), 0, True
-    while more and size <= _MAX_BODY:
+    messages, size, more_body = list[Message](), 0, True
+    while more_body and size <= _MAX_BODY:
         message = await receive()
         messages.append(message)
         size += len(message.get("body", b""))
-        more = message.get("more_body", False)
+        more_body = message.get("more_body", False)
     return messages
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """Return a `receive` that gives these messages again, then what comes after them."""
-    remaining = iter(messages)
+    """Return a `receive` that returns these messages again, then later ones."""
+    replayed = iter(messages)
 
     async def receive_again() -> Message:
-        message = next(remaining, None)
+        message = next(replayed, None)
         return await receive() if message is None else message
 
     return receive_again

@@ -1,8 +1,8 @@
 """A fleet on Ray Serve, which starts the servers, routes requests and replaces dead servers.
 
-Ray Serve's consistent hashing routes requests of one `x-session-id` to one server while the set of
-servers is the same, and `affinity.py` adds that header to requests without it. That is a matter of
-speed alone: any server takes a session from the store, where it has one writer at a time.
+Ray Serve's consistent hashing routes requests of one `x-session-id` to one server, and
+`affinity.py` adds that header to requests without it. This only saves time: any server can take
+any session from the store, where a session has one writer at a time.
 """
 
 import logging
@@ -17,8 +17,8 @@ from kvkeep.fleet.affinity import CALLBACK
 from kvkeep.fleet.setup import Scale, Setup
 
 NAME = "kvkeep"
-_OBJECT_STORE = 128 << 20  # bytes of Ray's object store, which is not used
-# A cluster that is given by its address must have the last one set by its operator.
+_RAY_OBJECT_STORE_BYTES = 128 << 20  # small, as it is not used
+# In a cluster that runs already, its operator must set the last one.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 is too short on a busy machine
@@ -41,7 +41,7 @@ def require_ray() -> None:
 def running_fleet(
     setup: Setup, scale: Scale, host: str, port: int, address: str | None
 ) -> Iterator[None]:
-    """Run a fleet; on exit requests finish, and all sessions are in the store.
+    """Run a fleet; on exit let requests finish, so that all sessions are in the store.
 
     address: of a Ray cluster that serves nothing else; None to start one on this machine. Raises
     ServerError.
@@ -76,11 +76,11 @@ def _connect(threads: int, address: str | None) -> None:
             address="local",  # not a cluster that Ray would find by itself
             include_dashboard=False,
             num_cpus=max(os.cpu_count() or 1, threads),
-            object_store_memory=_OBJECT_STORE,
+            object_store_memory=_RAY_OBJECT_STORE_BYTES,
             **quiet,
         )
         return
-    _require_answer(address)
+    _require_listener(address)
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
@@ -90,11 +90,8 @@ def _connect(threads: int, address: str | None) -> None:
         ) from error
 
 
-def _require_answer(address: str) -> None:
-    """Fail fast if nothing listens: Ray would wait for two minutes.
-
-    Addresses without a port ("auto") are left to Ray.
-    """
+def _require_listener(address: str) -> None:
+    """Raise ServerError if nothing listens at host:port: Ray would wait for two minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "://" in address:
         return

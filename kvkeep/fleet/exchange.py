@@ -23,14 +23,13 @@ _DONE, _FAILED = b"event: done", b"event: error"
 
 
 class WithheldResponse:
-    """A response that reaches the client only in the parts that promise nothing.
+    """A response that tells the client of no success until `release`, after the commit.
 
-    A stream of events passes through except for its last event; any other response is withheld
-    whole. So no client sees success before the commit. `release` sends what was withheld.
+    Of a stream of events only the last event is withheld; any other response is withheld whole.
     """
 
     def __init__(self, send: Send, max_body: int = 0):
-        """max_body: bytes of the body that `body` keeps; a longer one is not kept."""
+        """max_body: bytes of the body up to which `body` keeps it."""
         self._send, self._max_body, self._size = send, max_body, 0
         self._withheld, self._parts = list[Message](), list[bytes]()
         self.status, self.headers = 0, Headers()
@@ -40,7 +39,7 @@ class WithheldResponse:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the application has responded to the end, without an error."""
+        """Whether the application has sent a complete response without an error."""
         return self._ended and 0 < self.status < 400 and not self._failed
 
     @property
@@ -49,7 +48,7 @@ class WithheldResponse:
         return b"".join(self._parts) if self._size <= self._max_body else None
 
     async def send(self, message: Message) -> None:
-        """Take a message from the application; send or withhold it."""
+        """Send or withhold a message of the application."""
         body = message.get("body", b"")
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], Headers(raw=message.get("headers", ()))
@@ -67,29 +66,33 @@ class WithheldResponse:
             await self.send_now(message)
 
     async def send_now(self, message: Message) -> None:
-        """Send a message without withholding it, for requests that change nothing."""
+        """Send a message at once, for requests that change nothing."""
         self.started = True
         await self._send(message)
 
     async def release(self) -> None:
-        """Send what was withheld."""
+        """Send the withheld messages."""
         withheld, self._withheld = self._withheld, []
         for message in withheld:
             await self._send(message)
 
-    async def replace(self, error: Any, event: bytes) -> None:
-        """Discard what was withheld; send `event` if a stream has started, else the `error`."""
+    async def fail(self, error_response: Any, error_event: bytes) -> None:
+        """Discard the withheld messages; send the event if a stream has started, or the response.
+
+        error_response: an ASGI application.
+        """
         self._withheld.clear()
         if self.started:
-            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            body = {"type": "http.response.body", "body": error_event, "more_body": False}
+            await self._send(body)
         else:
-            await error({"type": "http"}, disconnected, self._send)
+            await error_response({"type": "http"}, disconnected, self._send)
 
 
 class ReplayedBody:
-    """A request body that was read, replayed to the application; then the client's messages.
+    """The `receive` of an application: a body that was read, then the client's messages.
 
-    client_gone: set once the client has disconnected, or must count as disconnected.
+    client_gone: set once the client has disconnected, or is treated so.
     """
 
     def __init__(self, body: bytes, receive: Receive):
@@ -104,16 +107,16 @@ class ReplayedBody:
         return await self.receive_rest()
 
     async def receive_rest(self) -> Message:
-        """Return what the client sends after the body, which is only that it disconnects."""
+        """Wait for a message after the body: usually for the client to disconnect."""
         if not self.client_gone.is_set():
-            message = asyncio.ensure_future(self._receive())
+            received = asyncio.ensure_future(self._receive())
             gone = asyncio.ensure_future(self.client_gone.wait())
             try:
-                await asyncio.wait((message, gone), return_when=asyncio.FIRST_COMPLETED)
-                if message.done() and message.result()["type"] != "http.disconnect":
-                    return message.result()
+                await asyncio.wait((received, gone), return_when=asyncio.FIRST_COMPLETED)
+                if received.done() and received.result()["type"] != "http.disconnect":
+                    return received.result()
             finally:
-                message.cancel()
+                received.cancel()
                 gone.cancel()
             self.client_gone.set()
         return {"type": "http.disconnect"}
@@ -125,7 +128,7 @@ async def disconnected() -> Message:
 
 
 def bounded_send(send: Send, body: ReplayedBody) -> Send:
-    """Return a `send` that treats a client that fails or stalls as disconnected."""
+    """Return a `send` that sets `body.client_gone` if the client fails or stalls."""
 
     async def send_or_disconnect(message: Message) -> None:
         try:
@@ -138,7 +141,10 @@ def bounded_send(send: Send, body: ReplayedBody) -> Send:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and its response. content: the body as sent; body: as the application gets it."""
+    """A request and its response.
+
+    content: the body as sent. body: a `receive` that the application gets the body from.
+    """
 
     target: SessionTarget
     scope: Scope
@@ -152,7 +158,7 @@ class Exchange:
         return owner
 
     def key(self) -> str | None:
-        """Return a digest of the request's Idempotency-Key, meaningless to readers of the store.
+        """Return a digest of the Idempotency-Key, which readers of the store must not learn.
 
         Raises ApiError for a key of a wrong length.
         """
@@ -162,7 +168,7 @@ class Exchange:
         return None if key is None else digest(self.owner.encode(), key)
 
     def with_fields(self, fields: dict[str, Any]) -> "Exchange":
-        """Return the exchange with these fields as the JSON body that the application gets."""
+        """Return the exchange with another JSON body for the application."""
         body = ReplayedBody(json.dumps(fields).encode(), self.body.receive_rest)
         headers = [item for item in self.scope["headers"] if item[0].lower() != b"content-length"]
         return replace(self, body=body, scope={**self.scope, "headers": headers})
@@ -185,7 +191,6 @@ class RecordedResponse:
         return cls(key, request, response.status, headers, body)
 
     async def send(self, response: WithheldResponse) -> None:
-        """Repeat the response."""
         headers = [
             (name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers
         ]
@@ -208,7 +213,7 @@ def recorded_in(notes: Mapping[str, Any]) -> list[RecordedResponse]:
 
 
 def notes_of(responses: Sequence[RecordedResponse]) -> dict[str, Any]:
-    """Return notes for a snapshot. Only the newest responses keep their headers and bodies."""
+    """Return notes for a snapshot. Only the newest 8 responses keep their headers and bodies."""
     older = responses[-_MAX_RECORDS:-_MAX_BODIES]
     stripped = [replace(response, body=None, headers=[]) for response in older]
     return {NOTE: [asdict(response) for response in (*stripped, *responses[-_MAX_BODIES:])]}

@@ -17,7 +17,7 @@ from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSess
 from kvkeep.fleet.exchange import NOTE, RecordedResponse, notes_of, recorded_in
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.head import SessionHead
-from kvkeep.storage.sessions.lease_seconds import Lease
+from kvkeep.storage.sessions.lease import Lease
 from kvkeep.storage.sessions.protocol import VersionedHead
 from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -26,9 +26,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 LEASE_SECONDS = 2.0  # for which the sessions of a killed server stay leased
 _MAX_COPIES = 1_000
-_LOAD_TRIES = 5  # of a session that others commit meanwhile
+_LOAD_ATTEMPTS = 5  # while others commit
 _IDLE_TIMEOUT = 30.0  # seconds that a step of a cancelled generation takes at most
-_POLL_SECONDS = 0.1  # between two tries to lease a session that another server holds
+_POLL_SECONDS = 0.1  # between attempts to lease a session that another server holds
 _STORE_THREADS = 16
 _Key = tuple[str, str]  # owner and name
 
@@ -46,15 +46,19 @@ class _EngineCopy:
 
 @dataclass
 class LeasedSession:
-    """A session that is leased to this server, which alone may write it."""
+    """A session that is leased to this server.
+
+    record: the session in the engine; None until it is created. loaded_revision: None for a new
+    session. in_sync: whether the session in the engine equals that in the store.
+    """
 
     owner: str
     name: str
     lease: Lease
-    record: SessionRecord | None = None  # the engine's session, once it is created
-    loaded_revision: int | None = None  # None for a new session
+    record: SessionRecord | None = None
+    loaded_revision: int | None = None
     responses: list[RecordedResponse] = field(default_factory=list)
-    in_sync: bool = False  # whether the engine's session equals the store's
+    in_sync: bool = False
 
     @property
     def key(self) -> _Key:
@@ -64,9 +68,9 @@ class LeasedSession:
 class SessionLeases:
     """Leases of a store's sessions, and their copies in one engine.
 
-    Between requests the engine may keep a session's copy; each request compares it with the head in
-    the store and loads the session again if another server has committed. sessions_of: returns an
-    owner's sessions in the store. tasks: of requests in progress.
+    The engine may keep a copy between requests; a request loads the session again if another server
+    has committed since. sessions_of: maps an owner to the sessions in the store. tasks: requests
+    in progress.
     """
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
@@ -83,7 +87,6 @@ class SessionLeases:
             await asyncio.wait(set(self.tasks))
 
     async def in_store_thread(self, function: Callable[[], T]) -> T:
-        """Run a function that waits for the store in a thread of the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def _in_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -93,12 +96,12 @@ class SessionLeases:
     async def creating(self, owner: str, name: str) -> AsyncIterator[LeasedSession]:
         """Lease a new session, to be created in the engine and committed within the block.
 
-        Without a commit it is rolled back. Raises InvalidArgument for a taken name, HeldElsewhere.
+        Without a commit it is rolled back. Raises InvalidArgument if it exists, HeldElsewhere.
         """
         async with self._exclusive(owner, name, patience=0.0):
             lease = await self.in_store_thread(lambda: self.sessions_of(owner).create(name))
-            async with self._synchronised(LeasedSession(owner, name, lease)) as leased:
-                await self._forget_copy(leased.key)  # of one that was deleted elsewhere
+            async with self._rolled_back(LeasedSession(owner, name, lease)) as leased:
+                await self._drop_copy(leased.key)  # of a session that another server deleted
                 yield leased
 
     @asynccontextmanager
@@ -108,14 +111,14 @@ class SessionLeases:
         """Lease a session and load it into the engine as it was last committed.
 
         Changes that are not committed within the block are rolled back. patience: seconds to wait
-        for another request of this server; a lease of another server is waited for as long as a
-        killed server's would last.
+        for another request of this server. If another server has the lease, this waits for as long
+        as a killed server's lease lasts.
 
         Raises NoSuchSession, Busy, HeldElsewhere.
         """
         async with self._exclusive(owner, name, patience):
             lease = await self._acquire(owner, name)
-            async with self._synchronised(LeasedSession(owner, name, lease)) as leased:
+            async with self._rolled_back(LeasedSession(owner, name, lease)) as leased:
                 copy = await self._load(owner, name, lease.head)
                 leased.record, leased.loaded_revision = copy.record, copy.revision
                 leased.responses = list(copy.responses)
@@ -123,8 +126,8 @@ class SessionLeases:
                 yield leased
 
     @asynccontextmanager
-    async def _synchronised(self, leased: LeasedSession) -> AsyncIterator[LeasedSession]:
-        """Keep engine and store equal after the block, and release the lease."""
+    async def _rolled_back(self, leased: LeasedSession) -> AsyncIterator[LeasedSession]:
+        """After the block, roll back what was not committed, and release the lease."""
         try:
             yield leased
         finally:
@@ -140,11 +143,11 @@ class SessionLeases:
                     self._copies[leased.key].version = leased.lease.version
 
     async def _roll_back(self, leased: LeasedSession) -> None:
-        """Drop the engine's session; also the store's if nothing was ever committed to it."""
-        await self._forget_copy(leased.key)
+        """Drop the session in the engine; in the store, too, if nothing was ever committed."""
+        await self._drop_copy(leased.key)
         if leased.loaded_revision is None and not leased.lease.head.snapshot:
             with suppress(KvkeepError):
-                await self._in_engine(self._borrowed.discard, await self._record(leased))
+                await self._in_engine(self._borrowed.discard, await self._engine_record(leased))
             with suppress(StoreError):
                 await self.in_store_thread(leased.lease.remove)
 
@@ -154,8 +157,8 @@ class SessionLeases:
     ) -> AsyncIterator[SessionRecord]:
         """Keep a session in the engine within the block, without a lease.
 
-        It is as last committed, or as a request of this server is writing it. committed: wait for
-        such a request, because what is made of the session is to last. Raises NoSuchSession.
+        The session is as last committed, or as another request of this server is writing it; with
+        `committed`, this waits for that request. Raises NoSuchSession.
         """
         record = None if committed else self._being_written.get((owner, name))
         if record is None or not await self._in_engine(self._borrowed.acquire, record):
@@ -169,7 +172,7 @@ class SessionLeases:
     async def remove(self, owner: str, name: str, check: Callable[[SessionPath], None]) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
 
-        check: called under the lease, before anything is removed. Raises what it raises,
+        check: called under the lease, before anything is removed. Raises the errors of `check`,
         NoSuchSession, Busy, HeldElsewhere.
         """
         async with self._exclusive(owner, name, patience=0.0):
@@ -177,29 +180,30 @@ class SessionLeases:
             try:
                 await self.in_store_thread(lambda: check(SessionPath(lease.objects)))
                 await self.in_store_thread(lease.remove)
-                await self._forget_copy((owner, name))
+                await self._drop_copy((owner, name))
             finally:
                 await self.in_store_thread(lease.release)
 
     async def changed(self, leased: LeasedSession) -> bool:
         """Whether there is anything to commit. Raises StoreError if the engine dropped it."""
-        return await self._idle_revision(await self._record(leased)) != leased.loaded_revision
+        record = await self._engine_record(leased)
+        return await self._idle_revision(record) != leased.loaded_revision
 
     async def commit(self, leased: LeasedSession, response: RecordedResponse | None = None) -> None:
-        """Commit a session, with the response to its request, and release the lease.
+        """Commit a session, with the response to record, and release the lease.
 
         Raises Moved if another server has taken the session, StoreError.
         """
-        record = await self._record(leased)
+        record = await self._engine_record(leased)
         await self._idle_revision(record)
         responses = [*leased.responses, *([response] if response else [])]
         snapshot, revision = await self._in_engine(self._borrowed.snapshot, record)
         snapshot = replace(snapshot, notes={**snapshot.notes, **notes_of(responses)})
         target = SessionPath(leased.lease.objects, leased.lease, release=True)
         await self.in_store_thread(lambda: snapshot.save(target))
-        head, version = leased.lease.head, leased.lease.version
-        copy = _EngineCopy(record, head.snapshot, version, revision, responses)
-        self._remember(leased.key, copy)
+        version = leased.lease.version
+        copy = _EngineCopy(record, version.head.snapshot, version, revision, responses)
+        self._keep_copy(leased.key, copy)
         await self._in_engine(record.mark_saved, revision)
         leased.in_sync = True
 
@@ -218,8 +222,8 @@ class SessionLeases:
         finally:
             lock.release()
 
-    async def _record(self, leased: LeasedSession) -> SessionRecord:
-        """Return the engine's session, also one that was created since the lease began."""
+    async def _engine_record(self, leased: LeasedSession) -> SessionRecord:
+        """Return the engine's session, which may have been created under the lease."""
         if leased.record is None:
             leased.record = await self._in_engine(self._borrowed.adopt, leased.name, leased.owner)
         if leased.record is None:
@@ -227,22 +231,22 @@ class SessionLeases:
         return leased.record
 
     async def _load_latest(self, owner: str, name: str) -> SessionRecord:
-        """Load a session as it is committed when this call begins, or later."""
+        """Load a session as committed now, or later if others commit meanwhile."""
         path = self.sessions_of(owner).path(name)
-        for tries_left in reversed(range(_LOAD_TRIES)):
+        for attempts_left in reversed(range(_LOAD_ATTEMPTS)):
             head = await self.in_store_thread(path.head)
             if head is None or not head.snapshot:
-                await self._forget_copy((owner, name))
+                await self._drop_copy((owner, name))
                 raise NoSuchSession(f"there is no session {name!r}")
             try:
                 return (await self._load(owner, name, head)).record
             except NoObject:  # another server has committed meanwhile
-                if not tries_left:
+                if not attempts_left:
                     raise
         raise AssertionError
 
     async def _acquire(self, owner: str, name: str) -> Lease:
-        """Acquire a lease, waiting for as long as a killed server's lease lasts."""
+        """Acquire a lease; wait for as long as a killed server's lease lasts."""
         sessions, copy = self.sessions_of(owner), self._copies.get((owner, name))
         cached = copy.version if copy else None
         deadline = time.monotonic() + 1.5 * sessions.lease_seconds + 0.5
@@ -251,7 +255,7 @@ class SessionLeases:
                 lease = await self.in_store_thread(partial(sessions.acquire, name, False, cached))
                 break
             except NoObject:
-                await self._forget_copy((owner, name))
+                await self._drop_copy((owner, name))
                 raise NoSuchSession(f"there is no session {name!r}") from None
             except HeldElsewhere:
                 if time.monotonic() > deadline:
@@ -266,7 +270,7 @@ class SessionLeases:
         return lease
 
     async def _load(self, owner: str, name: str, head: SessionHead) -> _EngineCopy:
-        """Make the engine's session the one that the head names; it stays until it is released."""
+        """Load the head's snapshot, unless the engine has it; it stays until it is released."""
         key = owner, name
         copy = self._copies.get(key)
         if copy is not None and copy.snapshot == head.snapshot:
@@ -282,17 +286,17 @@ class SessionLeases:
         record = await self._in_engine(self._borrowed.load, snapshot, name, owner)
         version = copy.version if copy else None
         copy = _EngineCopy(record, head.snapshot, version, record.revision, responses)
-        self._remember(key, copy)
+        self._keep_copy(key, copy)
         return copy
 
-    def _remember(self, key: _Key, copy: _EngineCopy) -> None:
+    def _keep_copy(self, key: _Key, copy: _EngineCopy) -> None:
         self._copies[key] = copy
         self._copies.move_to_end(key)
         while len(self._copies) > _MAX_COPIES:
             self._copies.popitem(last=False)
 
     async def _idle_revision(self, record: SessionRecord) -> int:
-        """Return the session's revision once a cancelled generation has ended."""
+        """Wait for a cancelled generation to end, and return the session's revision."""
         deadline = time.monotonic() + _IDLE_TIMEOUT
         while True:
             try:
@@ -302,8 +306,8 @@ class SessionLeases:
                     raise
                 await asyncio.sleep(0.01)
 
-    async def _forget_copy(self, key: _Key) -> None:
-        """Drop the engine's copy of a session, and cancel what is running in it."""
+    async def _drop_copy(self, key: _Key) -> None:
+        """Drop the engine's copy of a session, and cancel its generation."""
         copy = self._copies.pop(key, None)
         if copy is not None:
             await self._in_engine(self._borrowed.discard, copy.record)

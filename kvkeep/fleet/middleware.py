@@ -1,8 +1,8 @@
 """ASGI middleware between the security checks and the routes: sessions live in the store.
 
-A request that changes a session leases it from its first byte to its commit. The response is
-withheld until then, so that no client hears of a change that another server could lose. A request
-with an `Idempotency-Key` is carried out once: as a whole, or not at all.
+A request that changes a session leases it until the commit. The response is withheld until then,
+so that no client learns of a change that may be lost. A request with an `Idempotency-Key` is
+carried out at most once, and completely.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ from kvkeep.storage.sessions.shared import SessionPath
 from kvkeep.storage.snapshots.snapshot import describe
 
 _log = logging.getLogger("kvkeep.server")
-_SEEDS = 2**53  # below which JavaScript represents every integer
-_RETRY_PATIENCE = 10.0  # seconds that a repeated request waits for its first try
+_SEEDS = 2**53  # JavaScript represents every integer below
+_RETRY_PATIENCE = 10.0  # seconds that a retry waits for the first attempt
 _ASGI = {"version": "3.0", "spec_version": "2.3"}  # starlette then watches for disconnects
 
 
@@ -73,9 +73,9 @@ class SessionMiddleware:
             return
         body = ReplayedBody(content, receive)
         scope = {**scope, "asgi": _ASGI}
-        keyed = b"idempotency-key" in dict(scope["headers"])
-        response = WithheldResponse(bounded_send(send, body), MAX_BODY if keyed else 0)
-        # A task of its own: a client that disconnects cancels its generation, but not the commit.
+        has_key = b"idempotency-key" in dict(scope["headers"])
+        response = WithheldResponse(bounded_send(send, body), MAX_BODY if has_key else 0)
+        # In a task: a client that disconnects cancels its generation, but not the commit.
         task = asyncio.create_task(self._respond(Exchange(target, scope, content, body, response)))
         self._leases.tasks.add(task)
         task.add_done_callback(self._leases.tasks.discard)
@@ -103,7 +103,7 @@ class SessionMiddleware:
             if error.status >= 500:
                 _log.error("%s %s", scope["method"], scope["path"], exc_info=exception)
             event = sse_event(error.openai_body(), "error")
-            await response.replace(error.response(), event)
+            await response.fail(error.response(), event)
         else:
             await response.release()
 
@@ -138,7 +138,6 @@ class SessionMiddleware:
                 await self._write(exchange)
 
     async def _run(self, exchange: Exchange) -> None:
-        """Let the application respond to an exchange."""
         await self._app(exchange.scope, exchange.body.receive, exchange.response.send)
 
     async def _read(self, exchange: Exchange) -> None:
@@ -146,12 +145,12 @@ class SessionMiddleware:
 
         A session that is rolled back between loading and reading gives a 404: then try once more.
         """
-        first_try = WithheldResponse(exchange.response.send)
+        first_response = WithheldResponse(exchange.response.send)
         with suppress(NoSuchSession):
             async with self._leases.reading(exchange.owner, exchange.target.name):
-                await self._run(replace(exchange, response=first_try))
-            if first_try.status != 404:
-                await first_try.release()
+                await self._run(replace(exchange, response=first_response))
+            if first_response.status != 404:
+                await first_response.release()
                 return
             async with self._leases.reading(exchange.owner, exchange.target.name):
                 await self._run(exchange)
@@ -202,7 +201,8 @@ class SessionMiddleware:
             await self._run(exchange)
             leased.lease.check()
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
-            if exchange.response.succeeded if key else await self._leases.changed(leased):
+            commits = exchange.response.succeeded if key else await self._leases.changed(leased)
+            if commits:
                 await self._commit(leased, exchange, request)
 
     async def _commit(self, leased: LeasedSession, exchange: Exchange, request: str) -> None:
@@ -212,7 +212,7 @@ class SessionMiddleware:
         await self._leases.commit(leased, recorded)
 
     async def _delete(self, exchange: Exchange) -> None:
-        """Delete a session, also one that is too damaged to be loaded."""
+        """Delete a session, which may be too damaged to be loaded."""
         if_match, name = Headers(scope=exchange.scope).get("if-match"), exchange.target.name
         expected = parse_if_match(if_match or None)
 
@@ -238,7 +238,7 @@ class SessionMiddleware:
 
 
 def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
-    """Return a session's fields as last committed; None for one that is gone or damaged."""
+    """Return a session's JSON fields as last committed; None if it is gone or damaged."""
     try:
         notes = describe(path)["notes"]
         record = SessionRecord(path.stem, "", True, None, None)
@@ -251,9 +251,10 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
 async def _repeat_response(
     responses: Sequence[RecordedResponse], key: str, request: str, response: WithheldResponse
 ) -> bool:
-    """Repeat the recorded response of an earlier request with this key. Returns whether it was.
+    """Repeat the recorded response to an earlier request with this key. False if there is none.
 
-    Raises ApiError if the key came with another request, or the response was not kept.
+    request: a digest. Raises ApiError if the key came with another request, or the response was
+    not kept.
     """
     recorded = next((earlier for earlier in responses if earlier.key == key), None)
     if recorded is None:
@@ -273,7 +274,7 @@ async def _repeat_response(
 
 
 def _with_seed(exchange: Exchange, key: str) -> Exchange:
-    """Give a request without a seed one derived from its key: a retry samples the same tokens."""
+    """Derive a missing seed from the request's key, so that a retry samples the same tokens."""
     try:
         fields = json_object(exchange.content)
     except ApiError:  # the route reports it

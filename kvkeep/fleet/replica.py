@@ -22,14 +22,13 @@ from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine over a store. leases: of its sessions. writer: its name in leases."""
+    """An engine over a store. writer: its name in leases."""
 
     engine: Engine
     leases: SessionLeases
     writer: str
 
     def middleware(self, app: Any) -> SessionMiddleware:
-        """Wrap an application; see `application`."""
         return SessionMiddleware(app, self.leases, self.writer)
 
 
@@ -45,8 +44,8 @@ def open_replica(
 ) -> Replica:
     """Open a store and start an engine over it.
 
-    store: URL. prefixes: whether prefilled prefixes of prompts are shared. lease: seconds. Raises
-    InvalidArgument and StoreError for a store that cannot be used.
+    store: URL. prefixes: whether to share prefilled prefixes of prompts. lease: seconds. Raises
+    InvalidArgument and StoreError for an unusable store.
     """
     objects = open_object_store(store)
     # Unique to this process, even if containers share host names.
@@ -68,10 +67,7 @@ def open_replica(
 
 
 def require_conditional_writes(objects: ObjectStore) -> None:
-    """Check that a store honours conditions: without them two servers could write one session.
-
-    Raises StoreError if it does not, or cannot be reached.
-    """
+    """Raise StoreError for a store that ignores If-Match and If-None-Match, or is unreachable."""
     key = f"checks/{secrets.token_hex(8)}"
     tag = objects.put(key, b"first", if_absent=True)
     try:

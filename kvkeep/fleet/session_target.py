@@ -1,4 +1,4 @@
-"""The session that a request targets, and its effect on that session."""
+"""The session that a request targets, and the effect on it."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from typing import Any, Literal, cast
 from kvkeep.server.errors import ApiError
 from kvkeep.storage.sessions.interface import is_name
 
-# none: targets no session of the store. create: makes a session, fork: from another one.
-# read: changes nothing. snapshot: writes the session under another name. events: an endless stream.
-# save: asks for what every commit does anyway. unknown: looks like a session's path but is none.
+# none: no session of the store. unknown: an invalid path below /v1/sessions/. fork: creates a
+# session from another one. snapshot: saves the session as a labelled snapshot. events: an endless
+# stream. save: nothing to do, as every commit saves.
 ReadKind = Literal["none", "unknown", "list", "read", "events"]
 TargetKind = ReadKind | Literal["create", "fork", "snapshot", "write", "delete", "save"]
 _SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
@@ -54,7 +54,7 @@ def session_target(method: str, path: str) -> SessionTarget:
 
 
 def checked_new_name(name: object) -> str:
-    """Return the name if a new session of the store may have it. Raises ApiError."""
+    """Return the name. Raises ApiError if a new session of the store cannot have it."""
     if not isinstance(name, str) or not is_name(name):
         raise ApiError(400, f"name: {name!r:.120} is no name of a session", param="name")
     if _RESERVED.fullmatch(name):

@@ -1,4 +1,4 @@
-"""The configuration of a fleet, as it is sent to the processes of its servers."""
+"""The configuration of a fleet, which its servers' processes receive."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,7 @@ _NO_SECRET = bytes(32)
 
 @dataclass(frozen=True)
 class Setup:
-    """The configuration of each server.
-
-    model, dtype, weights: as for `load_model`. hosts, origins, alias: as for `kvkeep serve`.
-    """
+    """The configuration of a server: the arguments of `load_model` and `kvkeep serve`, and more."""
 
     model: str
     dtype: str | None
@@ -38,7 +35,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Scale:
-    """The number of servers that run, between two bounds of autoscaling."""
+    """The bounds and parameters of autoscaling."""
 
     min_servers: int
     max_servers: int
@@ -49,8 +46,8 @@ class Scale:
 def read_secret(file: Path | None) -> bytes:
     """Return the 32-byte secret that all servers of a fleet share.
 
-    Without a file it is zeros: then everything that can write to the store is trusted. Raises
-    InvalidArgument for a file that is too short to be secret.
+    Without a file it is zeros: then all who can write to the store are trusted. Raises
+    InvalidArgument for a file that is too short.
     """
     if file is None:
         return _NO_SECRET
