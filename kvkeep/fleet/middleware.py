@@ -162,37 +162,43 @@ class SessionMiddleware:
         owner, fields, key = exchange.owner, json_object(exchange.content), exchange.key()
         generated = f"s-{key[:16]}" if key else f"s-{secrets.token_hex(8)}"
         name = checked_new_name(fields.get("name") or generated)
-        request = digest(exchange.scope["path"].encode(), json.dumps(fields).encode())
-        if key and await self._repeat_creation(exchange, name, key, request):
+        request_digest = digest(exchange.scope["path"].encode(), json.dumps(fields).encode())
+        if key and await self._repeat_creation(exchange, name, key, request_digest):
             return
         try:
             async with self._leases.creating(owner, name) as leased:
                 await self._run(exchange.with_fields({**fields, "name": name}))
                 if exchange.response.succeeded:
-                    await self._commit(leased, exchange, request)
+                    await self._commit(leased, exchange, request_digest)
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
-            if not key or not await self._repeat_creation(exchange, name, key, request):
+            if not key or not await self._repeat_creation(exchange, name, key, request_digest):
                 raise
 
-    async def _repeat_creation(self, exchange: Exchange, name: str, key: str, request: str) -> bool:
+    async def _repeat_creation(
+        self, exchange: Exchange, name: str, key: str, request_digest: str
+    ) -> bool:
         """Repeat the response if this very request has created the session before."""
         try:
             async with self._leases.writing(exchange.owner, name, _RETRY_PATIENCE) as leased:
                 leased.in_sync = True
-                return await _repeat_response(leased.responses, key, request, exchange.response)
+                return await _repeat_response(
+                    leased.responses, key, request_digest, exchange.response
+                )
         except NoSuchSession:
             return False
 
     async def _write(self, exchange: Exchange) -> None:
         """Change a session under its lease, commit, and only then release the response."""
         key, scope = exchange.key(), exchange.scope
-        request = digest(scope["method"].encode(), scope["path"].encode(), exchange.content)
+        request_digest = digest(scope["method"].encode(), scope["path"].encode(), exchange.content)
         if key and exchange.target.action in SAMPLING_ACTIONS:
             exchange = _with_seed(exchange, key)
         patience = _RETRY_PATIENCE if key else 0.0
         name = exchange.target.name
         async with self._leases.writing(exchange.owner, name, patience) as leased:
-            if key and await _repeat_response(leased.responses, key, request, exchange.response):
+            if key and await _repeat_response(
+                leased.responses, key, request_digest, exchange.response
+            ):
                 leased.in_sync = True
                 return
             loop, client_gone = asyncio.get_running_loop(), exchange.body.client_gone
@@ -203,12 +209,12 @@ class SessionMiddleware:
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
             commits = exchange.response.succeeded if key else await self._leases.changed(leased)
             if commits:
-                await self._commit(leased, exchange, request)
+                await self._commit(leased, exchange, request_digest)
 
-    async def _commit(self, leased: LeasedSession, exchange: Exchange, request: str) -> None:
-        """Commit a session, with the response if the request has a key. request: its digest."""
+    async def _commit(self, leased: LeasedSession, exchange: Exchange, request_digest: str) -> None:
+        """Commit a session, with the response if the request has a key."""
         key = exchange.key()
-        recorded = RecordedResponse.of(key, request, exchange.response) if key else None
+        recorded = RecordedResponse.of(key, request_digest, exchange.response) if key else None
         await self._leases.commit(leased, recorded)
 
     async def _delete(self, exchange: Exchange) -> None:
@@ -249,17 +255,17 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
 
 
 async def _repeat_response(
-    responses: Sequence[RecordedResponse], key: str, request: str, response: WithheldResponse
+    responses: Sequence[RecordedResponse], key: str, request_digest: str, response: WithheldResponse
 ) -> bool:
     """Repeat the recorded response to an earlier request with this key. False if there is none.
 
-    request: a digest. Raises ApiError if the key came with another request, or the response was
+    Raises ApiError if the key came with another request, or the response was
     not kept.
     """
     recorded = next((earlier for earlier in responses if earlier.key == key), None)
     if recorded is None:
         return False
-    if recorded.request != request:
+    if recorded.request != request_digest:
         raise key_reused_error()
     if recorded.body is None:
         raise ApiError(

@@ -12,7 +12,12 @@ from torch import Tensor
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, merge_segments
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import BEST
-from kvkeep.compression.methods.apply import Compression, check_budget, compress, compress_by_heads
+from kvkeep.compression.methods.apply import (
+    Compression,
+    check_budget,
+    compress,
+    compress_across_heads,
+)
 from kvkeep.compression.methods.base import Budget, Candidates, Eviction, Method
 from kvkeep.compression.methods.kvzip import KVzap, KVzip
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
@@ -151,7 +156,7 @@ _PlannedRuns: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 
 def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     runs, remaining = _split_into_runs(memory, plan)
-    compress_runs = _compress_by_heads if plan.effective_budget == "heads" else _compress_evenly
+    compress_runs = _compress_across_heads if plan.effective_budget == "heads" else _compress_evenly
     results = compress_runs(_candidates(memory, plan, runs), remaining, plan)
     return plan.effective_budget, runs, results
 
@@ -267,12 +272,12 @@ def _compress_evenly(
         yield parts, reports
 
 
-def _compress_by_heads(
+def _compress_across_heads(
     runs: list[Candidates], remaining: int, plan: CompressionPlan
 ) -> Iterator[_RunResult]:
     """Keep the cells with the highest scores over all runs, layers and KV heads."""
     assert isinstance(plan.method, Eviction)
-    for cells, report in compress_by_heads(plan.method, runs, remaining):
+    for cells, report in compress_across_heads(plan.method, runs, remaining):
         _report_progress(plan, report.cells_before)
         yield [cells], [report]
 

@@ -13,8 +13,8 @@ from kvkeep.cache import Cells, Ragged
 from kvkeep.compression.methods import METHODS, make_method
 from kvkeep.compression.methods.apply import (
     check_budget,
+    compress_across_heads,
     compress_and_join,
-    compress_by_heads,
     score,
     top_over_heads,
 )
@@ -73,7 +73,7 @@ def test_ragged_cells_are_compressed_again_to_the_given_count(name: str) -> None
     candidates, _ = ragged(random_candidates(60, compressed=True, queries=20, statistics=True))
     before = candidates.cells
     assert isinstance(before, Ragged)
-    ((fewer, report),) = compress_by_heads(make_method(name), [candidates], 9)  # type: ignore[arg-type]
+    ((fewer, report),) = compress_across_heads(make_method(name), [candidates], 9)  # type: ignore[arg-type]
     assert fewer.total == 9 * LAYERS * KV_HEADS
     assert len(fewer) == report.cells_after == 9
     for layer, head in HEAD_INDICES:
@@ -98,7 +98,7 @@ def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
     joined = replace(old, cells=Cells.concatenate([old.cells, as_compressed(new.cells)]))
     method = make_method(name)
     assert isinstance(method, Eviction)
-    ((expected, _),) = compress_by_heads(method, [joined], 15)
+    ((expected, _),) = compress_across_heads(method, [joined], 15)
     merged, report = compress_and_join(method, [old, new], 15)
     assert isinstance(merged, Ragged)
     assert report.cells_before == len(old) + len(new)

@@ -61,7 +61,7 @@ def compress(
         yield result.cells, Compression(end - first, len(result.cells), result.merged, seconds)
 
 
-def compress_by_heads(
+def compress_across_heads(
     method: Eviction, runs: Sequence[Candidates], count: int
 ) -> Iterator[tuple[Ragged, Compression]]:
     """Keep the highest scored cells over all runs, layers and KV heads.
@@ -80,7 +80,7 @@ def compress_by_heads(
 def compress_and_join(
     method: Eviction, runs: Sequence[Candidates], count: int
 ) -> tuple[Ragged, Compression]:
-    """Compress as `compress_by_heads` does, and join the remaining cells of all runs.
+    """Compress as `compress_across_heads` does, and join the remaining cells of all runs.
 
     runs: oldest first; they differ only in their cells.
     """
