@@ -54,10 +54,10 @@ class BatchRequest:
         """Return the engine's request. sampling, max_tokens: defaults for missing fields."""
         from kvkeep.engine import GenerationRequest
 
-        body, text = self.body, model.text
+        body, tokenizer = self.body, model.text
         try:
-            prompt = text.chat(body["messages"]) if self.chat else body["prompt"]
-            ids = text.encode(prompt)
+            prompt = tokenizer.chat(body["messages"]) if self.chat else body["prompt"]
+            ids = tokenizer.encode(prompt)
             if not ids:
                 raise InvalidArgument("the prompt is empty")
             limit = body.get("max_completion_tokens") or body.get("max_tokens") or max_tokens

@@ -33,18 +33,21 @@ PreparedRequest = tuple[BatchRequest, GenerationRequest]
 
 
 class BatchResults:
-    """The open results file. done: digests answered by an earlier run. added: new answers."""
+    """The open results file.
+
+    done: digests answered by an earlier run. answered: new answers without an error.
+    """
 
     def __init__(self, file: BinaryIO, done: set[str]):
         self._file, self.done = file, done
-        self.added = 0
+        self.answered = 0
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. It is on disk when this returns."""
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.added += not line.get("error")
+        self.answered += not line.get("error")
 
 
 @contextmanager
@@ -196,7 +199,7 @@ def run_batch(
         report.finish_reason = "interrupt"
         raise
     finally:
-        report.seconds, report.answered = time.perf_counter() - start, results.added
+        report.seconds, report.answered = time.perf_counter() - start, results.answered
         if report.finish_reason == "interrupt":
             report.close(output)
             say("the same command goes on from here")
