@@ -212,12 +212,14 @@ def test_a_span_holds_what_took_the_place_of_its_own_tokens(edits: list) -> None
             assert not any(mine)
 
 
-def test_places_and_what_is_remembered_are_those_of_the_spans() -> None:
+def test_ranges_and_remembered_counts_equal_those_of_the_spans() -> None:
     session = MODEL.session(32)
     session.feed("a first part that is long enough to be forgotten")
     for name, (start, end) in {"old": (8, 12), "half": (10, 25), "new": (40, 45)}.items():
         session.name(name, start, end)
-    assert dict(session.places) == {s.name: (s.start, s.end) for s in session.spans.values()}
+    assert dict(session.span_ranges) == {s.name: (s.start, s.end) for s in session.spans.values()}
+    with pytest.warns(DeprecationWarning, match="use Session.span_ranges"):
+        assert session.places == session.span_ranges
     for span in session.spans.values():
         assert session.remembered(span.name) == span.remembered
         assert session.remembered(span.start, span.end) == span.remembered

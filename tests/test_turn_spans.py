@@ -82,7 +82,7 @@ def talked(model: Model, system: str | None, questions: list[str], answer: str) 
 
 
 def said_in(session: Session, model: Model, name: str) -> str:
-    start, end = session.places.get(name, (0, 0))
+    start, end = session.span_ranges.get(name, (0, 0))
     return model.text.decode(session.tokens[start:end])
 
 
@@ -99,7 +99,7 @@ def test_spans_are_what_was_said_and_can_be_replaced(chat: tuple[Model, str, boo
         if system is not None and name != "gemma":  # which has it in the first turn
             texts["system text"] = system
             if name != "plain":  # whose "\n\n" is another token before what follows
-                assert system_tokens(model.text, system) == session.places["system"][1]
+                assert system_tokens(model.text, system) == session.span_ranges["system"][1]
         replaceable = set[str]()
         for span, said in texts.items():
             said = said.strip() if strips else said
@@ -118,7 +118,7 @@ def test_spans_are_what_was_said_and_can_be_replaced(chat: tuple[Model, str, boo
             session.replace("turn 2 question", None, new)
             other = talked(model, system, [questions[0], new, questions[2]], answer)
             assert session.tokens == other.tokens
-            assert session.places == other.places
+            assert session.span_ranges == other.span_ranges
             session.replace("turn 2 question", None, questions[1])
         assert session.text() == text
 

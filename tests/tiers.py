@@ -51,7 +51,19 @@ EXTENDED = (
     "test_atomic_calls.py",
     # Damaged files by the thousands.
     "fuzz/",
-    # Slow cases of tests whose other cases are in the first tier.
+    # Single slow tests, and slow cases of tests whose other cases are in the first tier.
+    "cache/test_observer.py::test_queries_follow_rewinds_failures_and_forks",
+    "compiled/test_experts.py::test_logits_are_the_same_on_any_number_of_threads[avx512bf16-gemma4",
+    "engine/test_engine.py::test_deep_in_a_prompt_steps_are_halved_and_reuse_is_exact",
+    "engine/test_engine.py::test_generations_continue_during_a_long_change",
+    "engine/test_registry.py::test_many_generations_do_not_grow_memory",
+    "models/test_families.py::test_bounded_logits_equal_the_naive_reference[gemma4-experts]",
+    "models/test_gguf_tokenizer.py::test_default_model_tokenizes_as_in_transformers",
+    "models/test_source.py::test_two_processes_convert_once",
+    "shared/test_sessions.py::test_injected_faults_lose_and_repeat_no_commit[100",
+    "store/test_round_trip.py::test_another_process_continues_bit_exactly[sliding-empty-seeded-no",
+    "test_edit_costs.py::test_many_small_edits_do_not_leave_many_segments[full",
+    "test_edit_places.py::test_an_agent_can_replace_its_pinned_tool_result_for_ever[sliding-200",
     "models/test_families.py::test_bounded_logits_equal_the_naive_reference[gemma3n-as-published]",
     "models/test_families.py::test_bounded_logits_equal_the_naive_reference[gemma4-experts-shared]",
     "models/test_source.py::test_killed_conversion_leaves_no_visible_model[packed.safetensors]",

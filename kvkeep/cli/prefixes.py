@@ -125,7 +125,7 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[st
 @_SHARED_STORE
 def clear(store: str | None) -> None:
     """Remove all beginnings of prompts. They are evaluated anew when they come again."""
-    _make_room(store, 0)
+    _evict_to(store, 0)
 
 
 @click.command()
@@ -143,10 +143,10 @@ def gc(store: str | None, max_bytes: int | None) -> None:
     """
     if store is not None and max_bytes is None:
         raise click.UsageError("--store needs --max-bytes: it is of all who share the store")
-    _make_room(store, PREFIX_BYTES if max_bytes is None else max_bytes)
+    _evict_to(store, PREFIX_BYTES if max_bytes is None else max_bytes)
 
 
-def _make_room(shared_store: str | None, max_bytes: int) -> None:
+def _evict_to(shared_store: str | None, max_bytes: int) -> None:
     if shared_store is None:
         store = open_prefix_store()
         freed, remaining, where = store.gc(max_bytes), store.nbytes, ""

@@ -113,7 +113,7 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     Raises InvalidArgument before anything is evaluated.
     """
     plan.check()
-    memory.require_no_states("compressed")
+    memory.require_no_recurrent_states("compressed")
     if memory.policy.name != "full":
         raise InvalidArgument(
             f'policy "{memory.policy.name}" cannot be compressed at once: policy="archive" '
@@ -236,14 +236,13 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
         if not unchanged:
             run_scores = None if scores is None else scores[..., start : start + count]
             seen = queries.seen_from(segment.map) if queries else None
-            candidates.append(
-                replace(_run_cells(memory, plan, run), queries=seen, reconstruction=run_scores)
-            )
+            unscored = _unscored_candidates(memory, plan, run)
+            candidates.append(replace(unscored, queries=seen, reconstruction=run_scores))
         start += count
     return candidates
 
 
-def _run_cells(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
+def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
     cache, (segment, _, first, count) = memory.cache, run
     plain = segment.view(first, count).dequantised(cache.layout.dtype)
     return Candidates(plain, cache.rope, cache.scale, statistics=plan.statistics, seed=plan.seed)
@@ -252,7 +251,7 @@ def _run_cells(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
 def _compress_repeats(
     memory: Memory, plan: CompressionPlan, run: _Run, is_repeat: Tensor, quota: int
 ) -> _RunResult:
-    cells, chunks = compress_repeats(_run_cells(memory, plan, run), is_repeat, quota)
+    cells, chunks = compress_repeats(_unscored_candidates(memory, plan, run), is_repeat, quota)
     if plan.progress:
         plan.progress(len(is_repeat))
     return [cells], chunks

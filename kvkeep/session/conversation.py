@@ -88,12 +88,12 @@ class Conversation:
     @property
     def turns(self) -> list[int]:
         """The numbers of the turns; a deleted one leaves a gap."""
-        return turns_in(self.session.places)
+        return turns_in(self.session.span_ranges)
 
     @property
     def last_turn(self) -> int:
         """The number of the newest turn; 0 if there is none. Cheap at any length."""
-        while self._last_turn and f"turn {self._last_turn}" not in self.session.places:
+        while self._last_turn and f"turn {self._last_turn}" not in self.session.span_ranges:
             self._last_turn -= 1
         return self._last_turn
 
@@ -103,7 +103,7 @@ class Conversation:
         An answer that was cut off is closed first; a complete one has its end-of-turn token in
         memory already. An end token that is not the template's is removed from the session.
         """
-        tokens, spans = self.session.tokens, self.session.places
+        tokens, spans = self.session.tokens, self.session.span_ranges
         if not tokens:
             return self._encode_first_turn(question)[0]
         opening, *rest = self._later_turn_pieces(question)
@@ -127,7 +127,7 @@ class Conversation:
         if previous:
             # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
             name = f"turn {previous}"
-            self.session.name(name, self.session.places[name][0], start)
+            self.session.name(name, self.session.span_ranges[name][0], start)
         elif prompt_tokens == end and start:
             self._name_system(question, start)
         self.session.name(turn, start, end)
@@ -140,7 +140,7 @@ class Conversation:
     @property
     def is_open(self) -> bool:
         """Whether the newest turn has no answer yet."""
-        turn, spans = f"turn {self.last_turn}", self.session.places
+        turn, spans = f"turn {self.last_turn}", self.session.span_ranges
         return turn in spans and f"{turn} answer" not in spans
 
     def end_turn(self) -> None:
@@ -148,18 +148,18 @@ class Conversation:
         if not self.last_turn:
             return
         turn, tokens = f"turn {self.last_turn}", self.session.tokens
-        start, answer = self.session.places[turn]
+        start, answer_start = self.session.span_ranges[turn]
         end = len(tokens)
         self.session.name(turn, start, end)
-        if end > answer and tokens[-1] in self._eos:
+        if end > answer_start and tokens[-1] in self._eos:
             end -= 1
-        self._name_text(f"{turn} answer", (answer, end))
+        self._name_text(f"{turn} answer", (answer_start, end))
 
     def undo(self) -> int:
         """Rewind the last turn; return its token count. Raises InvalidArgument if it cannot."""
         if not self.last_turn:
             raise InvalidArgument("there is no turn to take back")
-        count = len(self.session.tokens) - self.session.places[f"turn {self.last_turn}"][0]
+        count = len(self.session.tokens) - self.session.span_ranges[f"turn {self.last_turn}"][0]
         self.session.rewind(count)
         return count
 

@@ -51,12 +51,12 @@ class SessionState:
     def keep(self) -> int:
         return WHOLE_PROMPT if self.keep_whole_prompt else self.memory.policy.keep
 
-    def check_prompt(self, count: int) -> None:
+    def check_first_prompt(self, count: int) -> None:
         """Raise InvalidArgument if the whole first prompt is to be kept and does not fit."""
         if self.keep_whole_prompt:
             self.memory.policy.with_settings(keep=count)
 
-    def keep_prompt(self, count: int) -> None:
+    def keep_first_prompt(self, count: int) -> None:
         """Set `keep` to the length of the first prompt if all of it is to be kept."""
         if self.keep_whole_prompt:
             self.memory.change_policy(keep=count)
@@ -115,7 +115,7 @@ class SessionCore:
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")
         self.memory.require_room(len(ids))
-        self.state.check_prompt(len(ids))
+        self.state.check_first_prompt(len(ids))
         return ids
 
     def token_range(self, start: int | str, end: int | None) -> TokenRange:

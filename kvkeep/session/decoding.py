@@ -116,7 +116,7 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
     """
     with session_transaction([core]) as (state,):
         last_hidden = state.memory.hidden
-        state.keep_prompt(len(ids))
+        state.keep_first_prompt(len(ids))
         size = 1 if sampled else core.prefill_step
         hidden = evaluate_step(state.memory, ids, done, size, sampled).hidden
         targets = ids[done : done + len(hidden)]

@@ -129,12 +129,12 @@ def _edit(
 ) -> EditReport:
     """Put `ids` in place of tokens `start ... end - 1`. name: of the span that is replaced."""
     started = time.perf_counter()
-    core.memory.require_no_states("edited")
-    core.state.check_prompt(len(ids))
+    core.memory.require_no_recurrent_states("edited")
+    core.state.check_first_prompt(len(ids))
     prepared = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
     with session_transaction([core]) as (state,):
         state.memory, moved = prepared.apply(state.memory)
-        state.keep_prompt(len(ids))
+        state.keep_first_prompt(len(ids))
         state.move_spans(lambda span: after_edit(span, start, end, len(ids)))
         if name is not None and ids:
             state.spans = {**state.spans, name: (start, start + len(ids))}
@@ -144,7 +144,7 @@ def _edit(
 
 def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
     """Remove tokens that have no cells."""
-    core.memory.require_no_states("edited")
+    core.memory.require_no_recurrent_states("edited")
     if any(segment.compressed for segment in core.memory.cache.segments):
         raise InvalidArgument(
             f"tokens {start} to {end} are not remembered, but may live on in compressed "

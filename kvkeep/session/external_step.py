@@ -44,13 +44,13 @@ class ExternalStep:
     ) -> None:
         for core, session_ids in zip(cores, ids, strict=True):
             core.memory.require_room(len(session_ids))
-            core.state.check_prompt(len(session_ids))
+            core.state.check_first_prompt(len(session_ids))
         self._change = StateChange(cores)
         exits.callback(self._change.rollback)
         memories = [state.memory for state in self._change.states]
         chunks, grouped = list[Sequence[int]](), len(cores) > 1
         for core, state, session_ids in zip(cores, self._change.states, ids, strict=True):
-            state.keep_prompt(len(session_ids))
+            state.keep_first_prompt(len(session_ids))
             hidden, chunk = _open_last(state.memory, session_ids, core.prefill_step, grouped)
             self._hidden.append(hidden)
             chunks.append(chunk)

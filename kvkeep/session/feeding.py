@@ -120,7 +120,7 @@ class Feeding(Iterator[FeedStep]):
         if core.store is None or core.memory.tokens:
             return
         state = core.state.successor()
-        state.keep_prompt(self.total)
+        state.keep_first_prompt(self.total)
         prefix = _StoredPrefix(core.store, core.model)
         prefix.load(state.memory, self._ids)
         with interrupts_deferred():
@@ -136,7 +136,7 @@ class Feeding(Iterator[FeedStep]):
         core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
             with session_transaction([core]) as (state,):
-                state.keep_prompt(self.total)
+                state.keep_first_prompt(self.total)
                 step = evaluate_step(state.memory, self._ids, self.done, size)
             self._advance(step.hidden.shape[0])
         self._peak_cells = max(self._peak_cells, step.peak_cells)

@@ -111,7 +111,7 @@ class Memory:
         """Whether the policy evicts at its budget: anchors are then the kept and pinned cells."""
         return self.policy.room(self.cache) is None
 
-    def require_no_states(self, operation: str) -> None:
+    def require_no_recurrent_states(self, operation: str) -> None:
         """Raise InvalidArgument if layers keep states. operation: a participle, as "edited"."""
         if self.cache.recurrent:
             raise InvalidArgument(
@@ -124,7 +124,7 @@ class Memory:
         """Raise InvalidArgument if the last `count` tokens cannot be removed by a rewind."""
         if count == 0:
             return
-        self.require_no_states("rewound")
+        self.require_no_recurrent_states("rewound")
         held, total = self.rewindable, len(self.tokens)
         maximum = total if held == total else held - 1
         if not 0 <= count <= maximum:
@@ -257,7 +257,7 @@ class Memory:
         Raises InvalidArgument if these tokens are not all held.
         """
         if count < len(self.tokens):
-            self.require_no_states("rewound")
+            self.require_no_recurrent_states("rewound")
         held, total = self.rewindable, len(self.tokens)
         if not self.holds_all or not _holds_local_window(self.cache, total, total - count):
             raise InvalidArgument(

@@ -494,7 +494,7 @@ class Session(SessionEdits):
         }
 
     @property
-    def places(self) -> Mapping[str, TokenRange]:
+    def span_ranges(self) -> Mapping[str, TokenRange]:
         """The range of each span: its first token, and the one after its last. Cheap."""
         return MappingProxyType(self.core.state.spans)
 
@@ -507,6 +507,13 @@ class Session(SessionEdits):
     def token_status(self) -> list[TokenStatus]:
         """The status of each token, in order; see `TokenStatus`."""
         return token_statuses(self.core.memory)
+
+    @property
+    def places(self) -> Mapping[str, TokenRange]:
+        """Deprecated: use `span_ranges`."""
+        message = "Session.places is deprecated: use Session.span_ranges"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.span_ranges
 
     @property
     def standing(self) -> list[TokenStatus]:

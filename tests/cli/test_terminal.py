@@ -162,7 +162,7 @@ def test_a_stopped_answer_is_on_the_screen_once(
     assert terminal.ended(PATIENCE) == 0
     model = load_model(str(tiny_folder), dtype="float32")
     session = model.restore(Snapshot.load(own_home / "sessions" / "s.kvkeep"))
-    start, end = session.places["turn 1 answer"]
+    start, end = session.span_ranges["turn 1 answer"]
     answer = model.text.decode(session.tokens[start:end], skip_special=True)
     assert end - start > 20
     assert shown == drawn(answer, 100_000, True, size=size).text.removesuffix("\nended")

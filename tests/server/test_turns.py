@@ -57,7 +57,9 @@ def test_turns_equal_a_conversation_in_python(client: httpx.Client, smollm2: Mod
     pieces = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
     assert [item["id"] for item in pieces] == session.tokens
     spans = client.get(f"/v1/sessions/{name}/memory").json()["spans"]
-    assert {span: (at["start"], at["end"]) for span, at in spans.items()} == dict(session.places)
+    assert {span: (at["start"], at["end"]) for span, at in spans.items()} == dict(
+        session.span_ranges
+    )
 
 
 def test_the_system_prompt_is_never_evicted(client: httpx.Client) -> None:

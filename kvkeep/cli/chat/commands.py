@@ -181,7 +181,7 @@ class ChatCommands(ABC):
         """Store an edited system prompt, with which a later `--system` is compared."""
         if passage.description.endswith("the system prompt"):
             conversation = self.branches.current
-            start, end = conversation.session.places.get("system text", (0, 0))
+            start, end = conversation.session.span_ranges.get("system text", (0, 0))
             text = conversation.codec.decode(conversation.session.tokens[start:end])
             conversation.system = text or None
 

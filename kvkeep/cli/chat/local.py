@@ -51,7 +51,7 @@ class LocalChat(ChatLoop):
 
     def regenerate_turn(self, turn: int) -> None:
         session = self.branches.current.session
-        start, _ = session.places.get(f"turn {turn} answer", (len(session.tokens), 0))
+        start, _ = session.span_ranges.get(f"turn {turn} answer", (len(session.tokens), 0))
         try:
             session.rewind(len(session.tokens) - start)
         except InvalidArgument as error:

@@ -118,11 +118,11 @@ class ChatLoop(ChatCommands):
     def warn_if_forgotten(self) -> None:
         """Print a warning if the newest question alone exceeded the memory."""
         session, turns = self.branches.current.session, self.branches.current.turns
-        places = session.places
+        spans = session.span_ranges
         name = f"turn {turns[-1]} question" if turns else ""
-        if name not in places:
+        if name not in spans:
             return
-        start, end = places[name]
+        start, end = spans[name]
         forgotten = end - start - session.remembered(start, end)
         if forgotten > 0:
             earlier = f", and the {counted(len(turns) - 1, 'turn')} before it" if turns[1:] else ""
@@ -137,10 +137,10 @@ class ChatLoop(ChatCommands):
         turns = conversation.turns
         if not turns:
             return
-        places, tokens = conversation.session.places, conversation.session.tokens
+        spans, tokens = conversation.session.span_ranges, conversation.session.tokens
 
         def text_of(part: str) -> str:
-            start, end = places.get(f"turn {turns[-1]} {part}", (0, 0))
+            start, end = spans.get(f"turn {turns[-1]} {part}", (0, 0))
             return conversation.codec.decode(tokens[start:end]).strip()
 
         say("\n".join(f"> {line}" for line in text_of("question").splitlines()[:_MAX_LINES]))

@@ -47,11 +47,12 @@ def find_passage(conversation: Conversation, reference: str, text_alone: bool = 
     if quoted:
         passage = _find_words(conversation, quoted[1] or quoted[2])
     else:
-        name, places = _span_name(conversation, reference, text_alone), conversation.session.places
-        if name not in places:
+        name = _span_name(conversation, reference, text_alone)
+        spans = conversation.session.span_ranges
+        if name not in spans:
             missing = f"there is no {reference} here" if reference else "what is missing"
             raise InvalidArgument(f"{missing}; there is: {_known_passages(conversation)}")
-        passage = Passage(_span_description(name), *places[name])
+        passage = Passage(_span_description(name), *spans[name])
     if conversation.session.remembered(passage.start, passage.end) < passage.tokens:
         raise InvalidArgument(f"{passage.description} is not remembered any more, or not whole")
     return passage
@@ -74,7 +75,7 @@ def _span_name(conversation: Conversation, reference: str, text_alone: bool) -> 
 def _find_words(conversation: Conversation, words: str) -> Passage:
     """Find the fewest tokens with the words, in the newest question, answer or system prompt."""
     session, decode = conversation.session, conversation.codec.decode
-    newest_first = sorted(session.places.items(), key=lambda place: -place[1][0])
+    newest_first = sorted(session.span_ranges.items(), key=lambda place: -place[1][0])
     for name, (start, end) in newest_first:
         if not name.endswith((" text", "question", "answer")):
             continue
@@ -102,5 +103,5 @@ def _known_passages(conversation: Conversation) -> str:
         return "nothing yet"
     if len(turns) > 8:
         turns = [*turns[:3], "...", *turns[-3:]]
-    system = ["system"] if "system" in conversation.session.places else []
+    system = ["system"] if "system" in conversation.session.span_ranges else []
     return ", ".join([*system, *turns, "last", 'or "quoted words"'])

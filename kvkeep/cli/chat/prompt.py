@@ -241,8 +241,8 @@ class ChatCompleter(Completer):
 
     def _passages(self) -> Iterator[str]:
         """Yield references to the system prompt, to turns and to their parts."""
-        places = self._branches.current.session.places
-        if "system" in places:
+        spans = self._branches.current.session.span_ranges
+        if "system" in spans:
             yield "system"
         turns = self._branches.current.turns
         if turns:
@@ -250,5 +250,5 @@ class ChatCompleter(Completer):
         for turn in reversed(turns):
             yield str(turn)
             for part in ("question", "answer"):
-                if f"turn {turn} {part}" in places:
+                if f"turn {turn} {part}" in spans:
                     yield f"{turn}.{part}"

@@ -97,7 +97,7 @@ class RemoteChatSession(RemoteSession):
     """A session on a server with the attributes of `Session` that commands use. None is cached."""
 
     @property
-    def places(self) -> dict[str, tuple[int, int]]:
+    def span_ranges(self) -> dict[str, tuple[int, int]]:
         spans = self.memory()["spans"]
         return {name: (span["start"], span["end"]) for name, span in spans.items()}
 
@@ -135,7 +135,7 @@ class RemoteConversation:
 
     @property
     def turns(self) -> list[int]:
-        return turns_in(self.session.places)
+        return turns_in(self.session.span_ranges)
 
     def _decode(self, ids: Sequence[int]) -> str:
         response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
@@ -209,7 +209,7 @@ class RemoteChat(ChatLoop):
         self.warn_if_forgotten()
 
     def regenerate_turn(self, turn: int) -> None:
-        start, end = self._session.places[f"turn {turn} question"]
+        start, end = self._session.span_ranges[f"turn {turn} question"]
         question = self._conversation.codec.decode(self._session.tokens[start:end])
         self._conversation.undo()
         self.turn(question)

@@ -92,7 +92,7 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
             "bytes": session.cache.nbytes,
             "kv_bits": session.bits.kv,
             "far_bits": session.bits.far,
-            "spans": {name: [start, end] for name, (start, end) in session.places.items()},
+            "spans": {name: [start, end] for name, (start, end) in session.span_ranges.items()},
         }
     return entry
 
