@@ -113,7 +113,7 @@ TEAMS = f"""
 import os
 from kvkeep.engine.thread import EngineThread
 from kvkeep.runtime import worker
-from kvkeep.runtime.worker import _pause
+from kvkeep.runtime.worker import _omp_pause
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -129,7 +129,7 @@ def require_fewer(than):
         assert time.monotonic() < until, threads()
         time.sleep(0.01)
 
-if _pause() is not None and os.path.isdir("/proc/self/task"):
+if _omp_pause() is not None and os.path.isdir("/proc/self/task"):
     torch.ones(2000, 2000) @ torch.ones(2000, 2000)  # a team of this thread's
     step()
     require_fewer(step())
