@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 # The product: kvkeep and what it needs to run, with the kernels of this processor.
 # torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries.
 $(PRODUCT): $(SOURCES)
-	@echo "kvkeep: installing into $(VENV) (about a minute and 0.9 GB; the kernels need a C++ compiler)"
+	@echo "kvkeep: installing into $(VENV) (about a minute on 2 cores, and 1.1 GB; the kernels need a C++ compiler)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	@echo "kvkeep: installing kvkeep, and compiling its kernels for this processor"
