@@ -67,7 +67,7 @@ class ChunkAttention:
 
     @cached_property
     def _zero_angles(self) -> Tensor:
-        """As `_angles`, for layers without RoPE."""
+        """`[rotations, n, head_dim]` float32: the same for layers without RoPE, all angles 0."""
         return self._angles_of(torch.zeros_like(self._step.attention.rope.inverse_frequencies))
 
     def _angles_of(self, frequencies: Tensor) -> Tensor:

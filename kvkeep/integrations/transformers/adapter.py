@@ -124,7 +124,7 @@ def _require_only_rotary_positions(
 
 
 def _rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor]) -> KeyRotation:
-    """As `find_rotation`. Raises UnsupportedModel if there is none."""
+    """Return the rotation of a layer's keys. Raises UnsupportedModel if there is none."""
     rotation = find_rotation(calls, frequency_tables)
     if rotation is None:
         raise UnsupportedModel(

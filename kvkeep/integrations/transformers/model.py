@@ -84,13 +84,13 @@ class TransformersModel(Model):
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """As `LoadedModel.arithmetic`."""
+        """What the bits of a computation depend on, with transformers' version and the threads."""
         threads = str(torch.get_num_threads())
         return super().arithmetic | {"transformers": transformers.__version__, "threads": threads}
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """As `LoadedModel.fingerprint`, but with transformers' complete config."""
+        """The identity of the model in saved files, with transformers' complete config in it."""
         config = self.executor.configs[0].to_dict()
         config = {name: value for name, value in config.items() if name not in _NOT_FINGERPRINTED}
         config_json = json.dumps(config, sort_keys=True, default=str)

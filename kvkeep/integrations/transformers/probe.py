@@ -153,7 +153,7 @@ def _window_of(function: MaskFunction, device: torch.device) -> int | None:
 
 
 def _window_at(function: MaskFunction, query: int, device: torch.device) -> int | None:
-    """As `_window_of`, for the query at this position.
+    """Return how many tokens the query at this position sees; None if all before it.
 
     Returns `-query`, different at each position, for a mask that is not a window.
     """
