@@ -130,4 +130,9 @@ class _NoEchoMode:
         self.enter()
 
     def _is_foreground(self) -> bool:
-        return os.tcgetpgrp(self._descriptor) == os.getpgrp()
+        return is_foreground(self._descriptor)
+
+
+def is_foreground(descriptor: int) -> bool:
+    """Whether this process may read from a terminal without being stopped. Raises OSError."""
+    return os.tcgetpgrp(descriptor) == os.getpgrp()

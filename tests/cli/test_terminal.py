@@ -158,7 +158,7 @@ def test_a_stopped_answer_is_on_the_screen_once(
         text = terminal.wait(f"> {keys}", PATIENCE)
         terminal.type(CTRL_C)
     shown = text.partition("> Tell me all\n")[2].partition("\n[stopped]")[0]
-    terminal.type(CTRL_D)
+    terminal.type(CTRL_U, CTRL_D)
     assert terminal.ended(PATIENCE) == 0
     model = load_model(str(tiny_folder), dtype="float32")
     session = model.restore(Snapshot.load(own_home / "sessions" / "s.kvkeep"))
@@ -166,6 +166,20 @@ def test_a_stopped_answer_is_on_the_screen_once(
     answer = model.text.decode(session.tokens[start:end], skip_special=True)
     assert end - start > 20
     assert shown == drawn(answer, 100_000, True, size=size).text.removesuffix("\nended")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_ctrl_c_right_after_enter_stops_the_message(chat: Chat, at_once: bool) -> None:
+    """Even while the terminal still treats Ctrl-C as a key. The message can be edited."""
+    terminal = chat("-n", "-1", "--max-kv-size", "64")
+    if at_once:
+        terminal.process.send(f"A message\rlater{CTRL_C}")
+    else:
+        terminal.process.send("A message\r")
+        terminal.process.send(CTRL_C)
+    terminal.wait("[stopped]", PATIENCE)
+    terminal.type(CTRL_U, "/quit", "\r")
+    assert terminal.ended(PATIENCE) == 0
 
 
 def test_two_ctrl_cs_do_not_end_a_chat(chat: Chat, own_home: Path) -> None:

@@ -77,7 +77,10 @@ class ChatLoop(ChatCommands):
         while (message := self.prompt.read(status)) is not None:
             with self.prompt.busy():
                 try:
-                    if is_command(message):
+                    if self.prompt.interrupted():
+                        self.prompt.offer(message)
+                        say(_STOPPED)
+                    elif is_command(message):
                         self._run_command(message)
                     elif message.strip():
                         self.ask(message)

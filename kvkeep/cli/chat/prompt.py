@@ -12,8 +12,10 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.defaults import create_output
 from prompt_toolkit.styles import Style
 
@@ -22,7 +24,7 @@ from kvkeep.cli.chat.commands import COMMANDS
 from kvkeep.cli.chat.settings import SETTINGS, SWITCHES
 from kvkeep.cli.options import require_utf8
 from kvkeep.cli.output import say
-from kvkeep.cli.terminal import termination_signal, type_ahead
+from kvkeep.cli.terminal import is_foreground, termination_signal, type_ahead
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text
@@ -47,6 +49,10 @@ class Prompt:
     def busy(self) -> AbstractContextManager[None]:
         """Hold back keys typed during the block, for the next prompt."""
         return nullcontext()
+
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed between the end of `read` and the start of `busy`."""
+        return False
 
 
 class PlainPrompt(Prompt):
@@ -118,6 +124,17 @@ class EditedPrompt(Prompt):
 
     def busy(self) -> AbstractContextManager[None]:
         return type_ahead()
+
+    def interrupted(self) -> bool:
+        # The terminal is still in raw mode then, and Ctrl-C a key among those typed ahead.
+        source = self._session.input
+        keys = get_typeahead(source)
+        with suppress(OSError):
+            if is_foreground(source.fileno()):
+                keys += source.read_keys()
+        held_back = [pressed for pressed in keys if pressed.key != Keys.ControlC]
+        store_typeahead(source, held_back)
+        return len(held_back) < len(keys)
 
 
 class _EmptyLineInterrupted(Exception):
