@@ -6,66 +6,11 @@ from string import ascii_uppercase
 from typing import Protocol
 
 from kvkeep.evaluate.samples import KEY_TYPES, Fact, random_key
-from kvkeep.evaluate.words import CITIES, CODE_WORDS, INSTRUMENTS, MONTHS, NAMES, WORDS
+from kvkeep.evaluate.words import CODE_WORDS, FACTS, LISTS, NAMES, WORDS
 
 COUNT_NAMES = {2: "two", 3: "three", 4: "four"}
 WORDS_PER_SENTENCE = 5  # of `WordCountTask`
 VARIABLE_LENGTH = 3  # letters of a variable's name
-SUBJECTS = {
-    "number": ("lucky number", "locker code", "badge number", "phone extension"),
-    "words": ("secret password", "call sign", "code name", "magic phrase"),
-}
-FACT_TEMPLATES = (  # sentence, question
-    (
-        "The {subject} of {name} is {key}.",
-        "What is the {subject} of {name}? The {subject} of {name} is",
-    ),
-    (
-        "It is a secret that the {subject} of {name} is {key}.",
-        "What is the {subject} of {name}? The {subject} of {name} is",
-    ),
-    (
-        "{name} will always remember the {subject} {key}.",
-        "Which {subject} will {name} always remember? {name} will always remember the {subject}",
-    ),
-    (
-        "Only {name} knows that the {subject} is {key}.",
-        "Which {subject} does only {name} know? Only {name} knows that the {subject} is",
-    ),
-)
-# Sentence, question, answers. The first two share the name and no other word with a meaning.
-REWORDED_TEMPLATES = (
-    (
-        "As a child {name} went to school in {answer}.",
-        "Where did {name} grow up? {name} grew up in the city of",
-        CITIES,
-    ),
-    (
-        "{name} has a small house in {answer}.",
-        "Where does {name} live? {name} lives in the city of",
-        CITIES,
-    ),
-    (
-        "A train takes {name} home to {answer} every evening.",
-        "Where does {name} live? {name} lives in the city of",
-        CITIES,
-    ),
-    (
-        "The office where {name} earns a living is in {answer}.",
-        "In which city does {name} work? {name} works in the city of",
-        CITIES,
-    ),
-    (
-        "{name} was born on a cold day in {answer}.",
-        "When is the birthday of {name}? The birthday of {name} is in the month of",
-        MONTHS,
-    ),
-    (
-        "On Sundays {name} practises the {answer}.",
-        "Which instrument does {name} play? {name} plays the",
-        INSTRUMENTS,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -97,16 +42,16 @@ class NeedleTask:
 
     def generate(self, random: Random, key_type: str) -> TaskInstance:
         names = random.sample(NAMES, self.hidden)
-        subjects = random.sample(SUBJECTS[key_type], self.hidden)
+        subjects = random.sample(FACTS["subjects"][key_type], self.hidden)
         if self.same_subject:
             subjects = subjects[:1] * self.hidden
-        sentence, question = random.choice(FACT_TEMPLATES)
+        template = random.choice(FACTS["facts"])
         facts = []
         for name, subject in zip(names, subjects, strict=True):
             key = random_key(key_type, random)
             texts = {"name": name, "subject": subject, "key": key}
-            hidden, asked = f" {sentence.format(**texts)}", f"\n\n{question.format(**texts)}"
-            facts.append(Fact(hidden, asked, key))
+            sentence = f" {template['sentence'].format(**texts)}"
+            facts.append(Fact(sentence, f"\n\n{template['question'].format(**texts)}", key))
         return TaskInstance(tuple(fact.sentence for fact in facts), tuple(facts[: self.asked]))
 
 
@@ -118,7 +63,7 @@ class MultiValueTask:
     key_types: tuple[str, ...] = KEY_TYPES
 
     def generate(self, random: Random, key_type: str) -> TaskInstance:
-        name, subject = random.choice(NAMES), random.choice(SUBJECTS[key_type])
+        name, subject = random.choice(NAMES), random.choice(FACTS["subjects"][key_type])
         keys = [random_key(key_type, random) for _ in range(self.values)]
         sentences = tuple(f" One of the {subject}s of {name} is {key}." for key in keys)
         answer, *named = keys
@@ -186,11 +131,10 @@ class RewordedTask:
     key_types: tuple[str, ...] = ("words",)
 
     def generate(self, random: Random, key_type: str) -> TaskInstance:
-        name, template = random.choice(NAMES), random.choice(REWORDED_TEMPLATES)
-        sentence, question, answers = template
-        answer = random.choice(answers)
-        sentence = f" {sentence.format(name=name, answer=answer)}"
-        fact = Fact(sentence, f"\n\n{question.format(name=name)}", answer)
+        name, template = random.choice(NAMES), random.choice(FACTS["reworded"])
+        answer = random.choice(LISTS[template["answers"]])
+        sentence = f" {template['sentence'].format(name=name, answer=answer)}"
+        fact = Fact(sentence, f"\n\n{template['question'].format(name=name)}", answer)
         return TaskInstance((sentence,), (fact,))
 
 
