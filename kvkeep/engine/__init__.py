@@ -4,20 +4,21 @@ import warnings
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.events import (
+from kvkeep.engine.generation import (
     Failed,
     Finished,
     GeneratedToken,
+    Generation,
     GenerationEvent,
+    GenerationRequest,
     PrefillProgress,
-    Reuse,
+    RequestLike,
     TokenLogprob,
     Usage,
 )
-from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.operations import Operation, Totals
 from kvkeep.engine.record import SessionRecord
-from kvkeep.engine.reuse import CacheMiss, TextDifference, text_difference
+from kvkeep.engine.reuse import CacheMiss, Reuse, TextDifference
 from kvkeep.engine.scheduler import Limits
 from kvkeep.engine.turn import chat_turn
 
@@ -33,6 +34,7 @@ __all__ = [
     "Limits",
     "Operation",
     "PrefillProgress",
+    "RequestLike",
     "Reuse",
     "SessionRecord",
     "TextDifference",
@@ -40,7 +42,6 @@ __all__ = [
     "Totals",
     "Usage",
     "chat_turn",
-    "text_difference",
 ]
 
 if not TYPE_CHECKING:  # for a type checker the old names do not exist

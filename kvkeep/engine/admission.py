@@ -7,12 +7,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from kvkeep.engine.events import GenerationEvent, Reuse
-from kvkeep.engine.generation import CANCELLED, Generation, GenerationRequest
+from kvkeep.engine.generation import CANCELLED, Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import CacheMiss, best_match, cache_miss
+from kvkeep.engine.reuse import CacheMiss, Reuse, best_match, explain
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.sampling import Sampling, require_own_constraints
@@ -20,6 +19,7 @@ from kvkeep.session.session import Session
 
 _log = logging.getLogger("kvkeep.engine")
 _MAX_MISSES = 50  # of one owner
+_miss_numbers = itertools.count(1)
 
 
 class Admission:
@@ -41,14 +41,18 @@ class Admission:
 
     def admit(
         self,
-        request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
+        request: RequestLike,
         session: str | None,
         owner: str,
-        listener: Callable[[GenerationEvent], None] | None,
+        listeners: Sequence[Listener | None],
         revision: int | None = None,
-        follower_samplings: Sequence[Sampling] = (),
-    ) -> Generation:
-        """Start a generation; see `Engine.submit`. Its followers fork the prefilled session."""
+        samplings: Sequence[Sampling] = (),
+    ) -> list[Generation]:
+        """Start a generation for each listener; see `Engine.submit`, `Engine.submit_many`.
+
+        samplings: of the generations; by default the request's. All but the first generation fork
+        the prefilled session.
+        """
         self._policy.admit(owner, self.scheduler.running, self.scheduler.step_seconds)
         if session is None:
             assert isinstance(request, GenerationRequest)
@@ -62,38 +66,25 @@ class Admission:
                 record.note_truncation(length)
             self._check_prompt(request, session_length=len(record.live.tokens))
         try:
-            samplings = [request.sampling, *follower_samplings]
+            samplings = samplings or [request.sampling]
             require_own_constraints(samplings, self._admitted_samplings())
             prompt, limit = request.prompt, request.max_tokens
             new_tokens = None if limit is None else len(prompt) + limit
             self._registry.reserve(record, new_tokens, len(samplings))
             remaining = prompt[reuse.tokens :]
             feeding = record.live.feeding(remaining) if remaining else None
+            first, *followers = [
+                Generation(replace(request, sampling=sampling), record, listener)
+                for sampling, listener in zip(samplings, listeners, strict=True)
+            ]
         except BaseException:
             if not record.named and record.revision == 0:  # it was created for this prompt
                 self._registry.remove(record)
             raise
-        generation = Generation(request, record, listener)
         record.activity = "generating"
         record.last_used = time.monotonic()
-        generation.start(feeding, reuse)
-        self.scheduler.running.append(generation)
-        return generation
-
-    def admit_many(
-        self,
-        request: GenerationRequest,
-        samplings: Sequence[Sampling],
-        owner: str,
-        listeners: Sequence[Callable[[GenerationEvent], None] | None],
-    ) -> list[Generation]:
-        """Start a generation for each sampling; the prompt is prefilled once for all of them."""
-        requests = [replace(request, sampling=sampling) for sampling in samplings]
-        first = self.admit(requests[0], None, owner, listeners[0], follower_samplings=samplings[1:])
-        followers = [
-            Generation(other, first.record, listener)
-            for other, listener in zip(requests[1:], listeners[1:], strict=True)
-        ]
+        first.start(feeding, reuse)
+        self.scheduler.running.append(first)
         self._followers[first] = followers
         return [first, *followers]
 
@@ -117,7 +108,7 @@ class Admission:
         empty = self._new_session(owner)
         match = best_match(prompt, self._registry.of(owner), empty)
         if not match.resumes_session:
-            self.cache_misses[owner].appendleft(cache_miss(prompt, match))
+            self.cache_misses[owner].appendleft(explain(prompt, match, next(_miss_numbers)))
         reuse, source = match.reuse(prompt), match.record
         if source and match.resumes_session and not source.named:
             source.live.draw_anew()

@@ -10,8 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.events import GenerationEvent
-from kvkeep.engine.generation import Generation, GenerationRequest
+from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.record import PREFILL_STEP, SessionRecord
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
@@ -105,10 +104,10 @@ class Engine:
 
     def submit(
         self,
-        request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
+        request: RequestLike,
         session: str | None = None,
         owner: str = "0",
-        listener: Callable[[GenerationEvent], None] | None = None,
+        listener: Listener | None = None,
         revision: int | None = None,
     ) -> Future[list[Generation]]:
         """Start a generation in a named session, or in one that is created for it.
@@ -119,20 +118,18 @@ class Engine:
         """
         if not callable(request) or session is None:
             validation.instance("request", request, GenerationRequest)
-        admit = self._admission.admit
-        return self.call(lambda: [admit(request, session, owner, listener, revision)])
+        return self.call(self._admission.admit, request, session, owner, [listener], revision)
 
     def submit_many(
         self,
         request: GenerationRequest,
         samplings: Sequence[Any],
         owner: str = "0",
-        listeners: Sequence[Callable[[GenerationEvent], None] | None] | None = None,
+        listeners: Sequence[Listener | None] | None = None,
     ) -> Future[list[Generation]]:
         """Start a generation for each sampling; the prompt is prefilled once for all of them."""
         listeners = listeners or [None] * len(samplings)
-        admit = self._admission.admit_many
-        return self.call(admit, request, samplings, owner, listeners)
+        return self.call(self._admission.admit, request, None, owner, listeners, None, samplings)
 
     # Sessions: each method returns a future of what the operation returns
 

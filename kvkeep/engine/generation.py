@@ -3,8 +3,10 @@
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Literal
 
@@ -12,18 +14,8 @@ import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.engine.events import (
-    EndReason,
-    Failed,
-    Finished,
-    GeneratedToken,
-    GenerationEvent,
-    PrefillProgress,
-    Reuse,
-    TokenLogprob,
-    Usage,
-)
 from kvkeep.engine.record import SessionRecord, prefill_step_at
+from kvkeep.engine.reuse import Reuse
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling
@@ -63,14 +55,92 @@ class GenerationRequest:
             raise InvalidArgument("nothing is asked for: no prompt, and no tokens")
 
 
+# A request, or a function that returns it, called with the session's record at admission.
+RequestLike = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
+
+
+# "eos": the model ended the text. "stop": a stop string was found. "length": max_tokens were
+# generated. "full": the policy holds no more tokens. "cancelled": the caller wants no more.
+EndReason = Literal["eos", "stop", "length", "full", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens and the time that a generation took."""
+
+    prompt: int  # tokens
+    generated: int
+    reuse: Reuse
+    queue_seconds: float  # from submission to the first prefill step
+    prefill_seconds: float  # wall-clock time
+    decode_seconds: float
+
+    @property
+    def evaluated(self) -> int:
+        """Prompt tokens that were not reused."""
+        return self.prompt - self.reuse.tokens
+
+    @property
+    def written(self) -> int:
+        """Deprecated: use `generated`."""
+        warnings.warn("Usage.written is now generated", DeprecationWarning, stacklevel=2)
+        return self.generated
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """A prefill step is done."""
+
+    done: int  # prompt tokens, including those that were reused
+    total: int
+    reuse: Reuse
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and the natural log of its probability, before penalties and temperature."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """A token was generated."""
+
+    token: int
+    text: str  # "" while a stop string or a character may continue
+    logprob: TokenLogprob | None = None  # of the token itself, if requested
+    top_logprobs: Sequence[TokenLogprob] = ()  # of the most likely tokens, if requested
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The generation is complete."""
+
+    reason: EndReason
+    text: str  # the rest, which was held back
+    usage: Usage
+    stop: str | None = None  # the stop string that ended it
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The generation ended with an error; the session is as after its last generated token."""
+
+    error: BaseException
+
+
+GenerationEvent = PrefillProgress | GeneratedToken | Finished | Failed
+Listener = Callable[[GenerationEvent], None]
+
+
 class Generation(Iterator[GenerationEvent]):
     """An admitted request. Iterating yields events up to `Finished` or raises, in any thread."""
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        record: SessionRecord,
-        listener: Callable[[GenerationEvent], None] | None = None,
+        self, request: GenerationRequest, record: SessionRecord, listener: Listener | None = None
     ):
         """listener: called in the engine's thread with each event, and must not block; iterating
         then yields nothing."""
@@ -90,7 +160,6 @@ class Generation(Iterator[GenerationEvent]):
         self._submit_time = time.perf_counter()
         self._prefill_start: float | None = None
         self._prefill_end: float | None = None
-        self._text_stream: TextStream | None = None
         self._events: SimpleQueue[GenerationEvent] = SimpleQueue()
         self._exhausted = False
         self._listener = listener or self._events.put
@@ -167,7 +236,7 @@ class Generation(Iterator[GenerationEvent]):
         if token in model.end_token_ids and not request.ignore_eos:
             self.finish("eos")
             return
-        stream = self._get_text_stream()
+        stream = self._text_stream
         text = "".join(stream.push(token))
         self._emit(GeneratedToken(token, text, *self._reported_logprobs(token)))
         if stream.stopped:
@@ -179,7 +248,7 @@ class Generation(Iterator[GenerationEvent]):
 
     def finish(self, reason: EndReason) -> None:
         """End it; a stop string in the text that was held back overrides the reason."""
-        stream = self._get_text_stream()
+        stream = self._text_stream
         rest = "".join(stream.flush())
         reason = "stop" if stream.stopped else reason
         self._end(Finished(reason, rest, self.usage, stream.stop_found), reason)
@@ -230,10 +299,8 @@ class Generation(Iterator[GenerationEvent]):
         top = zip(ids.tolist(), values.tolist(), strict=True)
         return logprob, [TokenLogprob(*pair) for pair in top]
 
-    def _get_text_stream(self) -> TextStream:
-        if self._text_stream is None:
-            session = self.record.live
-            context = session.tokens.first(len(session.tokens) - len(self.generated))
-            stop, codec = self.request.sampling.stop, session.core.model.text
-            self._text_stream = TextStream(codec, stop, context)
-        return self._text_stream
+    @cached_property
+    def _text_stream(self) -> TextStream:
+        session = self.record.live
+        context = session.tokens.first(len(session.tokens) - len(self.generated))
+        return TextStream(session.core.model.text, self.request.sampling.stop, context)

@@ -10,7 +10,6 @@ computed by decode steps; prefilled, they would differ by rounding. After a last
 prefilled there is no such exception, because a longer prompt has no step that ends there.
 """
 
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.engine.events import Reuse
 from kvkeep.engine.record import SessionRecord
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import CellBlocks, PrefixCache, PrefixMatch
@@ -41,7 +39,19 @@ MissReason = Literal[
 ]
 
 _CONTEXT_TOKENS = 40  # on each side of a difference
-_miss_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """The part of a prompt that was in the cache already."""
+
+    tokens: int = 0  # the first of the prompt
+    # A session in memory or on disk, the prefix store, or "" for none.
+    source: Literal["", "session", "store"] = ""
+    # Why the rest was not reused; "" if all of it was.
+    reason: MissReason = ""
+    differs_at: int | None = None  # index of the first token that differs from the nearest text
+    session: str | None = None  # name of the session that the tokens come from
 
 
 @dataclass(frozen=True)
@@ -83,9 +93,9 @@ class TextDifference:
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """A prompt that continued no session after its last, sampled token."""
+    """The reuse of a prompt that continues no session after its last, sampled token."""
 
-    number: int
+    number: int  # in order of admission; 0 for a prompt that was only explained
     when: float  # seconds since 1970
     tokens: int  # of the prompt
     reuse: Reuse
@@ -141,21 +151,15 @@ def best_match(
     return best
 
 
-def text_difference(prompt: Sequence[int], match: Match) -> TextDifference | None:
-    """Return where a prompt differs from the nearest text; None if it does not."""
-    if match.nearest is None or match.common_tokens >= len(prompt):
-        return None
-    start, end = (
-        max(0, match.common_tokens - _CONTEXT_TOKENS),
-        match.common_tokens + _CONTEXT_TOKENS,
-    )
-    nearest = tuple(match.nearest[start:end])
-    return TextDifference(start, match.common_tokens, tuple(prompt[start:end]), nearest)
-
-
-def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
-    reuse, difference = match.reuse(prompt), text_difference(prompt, match)
-    return CacheMiss(next(_miss_numbers), time.time(), len(prompt), reuse, difference)
+def explain(prompt: Sequence[int], match: Match, number: int = 0) -> CacheMiss:
+    """Report how much of a prompt a match reuses, and how its text differs from the nearest one."""
+    at, difference = match.common_tokens, None
+    if match.nearest is not None and at < len(prompt):
+        start = max(0, at - _CONTEXT_TOKENS)
+        context = slice(start, at + _CONTEXT_TOKENS)
+        texts = tuple(prompt[context]), tuple(match.nearest[context])
+        difference = TextDifference(start, at, *texts)
+    return CacheMiss(number, time.time(), len(prompt), match.reuse(prompt), difference)
 
 
 def _match_record(

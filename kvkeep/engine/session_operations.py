@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import Match, best_match
+from kvkeep.engine.reuse import CacheMiss, best_match, explain
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -33,9 +33,10 @@ class SessionOperations:
         """Return a session, in memory or not; read-only. Raises NoSuchSession."""
         return self._registry.find(name, owner)
 
-    def explain(self, prompt: Sequence[int], owner: str = "0") -> Match:
+    def explain(self, prompt: Sequence[int], owner: str = "0") -> CacheMiss:
         """Return how much of a prompt would be reused, and why not more."""
-        return best_match(prompt, self._registry.of(owner), self._new_session(owner))
+        match = best_match(prompt, self._registry.of(owner), self._new_session(owner))
+        return explain(prompt, match)
 
     def create(
         self,

@@ -19,8 +19,8 @@ from kvkeep.engine import (
     GeneratedToken,
     Generation,
     GenerationEvent,
-    GenerationRequest,
     PrefillProgress,
+    RequestLike,
     SessionRecord,
 )
 from kvkeep.model import Model
@@ -28,9 +28,6 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.keys import ApiKeys
 
 T = TypeVar("T")
-# A request, or a function that returns it, called with the session's record at admission.
-RequestOrFactory = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
-
 _StreamEvent = PrefillProgress | GeneratedToken | Finished
 
 
@@ -83,7 +80,7 @@ class RequestContext:
         return await wrap_future(self.engine.inspect(session, self.owner, function))
 
     async def generate(
-        self, request: RequestOrFactory, session: str, revision: int | None = None
+        self, request: RequestLike, session: str, revision: int | None = None
     ) -> "GenerationStream":
         """Submit a request to a session, which must be at `revision` if that is given.
 

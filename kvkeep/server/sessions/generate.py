@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import GeneratedToken, GenerationRequest, PrefillProgress, chat_turn
+from kvkeep.engine import GeneratedToken, GenerationRequest, PrefillProgress, RequestLike, chat_turn
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import normalized_messages
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
-from kvkeep.server.service import GenerationResult, GenerationStream, RequestOrFactory
+from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
@@ -99,7 +99,7 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
 
 
 async def _run(
-    request: RequestOrFactory, context: SessionContext, streamed: bool
+    request: RequestLike, context: SessionContext, streamed: bool
 ) -> Response | dict[str, Any]:
     generations = await context.generate(request, context.name, context.revision)
     if streamed:

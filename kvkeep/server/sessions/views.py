@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import StreamingResponse
 
 from kvkeep.cache.ragged import Ragged
-from kvkeep.engine import Engine, Operation, Reuse, SessionRecord, TextDifference, text_difference
+from kvkeep.engine import CacheMiss, Engine, Operation, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import ApiError
@@ -161,9 +161,8 @@ async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
     ids = await to_thread(body.encode, context.codec, True)
     if not ids:
         raise ApiError(400, "give text, tokens or messages")
-    match = await wrap_future(context.engine.explain(ids, context.owner))
-    difference = text_difference(ids, match)
-    return _reuse_entry(len(ids), match.reuse(ids), difference, context.codec)
+    explanation = await wrap_future(context.engine.explain(ids, context.owner))
+    return _reuse_entry(explanation, context.codec)
 
 
 @router.get("/v1/prefix/misses")
@@ -174,7 +173,7 @@ async def misses(context: ContextDep) -> dict[str, Any]:
         {
             "number": miss.number,
             "created": int(miss.when),
-            **_reuse_entry(miss.tokens, miss.reuse, miss.difference, context.codec),
+            **_reuse_entry(miss, context.codec),
             "differs_at": miss.difference.at if miss.difference else None,
         }
         for miss in recent
@@ -182,12 +181,11 @@ async def misses(context: ContextDep) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-def _reuse_entry(
-    tokens: int, reuse: Reuse, difference: TextDifference | None, codec: TextCodec
-) -> dict[str, Any]:
+def _reuse_entry(miss: CacheMiss, codec: TextCodec) -> dict[str, Any]:
     """Return how much of a prompt is reused, and the texts around the first difference."""
+    reuse, difference = miss.reuse, miss.difference
     entry: dict[str, Any] = {
-        "prompt_tokens": tokens,
+        "prompt_tokens": miss.tokens,
         "reused": reuse.tokens,
         "session": reuse.session,
         "reason": reuse.reason,
