@@ -19,14 +19,12 @@ layer passes through all later layers.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvkeep.models.layers.experts import GATED
-from kvkeep.models.layers.primitives import Linear, NamedWeights, Norm, Product
-from kvkeep.models.spec.model_spec import Gating
+from kvkeep.models.layers.primitives import NamedWeights
 
 TABLE = "model.embed_tokens_per_layer.weight"
 PROJECTION = "model.per_layer_model_projection.weight"
@@ -35,201 +33,137 @@ PROJECTION_NORM = "model.per_layer_projection_norm.weight"
 LAYER_PARTS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
-@dataclass(frozen=True)
 class PerLayerEmbedding:
     """The vectors of all layers.
 
-    Attributes:
-        size: elements of one vector.
-        factor: multiplies the table's rows.
-        rows: of the table; a token id beyond them takes row 0.
+    factor: multiplies the table's rows.
     """
 
-    table: Product
-    projection: Product
-    norm: Norm
-    size: int
-    factor: float
-    rows: int
+    def __init__(self, weights: NamedWeights, factor: float):
+        spec, self._factor = weights.spec, factor
+        self._size = spec.per_layer_size
+        self._rows = spec.per_layer_vocab or spec.vocab_size
+        total_size = spec.layers * self._size
+        self._table = weights.product(TABLE, self._rows, total_size)
+        self._projection = weights.product(PROJECTION, total_size, spec.hidden_size)
+        self._norm = weights.norm(PROJECTION_NORM, self._size)
 
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """Return `[n, size]` for each layer. tokens: `[n]`, x: embeddings `[n, hidden_size]`."""
-        shape = (len(tokens), -1, self.size)
-        indices = torch.where(tokens < self.rows, tokens, 0)
-        table_rows = (self.table.take_rows(indices) * self.factor).view(shape)
-        projected = (self.projection(x) * x.shape[-1] ** -0.5).view(shape)
-        return ((self.norm(projected) + table_rows) * math.sqrt(0.5)).unbind(1)
+        """Return `[n, size]` for each layer. tokens: `[n]`, x: embeddings `[n, hidden_size]`.
+
+        A token id beyond the table's rows takes row 0.
+        """
+        shape = (len(tokens), -1, self._size)
+        indices = torch.where(tokens < self._rows, tokens, 0)
+        table_rows = (self._table.take_rows(indices) * self._factor).view(shape)
+        projected = (self._projection(x) * x.shape[-1] ** -0.5).view(shape)
+        return ((self._norm(projected) + table_rows) * math.sqrt(0.5)).unbind(1)
 
 
-@dataclass(frozen=True)
 class PerLayerInput:
-    """The part of a layer that reads its per-layer vectors. gating: as in its MLP."""
+    """The part of a layer that reads its per-layer vectors, gated as in its MLP."""
 
-    gate: Product
-    projection: Product
-    norm: Norm
-    gating: Gating
+    def __init__(self, weights: NamedWeights):
+        size, hidden = weights.spec.per_layer_size, weights.spec.hidden_size
+        gate, projection, norm = (f"{name}.weight" for name in LAYER_PARTS)
+        self._gate = weights.product(gate, size, hidden)
+        self._projection = weights.product(projection, hidden, size)
+        self._norm = weights.norm(norm, hidden)
+        self._gated = GATED[weights.spec.gating]
 
     def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
         """Return the update of the residual stream x, `[n, hidden_size]`. vectors: `[n, size]`."""
-        return self.norm(self.projection(GATED[self.gating](self.gate(x), vectors)))
+        return self._norm(self._projection(self._gated(self._gate(x), vectors)))
 
 
-@dataclass(frozen=True)
 class AltUpStreams:
     """The streams' entry before the first layer and their exit after the last.
 
-    opening, closing: a projection for each stream but the first, `[hidden_size, hidden_size]`.
+    Each has a projection for each stream but the first, `[hidden_size, hidden_size]`.
     """
 
-    opening: tuple[Product, ...]
-    closing: tuple[Product, ...]
+    def __init__(self, weights: NamedWeights):
+        hidden, projections = weights.spec.hidden_size, range(weights.spec.altup_inputs - 1)
+        self._opening, self._closing = (
+            [weights.product(f"model.{name}.{i}.weight", hidden, hidden) for i in projections]
+            for name in ("altup_projections", "altup_unembed_projections")
+        )
 
     def open(self, x: Tensor) -> Tensor:
         """Map embeddings `[n, hidden_size]` to streams, all scaled to the embedding's norm."""
-        others = [_scaled_to_norm(project(x), x) for project in self.opening]
+        others = [_scaled_to_norm(project(x), x) for project in self._opening]
         return torch.stack((x, *others), dim=1)
 
     def close(self, streams: Tensor) -> Tensor:
         """Map streams to the input of the final norm, `[n, hidden_size]`: their mean."""
         first, *others = streams.unbind(1)
         total = first.float()
-        for project, other in zip(self.closing, others, strict=True):
+        for project, other in zip(self._closing, others, strict=True):
             total = total + _scaled_to_norm(project(other), first).float()
         return (total / streams.shape[1]).to(streams.dtype)
 
 
-@dataclass(frozen=True)
 class AltUp:
-    """Prediction and correction of the streams around one layer.
+    """Prediction and correction of the streams around one layer, with float32 coefficients.
 
-    active: index of the stream that the layer computes. norm, router, prediction, correction,
-    output_scale: float32. per_layer_input: applied to the other streams after the correction.
+    After the correction, all streams but the first read the layer's per-layer vectors.
     """
 
-    active: int
-    norm: Norm
-    router: Linear
-    prediction: Linear
-    correction: Linear
-    output_scale: Tensor
-    per_layer_input: PerLayerInput
+    def __init__(self, weights: NamedWeights):
+        inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
+        self._active = weights.spec.altup_active
+        self._per_layer_input = PerLayerInput(weights)
+        self._router = weights.float32_linear("altup.modality_router.weight", inputs, hidden)
+        self._prediction = weights.float32_linear(
+            "altup.prediction_coefs.weight", inputs**2, inputs
+        )
+        self._correction = weights.float32_linear("altup.correction_coefs.weight", inputs, inputs)
+        self._norm = weights.norm("altup.router_norm.weight", hidden, torch.float32)
+        self._output_scale = weights.tensor("altup.correct_output_scale", hidden).float()
 
     def __call__(
         self, streams: Tensor, block: Callable[[Tensor], Tensor], vectors: Tensor
     ) -> Tensor:
         """Return the streams after a layer, whose attention and MLP are `block`."""
         predicted = self._predict(streams)
-        output = block(predicted[:, self.active].contiguous())
+        output = block(predicted[:, self._active].contiguous())
         corrected = self._correct(predicted, output)
-        scaled = corrected[:, self.active].float() * self.output_scale
-        update = self.per_layer_input(scaled.to(streams.dtype), vectors)
+        scaled = corrected[:, self._active].float() * self._output_scale
+        update = self._per_layer_input(scaled.to(streams.dtype), vectors)
         first, others = corrected[:, :1], corrected[:, 1:]  # the first even if it is not active
         return torch.cat((first, others + update[:, None]), dim=1)
 
     def _predict(self, streams: Tensor) -> Tensor:
         n, inputs, _ = streams.shape
-        coefficients = self.prediction(self._route(streams[:, self.active]))
+        coefficients = self._prediction(self._route(streams[:, self._active]))
         streams32 = streams.float()
         predicted = streams32 + torch.bmm(coefficients.view(n, inputs, inputs), streams32)
         return predicted.to(streams.dtype)
 
     def _correct(self, predicted: Tensor, output: Tensor) -> Tensor:
-        coefficients = self.correction(self._route(output)) + 1
-        error = output.float() - predicted[:, self.active].float()
+        coefficients = self._correction(self._route(output)) + 1
+        error = output.float() - predicted[:, self._active].float()
         corrected = predicted.float() + coefficients[:, :, None] * error[:, None]
         return corrected.to(predicted.dtype)
 
     def _route(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, inputs]` float32, each from -1 to 1."""
-        return torch.tanh(self.router(self.norm(x.float()) / x.shape[-1]))
+        return torch.tanh(self._router(self._norm(x.float()) / x.shape[-1]))
 
 
-@dataclass(frozen=True)
 class Laurel:
-    """A low-rank branch around attention (LAuReL, arXiv:2411.07501).
+    """A low-rank branch around attention (LAuReL, arXiv:2411.07501)."""
 
-    left: `[rank, hidden_size]`, right: `[hidden_size, rank]`.
-    """
-
-    left: Product
-    right: Product
-    norm: Norm
+    def __init__(self, weights: NamedWeights):
+        rank, hidden = weights.spec.laurel_rank, weights.spec.hidden_size
+        self._left = weights.product("laurel.linear_left.weight", rank, hidden)
+        self._right = weights.product("laurel.linear_right.weight", hidden, rank)
+        self._norm = weights.norm("laurel.post_laurel_norm.weight", hidden)
 
     def __call__(self, x: Tensor, attention_input: Tensor) -> Tensor:
         """Return x, the residual stream after attention, plus the branch; `[n, hidden_size]`."""
-        branch = attention_input + self.norm(self.right(self.left(attention_input)))
+        branch = attention_input + self._norm(self._right(self._left(attention_input)))
         return (x + branch) * math.sqrt(0.5)
-
-
-def make_per_layer_embedding(weights: NamedWeights, factor: float) -> PerLayerEmbedding | None:
-    spec = weights.spec
-    size, total_size = spec.per_layer_size, spec.layers * spec.per_layer_size
-    rows = spec.per_layer_vocab or spec.vocab_size
-    if not size:
-        return None
-    return PerLayerEmbedding(
-        weights.product(TABLE, rows, total_size),
-        weights.product(PROJECTION, total_size, spec.hidden_size),
-        weights.norm(PROJECTION_NORM, size),
-        size,
-        factor,
-        rows,
-    )
-
-
-def make_per_layer_input(weights: NamedWeights) -> PerLayerInput | None:
-    spec, size, hidden = weights.spec, weights.spec.per_layer_size, weights.spec.hidden_size
-    if not size:
-        return None
-    gate, projection, norm = (f"{name}.weight" for name in LAYER_PARTS)
-    return PerLayerInput(
-        weights.product(gate, size, hidden),
-        weights.product(projection, hidden, size),
-        weights.norm(norm, hidden),
-        spec.gating,
-    )
-
-
-def make_streams(weights: NamedWeights) -> AltUpStreams | None:
-    inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
-    if not inputs:
-        return None
-    opening, closing = (
-        tuple(
-            weights.product(f"model.{name}.{index}.weight", hidden, hidden)
-            for index in range(inputs - 1)
-        )
-        for name in ("altup_projections", "altup_unembed_projections")
-    )
-    return AltUpStreams(opening, closing)
-
-
-def make_altup(weights: NamedWeights, per_layer_input: PerLayerInput | None) -> AltUp | None:
-    inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
-    if not inputs:
-        return None
-    assert per_layer_input is not None, "the config reader requires per-layer embeddings"
-    return AltUp(
-        weights.spec.altup_active,
-        router=weights.float32_linear("altup.modality_router.weight", inputs, hidden),
-        prediction=weights.float32_linear("altup.prediction_coefs.weight", inputs**2, inputs),
-        correction=weights.float32_linear("altup.correction_coefs.weight", inputs, inputs),
-        norm=weights.norm("altup.router_norm.weight", hidden, torch.float32),
-        output_scale=weights.tensor("altup.correct_output_scale", hidden).float(),
-        per_layer_input=per_layer_input,
-    )
-
-
-def make_laurel(weights: NamedWeights) -> Laurel | None:
-    rank, hidden = weights.spec.laurel_rank, weights.spec.hidden_size
-    if not rank:
-        return None
-    return Laurel(
-        weights.product("laurel.linear_left.weight", rank, hidden),
-        weights.product("laurel.linear_right.weight", hidden, rank),
-        weights.norm("laurel.post_laurel_norm.weight", hidden),
-    )
 
 
 def _scaled_to_norm(x: Tensor, reference: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ NORM = "model.norm.weight"
 # (most rows, multiple): up to so many rows, the row count is rounded up to this multiple.
 _ROW_MULTIPLES = ((32, 4), (96, 8), (256, 16), (512, 32))
 _MULTIPLE_BEYOND = 128
+_EMPTY = torch.empty(0, dtype=torch.float32, device="meta")  # a config may state any size
 
 
 class Product(Protocol):
@@ -101,7 +102,7 @@ class NamedWeights:
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
-    products: Mapping[str, Product]
+    products: Mapping[str, Product] = field(default_factory=dict)
     prefix: str = ""
 
     def layer(self, index: int) -> "NamedWeights":
@@ -136,11 +137,12 @@ class NamedWeights:
 class DeclaredTensors(NamedWeights):
     """Stands in for weights while modules are built, and records the shapes that they state."""
 
+    tensors: Mapping[str, Tensor] = field(default_factory=lambda: {NORM: _EMPTY})
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.shapes[self.prefix + name] = shape
-        return torch.empty(0, dtype=torch.float32, device="meta")  # a config may state any size
+        return _EMPTY
 
 
 def require_finite(x: Tensor) -> None:
