@@ -1,7 +1,7 @@
 """KVzip's reconstruction scores, against a naive float64 reference; scoring changes nothing."""
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,30 +29,27 @@ class DenseAttention:
     """Dense attention over a whole text in float64 that records the weights of each layer."""
 
     def __init__(self, model: Model):
-        self.spec = model.spec
-        self.network = Network(model.spec, model.decoder.tensors)
+        self.spec, self.tensors = model.spec, model.decoder.tensors
+        self.network = Network(self.spec, self.tensors)
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self.shares: list[Tensor] = []  # per layer [heads, n, n]
         self.values: list[Tensor] = []  # per layer [n, heads, head_dim]
         self.streams: list[Tensor] = []  # the input of each layer, [n, hidden_size]
 
     def read(self, ids: list[int]) -> None:
-        hooked = [
-            replace(layer, attention_norm=self.recording_norm(layer))
-            for layer in self.network.layers
-        ]
-        self.network.layers = hooked
+        layers: Any = [self.recording_layer(layer) for layer in self.network.layers]
+        self.network.layers = layers
         with torch.inference_mode():
             self.network.forward(torch.tensor(ids), self)
 
-    def recording_norm(self, layer: DecoderLayer) -> Any:
-        """Return the layer's attention norm, wrapped to record its input in `streams`."""
+    def recording_layer(self, layer: DecoderLayer) -> Callable[..., Tensor]:
+        """Return the layer, wrapped to record its input in `streams`."""
 
-        def norm(x: Tensor) -> Tensor:
+        def recorded(x: Tensor, *others: Any) -> Tensor:
             self.streams.append(x)
-            return layer.attention_norm(x)
+            return layer(x, *others)
 
-        return norm
+        return recorded
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
@@ -78,7 +75,7 @@ def contributions(dense: DenseAttention, layer: int) -> Tensor:
     token's residual stream, `[heads, n, n]`.
     """
     width, weights = dense.spec.head_dim, dense.shares[layer].clone()
-    weight = dense.network.layers[layer].output.weight.double()
+    weight = dense.tensors[f"model.layers.{layer}.self_attn.o_proj.weight"].double()
     for head in range(dense.spec.heads):
         head_weight = weight[:, head * width : (head + 1) * width]
         weights[head] *= (head_weight @ dense.values[layer][:, head].T).norm(dim=0)
