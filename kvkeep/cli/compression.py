@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import Decorator, file_option, read_nonempty
+from kvkeep.cli.options import QUIET, command, file_option, read_nonempty
 from kvkeep.cli.output import say
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import StoreError
@@ -77,11 +77,6 @@ def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
             )
 
 
-def calibration_option(meaning: str, default: str | None = None) -> Decorator:
-    """Return the `--calibration` option. default: as help shows it."""
-    return file_option("--calibration", exists=True, show_default=default or False, help=meaning)
-
-
 def load_calibration_file(file: Path | None, model: "Model") -> "Calibration | None":
     if file is None:
         return None
@@ -98,21 +93,20 @@ def gains_from_calibration(session: "Session") -> bool:
     )
 
 
-@click.command()
+@command()
 @click.argument("text", metavar="TEXT", type=click.Path())
-@file_option(
-    "-o",
-    "--output",
-    metavar="FILE.kvcal",
-    show_default="where every command finds it",
-    help="Where it is kept.",
-)
-@MODEL
-@DTYPE
-@DEVICE
-@click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line.")
 def calibrate(
-    text: str, output: Path | None, model: str, dtype: DtypeName, device: str, quiet: bool
+    text: str,
+    output: Path | None = file_option(
+        "-o",
+        metavar="FILE.kvcal",
+        show_default="where every command finds it",
+        help="Where it is kept.",
+    ),
+    model: str = MODEL,
+    dtype: DtypeName = DTYPE,
+    device: str = DEVICE,
+    quiet: bool = QUIET,
 ) -> None:
     """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
 

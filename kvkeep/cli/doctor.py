@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import JSON
+from kvkeep.cli.options import JSON, command, option
 from kvkeep.cli.output import echo_facts, echo_json, megabytes
 from kvkeep.cli.store import session_folder
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, model_names
@@ -31,14 +31,14 @@ _DISK_FOLDERS = {
 }
 
 
-@click.command()
+@command()
 @click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
-@DTYPE
-@WEIGHTS
-@click.option("--measure", is_flag=True, help="Also let the model write 40 tokens.")
-@JSON
 def doctor(
-    name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool, as_json: bool
+    name: str,
+    dtype: DtypeName = DTYPE,
+    weights: WeightsName | None = WEIGHTS,
+    measure: bool = option(is_flag=True, help="Also let the model write 40 tokens."),
+    as_json: bool = JSON,
 ) -> None:
     """Say what computes on this machine, why nothing faster does, and what model NAME reaches.
 
@@ -116,9 +116,8 @@ def _gigabytes(rate: float) -> str:
     return f"{rate / 1e9:,.1f} GB/s"
 
 
-@click.command()
-@JSON
-def disk(as_json: bool) -> None:
+@command()
+def disk(as_json: bool = JSON) -> None:
     """Say what kvkeep takes on disk, by kind, and what makes room."""
     folder = session_folder()
     size = sum(path.stat().st_size for path in folder.newest())

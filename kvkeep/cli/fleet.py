@@ -3,14 +3,14 @@
 import signal
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli import serve
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import MemoryChoice, uses_prefixes
+from kvkeep.cli.options import command, option, option_group
 from kvkeep.cli.output import say
+from kvkeep.cli.serve import ServingChoice, require_installed
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects import is_url
 
@@ -30,108 +30,100 @@ def _replicas(text: str) -> tuple[int, int]:
     )
 
 
-@click.command(cls=OptionsOnly, hint="name a model with -m: kvkeep fleet -m {}")
-@serve.serving_options
-@click.option(
-    "--store",
-    metavar="URL",
-    envvar="KVKEEP_STORE",
-    required=True,
-    help="Where sessions are kept, as s3://bucket/prefix; file:///folder on one machine.",
-)
-@click.option(
-    "--replicas",
-    metavar="N|N-M",
-    type=_replicas,
-    default="2",
-    help="How many servers; of N-M as many as there are requests for.",
-)
-@click.option(
-    "--threads",
-    metavar="N",
-    type=click.IntRange(1),
-    default=1,
-    help="That each server computes with.",
-)
-@click.option(
-    "--requests",
-    metavar="N",
-    type=click.IntRange(1),
-    default=16,
-    help="At work at a server, before another is started.",
-)
-@click.option(
-    "--lease",
-    metavar="SECONDS",
-    type=click.FloatRange(0.5, 600),
-    default=2.0,
-    help="For which nobody else goes on with a session whose server was killed.",
-)
-@click.option(
-    "--address", metavar="HOST:PORT", help="Of a Ray cluster that runs; none: this machine."
-)
-def fleet(memory: MemoryChoice, **options: Any) -> None:
+@command(cls=OptionsOnly, hint="name a model with -m: kvkeep fleet -m {}")
+def fleet(
+    serving: ServingChoice = option_group(ServingChoice),
+    store: str = option(
+        metavar="URL",
+        envvar="KVKEEP_STORE",
+        required=True,
+        help="Where sessions are kept, as s3://bucket/prefix; file:///folder on one machine.",
+    ),
+    replicas: tuple[int, int] = option(
+        metavar="N|N-M",
+        type=_replicas,
+        default="2",
+        help="How many servers; of N-M as many as there are requests for.",
+    ),
+    threads: int = option(
+        metavar="N", type=click.IntRange(1), default=1, help="That each server computes with."
+    ),
+    requests: int = option(
+        metavar="N",
+        type=click.IntRange(1),
+        default=16,
+        help="At work at a server, before another is started.",
+    ),
+    lease: float = option(
+        metavar="SECONDS",
+        type=click.FloatRange(0.5, 600),
+        default=2.0,
+        help="For which nobody else goes on with a session whose server was killed.",
+    ),
+    address: str | None = option(
+        metavar="HOST:PORT", help="Of a Ray cluster that runs; none: this machine."
+    ),
+) -> None:
     """Serve a model from several servers, on Ray Serve.
 
     Sessions are kept in an object store, and go on at another server when theirs is killed. What
     is about one session goes to one server, and so do chats that begin alike; or, where it is sent,
     all requests with the same header `x-session-id`.
     """
-    serve.require_safe(options["host"], options["api_key_file"])
-    serve.require_secret(options)
-    serve.require_installed()
-    if not is_url(options["store"]):
+    serving.require_safe()
+    serving.require_secret()
+    require_installed()
+    if not is_url(store):
         raise InvalidArgument(
-            f"--store is a URL, as s3://bucket/prefix or file:///folder; found {options['store']!r}"
+            f"--store is a URL, as s3://bucket/prefix or file:///folder; found {store!r}"
         )
-    if options["store"].startswith("memory:"):
+    if store.startswith("memory:"):
         raise InvalidArgument("--store memory:// is of one process, and a fleet has several")
-    memory.check()
+    serving.memory.check()
     from kvkeep.fleet import deployment
 
     deployment.require_ray()
     from kvkeep.fleet.setup import Scale
     from kvkeep.server.lifecycle import free_port
 
-    host, port = options["host"], free_port(options["host"], options["port"])
-    setup = _setup(memory, options)
-    min_servers, max_servers = options["replicas"]
-    scale = Scale(min_servers, max_servers, options["requests"], options["grace"])
-    if not options["quiet"]:
+    host, port = serving.host, free_port(serving.host, serving.port)
+    setup = _setup(serving, store, threads, lease)
+    scale = Scale(*replicas, requests, serving.grace)
+    if not serving.quiet:
         say(f"starting {scale.min_servers} servers")
     previous_handler = signal.getsignal(signal.SIGTERM)
-    with deployment.running_fleet(setup, scale, host, port, options["address"]):
+    with deployment.running_fleet(setup, scale, host, port, address):
         signal.signal(signal.SIGTERM, previous_handler)  # Ray's ends the process at once
-        if not options["quiet"]:
+        if not serving.quiet:
             print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 
 
-def _setup(memory: MemoryChoice, options: dict[str, Any]) -> "Setup":
+def _setup(serving: ServingChoice, store: str, threads: int, lease: float) -> "Setup":
     """Return the settings of each server, checked before any is started."""
     from kvkeep.fleet.replica import require_conditional_writes
     from kvkeep.fleet.setup import Setup, read_secret
     from kvkeep.server.keys import ApiKeys
     from kvkeep.storage.objects import open_object_store
 
-    secret = read_secret(options["secret_file"])
-    keys = ApiKeys.read(options["api_key_file"], secret)
-    require_conditional_writes(open_object_store(options["store"]))
-    model = memory.load(progress=not options["quiet"])
+    secret = read_secret(serving.secret_file)
+    keys = ApiKeys.read(serving.api_key_file, secret)
+    require_conditional_writes(open_object_store(store))
+    model = serving.load()
     return Setup(
         model=model.name,
-        dtype=memory.dtype,
-        weights=memory.weights,
-        store=options["store"],
+        dtype=serving.memory.dtype,
+        weights=serving.memory.weights,
+        store=store,
         secret=secret,
-        settings=serve.session_settings(memory, model, options["max_bytes"]),
-        memory=options["max_bytes"],
-        prefixes=uses_prefixes(memory, options["prefix_cache"]),
-        threads=options["threads"],
-        lease=options["lease"],
+        settings=serving.session_settings(model),
+        memory=serving.max_bytes,
+        prefixes=serving.uses_prefixes(),
+        threads=threads,
+        lease=lease,
         keys=keys,
-        hosts=(options["host"], *options["allow_host"]),
-        origins=options["allow_origin"],
-        alias=options["alias"],
+        hosts=(serving.host, *serving.allow_host),
+        origins=serving.allow_origin,
+        alias=serving.alias,
     )

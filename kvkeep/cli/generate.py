@@ -4,8 +4,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from kvkeep.cli import options
 from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import (
@@ -32,46 +30,37 @@ if TYPE_CHECKING:
     from kvkeep.storage.snapshots.codec import Codec
 
 
-@click.command(cls=OptionsOnly, hint="give the prompt with -p: kvkeep generate -p {}")
-@click.option("-p", "--prompt", metavar="TEXT", help="Text to continue, as it is.")
-@click.option("-f", "--file", metavar="FILE", help='File with the text; "-": standard input.')
-@options.SPECIAL
-@options.integer_option(
-    "-n", "--max-tokens", minimum=-1, default=256, help="Most tokens to write; -1: no end."
-)
-@click.option(
-    "--session",
-    metavar="NAME",
-    shell_complete=session_names,
-    help="Go on with this session, or begin it; saved at the end.",
-)
-@options.file_option(
-    "--cache-prompt", help="Evaluate the text, write that memory to a file, and end."
-)
-@options.file_option("--restore-prompt", help="Go on after a text that --cache-prompt evaluated.")
-@options.choice_option(
-    "--codec",
-    CODEC_NAMES,
-    "For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
-    default=CODEC_NAMES[0],
-)
-@session_options(
-    keep_option("First tokens never forgotten; -1: the first prompt.", minimum=WHOLE_PROMPT)
-)
-@click.option("--ignore-eos", is_flag=True, help="Write on after the model's end of text.")
-@options.output_options
+@options.command(cls=OptionsOnly, hint="give the prompt with -p: kvkeep generate -p {}")
 def generate(
-    prompt: str | None,
-    file: str | None,
-    special: bool,
-    max_tokens: int,
-    ignore_eos: bool,
-    session: str | None,
-    cache_prompt: Path | None,
-    restore_prompt: Path | None,
-    codec: "Codec",
-    choice: SessionChoice,
-    output: options.OutputChoice,
+    prompt: str | None = options.option("-p", metavar="TEXT", help="Text to continue, as it is."),
+    file: str | None = options.option(
+        "-f", metavar="FILE", help='File with the text; "-": standard input.'
+    ),
+    special: bool = options.SPECIAL,
+    max_tokens: int = options.integer_option(
+        "-n", minimum=-1, default=256, help="Most tokens to write; -1: no end."
+    ),
+    session: str | None = options.option(
+        metavar="NAME",
+        shell_complete=session_names,
+        help="Go on with this session, or begin it; saved at the end.",
+    ),
+    cache_prompt: Path | None = options.file_option(
+        help="Evaluate the text, write that memory to a file, and end."
+    ),
+    restore_prompt: Path | None = options.file_option(
+        help="Go on after a text that --cache-prompt evaluated."
+    ),
+    codec: "Codec" = options.choice_option(
+        CODEC_NAMES,
+        "For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
+        default=CODEC_NAMES[0],
+    ),
+    choice: SessionChoice = session_options(
+        keep_option("First tokens never forgotten; -1: the first prompt.", minimum=WHOLE_PROMPT)
+    ),
+    ignore_eos: bool = options.option(is_flag=True, help="Write on after the model's end of text."),
+    output: options.OutputChoice = options.OUTPUT,
 ) -> None:
     """Continue a text.
 
@@ -94,7 +83,8 @@ def generate(
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
-    with saved_sessions().lock(session) if session is not None else nullcontext() as session_file:
+    store = choice.prefixes.store
+    with nullcontext() if session is None else saved_sessions(store).lock(session) as session_file:
         is_saved = session_file is not None and session_file.exists()
         source = session_file if is_saved else restore_prompt
         continues = source is not None and prompt is None and file is None

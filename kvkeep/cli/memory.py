@@ -4,11 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import click
-
-from kvkeep.cli import compression, options
+from kvkeep.cli import compression
+from kvkeep.cli.options import (
+    SamplingChoice,
+    choice_option,
+    file_option,
+    integer_option,
+    is_given,
+    option,
+    option_group,
+)
 from kvkeep.cli.output import say
-from kvkeep.cli.store import named_secret, named_store, secret_option, store_option
+from kvkeep.cli.store import STORE
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
 from kvkeep.models.hub.library import home
@@ -30,6 +37,14 @@ WHOLE_PROMPT = -1
 PREFIX_BYTES = 2_000_000_000
 
 
+def keep_option(
+    help: str = "First tokens never forgotten.", minimum: int = 0, default: int | None = SINKS
+) -> Any:
+    """Declare the `--keep` option, whose range and default differ between commands."""
+    shown = True if default is not None else f"the system prompt, or {SINKS}"
+    return integer_option(minimum=minimum, default=default, show_default=shown, help=help)
+
+
 @dataclass(frozen=True)
 class MemoryChoice:
     """The options for a model and its memory.
@@ -39,22 +54,54 @@ class MemoryChoice:
     quantisation.
     """
 
-    model: str
-    dtype: DtypeName
-    device: str
-    max_kv_size: int | None
-    keep: int | None
-    policy: PolicyName
-    discard: int | None
-    group: int | None
-    window: int | None
-    prefill_step: int
-    weights: WeightsName | None = None
-    kv_bits: BitsName | None = None
-    far_bits: BitsName | None = None
-    method: str | None = None
-    ratio: float | None = None
-    calibration: Path | None = None
+    model: str = MODEL
+    max_kv_size: int | None = integer_option(
+        show_default="trained length", help="Most tokens held in memory."
+    )
+    keep: int | None = keep_option()
+    policy: PolicyName = choice_option(
+        POLICY_NAMES,
+        "At --max-kv-size: forget (sliding, shift), compress (archive) or end (self_extend, full).",
+        default=POLICY_NAMES[0],
+    )
+    discard: int | None = integer_option(
+        show_default="half", help="Of shift: oldest tokens forgotten at once."
+    )
+    group: int | None = integer_option(
+        show_default="4", help="Of self_extend: far tokens that share a position."
+    )
+    window: int | None = integer_option(
+        show_default="1024; of archive 11/16 of the budget",
+        help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
+    )
+    method: str | None = choice_option(
+        compression.METHOD_NAMES,
+        "Of archive: how older tokens are compressed.",
+        show_default=f"{compression.BEST_METHOD}, or kvzap by a calibration",
+    )
+    ratio: float | None = option(
+        metavar="X",
+        type=compression.ratio,
+        show_default="1, until the archive is full",
+        help="Of archive: how many times fewer cells they become at once.",
+    )
+    calibration: Path | None = file_option(
+        exists=True,
+        show_default="what is kept of the model",
+        help="Of archive: what `kvkeep calibrate` measured of the model.",
+    )
+    kv_bits: BitsName | None = choice_option(
+        BIT_NAMES,
+        "Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
+        show_default="not quantised",
+    )
+    far_bits: BitsName | None = choice_option(
+        BIT_NAMES, "The same of all that is not in the window.", show_default="not quantised"
+    )
+    prefill_step: int = PREFILL_STEP
+    dtype: DtypeName = DTYPE
+    weights: WeightsName | None = WEIGHTS
+    device: str = DEVICE
 
     def check(self) -> None:
         """Check what can be checked without the model. Raises InvalidArgument."""
@@ -64,8 +111,8 @@ class MemoryChoice:
 
             checked_bits(self.policy, Bits(self.kv_bits, self.far_bits))
         # A session restored from a file keeps its policy unless --policy is given.
-        settings = self._policy_settings if options.is_given("policy") else {}
-        if self.calibration is not None and options.is_given("policy") and self.policy != "archive":
+        settings = self._policy_settings if is_given("policy") else {}
+        if self.calibration is not None and is_given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
         if self.max_kv_size is not None and (self.keep is not None or not self._passes_keep):
             from kvkeep.policies import make_policy
@@ -118,7 +165,7 @@ class MemoryChoice:
     @property
     def _passes_keep(self) -> bool:
         """Whether to pass `keep` on. If given, it is, even to a policy that refuses it."""
-        return self.policy in EVICTING_POLICIES or options.is_given("keep")
+        return self.policy in EVICTING_POLICIES or is_given("keep")
 
     @property
     def _policy_settings(self) -> dict[str, Any]:
@@ -128,21 +175,32 @@ class MemoryChoice:
 
 @dataclass(frozen=True)
 class PrefixChoice:
-    prefix_cache: bool
-    prefix_cache_bytes: int
+    """The options for the prefix cache, and for the store that it shares with sessions."""
+
+    store: str | None = STORE
+    prefix_cache: bool = option(
+        is_flag=True, help="Take what is known of the prompt from disk, and keep the rest there."
+    )
+    prefix_cache_bytes: int = integer_option(default=PREFIX_BYTES, help="Most disk space for that.")
+    secret_file: Path | None = file_option(
+        envvar="KVKEEP_SECRET_FILE",
+        exists=True,
+        help="Known to all who share the prefix cache of a --store that is a URL.",
+    )
 
     def open_store(self, model: "Model") -> "PrefixCache | None":
         """Open the prefix cache. Returns None if it is off, or with a warning if that fails."""
         if not self.prefix_cache:
             return None
         try:
-            url = named_store()
-            if url is None or not is_url(url):
+            if self.store is None or not is_url(self.store):
                 return open_prefix_store(self.prefix_cache_bytes)
+            from kvkeep.fleet.setup import read_secret
             from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
             # Several machines share it: its size is limited only by `kvkeep prefixes gc`.
-            return SharedPrefixCache(open_object_store(url), named_secret(), model.arithmetic)
+            store, secret = open_object_store(self.store), read_secret(self.secret_file)
+            return SharedPrefixCache(store, secret, model.arithmetic)
         except StoreError as error:
             warn_without_prefixes(str(error))
             return None
@@ -152,9 +210,9 @@ class PrefixChoice:
 class SessionChoice:
     """The options for a command's sessions."""
 
-    memory: MemoryChoice
-    prefixes: PrefixChoice
-    sampling: options.SamplingChoice
+    memory: MemoryChoice = option_group(MemoryChoice)
+    prefixes: PrefixChoice = option_group(PrefixChoice)
+    sampling: SamplingChoice = option_group(SamplingChoice)
 
     def check(self) -> None:
         """Check what can be checked without the model. Raises InvalidArgument."""
@@ -186,93 +244,6 @@ def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
     return PrefixStore(home() / "prefixes", max_bytes)
 
 
-def keep_option(
-    help: str = "First tokens never forgotten.", minimum: int = 0, default: int | None = SINKS
-) -> options.Decorator:
-    """Return the `--keep` option, whose range and default differ between commands."""
-    shown = True if default is not None else f"the system prompt, or {SINKS}"
-    return options.integer_option(
-        "--keep", minimum=minimum, default=default, show_default=shown, help=help
-    )
-
-
-def memory_options(
-    keep: options.Decorator | None = None, step: options.Decorator = PREFILL_STEP
-) -> options.Decorator:
-    """Return a decorator that passes the options of a `MemoryChoice` as `memory`."""
-    policy = [_BUDGET, keep or keep_option(), *_POLICY_OPTIONS]
-    return options.collect_options(
-        MemoryChoice, "memory", [MODEL, *policy, step, DTYPE, WEIGHTS, DEVICE]
-    )
-
-
-_BUDGET = options.integer_option(
-    "--max-kv-size", show_default="trained length", help="Most tokens held in memory."
-)
-_POLICY_OPTIONS = (
-    options.choice_option(
-        "--policy",
-        POLICY_NAMES,
-        "At --max-kv-size: forget (sliding, shift), compress (archive) or end (self_extend, full).",
-        default=POLICY_NAMES[0],
-    ),
-    options.integer_option(
-        "--discard", show_default="half", help="Of shift: oldest tokens forgotten at once."
-    ),
-    options.integer_option(
-        "--group", show_default="4", help="Of self_extend: far tokens that share a position."
-    ),
-    options.integer_option(
-        "--window",
-        show_default="1024; of archive 11/16 of the budget",
-        help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
-    ),
-    options.choice_option(
-        "--method",
-        compression.METHOD_NAMES,
-        "Of archive: how older tokens are compressed.",
-        show_default=f"{compression.BEST_METHOD}, or kvzap by a calibration",
-    ),
-    click.option(
-        "--ratio",
-        metavar="X",
-        type=compression.ratio,
-        show_default="1, until the archive is full",
-        help="Of archive: how many times fewer cells they become at once.",
-    ),
-    compression.calibration_option(
-        "Of archive: what `kvkeep calibrate` measured of the model.",
-        default="what is kept of the model",
-    ),
-    options.choice_option(
-        "--kv-bits",
-        BIT_NAMES,
-        "Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
-        show_default="not quantised",
-    ),
-    options.choice_option(
-        "--far-bits",
-        BIT_NAMES,
-        "The same of all that is not in the window.",
-        show_default="not quantised",
-    ),
-)
-_PREFIX_OPTIONS = (
-    click.option(
-        "--prefix-cache",
-        is_flag=True,
-        help="Take what is known of the prompt from disk, and keep the rest there.",
-    ),
-    options.integer_option(
-        "--prefix-cache-bytes", default=PREFIX_BYTES, help="Most disk space for that."
-    ),
-)
-_prefix_options = options.collect_options(PrefixChoice, "prefixes", _PREFIX_OPTIONS)
-
-
-def session_options(keep: options.Decorator) -> options.Decorator:
-    """Return a decorator that passes the options of a `SessionChoice` as `choice`."""
-    memory = [memory_options(keep), store_option]
-    prefixes = [_prefix_options, secret_option]
-    all_options = [*memory, *prefixes, options.sampling_options]
-    return options.collect_options(SessionChoice, "choice", all_options)
+def session_options(keep: Any) -> Any:
+    """Declare the options of a `SessionChoice`. keep: the declaration of `--keep`."""
+    return option_group(SessionChoice, memory=option_group(MemoryChoice, keep=keep))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.lazy import MODELS_EQUIVALENTS, LazyCommand, LazyGroup
-from kvkeep.cli.options import JSON
+from kvkeep.cli.options import JSON, command, declare_options, option
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
 from kvkeep.errors import ModelNotFound
@@ -23,14 +23,15 @@ MODELS = {
     "export": LazyCommand("models:export", "Write a model for other programs."),
     "rm": LazyCommand("models:rm", "Remove models, and what was made of them."),
 }
+_QUIET = option("-q", is_flag=True, help="No progress bars.")
 
 
 @click.group(
     cls=LazyGroup, lazy=MODELS, equivalents=MODELS_EQUIVALENTS, invoke_without_command=True
 )
-@JSON
 @click.pass_context
-def models(context: click.Context, as_json: bool) -> None:
+@declare_options
+def models(context: click.Context, as_json: bool = JSON) -> None:
     """List models that are here or have a name; show, export or remove one."""
     if context.invoked_subcommand is not None:
         return
@@ -52,12 +53,11 @@ def models(context: click.Context, as_json: bool) -> None:
     echo_table(table, right_aligned=[1])
 
 
-@click.command()
+@command()
 @click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
-@DTYPE
-@WEIGHTS
-@JSON
-def show(name: str, dtype: str, weights: str | None, as_json: bool) -> None:
+def show(
+    name: str, dtype: str = DTYPE, weights: str | None = WEIGHTS, as_json: bool = JSON
+) -> None:
     """Show what model NAME is, how it is computed on this machine, and the memory that it takes.
 
     Its weights are not read. A model that is not here is to be pulled first.
@@ -105,12 +105,10 @@ def _group_description(group: "GroupFacts") -> str:
     return f"{group.layers} with {heads} see {sees}{unrotated}{shared}"
 
 
-@click.command()
+@command()
 @click.argument("name", shell_complete=model_names)
 @click.argument("folder", type=click.Path(path_type=Path))
-@DTYPE
-@click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
-def export(name: str, folder: Path, dtype: str, quiet: bool) -> None:
+def export(name: str, folder: Path, dtype: str = DTYPE, quiet: bool = _QUIET) -> None:
     """Write model NAME to a new FOLDER in Hugging Face layout, its weights unpacked.
 
     For transformers and other programs that do not read packed weights. A GGUF file is taken over
@@ -147,16 +145,18 @@ def _find_pulled(name: str) -> PulledModel:
     raise ModelNotFound(f"there is no model {name!r} here; there is: {known}")
 
 
-@click.command()
+@command()
 @click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
-@click.option(
-    "--calibrate",
-    "with_calibration",
-    is_flag=True,
-    help="Also measure it on Python's own manual, for compressing its memory: some minutes, once.",
-)
-@click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
-def pull(name: str, with_calibration: bool, quiet: bool) -> None:
+def pull(
+    name: str,
+    with_calibration: bool = option(
+        "--calibrate",
+        is_flag=True,
+        help="Also measure it on Python's own manual, for compressing its memory: some minutes, "
+        "once.",
+    ),
+    quiet: bool = _QUIET,
+) -> None:
     """Fetch a model now, and say where it is.
 
     NAME is a known name, a hub id such as owner/name, or a GGUF file to convert. Every command

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import inspect
 import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -19,7 +20,6 @@ from kvkeep.storage.files.text import decode_text, read_text_file
 if TYPE_CHECKING:
     from kvkeep import Sampling
 
-Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 STDIN = "-"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -52,30 +52,91 @@ def nbytes(text: str) -> int:
     return size
 
 
-def integer_option(*names: str, minimum: int = 1, help: str, **settings: Any) -> Decorator:
-    return click.option(*names, metavar="N", type=integer_at_least(minimum), help=help, **settings)
+def option(*flags: str, **settings: Any) -> Any:
+    """Declare an option, as the default of a command's parameter or of a record's field.
+
+    flags: unless there is a long one, the name of the parameter or field is added as one.
+    """
+
+    def declare(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        has_long_flag = any(flag.startswith("--") for flag in flags)
+        long_flag = [] if has_long_flag else [f"--{name.replace('_', '-')}"]
+        return click.option(*flags, *long_flag, name, **settings)
+
+    return declare
 
 
-def choice_option(name: str, values: Sequence[str], help: str, **settings: Any) -> Decorator:
-    return click.option(name, type=click.Choice(values), help=help, **settings)
+def option_group(record: type[Any], **replaced: Any) -> Any:
+    """Declare the options in a dataclass's fields, for a parameter that takes the record.
+
+    replaced: declarations by field, in place of the field's own.
+    """
+    declarations = _declarations(record, **replaced)
+
+    def declare(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(command)
+            def wrapper(**arguments: Any) -> Any:
+                values = {field: arguments.pop(field) for field in declarations}
+                return command(**arguments, **{name: record(**values)})
+
+            return _add_options(wrapper, declarations)
+
+        return decorate
+
+    return declare
+
+
+def command(
+    name: str | None = None, cls: type[click.Command] = click.Command, **settings: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator as `click.command`, for a function that declares options as defaults."""
+    decorate = click.command(name, cls, **settings)
+    return lambda function: decorate(declare_options(function))
+
+
+def declare_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that a function declares as defaults of its parameters."""
+    return _add_options(function, _declarations(function))
+
+
+def _declarations(target: Callable[..., Any], **replaced: Any) -> dict[str, Any]:
+    """Return the declarations in the defaults of a function's parameters or a record's fields."""
+    parameters = inspect.signature(target).parameters.values()
+    defaults = {parameter.name: parameter.default for parameter in parameters} | replaced
+    return {n: declare for n, declare in defaults.items() if declare is not inspect.Parameter.empty}
+
+
+def _add_options(function: Callable[..., Any], declarations: dict[str, Any]) -> Callable[..., Any]:
+    for name, declare in reversed(declarations.items()):
+        function = declare(name)(function)
+    return function
+
+
+def integer_option(*flags: str, minimum: int = 1, help: str, **settings: Any) -> Any:
+    return option(*flags, metavar="N", type=integer_at_least(minimum), help=help, **settings)
+
+
+def choice_option(values: Sequence[str], help: str, **settings: Any) -> Any:
+    return option(type=click.Choice(values), help=help, **settings)
 
 
 def file_option(
-    *names: str, help: str, metavar: str = "FILE", exists: bool = False, **settings: Any
-) -> Decorator:
-    """Return an option for the path of a file. exists: whether the file must be there."""
+    *flags: str, help: str, metavar: str = "FILE", exists: bool = False, **settings: Any
+) -> Any:
+    """Declare an option for the path of a file. exists: whether the file must be there."""
     path = click.Path(exists=exists, dir_okay=not exists, path_type=Path)
-    return click.option(*names, metavar=metavar, type=path, help=help, **settings)
+    return option(*flags, metavar=metavar, type=path, help=help, **settings)
 
 
-def size_option(*names: str, help: str, **settings: Any) -> Decorator:
-    return click.option(*names, metavar="SIZE", type=nbytes, help=help, **settings)
+def size_option(*flags: str, help: str, **settings: Any) -> Any:
+    return option(*flags, metavar="SIZE", type=nbytes, help=help, **settings)
 
 
-JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
-SPECIAL = click.option(
-    "--special", is_flag=True, help="Take what reads like a special token, <|im_end|>, for one."
-)
+JSON = option("--json", is_flag=True, help="As JSON.")
+NO_PROGRESS = option(is_flag=True, help="No progress bars.")
+QUIET = option("-q", is_flag=True, help="No progress bars, no closing line.")
+SPECIAL = option(is_flag=True, help="Take what reads like a special token, <|im_end|>, for one.")
 
 
 def is_given(option: str) -> bool:
@@ -84,37 +145,22 @@ def is_given(option: str) -> bool:
     return source is not ParameterSource.DEFAULT
 
 
-def collect_options(record: type[Any], parameter: str, options: Sequence[Any]) -> Decorator:
-    """Return a decorator that adds options, and passes their values as one parameter.
-
-    record: a dataclass with a field for each option.
-    """
-    fields = [field.name for field in dataclasses.fields(record)]
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> Any:
-            values = {field: arguments.pop(field) for field in fields}
-            return command(**arguments, **{parameter: record(**values)})
-
-        decorated: Callable[..., Any] = wrapper
-        for option in reversed(options):
-            decorated = option(decorated)
-        return decorated
-
-    return decorate
-
-
 @dataclass(frozen=True)
 class SamplingChoice:
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    repetition_window: int
-    seed: int | None
-    stop: tuple[str, ...]
+    temperature: float = option(metavar="X", default=0.7, help="0 takes the likeliest token.")
+    top_k: int = option(metavar="N", default=40, help="Only the k likeliest tokens; 0: all.")
+    top_p: float = option(metavar="X", default=0.95, help="Smallest set this probable; 1: off.")
+    min_p: float = option(metavar="X", default=0.05, help="Least share of the likeliest; 0: off.")
+    repetition_penalty: float = option(
+        metavar="X", default=1.1, help="Above 1 repeats less; 1: off."
+    )
+    repetition_window: int = option(metavar="N", default=64, help="Tokens that the penalty sees.")
+    seed: int | None = option(
+        metavar="N", type=int, show_default="random", help="Same seed, same text."
+    )
+    stop: tuple[str, ...] = option(
+        metavar="TEXT", multiple=True, help="End before this text. Repeatable."
+    )
 
     def resolve(self, saved_seed: int | None = None) -> "Sampling":
         """Return the sampling parameters, with a seed unless decoding is greedy.
@@ -130,34 +176,15 @@ class SamplingChoice:
         return sampling
 
 
-_SAMPLING_OPTIONS = (
-    click.option("--temperature", metavar="X", default=0.7, help="0 takes the likeliest token."),
-    click.option("--top-k", metavar="N", default=40, help="Only the k likeliest tokens; 0: all."),
-    click.option("--top-p", metavar="X", default=0.95, help="Smallest set this probable; 1: off."),
-    click.option(
-        "--min-p", metavar="X", default=0.05, help="Least share of the likeliest; 0: off."
-    ),
-    click.option(
-        "--repetition-penalty", metavar="X", default=1.1, help="Above 1 repeats less; 1: off."
-    ),
-    click.option(
-        "--repetition-window", metavar="N", default=64, help="Tokens that the penalty sees."
-    ),
-    click.option(
-        "--seed", metavar="N", type=int, show_default="random", help="Same seed, same text."
-    ),
-    click.option("--stop", metavar="TEXT", multiple=True, help="End before this text. Repeatable."),
-)
-sampling_options = collect_options(SamplingChoice, "sampling", _SAMPLING_OPTIONS)
-
-
 @dataclass(frozen=True)
 class OutputChoice:
     """The options for the report file, progress bars and the closing line."""
 
-    report: Path | None
-    no_progress: bool
-    quiet: bool
+    report: Path | None = file_option(
+        metavar="FILE.json", help="Write the closing numbers there, as JSON."
+    )
+    no_progress: bool = NO_PROGRESS
+    quiet: bool = QUIET
 
     @property
     def progress(self) -> bool:
@@ -169,12 +196,7 @@ class OutputChoice:
             check_writable(self.report)
 
 
-_OUTPUT_OPTIONS = (
-    file_option("--report", metavar="FILE.json", help="Write the closing numbers there, as JSON."),
-    click.option("--no-progress", is_flag=True, help="No progress bars."),
-    click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line."),
-)
-output_options = collect_options(OutputChoice, "output", _OUTPUT_OPTIONS)
+OUTPUT = option_group(OutputChoice)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

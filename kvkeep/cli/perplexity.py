@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli import options
-from kvkeep.cli.memory import MemoryChoice, memory_options
+from kvkeep.cli.memory import MemoryChoice
 from kvkeep.cli.output import say
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import write_atomic
@@ -17,33 +17,25 @@ if TYPE_CHECKING:
     from kvkeep.evaluate.perplexity import PerplexityPoint
 
 
-@click.command(short_help="Measure the perplexity of a text.")
+@options.command(short_help="Measure the perplexity of a text.")
 @click.argument("file")
-@options.integer_option(
-    "--from",
-    "first",
-    default=1,
-    help="First token to score; those before are context.",
-)
-@options.integer_option(
-    "--to", "end", minimum=2, show_default="all", help="Stop before this token."
-)
-@memory_options()
-@click.option(
-    "--written",
-    is_flag=True,
-    help="Evaluate each token by itself, as what the model writes: with packed weights.",
-)
-@options.file_option("--plot", metavar="FILE.png", help="Draw perplexity and memory over tokens.")
-@options.output_options
 def perplexity(
     file: str,
-    first: int,
-    end: int | None,
-    written: bool,
-    plot: Path | None,
-    memory: MemoryChoice,
-    output: options.OutputChoice,
+    first: int = options.integer_option(
+        "--from", default=1, help="First token to score; those before are context."
+    ),
+    end: int | None = options.integer_option(
+        "--to", minimum=2, show_default="all", help="Stop before this token."
+    ),
+    memory: MemoryChoice = options.option_group(MemoryChoice),
+    written: bool = options.option(
+        is_flag=True,
+        help="Evaluate each token by itself, as what the model writes: with packed weights.",
+    ),
+    plot: Path | None = options.file_option(
+        metavar="FILE.png", help="Draw perplexity and memory over tokens."
+    ),
+    output: options.OutputChoice = options.OUTPUT,
 ) -> None:
     """Measure the perplexity of the text in FILE ("-": standard input).
 

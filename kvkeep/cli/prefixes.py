@@ -9,7 +9,15 @@ import click
 
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
-from kvkeep.cli.options import JSON, SPECIAL, read_prompt, size_option
+from kvkeep.cli.options import (
+    JSON,
+    NO_PROGRESS,
+    SPECIAL,
+    command,
+    option,
+    read_prompt,
+    size_option,
+)
 from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 from kvkeep.models.hub.library import home
@@ -39,8 +47,7 @@ def _require_url(
 
 _MAX_BEGINNING = 60  # characters
 # Without $KVKEEP_STORE, since that store holds the prompts of others, too.
-_SHARED_STORE = click.option(
-    "--store",
+_SHARED_STORE = option(
     metavar="URL",
     callback=_require_url,
     show_default="this machine's",
@@ -48,12 +55,13 @@ _SHARED_STORE = click.option(
 )
 
 
-@click.command("list")
-@click.option("--text", "with_text", is_flag=True, help="Show how each begins; reads the model.")
-@MODEL
-@JSON
-@_SHARED_STORE
-def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None:
+@command("list")
+def list_(
+    with_text: bool = option("--text", is_flag=True, help="Show how each begins; reads the model."),
+    model: str = MODEL,
+    as_json: bool = JSON,
+    store: str | None = _SHARED_STORE,
+) -> None:
     """List the prompts of which the prefix cache holds the beginning, the one used last first.
 
     SIZE is what a prompt takes beside those above it, with which it may begin alike. With --text,
@@ -121,21 +129,19 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[st
     return beginnings
 
 
-@click.command()
-@_SHARED_STORE
-def clear(store: str | None) -> None:
+@command()
+def clear(store: str | None = _SHARED_STORE) -> None:
     """Remove all beginnings of prompts. They are evaluated anew when they come again."""
     _evict_to(store, 0)
 
 
-@click.command()
-@size_option(
-    "--max-bytes",
-    show_default=f"{megabytes(PREFIX_BYTES)} on this machine",
-    help="What may stay.",
-)
-@_SHARED_STORE
-def gc(store: str | None, max_bytes: int | None) -> None:
+@command()
+def gc(
+    max_bytes: int | None = size_option(
+        show_default=f"{megabytes(PREFIX_BYTES)} on this machine", help="What may stay."
+    ),
+    store: str | None = _SHARED_STORE,
+) -> None:
     """Remove the blocks used longest ago, and what killed processes left, down to a size.
 
     In a --store, those of all owners that were written longest ago: it does not tell when they were
@@ -159,22 +165,17 @@ def _evict_to(shared_store: str | None, max_bytes: int) -> None:
 _CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
 
 
-@click.command(short_help="Say why a prompt is not taken from the prefix cache.")
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
-@click.option("-f", "--file", metavar="FILE", help='File with the prompt; "-": standard input.')
-@SPECIAL
-@MODEL
-@DTYPE
-@JSON
-@click.option("--no-progress", is_flag=True, help="No progress bars.")
+@command(short_help="Say why a prompt is not taken from the prefix cache.")
 def why(
-    prompt: str | None,
-    file: str | None,
-    special: bool,
-    model: str,
-    dtype: DtypeName,
-    as_json: bool,
-    no_progress: bool,
+    prompt: str | None = option("-p", metavar="TEXT", help="The prompt."),
+    file: str | None = option(
+        "-f", metavar="FILE", help='File with the prompt; "-": standard input.'
+    ),
+    special: bool = SPECIAL,
+    model: str = MODEL,
+    dtype: DtypeName = DTYPE,
+    as_json: bool = JSON,
+    no_progress: bool = NO_PROGRESS,
 ) -> None:
     """Say how much of a prompt the prefix cache holds, and where the rest goes another way.
 

@@ -1,15 +1,15 @@
 """`kvkeep serve`: serve a model over HTTP; options and checks that `kvkeep fleet` shares."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import MemoryChoice, keep_option, memory_options, uses_prefixes
-from kvkeep.cli.options import file_option, size_option
+from kvkeep.cli.memory import MemoryChoice, keep_option, uses_prefixes
+from kvkeep.cli.options import command, file_option, option, option_group, size_option
 from kvkeep.cli.output import say, shown_bytes
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
@@ -20,84 +20,117 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Shorter than in commands for one user, since other requests wait for a step.
-_PREFILL_STEP = prefill_step(128)
-_OPTIONS = (
-    click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Where to listen."),
-    click.option(
-        "--port", metavar="N", type=click.IntRange(0, 65535), default=8080, help="0 for any."
-    ),
-    size_option("--memory", "max_bytes", default="4GB", help="For the cells of all sessions."),
-    file_option(
-        "--secret-file",
-        exists=True,
-        help="Known to all servers of one object store, and to nobody else.",
-    ),
-    click.option(
-        "--prefix-cache", is_flag=True, help="Keep evaluated beginnings of prompts on disk."
-    ),
-    file_option("--api-key-file", exists=True, help="Keys that are let in, one in each line."),
-    click.option(
-        "--allow-host",
-        metavar="NAME",
-        multiple=True,
-        help="Another name of this server. Repeatable.",
-    ),
-    click.option(
-        "--allow-origin", metavar="URL", multiple=True, help="A page that may ask it. Repeatable."
-    ),
-    click.option(
-        "--alias", metavar="NAME", show_default="its own", help="The model's name for clients."
-    ),
-    click.option(
-        "--grace",
+
+
+@dataclass(frozen=True)
+class ServingChoice:
+    """The options for a server and its sessions."""
+
+    memory: MemoryChoice = option_group(
+        MemoryChoice,
+        keep=keep_option("First tokens that are never forgotten."),
+        # Shorter than in commands for one user, since other requests wait for a step.
+        prefill_step=prefill_step(128),
+    )
+    host: str = option(metavar="ADDRESS", default="127.0.0.1", help="Where to listen.")
+    port: int = option(metavar="N", type=click.IntRange(0, 65535), default=8080, help="0 for any.")
+    max_bytes: int = size_option("--memory", default="4GB", help="For the cells of all sessions.")
+    secret_file: Path | None = file_option(
+        exists=True, help="Known to all servers of one object store, and to nobody else."
+    )
+    prefix_cache: bool = option(is_flag=True, help="Keep evaluated beginnings of prompts on disk.")
+    api_key_file: Path | None = file_option(
+        exists=True, help="Keys that are let in, one in each line."
+    )
+    allow_host: tuple[str, ...] = option(
+        metavar="NAME", multiple=True, help="Another name of this server. Repeatable."
+    )
+    allow_origin: tuple[str, ...] = option(
+        metavar="URL", multiple=True, help="A page that may ask it. Repeatable."
+    )
+    alias: str | None = option(
+        metavar="NAME", show_default="its own", help="The model's name for clients."
+    )
+    grace: float = option(
         metavar="SECONDS",
         type=click.FloatRange(0, 3600),
         default=10.0,
         help="For running answers to end, when the server is to stop.",
+    )
+    quiet: bool = option("-q", is_flag=True, help="Say nothing but errors.")
+
+    def require_safe(self) -> None:
+        """Raise InvalidArgument if other machines can reach a server without API keys."""
+        if self.host not in _LOOPBACK and self.api_key_file is None:
+            raise InvalidArgument(
+                f"at {self.host} the server can be reached from other machines: give API keys with "
+                "--api-key-file, or listen on 127.0.0.1"
+            )
+
+    def require_secret(self) -> None:
+        """Raise InvalidArgument for API keys over an object store without --secret-file."""
+        if self.api_key_file is not None and self.secret_file is None:
+            raise InvalidArgument(
+                "--api-key-file with an object store needs --secret-file: the owners of sessions "
+                "are derived from a secret that all servers share; make one, for example with "
+                "`openssl rand -hex 32 > secret`"
+            )
+
+    def load(self) -> "Model":
+        return self.memory.load(progress=not self.quiet)
+
+    def session_settings(self, model: "Model") -> dict[str, Any]:
+        """Return the settings of the sessions that a server creates.
+
+        Raises InvalidArgument if no chat fits in a session, or if a full session needs more than
+        the memory for all sessions: requests without a limit would be refused.
+        """
+        self.memory.require_room_for_a_chat(model)
+        settings = self.memory.settings(model)
+        tokens, needed = _full_session(model, settings)
+        if needed <= self.max_bytes:
+            return settings
+        fitting = _largest_fitting_budget(model, settings, tokens, self.max_bytes)
+        smaller = f", or --max-kv-size {fitting} or less" if fitting else ""
+        raise InvalidArgument(
+            f"a session of {tokens:,} tokens takes up to {shown_bytes(needed)}, and --memory is "
+            f"{shown_bytes(self.max_bytes)}: give --memory {shown_bytes(needed)} or more{smaller}"
+        )
+
+    def uses_prefixes(self) -> bool:
+        return uses_prefixes(self.memory, self.prefix_cache)
+
+
+@command(cls=OptionsOnly, hint="name a model with -m: kvkeep serve -m {}")
+def serve(
+    serving: ServingChoice = option_group(ServingChoice),
+    store: str | None = option(
+        metavar="FOLDER|URL",
+        show_default="in kvkeep's own",
+        help="Where sessions are kept: a folder, or an object store, as s3://bucket/prefix.",
     ),
-    click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
-)
-
-
-def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the server's options to a command, and the memory options as `memory`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    keep = keep_option("First tokens that are never forgotten.")
-    return memory_options(keep, _PREFILL_STEP)(command)
-
-
-@click.command(cls=OptionsOnly, hint="name a model with -m: kvkeep serve -m {}")
-@serving_options
-@click.option(
-    "--store",
-    metavar="FOLDER|URL",
-    show_default="in kvkeep's own",
-    help="Where sessions are kept: a folder, or an object store, as s3://bucket/prefix.",
-)
-@click.option("--allow-edit", is_flag=True, help="The page may change sessions, and chat.")
-def serve(memory: MemoryChoice, **options: Any) -> None:
+    allow_edit: bool = option(is_flag=True, help="The page may change sessions, and chat."),
+) -> None:
     """Serve a model over HTTP: OpenAI's API, and sessions.
 
     Every request is evaluated by one engine: answers are written together, each as if it were
     alone. What a request has in common with an earlier one is not evaluated again.
     """
-    require_safe(options["host"], options["api_key_file"])
+    serving.require_safe()
     require_installed()
-    memory.check()
-    if options["store"] is not None and is_url(options["store"]):
-        _serve_shared(memory, options)
+    serving.memory.check()
+    if store is not None and is_url(store):
+        _serve_shared(serving, store, allow_edit)
     else:
-        _serve_folder(memory, options)
+        _serve_folder(serving, Path(store) if store else home() / "server", allow_edit)
 
 
-def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
+def _serve_shared(serving: ServingChoice, store: str, allow_edit: bool) -> None:
     from kvkeep.fleet.setup import read_secret
 
-    secret = read_secret(options["secret_file"])
-    require_secret(options)
-    model = memory.load(progress=not options["quiet"])
+    secret = read_secret(serving.secret_file)
+    serving.require_secret()
+    model = serving.load()
     from kvkeep.engine import Limits
     from kvkeep.fleet.replica import open_replica
     from kvkeep.server.keys import ApiKeys
@@ -105,53 +138,35 @@ def _serve_shared(memory: MemoryChoice, options: dict[str, Any]) -> None:
 
     server = open_replica(
         model,
-        options["store"],
+        store,
         secret,
-        settings=session_settings(memory, model, options["max_bytes"]),
-        limits=Limits(memory=options["max_bytes"]),
-        prefixes=uses_prefixes(memory, options["prefix_cache"]),
+        settings=serving.session_settings(model),
+        limits=Limits(memory=serving.max_bytes),
+        prefixes=serving.uses_prefixes(),
     )
     with server.engine:
-        keys = ApiKeys.read(options["api_key_file"], secret)
+        keys = ApiKeys.read(serving.api_key_file, secret)
+        options = {**vars(serving), "allow_edit": allow_edit}
         serve_on(server.engine, keys, options, server.middleware, server.leases.drain)
 
 
-def _serve_folder(memory: MemoryChoice, options: dict[str, Any]) -> None:
-    model = memory.load(progress=not options["quiet"])
+def _serve_folder(serving: ServingChoice, folder: Path, allow_edit: bool) -> None:
+    model = serving.load()
     from kvkeep.engine import Engine, Limits
     from kvkeep.server.keys import ApiKeys
     from kvkeep.server.lifecycle import serve_on
 
-    folder = Path(options["store"]) if options["store"] else home() / "server"
     with Engine(
         model,
-        settings=session_settings(memory, model, options["max_bytes"]),
-        limits=Limits(memory=options["max_bytes"]),
+        settings=serving.session_settings(model),
+        limits=Limits(memory=serving.max_bytes),
         folder=folder / "sessions",
-        stores=folder / "prefixes" if uses_prefixes(memory, options["prefix_cache"]) else None,
+        stores=folder / "prefixes" if serving.uses_prefixes() else None,
     ) as engine:
         for line in engine.losses:
             say(line)
-        serve_on(engine, ApiKeys.read(options["api_key_file"], folder), options)
-
-
-def session_settings(memory: MemoryChoice, model: "Model", max_bytes: int) -> dict[str, Any]:
-    """Return the settings of the sessions that a server creates.
-
-    max_bytes: for the cells of all sessions. Raises InvalidArgument if no chat fits in a session,
-    or if a full session needs more: requests without a limit would be refused.
-    """
-    memory.require_room_for_a_chat(model)
-    settings = memory.settings(model)
-    tokens, needed = _full_session(model, settings)
-    if needed <= max_bytes:
-        return settings
-    fitting = _largest_fitting_budget(model, settings, tokens, max_bytes)
-    smaller = f", or --max-kv-size {fitting} or less" if fitting else ""
-    raise InvalidArgument(
-        f"a session of {tokens:,} tokens takes up to {shown_bytes(needed)}, and --memory is "
-        f"{shown_bytes(max_bytes)}: give --memory {shown_bytes(needed)} or more{smaller}"
-    )
+        keys = ApiKeys.read(serving.api_key_file, folder)
+        serve_on(engine, keys, {**vars(serving), "allow_edit": allow_edit})
 
 
 def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
@@ -177,15 +192,6 @@ def _largest_fitting_budget(
     return fitting if fitting and fits(fitting) else 0
 
 
-def require_safe(host: str, key_file: Path | None) -> None:
-    """Raise InvalidArgument if other machines can reach a server without API keys."""
-    if host not in _LOOPBACK and key_file is None:
-        raise InvalidArgument(
-            f"at {host} the server can be reached from other machines: give API keys with "
-            "--api-key-file, or listen on 127.0.0.1"
-        )
-
-
 def require_installed() -> None:
     """Raise InvalidArgument if the packages of the server extra are missing."""
     try:
@@ -196,13 +202,3 @@ def require_installed() -> None:
         raise InvalidArgument(
             f"the server needs more ({error.name} is missing): pip install 'kvkeep[server]'"
         ) from None
-
-
-def require_secret(options: dict[str, Any]) -> None:
-    """Raise InvalidArgument for API keys over an object store without --secret-file."""
-    if options["api_key_file"] is not None and options["secret_file"] is None:
-        raise InvalidArgument(
-            "--api-key-file with an object store needs --secret-file: the owners of sessions are "
-            "derived from a secret that all servers share; make one, for example with "
-            "`openssl rand -hex 32 > secret`"
-        )

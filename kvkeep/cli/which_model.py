@@ -3,12 +3,12 @@
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
-from kvkeep.cli.options import Decorator, choice_option, integer_option, require_utf8
+from kvkeep.cli.options import choice_option, integer_option, option, require_utf8
 from kvkeep.cli.output import say
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import pulled_models
@@ -32,33 +32,29 @@ def model_names(
     return items or [CompletionItem(incomplete, type="file")]
 
 
-MODEL = click.option(
+MODEL = option(
     "-m",
-    "--model",
     metavar="NAME",
     default=DEFAULT_MODEL,
     shell_complete=model_names,
     help="Known name, GGUF file, model folder or hub id; transformers:FOLDER for one that "
     "transformers computes.",
 )
-SAVED_MODEL = click.option(
-    "-m", "--model", metavar="NAME", show_default="as it was saved", help="The model it belongs to."
+SAVED_MODEL = option(
+    "-m", metavar="NAME", show_default="as it was saved", help="The model it belongs to."
 )
-DTYPE = choice_option("--dtype", DTYPE_NAMES, "Of weights and memory.", default=DTYPE_NAMES[0])
+DTYPE = choice_option(DTYPE_NAMES, "Of weights and memory.", default=DTYPE_NAMES[0])
 WEIGHTS = choice_option(
-    "--weights",
     WEIGHT_NAMES,
     "What is read of the model for each token written.",
     show_default="as the file has them",
 )
-DEVICE = click.option("--device", metavar="NAME", default="cpu", help="Torch device.")
+DEVICE = option(metavar="NAME", default="cpu", help="Torch device.")
 
 
-def prefill_step(default: int) -> Decorator:
+def prefill_step(default: int) -> Any:
     return integer_option(
-        "--prefill-step",
-        default=default,
-        help="Tokens evaluated at once; with --kv-bits, results depend on it.",
+        default=default, help="Tokens evaluated at once; with --kv-bits, results depend on it."
     )
 
 

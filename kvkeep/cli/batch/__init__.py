@@ -8,7 +8,7 @@ import click
 
 from kvkeep.cli.batch.requests import read_folder, read_jsonl
 from kvkeep.cli.memory import SessionChoice, keep_option, session_options, uses_prefixes
-from kvkeep.cli.options import OutputChoice, integer_option, output_options, size_option
+from kvkeep.cli.options import OUTPUT, OutputChoice, command, integer_option, option, size_option
 from kvkeep.cli.output import counted, shown_bytes
 from kvkeep.errors import InvalidArgument
 
@@ -17,45 +17,35 @@ if TYPE_CHECKING:
     from kvkeep.engine import Engine, GenerationRequest
 
 
-@click.command()
+@command()
 @click.argument(
     "file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-@click.option(
-    "--each",
-    "folder",
-    metavar="FOLDER",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Ask of each file in a folder, in the place of FILE.",
-)
-@click.option("--ask", "question", metavar="TEXT", help="Of --each: what is asked of each file.")
-@click.option("--system", metavar="TEXT", help="Of --each: the system prompt.")
-@click.option(
-    "-o",
-    "--out",
-    metavar="FILE.jsonl",
-    required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Where answers go; those that are there are not asked for again.",
-)
-@click.option("--again", is_flag=True, help="Begin anew, whatever is there.")
-@integer_option("-n", "--max-tokens", default=256, help="Of an answer.")
-@integer_option("--at-once", default=16, help="Answers written together.")
-@size_option("--memory-bytes", default="4GB", help="For the cells of all of them.")
-@session_options(keep_option("First tokens kept."))
-@output_options
 def batch(
     file: Path | None,
-    folder: Path | None,
-    question: str | None,
-    system: str | None,
-    out: Path,
-    again: bool,
-    max_tokens: int,
-    at_once: int,
-    memory_bytes: int,
-    choice: SessionChoice,
-    output: OutputChoice,
+    folder: Path | None = option(
+        "--each",
+        metavar="FOLDER",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Ask of each file in a folder, in the place of FILE.",
+    ),
+    question: str | None = option(
+        "--ask", metavar="TEXT", help="Of --each: what is asked of each file."
+    ),
+    system: str | None = option(metavar="TEXT", help="Of --each: the system prompt."),
+    out: Path = option(
+        "-o",
+        metavar="FILE.jsonl",
+        required=True,
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Where answers go; those that are there are not asked for again.",
+    ),
+    again: bool = option(is_flag=True, help="Begin anew, whatever is there."),
+    max_tokens: int = integer_option("-n", default=256, help="Of an answer."),
+    at_once: int = integer_option(default=16, help="Answers written together."),
+    memory_bytes: int = size_option(default="4GB", help="For the cells of all of them."),
+    choice: SessionChoice = session_options(keep_option("First tokens kept.")),
+    output: OutputChoice = OUTPUT,
 ) -> None:
     """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.
 

@@ -3,12 +3,17 @@
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import click
-
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import SINKS, MemoryChoice, SessionChoice, keep_option, session_options
-from kvkeep.cli.options import OutputChoice, integer_option, output_options, require_utf8
+from kvkeep.cli.options import (
+    OUTPUT,
+    OutputChoice,
+    command,
+    integer_option,
+    option,
+    require_utf8,
+)
 from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import saved_sessions, session_names
 from kvkeep.errors import InvalidArgument, StoreError
@@ -20,36 +25,29 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 
-@click.command(
+@command(
     cls=OptionsOnly,
     hint="name a model with -m: kvkeep chat -m {}; messages are typed at the prompt or piped in",
 )
-@click.option(
-    "--session",
-    metavar="NAME",
-    shell_complete=session_names,
-    help="Go on with this chat, or begin it; saved after each turn.",
-)
-@click.option("-c", "--continue", "resumed", is_flag=True, help="Go on with the latest session.")
-@click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
-@click.option("--server", metavar="URL", help="Talk in a session of a `kvkeep serve`.")
-@click.option(
-    "--api-key", metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="For that server."
-)
-@integer_option(
-    "-n", "--max-tokens", minimum=-1, default=1024, help="Most tokens of an answer; -1: no end."
-)
-@session_options(keep_option(default=None))
-@output_options
 def chat(
-    session: str | None,
-    resumed: bool,
-    system: str | None,
-    server: str | None,
-    api_key: str | None,
-    max_tokens: int,
-    choice: SessionChoice,
-    output: OutputChoice,
+    session: str | None = option(
+        metavar="NAME",
+        shell_complete=session_names,
+        help="Go on with this chat, or begin it; saved after each turn.",
+    ),
+    resumed: bool = option(
+        *("-c", "--continue"), is_flag=True, help="Go on with the latest session."
+    ),
+    system: str | None = option(metavar="TEXT", help="System prompt; it is never forgotten."),
+    server: str | None = option(metavar="URL", help="Talk in a session of a `kvkeep serve`."),
+    api_key: str | None = option(
+        metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="For that server."
+    ),
+    max_tokens: int = integer_option(
+        "-n", minimum=-1, default=1024, help="Most tokens of an answer; -1: no end."
+    ),
+    choice: SessionChoice = session_options(keep_option(default=None)),
+    output: OutputChoice = OUTPUT,
 ) -> None:
     """Talk with a model, for as long as you like.
 
@@ -72,12 +70,13 @@ def chat(
         settings = ChatSettings(choice.sampling, limit)
         chat_at_server(server, api_key, session, system, choice.memory, settings)
         return
+    store = choice.prefixes.store
     if resumed:
-        session = _latest(session)
+        session = _latest(store, session)
     with ExitStack() as locks:
         session_file = None
         if session is not None:
-            session_file = locks.enter_context(saved_sessions().lock(session))
+            session_file = locks.enter_context(saved_sessions(store).lock(session))
         from kvkeep.cli.chat.local import LocalChat
         from kvkeep.cli.run import Run
 
@@ -92,15 +91,15 @@ def chat(
         if source is not None:
             apply_keep(opened, choice.memory.keep)
         with run.reported():
-            LocalChat(run, conversation, settings, locks).talk()
+            LocalChat(run, conversation, settings, store, locks).talk()
         run.close("end")
 
 
-def _latest(session: str | None) -> str:
+def _latest(store: str | None, session: str | None) -> str:
     """Return the name of the chat that was saved last. session: of `--session`, to be None."""
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
-    for path in saved_sessions().newest():
+    for path in saved_sessions(store).newest():
         try:
             if CHAT in read_summary(path).notes:
                 return path.stem

@@ -24,12 +24,20 @@ class _SavedBranch:
 
 
 class LocalChat(ChatLoop):
-    """A chat with a session in this process. locks: takes the locks of sessions saved later."""
+    """A chat with a session in this process.
+
+    store: of the sessions that `/save` begins. locks: takes their locks.
+    """
 
     def __init__(
-        self, run: Run, conversation: Conversation, settings: ChatSettings, locks: ExitStack
+        self,
+        run: Run,
+        conversation: Conversation,
+        settings: ChatSettings,
+        store: str | None,
+        locks: ExitStack,
     ):
-        self.run, self._locks = run, locks
+        self.run, self._store, self._locks = run, store, locks
         self._saved: dict[str, _SavedBranch] = {}  # branches that are not current
         super().__init__(Branches(conversation), settings)
 
@@ -61,7 +69,7 @@ class LocalChat(ChatLoop):
     def do_save(self, argument: str) -> str:
         run, name, label = self.run, argument, f"session {argument}"
         if name and not (run.writer and run.writer.label == label):
-            file = self._locks.enter_context(saved_sessions().lock(name))
+            file = self._locks.enter_context(saved_sessions(self._store).lock(name))
             if file.exists():
                 raise InvalidArgument(f"there is a session {name} already; choose another name")
             notes = {CHAT: self.branches.current.notes}
@@ -94,7 +102,7 @@ class LocalChat(ChatLoop):
         if saved := self._saved.pop(self.branches.current_name, None):
             saved.lock.close()
             with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
-                saved_sessions().remove(saved.session_name)
+                saved_sessions(self._store).remove(saved.session_name)
 
     def close(self) -> None:
         writer = self.run.writer
@@ -131,7 +139,7 @@ class LocalChat(ChatLoop):
         for name in branch_session_names(chat, branch):
             with ExitStack() as lock:
                 try:
-                    file = lock.enter_context(saved_sessions().lock(name))
+                    file = lock.enter_context(saved_sessions(self._store).lock(name))
                 except Locked:
                     continue
                 if file.exists():

@@ -12,12 +12,11 @@ from kvkeep.cli.compression import check_calibrated, load_calibration_file
 from kvkeep.cli.evaluate.grid_options import (
     GridChoice,
     GridFiles,
-    file_options,
     options_json,
-    plan_options,
     with_saved_options,
 )
-from kvkeep.cli.evaluate.options import ModelChoice, load_haystack, model_options, sample_bar
+from kvkeep.cli.evaluate.options import ModelChoice, load_haystack, sample_bar
+from kvkeep.cli.options import NO_PROGRESS, command, option_group
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.grid_table import grid_markdown, page_with_grid
@@ -30,12 +29,13 @@ if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid
 
 
-@click.command(short_help="Measure all methods of compression on all tasks.")
-@plan_options
-@file_options
-@model_options
-@click.option("--no-progress", is_flag=True, help="No progress bars.")
-def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: bool) -> None:
+@command(short_help="Measure all methods of compression on all tasks.")
+def grid(
+    plan: GridChoice = option_group(GridChoice),
+    files: GridFiles = option_group(GridFiles),
+    choice: ModelChoice = option_group(ModelChoice),
+    no_progress: bool = NO_PROGRESS,
+) -> None:
     """Measure every method of compression at every ratio on every task.
 
     Each text is read once; every method compresses a copy of that memory and is asked afterwards.

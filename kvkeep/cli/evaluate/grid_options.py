@@ -10,7 +10,7 @@ import click
 from kvkeep.cli.compression import METHOD_NAMES, UNCALIBRATED, method_and_budget, ratio
 from kvkeep.cli.evaluate.options import HAYSTACK, ModelChoice, comma_separated
 from kvkeep.cli.memory import BIT_NAMES
-from kvkeep.cli.options import collect_options, file_option, integer_option, is_given
+from kvkeep.cli.options import choice_option, file_option, integer_option, is_given, option
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import ContinuationDataset, Dataset, NeedleDataset, PasskeyDataset
 from kvkeep.evaluate.grid_table import page_with_grid
@@ -31,19 +31,47 @@ PERPLEXITY = "perplexity"  # of a continuation
 GRID_TASKS = (*PASSKEYS, *NEEDLES, PERPLEXITY)
 
 
+def grid_task(name: str) -> str:
+    """Option type: a task of the grid."""
+    if name not in GRID_TASKS:
+        raise click.BadParameter(f"expected names of {', '.join(GRID_TASKS)}; found {name!r}")
+    return name
+
+
 @dataclass(frozen=True)
 class GridChoice:
     """The options for what a grid measures."""
 
-    methods: tuple[str, ...]
-    ratios: tuple[float, ...]
-    tasks: tuple[str, ...]
-    samples: int
-    junk: int
-    tokens: int
-    haystack: str
-    kv_bits: BitsName | None
-    seed: int
+    methods: tuple[str, ...] = option(
+        metavar="NAME[:BUDGET],...",
+        type=comma_separated(method_and_budget),
+        default=",".join(UNCALIBRATED),
+        show_default="all that need no calibration",
+        help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
+    )
+    ratios: tuple[float, ...] = option(
+        metavar="X,...",
+        type=comma_separated(ratio),
+        default="2,4,8",
+        help="To how many times fewer cells.",
+    )
+    tasks: tuple[str, ...] = option(
+        metavar="NAME,...",
+        type=comma_separated(grid_task),
+        default=",".join(GRID_TASKS),
+        show_default="all",
+        help=f"Of {', '.join(GRID_TASKS)}.",
+    )
+    samples: int = integer_option(default=40, help="Texts of each task.")
+    junk: int = integer_option(default=250, help="Repetitions of the text that hides pass keys.")
+    tokens: int = integer_option(minimum=16, default=4000, help="Of a real text, about.")
+    haystack: str = HAYSTACK
+    kv_bits: BitsName | None = choice_option(
+        BIT_NAMES,
+        "Keep all cells in so many bits, the uncompressed ones, too.",
+        show_default="not quantised",
+    )
+    seed: int = integer_option(minimum=0, default=0, help="Same seed, same texts.")
 
     def passkey_datasets(self) -> dict[str, Dataset]:
         """Return the datasets without a real text, by task. Raises InvalidArgument."""
@@ -69,11 +97,29 @@ class GridChoice:
 class GridFiles:
     """The options for the files of a grid."""
 
-    earlier: tuple[Path, ...]
-    out: Path | None
-    resume: bool
-    plot: Path | None
-    page: Path | None
+    earlier: tuple[Path, ...] = file_option(
+        "--from",
+        metavar="FILE.json",
+        exists=True,
+        multiple=True,
+        help="Measure nothing: show what --out wrote. Repeatable: all of them together.",
+    )
+    out: Path | None = file_option(
+        metavar="FILE.json", help="Write every reading there, after each sample."
+    )
+    resume: bool = option(
+        is_flag=True,
+        help="Go on with what is in --out, as it was asked for but for what is said now.",
+    )
+    plot: Path | None = file_option(
+        metavar="FILE.png", help="Draw a panel for each task, a line for each method."
+    )
+    page: Path | None = file_option(
+        "--into",
+        metavar="FILE.md",
+        exists=True,
+        help="Write the tables between this page's markers.",
+    )
 
     def check(self) -> None:
         """Raise InvalidArgument, before hours of work, if results cannot be written."""
@@ -116,85 +162,3 @@ def with_saved_options(choice: EitherChoice, saved: Mapping[str, Any]) -> Either
                 value = Path(value)
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return replace(choice, **values)
-
-
-def grid_task(name: str) -> str:
-    """Option type: a task of the grid."""
-    if name not in GRID_TASKS:
-        raise click.BadParameter(f"expected names of {', '.join(GRID_TASKS)}; found {name!r}")
-    return name
-
-
-plan_options = collect_options(
-    GridChoice,
-    "plan",
-    [
-        click.option(
-            "--methods",
-            metavar="NAME[:BUDGET],...",
-            type=comma_separated(method_and_budget),
-            default=",".join(UNCALIBRATED),
-            show_default="all that need no calibration",
-            help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
-        ),
-        click.option(
-            "--ratios",
-            metavar="X,...",
-            type=comma_separated(ratio),
-            default="2,4,8",
-            help="To how many times fewer cells.",
-        ),
-        click.option(
-            "--tasks",
-            metavar="NAME,...",
-            type=comma_separated(grid_task),
-            default=",".join(GRID_TASKS),
-            show_default="all",
-            help=f"Of {', '.join(GRID_TASKS)}.",
-        ),
-        integer_option("--samples", minimum=1, default=40, help="Texts of each task."),
-        integer_option(
-            "--junk", minimum=1, default=250, help="Repetitions of the text that hides pass keys."
-        ),
-        integer_option("--tokens", minimum=16, default=4000, help="Of a real text, about."),
-        HAYSTACK,
-        click.option(
-            "--kv-bits",
-            type=click.Choice(BIT_NAMES),
-            show_default="not quantised",
-            help="Keep all cells in so many bits, the uncompressed ones, too.",
-        ),
-        integer_option("--seed", minimum=0, default=0, help="Same seed, same texts."),
-    ],
-)
-
-file_options = collect_options(
-    GridFiles,
-    "files",
-    [
-        file_option(
-            *("--from", "earlier"),
-            metavar="FILE.json",
-            exists=True,
-            multiple=True,
-            help="Measure nothing: show what --out wrote. Repeatable: all of them together.",
-        ),
-        file_option(
-            "--out", metavar="FILE.json", help="Write every reading there, after each sample."
-        ),
-        click.option(
-            "--resume",
-            is_flag=True,
-            help="Go on with what is in --out, as it was asked for but for what is said now.",
-        ),
-        file_option(
-            "--plot", metavar="FILE.png", help="Draw a panel for each task, a line for each method."
-        ),
-        file_option(
-            *("--into", "page"),
-            metavar="FILE.md",
-            exists=True,
-            help="Write the tables between this page's markers.",
-        ),
-    ],
-)

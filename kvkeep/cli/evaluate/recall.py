@@ -1,16 +1,13 @@
 """`kvkeep passkey` and `kvkeep needle`: recall of hidden facts after compression."""
 
-import click
-
 from kvkeep.cli.evaluate.options import (
     HAYSTACK,
     ModelChoice,
     RecallChoice,
     load_haystack,
-    model_options,
     recall_options,
 )
-from kvkeep.cli.options import OutputChoice, integer_option, output_options
+from kvkeep.cli.options import OUTPUT, OutputChoice, command, integer_option, option_group
 from kvkeep.evaluate.datasets import PASSKEY_TASKS, NeedleDataset, PasskeyDataset, task_key_type
 from kvkeep.evaluate.samples import KEY_TYPES
 from kvkeep.evaluate.tasks import TASKS
@@ -18,26 +15,20 @@ from kvkeep.evaluate.tasks import TASKS
 NEEDLE_RATIO = 2.0  # the default of `needle`
 
 
-@click.command(short_help="Hide a key in a long text, compress, ask for it.")
-@integer_option("--junk", minimum=1, default=250, help="Repetitions of the text that hides it.")
-@integer_option(
-    "--pos", minimum=0, show_default="as --depths", help="Repetition that the key comes before."
-)
-@integer_option(
-    "--group", minimum=2, default=2, help="Cells that become one, where --ratio is not given."
-)
-@recall_options(
-    PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
-)
-@model_options
-@output_options
+@command(short_help="Hide a key in a long text, compress, ask for it.")
 def passkey(
-    junk: int,
-    pos: int | None,
-    group: int,
-    recall: RecallChoice,
-    choice: ModelChoice,
-    output: OutputChoice,
+    junk: int = integer_option(default=250, help="Repetitions of the text that hides it."),
+    pos: int | None = integer_option(
+        minimum=0, show_default="as --depths", help="Repetition that the key comes before."
+    ),
+    group: int = integer_option(
+        minimum=2, default=2, help="Cells that become one, where --ratio is not given."
+    ),
+    recall: RecallChoice = recall_options(
+        PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
+    ),
+    choice: ModelChoice = option_group(ModelChoice),
+    output: OutputChoice = OUTPUT,
 ) -> None:
     """Hide a key in a long text, compress what was read, and ask for the key.
 
@@ -57,14 +48,15 @@ def passkey(
     RecallRun("passkey", dataset, settings, model, choice, recall, ratio, output).run()
 
 
-@click.command(short_help="Hide a sentence in real text, compress, ask for it.")
-@integer_option("--tokens", minimum=16, default=4000, help="Of the text, about.")
-@HAYSTACK
-@recall_options(TASKS, "What is hidden, and how it is asked for: see docs/compression.md.")
-@model_options
-@output_options
+@command(short_help="Hide a sentence in real text, compress, ask for it.")
 def needle(
-    tokens: int, haystack: str, recall: RecallChoice, choice: ModelChoice, output: OutputChoice
+    tokens: int = integer_option(minimum=16, default=4000, help="Of the text, about."),
+    haystack: str = HAYSTACK,
+    recall: RecallChoice = recall_options(
+        TASKS, "What is hidden, and how it is asked for: see docs/compression.md."
+    ),
+    choice: ModelChoice = option_group(ModelChoice),
+    output: OutputChoice = OUTPUT,
 ) -> None:
     """Hide made-up facts in a real text, compress what was read, and ask for them.
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.options import JSON
+from kvkeep.cli.options import JSON, command, option
 from kvkeep.cli.output import counted, echo_json, echo_table, megabytes, say
 from kvkeep.cli.session_file import UNREAD, checked_notes
-from kvkeep.cli.store import saved_sessions, session_names, store_option
+from kvkeep.cli.store import STORE, saved_sessions, session_names
 from kvkeep.cli.which_model import SAVED_MODEL, require_local
 from kvkeep.errors import FingerprintMismatch, InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 _HEADER_FIELDS = ("model", "policy", "max_kv_size", "tokens", "cells")
 
 
-@click.command("list")
-@JSON
-@store_option
-def list_(as_json: bool) -> None:
+@command("list")
+def list_(as_json: bool = JSON, store: str | None = STORE) -> None:
     """List sessions, the one saved last first.
 
     Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
     """
-    rows = [row for path in saved_sessions().newest() if (row := _session_row(path)) is not None]
+    paths = saved_sessions(store).newest()
+    rows = [row for path in paths if (row := _session_row(path)) is not None]
     if as_json:
         echo_json(rows)
     elif not rows:
@@ -76,21 +75,23 @@ def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (*file, f"{row['tokens']:,}", cells, row["policy"], row["model"])
 
 
-@click.command()
+@command()
 @click.argument("name", metavar="NAME|FILE", shell_complete=session_names)
-@SAVED_MODEL
-@click.option(
-    "--forgotten", is_flag=True, help="Show the text that is forgotten or compressed, too."
-)
-@store_option
-def show(name: str, model: str | None, forgotten: bool) -> None:
+def show(
+    name: str,
+    model: str | None = SAVED_MODEL,
+    forgotten: bool = option(
+        is_flag=True, help="Show the text that is forgotten or compressed, too."
+    ),
+    store: str | None = STORE,
+) -> None:
     """Show what a session holds, and its text.
 
     Where tokens are forgotten or compressed, a mark in brackets says how many.
     """
     from kvkeep import Snapshot
 
-    file = _session_or_file(name)
+    file = _session_or_file(name, store)
     snapshot = Snapshot.load(file)
     for label, value in _facts(file, snapshot):
         click.echo(f"{label:<8} {value}")
@@ -161,19 +162,18 @@ def _mark(count: int, status: str, text: str | None) -> str:
     return click.style(mark, dim=True) if sys.stdout.isatty() else mark
 
 
-@click.command()
+@command()
 @click.argument("names", metavar="[NAME|FILE]...", nargs=-1, shell_complete=session_names)
-@store_option
-def verify(names: tuple[str, ...]) -> None:
+def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
     """Check every byte of sessions, or of snapshot files; without names, of all sessions.
 
     Each is said to be OK, or what is wrong with it; status 2 if anything is. Nothing is changed.
     """
     from kvkeep import Snapshot
 
-    all_sessions = sorted((path.stem, path) for path in saved_sessions().newest())
+    files = [(name, _session_or_file(name, store)) for name in names]
     failures = 0
-    for name, file in [(name, _session_or_file(name)) for name in names] or all_sessions:
+    for name, file in files or sorted((path.stem, path) for path in saved_sessions(store).newest()):
         try:
             snapshot = Snapshot.load(file)
             size = file.stat().st_size
@@ -189,13 +189,13 @@ def verify(names: tuple[str, ...]) -> None:
         raise click.exceptions.Exit(2)
 
 
-def _session_or_file(name: str) -> Source:
+def _session_or_file(name: str, store: str | None) -> Source:
     """Return a session's file, or else the file at that path."""
     path = Path(name)
     if "/" in name and not path.is_file():
         raise InvalidArgument(f"there is no file {name}")
     try:
-        return saved_sessions().existing(name)
+        return saved_sessions(store).existing(name)
     except InvalidArgument:
         if path.is_file():
             return path

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import calibration_option
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.cli.options import choice_option, integer_option
+from kvkeep.cli.options import choice_option, command, file_option, integer_option, option
 from kvkeep.cli.output import counted, megabytes
 from kvkeep.cli.session_file import FIRST_PROMPT, UNREAD, checked_notes, dtype_name, restore
-from kvkeep.cli.store import named_store, saved_sessions, session_names, store_option
+from kvkeep.cli.store import STORE, saved_sessions, session_names
 from kvkeep.cli.which_model import SAVED_MODEL, load_named
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.library import home
@@ -30,22 +29,25 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20
 
 
-@click.command()
+@command()
 @click.argument("source", metavar="NAME")
 @click.argument("target", metavar="NEW")
-@integer_option("--at", minimum=0, help="As it was after N tokens, if still held.")
-@calibration_option("With --at, of a session that was begun with one.")
-@SAVED_MODEL
-@store_option
 def fork(
-    source: str, target: str, at: int | None, calibration: Path | None, model: str | None
+    source: str,
+    target: str,
+    at: int | None = integer_option(minimum=0, help="As it was after N tokens, if still held."),
+    calibration: Path | None = file_option(
+        exists=True, help="With --at, of a session that was begun with one."
+    ),
+    model: str | None = SAVED_MODEL,
+    store: str | None = STORE,
 ) -> None:
     """Begin a session where another one is; each then goes its own way."""
     from kvkeep import Snapshot
 
-    store = saved_sessions()
-    file = store.existing(source)
-    with store.lock(target) as target_file:
+    sessions = saved_sessions(store)
+    file = sessions.existing(source)
+    with sessions.lock(target) as target_file:
         _require_unused(target_file, target)
         snapshot = Snapshot.load(file)
         total = len(snapshot.tokens)
@@ -71,19 +73,21 @@ def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
     return changed
 
 
-@click.command()
+@command()
 @click.argument("name", metavar="NAME", shell_complete=session_names)
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@choice_option(
-    "--codec",
-    CODEC_NAMES,
-    "zstd is smaller, int8 still smaller but not exact.",
-    show_default="as it is",
-)
-@store_option
-def export(name: str, file: Path, codec: "Codec | None") -> None:
+def export(
+    name: str,
+    file: Path,
+    codec: "Codec | None" = choice_option(
+        CODEC_NAMES,
+        "zstd is smaller, int8 still smaller but not exact.",
+        show_default="as it is",
+    ),
+    store: str | None = STORE,
+) -> None:
     """Write a session to a file, for another place or machine."""
-    source = saved_sessions().existing(name)
+    source = saved_sessions(store).existing(name)
     check_output_path(file, "snapshot")
     from kvkeep import Snapshot
 
@@ -95,17 +99,20 @@ def export(name: str, file: Path, codec: "Codec | None") -> None:
     click.echo(f"{name} written to {file}, {_shown_size(file)}")
 
 
-@click.command("import")
+@command("import")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.argument("name", metavar="NAME", shell_complete=session_names)
-@click.option("--force", is_flag=True, help="Replace a session of that name.")
-@store_option
-def import_(file: Path, name: str, force: bool) -> None:
+def import_(
+    file: Path,
+    name: str,
+    force: bool = option(is_flag=True, help="Replace a session of that name."),
+    store: str | None = STORE,
+) -> None:
     """Make a session of a file that `export` or `generate --cache-prompt` wrote.
 
     Every byte of it is verified first.
     """
-    with saved_sessions().lock(name) as target_file:
+    with saved_sessions(store).lock(name) as target_file:
         if not force:
             _require_unused(target_file, name)
         from kvkeep import Snapshot
@@ -147,33 +154,31 @@ def _shown_size(file: Source) -> str:
     return megabytes(file.stat().st_size)
 
 
-@click.command()
+@command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=session_names)
-@store_option
-def rm(names: tuple[str, ...]) -> None:
+def rm(names: tuple[str, ...], store: str | None = STORE) -> None:
     """Remove sessions."""
-    store = saved_sessions()
+    sessions = saved_sessions(store)
     for name in names:
-        store.existing(name)  # an unknown name raises before any is removed
+        sessions.existing(name)  # an unknown name raises before any is removed
     for name in names:
-        click.echo(f"removed {name}, {megabytes(store.remove(name))}")
+        click.echo(f"removed {name}, {megabytes(sessions.remove(name))}")
 
 
-@click.command()
-@store_option
-def gc() -> None:
+@command()
+def gc(store: str | None = STORE) -> None:
     """Remove what processes that were killed left behind; no session goes.
 
     These are half-written files of sessions and of the prefix cache, and locks of sessions that
     are gone. In a --store that is a URL, snapshots that nobody goes on from, of all owners.
     """
-    store, prefixes = named_store(), home() / "prefixes"
+    prefixes = home() / "prefixes"
     if store is not None and is_url(store):
         from kvkeep.storage.sessions.shared import sweep_all
 
         removed = list[object](sweep_all(open_object_store(store)))
     else:
-        removed = list[object](saved_sessions().sweep())
+        removed = list[object](saved_sessions(store).sweep())
     if prefixes.is_dir():
         removed += sweep_temporaries(prefixes)
     for file in removed:
