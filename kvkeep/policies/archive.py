@@ -139,9 +139,6 @@ class Archive(Policy):
             f"{cells} archived cells of {limit}, in {evictable} segments that are not anchors",
         )
 
-    def room(self, cache: KVCache) -> int | None:
-        return None
-
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(moves=True)
         if self.observed and cache.observer is None:

@@ -36,14 +36,14 @@ class Policy(ABC):
         self.check()
 
     @property
-    @abstractmethod
     def keep(self) -> int:
         """The number of first cells that are never evicted."""
+        return self.max_kv_size
 
     @property
-    @abstractmethod
     def exact(self) -> int:
         """The number of first tokens that fit before any is evicted, compressed or grouped."""
+        return self.max_kv_size
 
     @property
     def observed(self) -> int:
@@ -134,9 +134,9 @@ class Policy(ABC):
         """Return how many times share a position in the segment's map."""
         return 1
 
-    @abstractmethod
     def room(self, cache: KVCache) -> int | None:
         """Return how many more tokens the cache can take; None for no limit."""
+        return None
 
     @abstractmethod
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:

@@ -29,14 +29,6 @@ class Full(Policy):
     def for_model(self, trained: int) -> Self:
         return replace(super().for_model(trained), trained=trained)
 
-    @property
-    def keep(self) -> int:
-        return self.max_kv_size
-
-    @property
-    def exact(self) -> int:
-        return self.max_kv_size
-
     def window_limit(self, cache: KVCache) -> int:
         return self.max_kv_size
 
@@ -87,10 +79,6 @@ class SelfExtend(Policy):
                 "self_extend needs a group of 1 or more that divides its window; "
                 f"found group {self.group} and window {self.window}"
             )
-
-    @property
-    def keep(self) -> int:
-        return self.max_kv_size
 
     def longest(self, trained: int) -> int:
         """Return how many tokens fit before a distance exceeds the trained length."""

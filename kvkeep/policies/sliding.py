@@ -28,15 +28,8 @@ class Sliding(Policy):
 
     keep: int = 4
 
-    @property
-    def exact(self) -> int:
-        return self.max_kv_size
-
     def discards(self, cache: KVCache) -> int:
         return 1
-
-    def room(self, cache: KVCache) -> int | None:
-        return None
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         size = self.window_limit(cache)

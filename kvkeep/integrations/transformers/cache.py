@@ -3,19 +3,18 @@
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, Unpack
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.cache_forward import BatchSessions
-from kvkeep.integrations.transformers.executor import TransformersExecutor
-from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
+from kvkeep.integrations.transformers.model import from_transformers
 from kvkeep.policies import Policy, PolicySettings
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
@@ -40,13 +39,13 @@ def _session_method(
     def call(self: "KvkeepCache", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         result = method(self.session, *args, **kwargs)
         if drops_padding:
-            self.batch.padding = [0]
+            self.padding = [0]
         return result
 
     return call
 
 
-class KvkeepCache(Cache):
+class KvkeepCache(BatchSessions):
     """A bounded, durable and editable KV cache in place of transformers' `DynamicCache`.
 
         cache = KvkeepCache(model, max_kv_size=512)
@@ -61,7 +60,8 @@ class KvkeepCache(Cache):
     Each row of a batch is a session of its own (`sessions`). The methods that act on one session
     need a batch of one.
 
-    model: the kvkeep model. batch: the sessions and their padding, for the hooks on the model.
+    model: the kvkeep model. padding: for each row, how many of the columns evaluated so far were
+    padding.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class KvkeepCache(Cache):
             UnsupportedModel: naming why, for a model whose cells kvkeep does not support.
             InvalidArgument: as `Model.session`.
         """
-        super().__init__(layers=[])
         self.model = from_transformers(model, tokenizer)
         session = self.model.session(
             max_kv_size,
@@ -107,14 +106,7 @@ class KvkeepCache(Cache):
             calibration=calibration,
             **settings,
         )
-        self.batch = BatchSessions.of_one(self.model.executor, session)
-
-    @classmethod
-    def _create(cls, model: TransformersModel, batch: BatchSessions) -> "KvkeepCache":
-        cache = cls.__new__(cls)
-        Cache.__init__(cache, layers=[])
-        cache.model, cache.batch = model, batch
-        return cache
+        super().__init__(self.model.executor, session)
 
     @classmethod
     def load(
@@ -140,9 +132,11 @@ class KvkeepCache(Cache):
         calibration: Calibration | None = None,
     ) -> "KvkeepCache":
         """Restore a cache from a snapshot in memory. Raises as `load`."""
-        kvkeep_model = from_transformers(model, tokenizer)
-        session = kvkeep_model.restore(snapshot, calibration=calibration)
-        return cls._create(kvkeep_model, BatchSessions.of_one(kvkeep_model.executor, session))
+        cache = cls.__new__(cls)
+        cache.model = from_transformers(model, tokenizer)
+        session = cache.model.restore(snapshot, calibration=calibration)
+        BatchSessions.__init__(cache, cache.model.executor, session)
+        return cache
 
     def __len__(self) -> int:
         """Return the number of layers that have cells."""
@@ -152,18 +146,9 @@ class KvkeepCache(Cache):
         return f"<KvkeepCache of {len(self.sessions)}: {self.sessions[0]!r}>"
 
     @property
-    def sessions(self) -> tuple[Session, ...]:
-        """The session of each row, without the tokens of an unfinished forward."""
-        return self.batch.sessions
-
-    @property
-    def padding(self) -> list[int]:
-        """For each row, how many of the columns evaluated so far were padding."""
-        return self.batch.padding
-
-    @property
-    def executor(self) -> TransformersExecutor:
-        return self.model.executor
+    def batch(self) -> Self:
+        """The cache itself."""
+        return self
 
     # The session of a batch of one
 
@@ -205,14 +190,10 @@ class KvkeepCache(Cache):
         """Whether a restored cache continues with bitwise equal results, or why not."""
         return self.session.exactness
 
-    def fork(self) -> "KvkeepCache":
-        """Return a cache with the same state, which shares cells until either side changes them."""
-        return self._create(self.model, self.batch.fork())
-
-    def __copy__(self) -> "KvkeepCache":
+    def __copy__(self) -> Self:
         return self.fork()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KvkeepCache":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a fork with the same model; transformers copies a cache to share a prefix."""
         return self.fork()
 
@@ -236,13 +217,9 @@ class KvkeepCache(Cache):
     def drop_padding(self) -> None:
         """Stop counting past padding: later masks and `input_ids` have no columns for it."""
         _ = self.session  # raises for a batch of several rows
-        self.batch.padding = [0]
+        self.padding = [0]
 
     # The interface of transformers' caches
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns evaluated so far, padding included."""
-        return self.batch.column_count
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return -1, no maximum. A full policy raises ContextFull instead."""
@@ -296,13 +273,9 @@ class KvkeepCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch.select([row for row in range(self.batch_size) for _ in range(repeats)])
+        self.select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows by indices or by a mask, `[rows]`."""
         rows = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
-        self.batch.select(rows[indices.cpu()].tolist())
-
-    def reset(self) -> None:
-        """Remove all tokens and return to a batch of one."""
-        self.batch.reset()
+        self.select(rows[indices.cpu()].tolist())

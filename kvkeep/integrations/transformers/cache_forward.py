@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.interface import use_backend
@@ -17,36 +19,26 @@ from kvkeep.session.external_step import ExternalStep
 from kvkeep.session.session import Session
 
 
-class BatchSessions:
-    """The sessions of a batch, one for each row.
+class BatchSessions(Cache):
+    """The part of a `KvkeepCache` that its forwards use: a session for each row of a batch.
 
-    empty_session: forked for each new row. padding: for each row, how many of its columns were
-    padding. forward: the unfinished forward, if any.
+    padding: for each row, how many of its columns were padding. forward: the unfinished forward, if
+    any.
     """
 
-    def __init__(
-        self,
-        executor: TransformersExecutor,
-        empty_session: Session,
-        sessions: Sequence[Session],
-        padding: Sequence[int] = (0,),
-    ):
+    def __init__(self, executor: TransformersExecutor, session: Session):
+        """session: the only row."""
+        super().__init__(layers=[])
         self.executor = executor
-        self._empty_session = empty_session
-        self._sessions = tuple(sessions)
-        self.padding = list(padding)
+        self._sessions: tuple[Session, ...] = (session,)
+        self.padding = [0]
         self.forward: CacheForward | None = None
-
-    @classmethod
-    def of_one(cls, executor: TransformersExecutor, session: Session) -> "BatchSessions":
-        """Return a batch with this session as its only row."""
-        empty_session = session.fork()
-        empty_session.rewind(len(session.tokens))
-        return cls(executor, empty_session, [session])
+        self._empty_session = session.fork()  # forked for each new row
+        self._empty_session.rewind(len(session.tokens))
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The sessions, without the tokens of an unfinished forward."""
+        """The session of each row, without the tokens of an unfinished forward."""
         if self.forward is not None and self.forward.is_in_this_thread:
             self.forward.rollback()  # an exception ended it, and torch did not run its hooks
         elif self.forward is not None:
@@ -54,9 +46,8 @@ class BatchSessions:
                 pass
         return self._sessions
 
-    @property
-    def column_count(self) -> int:
-        """The number of columns evaluated so far, padding included."""
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of columns evaluated so far, padding included."""
         return self.padding[0] + len(self.sessions[0].tokens)
 
     def resize(self, rows: int) -> None:
@@ -81,13 +72,6 @@ class BatchSessions:
                 "numbers of tokens and padding"
             )
 
-    def add_padding(self, column_count: int, token_counts: Sequence[int]) -> None:
-        """Count the columns of a forward that are not tokens, in each row."""
-        self.padding = [
-            padding + column_count - token_count
-            for padding, token_count in zip(self.padding, token_counts, strict=True)
-        ]
-
     def select(self, rows: Sequence[int]) -> None:
         """Replace the batch by these of its rows. Forks a row that occurs several times."""
         last_use = {row: index for index, row in enumerate(rows)}
@@ -98,25 +82,27 @@ class BatchSessions:
         self._sessions, self.padding = tuple(selected), [self.padding[row] for row in rows]
 
     def reset(self) -> None:
-        """Return to a batch of one without tokens."""
+        """Remove all tokens and return to a batch of one."""
         self._sessions, self.padding = (self._empty_session.fork(),), [0]
 
-    def fork(self) -> "BatchSessions":
-        sessions = [session.fork() for session in self.sessions]
-        return BatchSessions(self.executor, self._empty_session, sessions, self.padding)
+    def fork(self) -> Self:
+        """Return a cache with the same state, which shares cells until either side changes them."""
+        sessions, fork = tuple(session.fork() for session in self.sessions), shallow_copy(self)
+        fork._sessions, fork.padding = sessions, list(self.padding)
+        return fork
 
 
 class CacheForward:
     """One forward that appends to a batch of sessions.
 
-    cache: the cache that the caller passed to the model. step_cache: the cache that its layers get
+    batch: the cache that the caller passed to the model. step_cache: the cache that its layers get
     instead. tokens: of the last step, which the model evaluates itself. is_finished: whether it
     was committed or rolled back.
     """
 
-    def __init__(self, cache: Cache, batch: BatchSessions, ids: Tensor, mask: Tensor | None):
+    def __init__(self, batch: BatchSessions, ids: Tensor, mask: Tensor | None):
         """ids: `[rows, n]`. mask: `[rows, past columns + n]`."""
-        self.cache, self._batch, self._ids_shape = cache, batch, ids.shape
+        self.batch, self._ids_shape = batch, ids.shape
         self._thread, self.is_finished = threading.get_ident(), False
         self._token_columns = _find_token_columns(batch, ids, mask)
         row_tokens = [
@@ -151,7 +137,7 @@ class CacheForward:
 
     def rollback(self) -> None:
         """Leave all rows as they were."""
-        self._batch.forward, self.is_finished = None, True
+        self.batch.forward, self.is_finished = None, True
         self._backend.close()
         self._step.rollback()
 
@@ -169,9 +155,11 @@ class CacheForward:
         except BaseException:
             self.rollback()
             raise
-        self._batch.forward, self.is_finished = None, True
-        token_counts = [len(columns) for columns in self._token_columns]
-        self._batch.add_padding(self._ids_shape[1], token_counts)
+        self.batch.forward, self.is_finished = None, True
+        self.batch.padding = [
+            padding + self._ids_shape[1] - len(columns)
+            for padding, columns in zip(self.batch.padding, self._token_columns, strict=True)
+        ]
         self._step.commit()
         return all_hidden
 
@@ -193,7 +181,7 @@ def _find_token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) 
     Raises InvalidArgument if the mask differs from the batch in past columns.
     """
     rows, n = ids.shape
-    past = batch.column_count
+    past = batch.get_seq_length()
     if mask is None and any(batch.padding):
         raise InvalidArgument(
             "this cache has evaluated padding: give an attention_mask that says which tokens are "

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ _CHECKED_STEPS = (7, 1, 4)  # tokens that `require_agreement` evaluates at once
 # The largest difference of hidden states relative to their norm, in float32 and in shorter dtypes.
 # Any difference but rounding is about as large as the norm.
 _FLOAT32_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.15
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class TransformersExecutor:
@@ -162,41 +163,30 @@ class OutputHead:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._body = _HiddenStatesBody(body_of(model))
-        self._model = copy.copy(model)
-        self._model.__dict__["_modules"] = dict(model._modules)
-        self._model._modules[body_name(model)] = self._body
-        for name in vars(model):
-            if "_hooks" in name and isinstance(vars(model)[name], dict):
-                self._model.__dict__[name] = type(vars(model)[name])()
+        self._model = _without_hooks(model)
+        self._body = _without_hooks(body_of(model))
+        self._model.__dict__["_modules"] = {**model._modules, body_name(model): self._body}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Convert hidden states, `[n, hidden_size]`, to logits, `[n, vocab]`, float32."""
-        self._body.hidden = hidden.unsqueeze(0)
+        output = _BodyOutput(hidden.unsqueeze(0))
+        self._body.__dict__["forward"] = lambda *args, **kwargs: output
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         try:
             with torch.inference_mode():
                 logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
         finally:
-            self._body.hidden = None
+            del self._body.__dict__["forward"]  # which holds the hidden states
         return logits[0].float()
 
 
-class _HiddenStatesBody(nn.Module):
-    """A replacement of a model's body that returns `hidden` and has the body's attributes."""
-
-    hidden: Tensor | None = None
-
-    def __init__(self, body: nn.Module):
-        super().__init__()
-        self.__dict__["_replaced"] = body  # not registered as a submodule
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_replaced"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> "_BodyOutput":
-        assert self.hidden is not None
-        return _BodyOutput(self.hidden)
+def _without_hooks(module: _Module) -> _Module:
+    """Return a shallow copy of a module that has no hooks."""
+    copied = copy.copy(module)
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, dict):
+            copied.__dict__[name] = type(value)()
+    return copied
 
 
 class _BodyOutput:

@@ -38,8 +38,7 @@ def _begin_forward(
     if args:
         arguments = signature.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
-    cache: Any = arguments.get("past_key_values")
-    batch = getattr(cache, "batch", None)
+    batch: object = arguments.get("past_key_values")
     if not isinstance(batch, BatchSessions):
         return None
     executor = batch.executor
@@ -51,7 +50,7 @@ def _begin_forward(
     ids, mask = arguments["input_ids"], arguments.get("attention_mask")
     batch.resize(len(ids))
     _check_positions(batch, ids, mask, arguments.get("position_ids"))
-    forward = CacheForward(cache, batch, ids, mask)
+    forward = CacheForward(batch, ids, mask)
     return (), {
         "input_ids": forward.tokens,
         "past_key_values": forward.step_cache,
@@ -75,7 +74,7 @@ def _end_forward(
         forward.rollback()
         return None
     output["last_hidden_state"] = forward.commit(output.last_hidden_state)
-    output["past_key_values"] = forward.cache
+    output["past_key_values"] = forward.batch
     return output
 
 
@@ -143,7 +142,7 @@ def _check_positions(
     if position_ids is None:
         return
     position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
-    n, past = ids.shape[1], batch.column_count
+    n, past = ids.shape[1], batch.get_seq_length()
     position_ids = position_ids[:, -n:].expand(len(ids), -1)
     for row, all_positions in enumerate(position_ids):
         is_token = None if mask is None else mask[row, -n:].bool()
