@@ -259,12 +259,12 @@ def test_a_long_insertion_does_not_depend_on_the_prefill_step(prefill_step: int)
 def test_an_edit_that_is_prepared_has_changed_nothing(recompute) -> None:
     session, done = edited("sliding", 64), edited("sliding", 64)
     before = state(session)
-    prepared = prepare_edit(session.core.memory, 9, 16, TEXT[:4], recompute, 512)
+    complete, evaluated = prepare_edit(session.core.memory, 9, 16, TEXT[:4], recompute, 512)
     assert same(state(session), before)
     successor = session.core.memory.successor()
-    memory, _ = prepared.apply(successor)
+    memory, _ = complete(successor)
     assert memory.tokens == TEXT[:9] + TEXT[:4] + TEXT[16:]
-    assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == prepared.tokens_evaluated
+    assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == evaluated
     assert torch.equal(memory.logits(), done.logits)
     successor.cache.rollback()
     assert same(state(session), before)

@@ -115,10 +115,10 @@ class StepAlignedCache:
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest stored prefix that ends at a step. Raises StoreError."""
         match = self._store.find(fingerprint, tokens)
-        blocks = len(match.keys)
+        blocks = len(match.blocks)
         while blocks * BLOCK_TOKENS % self._prefill_step:
             blocks -= 1
-        return PrefixMatch(match.keys[:blocks], match.values[:blocks], match.differs_at)
+        return PrefixMatch(match.blocks[:blocks], match.differs_at)
 
     def add(
         self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CHAT = "chat"  # the key of `Conversation.notes` in a snapshot
 _ANSWER_TEXT = placeholder_for()  # stands for any answer
+_ANSWERED_TURN = (("user", "-"), ("assistant", _ANSWER_TEXT))
 
 
 def system_tokens(codec: "TextCodec", system: str) -> int:
@@ -30,8 +31,7 @@ def system_tokens(codec: "TextCodec", system: str) -> int:
     pieces = _first_turn_pieces(codec, system, placeholder_for(system))
     before, text, between = pieces[:3]
     try:
-        prompt = {"role": "system", "content": system}
-        system_only = codec.chat([prompt], add_generation_prompt=False).sealed
+        system_only = _render(codec, ("system", system))
     except KvkeepError:
         system_only = ""
     # Some templates put it inside the first user turn: then it ends where the user's text begins.
@@ -55,8 +55,6 @@ class Conversation:
     without a system prompt); "system text", "turn 3 question" and "turn 3 answer" exclude them.
     No token is part text and part template (exceptions: see `encode_pieces`), so that a text span
     can be replaced by its name.
-
-    notes: saved with a snapshot of the session.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Conversation:
         self.session = session
         self.codec = codec
         self._eos = eos_token_ids
-        self.notes: dict[str, str | None] = {"system": system}
+        self.system = system
         self._last_turn = max(self.turns, default=0)
         _render_first_turn(codec, system, "")  # raises if there is no template
 
@@ -78,12 +76,9 @@ class Conversation:
         return Conversation(self.session.fork(), self.codec, self._eos, self.system)
 
     @property
-    def system(self) -> str | None:
-        return self.notes["system"]
-
-    @system.setter
-    def system(self, text: str | None) -> None:
-        self.notes["system"] = text
+    def notes(self) -> dict[str, str | None]:
+        """Saved with a snapshot of the session."""
+        return {"system": self.system}
 
     @property
     def turns(self) -> list[int]:
@@ -181,11 +176,7 @@ class Conversation:
     @cached_property
     def _answer_end(self) -> str:
         """The text that the template writes after an answer."""
-        turn = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _ANSWER_TEXT},
-        ]
-        rendered = self.codec.chat(turn, add_generation_prompt=False).sealed
+        rendered = _render(self.codec, *_ANSWERED_TURN)
         end = rendered.partition(_ANSWER_TEXT)[2]
         return end if self._render_after_answer("-").startswith(end) else ""
 
@@ -197,12 +188,8 @@ class Conversation:
         return split_at_text(rendered, with_placeholder, placeholder)
 
     def _render_after_answer(self, question: str) -> str:
-        turns = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _ANSWER_TEXT},
-            {"role": "user", "content": question},
-        ]
-        return self.codec.chat(turns).sealed.partition(_ANSWER_TEXT)[2]
+        rendered = _render(self.codec, *_ANSWERED_TURN, ("user", question))
+        return rendered.partition(_ANSWER_TEXT)[2]
 
 
 def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) -> list[str]:
@@ -227,8 +214,14 @@ def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) ->
 
 
 def _render_first_turn(codec: "TextCodec", system: str | None, question: str) -> str:
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    return codec.chat([*messages, {"role": "user", "content": question}]).sealed
+    prompt = [] if system is None else [("system", system)]
+    return _render(codec, *prompt, ("user", question))
+
+
+def _render(codec: "TextCodec", *messages: tuple[str, str]) -> str:
+    """Render (role, content) pairs, up to where the answer begins if the last is of the user."""
+    turns = [{"role": role, "content": content} for role, content in messages]
+    return codec.chat(turns, add_generation_prompt=messages[-1][0] == "user").sealed
 
 
 def turns_in(spans: Iterable[str]) -> list[int]:

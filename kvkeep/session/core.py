@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -43,9 +43,7 @@ class SessionState:
 
     def fork(self) -> "SessionState":
         """Return a copy that changes independently of this one; cells are shared."""
-        fork = shallow_copy(self)
-        fork.memory = self.memory.fork()
-        return fork
+        return replace(self, memory=self.memory.fork())
 
     @property
     def keep(self) -> int:

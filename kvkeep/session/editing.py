@@ -131,15 +131,14 @@ def _edit(
     started = time.perf_counter()
     core.memory.require_no_recurrent_states("edited")
     core.state.check_first_prompt(len(ids))
-    prepared = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
+    complete, evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
     with session_transaction([core]) as (state,):
-        state.memory, moved = prepared.apply(state.memory)
+        state.memory, moved = complete(state.memory)
         state.keep_first_prompt(len(ids))
         state.move_spans(lambda span: after_edit(span, start, end, len(ids)))
         if name is not None and ids:
             state.spans = {**state.spans, name: (start, start + len(ids))}
-    seconds = time.perf_counter() - started
-    return EditReport(moved, prepared.tokens_evaluated, seconds, recompute)
+    return EditReport(moved, evaluated, time.perf_counter() - started, recompute)
 
 
 def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
@@ -156,16 +155,9 @@ def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
     return EditReport(0, 0, 0.0, "none")
 
 
-@dataclass(frozen=True)
-class PreparedEdit:
-    """An edit of which all but the last token is evaluated, so that one step completes it.
-
-    apply: takes a successor of the memory that the edit was prepared for, and returns the edited
-    memory and how many cells it sees from another distance.
-    """
-
-    apply: Callable[[Memory], tuple[Memory, int]]
-    tokens_evaluated: int
+# Completes an edit of which all but the last token is evaluated, in one step. It takes a successor
+# of the memory, and returns the edited memory and how many cells it sees from another distance.
+EditCompletion = Callable[[Memory], tuple[Memory, int]]
 
 
 def prepare_edit(
@@ -175,10 +167,11 @@ def prepare_edit(
     ids: Sequence[int],
     recompute: Recompute,
     prefill_step: int,
-) -> PreparedEdit:
+) -> tuple[EditCompletion, int]:
     """Evaluate all but the last token of an edit: `ids` in place of tokens `start ... end - 1`.
 
-    The memory does not change. recompute: as for `Session.delete`.
+    The memory does not change. recompute: as for `Session.delete`. Returns also how many tokens the
+    whole edit evaluates.
 
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
@@ -196,9 +189,8 @@ def prepare_edit(
     if end == total or recompute == "suffix":
         edited = _evaluate_suffix(memory, start, end, ids, prefill_step)
         evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
-        return PreparedEdit(lambda successor: (edited, 0), evaluated)
-    in_place = InPlaceEdit.prepare(memory, start, end, ids, prefill_step)
-    return PreparedEdit(in_place.apply, len(ids) + 1)
+        return lambda successor: (edited, 0), evaluated
+    return InPlaceEdit.prepare(memory, start, end, ids, prefill_step).apply, len(ids) + 1
 
 
 def _evaluate_suffix(

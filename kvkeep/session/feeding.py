@@ -198,7 +198,7 @@ class _StoredPrefix:
                 self._fail(str(error))
                 return
             if match.tokens:
-                keys, values = torch.cat(match.keys, 2), torch.cat(match.values, 2)
+                keys, values = (torch.cat(cells, 2) for cells in zip(*match.blocks, strict=True))
                 memory.append_evaluated(ids[: match.tokens], keys, values)
             self.reused = self.stored = match.tokens
             self.differs_at = match.differs_at

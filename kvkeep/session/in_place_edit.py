@@ -104,7 +104,7 @@ class InPlaceEdit:
 
     @torch.inference_mode()
     def apply(self, memory: Memory) -> tuple[Memory, int]:
-        """Apply the edit to a successor of the memory; see `PreparedEdit`."""
+        """Apply the edit to a successor of the memory; see `EditCompletion`."""
         scope, cache = self.scope, memory.cache
         before, after = _split_segments(cache, scope, self.end_position, self.evicted)
         following = len(memory.tokens) - scope.end

@@ -342,12 +342,11 @@ class Session(SessionEdits):
             fork.rewind(total - at)
         return fork
 
-    def __copy__(self) -> "Session":
-        return self.fork()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+    def __copy__(self, memo: dict[int, Any] | None = None) -> "Session":
         """Return a fork: the model is never copied, and neither session sees the other's tokens."""
         return self.fork()
+
+    __deepcopy__ = __copy__
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise InvalidArgument(

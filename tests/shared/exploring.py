@@ -19,10 +19,16 @@ from kvkeep.storage.sessions.protocol import (
     PutHead,
     ReadHead,
     StoreOperation,
-    Upload,
     VersionedHead,
     Wait,
 )
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A writer's operation: write the content to commit."""
+
+    snapshot: str
 
 
 @dataclass(frozen=True)

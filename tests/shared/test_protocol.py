@@ -5,12 +5,12 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from shared.exploring import Actor, Explorer, Fetch, Violation
+from shared.exploring import Actor, Explorer, Fetch, Upload, Violation
 
 from kvkeep.errors import HeldElsewhere, NoObject, StoreError
 from kvkeep.storage.sessions import protocol
-from kvkeep.storage.sessions.head import SessionHead
-from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, Upload, VersionedHead
+from kvkeep.storage.sessions.head import SessionHead, snapshot_name
+from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, VersionedHead
 
 # A lease of 0 seconds has expired when it begins, so that no clock excludes any writer.
 IGNORING_CLOCKS = {"now": math.inf, "seconds": 0.0}
@@ -26,7 +26,8 @@ def writer(name: str, commits: int, renews: bool = False) -> Actor:
             if renews:
                 lease = yield from protocol.renew(lease, LeaseRequest(name, **IGNORING_CLOCKS))
             for _ in range(commits):
-                snapshot = yield from protocol.upload(lease)
+                snapshot = snapshot_name(lease.head)
+                yield Upload(snapshot)
                 lease = yield from protocol.commit(lease, snapshot, 1.0, name)
                 confirmed.append(lease.head.snapshot)
             yield from protocol.release(lease)
@@ -61,7 +62,8 @@ def creator(name: str) -> Actor:
     def steps(confirmed: list[str]) -> Generator[Any, Any, None]:
         try:
             lease = yield from protocol.create(LeaseRequest(name, **IGNORING_CLOCKS))
-            snapshot = yield from protocol.upload(lease)
+            snapshot = snapshot_name(lease.head)
+            yield Upload(snapshot)
             lease = yield from protocol.commit(lease, snapshot, protocol.RELEASED, "")
             confirmed.append(lease.head.snapshot)
         except (StoreError, ValueError):

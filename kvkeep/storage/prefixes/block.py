@@ -15,25 +15,24 @@ from kvkeep.storage.snapshots.container import Container, read_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 KIND, FORMAT = "prefix-block", 1
-# Keys and values of each block, `[layers, kv_heads, 256, head_dim]`.
-CellBlocks: TypeAlias = Iterable[tuple[Tensor, Tensor]]
+BlockCells: TypeAlias = tuple[Tensor, Tensor]  # keys, values: `[layers, kv_heads, 256, head_dim]`
+CellBlocks: TypeAlias = Iterable[BlockCells]
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The result of a lookup: keys and values of each matching block, as in `CellBlocks`.
+    """The result of a lookup: the cells of each matching block.
 
     differs_at: the index of the first token that the nearest stored prompt lacks or has otherwise;
     None if all whole blocks of the prompt were found.
     """
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    blocks: Sequence[BlockCells]
     differs_at: int | None
 
     @property
     def tokens(self) -> int:
-        return BLOCK_TOKENS * len(self.keys)
+        return BLOCK_TOKENS * len(self.blocks)
 
 
 @runtime_checkable
@@ -61,7 +60,7 @@ class PrefixBlock:
     start: int  # the index of its first token in the prompt
     tokens: Tensor  # [256] int32
 
-    def cells(self, container: Container, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
+    def cells(self, container: Container, fingerprint: Fingerprint) -> BlockCells | None:
         """Return keys and values from a file; None unless they fit the tokens and the model.
 
         The caller verifies that the file was written under this block's key.
@@ -89,6 +88,21 @@ def blocks_of(
         parent = blocks[-1].key if blocks else root
         blocks.append(PrefixBlock(parent, key_of(parent, token_ids), start, token_ids))
     return blocks
+
+
+def first_difference(
+    missing: Sequence[PrefixBlock],
+    tokens: Sequence[int],
+    common_prefix: Callable[[str, Sequence[int]], int],
+) -> int | None:
+    """Return `PrefixMatch.differs_at` for the blocks of a prompt that a lookup did not find.
+
+    common_prefix: returns how many tokens some stored child of a block, by its key, has in common.
+    """
+    if not missing:
+        return None
+    start = missing[0].start
+    return start + common_prefix(missing[0].parent, tokens[start:])
 
 
 def block_key(parent: str, tokens: Tensor) -> str:

@@ -32,11 +32,13 @@ from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes.block import (
     FORMAT,
     KIND,
+    BlockCells,
     CellBlocks,
     PrefixBlock,
     PrefixMatch,
     blocks_of,
     common_length,
+    first_difference,
     stored_tokens,
 )
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_prefix
@@ -89,29 +91,24 @@ class SharedPrefixCache:
         timeout.
         """
         self._queue.require_up()
-        blocks, differs_at = self._blocks(fingerprint, tokens), None
+        blocks = self._blocks(fingerprint, tokens)
         try:
             hits = self._read_until_miss(blocks, fingerprint)
-            if len(hits) < len(blocks):
-                missing = blocks[len(hits)]
-                differs_at = missing.start + self._longest_common_prefix(
-                    missing.parent, tokens[missing.start :]
-                )
+            missing = blocks[len(hits) :]
+            differs_at = first_difference(missing, tokens, self._longest_common_prefix)
         except StoreError:
             self._queue.mark_down()
             raise
-        return PrefixMatch([keys for keys, _ in hits], [values for _, values in hits], differs_at)
+        return PrefixMatch(hits, differs_at)
 
     def _read_until_miss(
         self, blocks: Sequence[PrefixBlock], fingerprint: Fingerprint
-    ) -> list[tuple[Tensor, Tensor]]:
-        hits = list[tuple[Tensor, Tensor]]()
+    ) -> list[BlockCells]:
+        hits = list[BlockCells]()
         with ThreadPoolExecutor(_READERS, "kvkeep-prefix") as readers:
             # The first block is read alone, since most prompts are new and miss at once.
             for chunk in (blocks[:1], blocks[1:]):
-                reads = [readers.submit(self._read, block, fingerprint) for block in chunk]
-                for read in reads:
-                    cells = read.result()
+                for cells in readers.map(partial(self._read, fingerprint=fingerprint), chunk):
                     if cells is None:
                         readers.shutdown(cancel_futures=True)
                         return hits
@@ -158,7 +155,7 @@ class SharedPrefixCache:
     def _path(self, block: PrefixBlock) -> ObjectPath:
         return ObjectPath(self._store, f"{self._prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}")
 
-    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
+    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
         path = self._path(block)
         try:  # one request for the whole object: blocks are many, and each is small

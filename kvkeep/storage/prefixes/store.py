@@ -20,12 +20,14 @@ from kvkeep.storage.files.atomic import sweep_temporaries
 from kvkeep.storage.prefixes.block import (
     FORMAT,
     KIND,
+    BlockCells,
     CellBlocks,
     PrefixBlock,
     PrefixMatch,
     block_key,
     blocks_of,
     common_length,
+    first_difference,
     read_block,
     tokens_in,
 )
@@ -57,19 +59,15 @@ class PrefixStore:
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest stored prefix of a prompt. Raises StoreError if it cannot be read."""
-        keys, values, differs_at = list[Tensor](), list[Tensor](), None
-        blocks = _blocks(fingerprint, tokens)
+        blocks, hits = _blocks(fingerprint, tokens), list[BlockCells]()
         for block in blocks:
             cells = self._read(block, fingerprint)
             if cells is None:
-                differs_at = block.start + self._longest_common_prefix(
-                    block.parent, tokens[block.start :]
-                )
                 break
-            keys.append(cells[0])
-            values.append(cells[1])
-        self._touch(blocks[: len(keys)])
-        return PrefixMatch(keys, values, differs_at)
+            hits.append(cells)
+        differs_at = first_difference(blocks[len(hits) :], tokens, self._longest_common_prefix)
+        self._touch(blocks[: len(hits)])
+        return PrefixMatch(hits, differs_at)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt are stored, and where the nearest prompt differs.
@@ -158,7 +156,7 @@ class PrefixStore:
     def _block_path(self, block: PrefixBlock) -> Path:
         return self.path / f"{block.parent}-{block.key}{BLOCK_SUFFIX}"
 
-    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
+    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
         container = read_block(self._block_path(block), block.key)
         return None if container is None else block.cells(container, fingerprint)
 

@@ -18,7 +18,6 @@ from kvkeep.storage.sessions.protocol import (
     PutHead,
     ReadHead,
     StoreOperation,
-    Upload,
     VersionedHead,
     Wait,
 )
@@ -49,11 +48,11 @@ class SessionObjects:
             return None
         return VersionedHead(SessionHead.from_json(content, self.name), etag)
 
-    def run(self, operations: Operations[T], chunks: ChunkSource | None = None) -> T:
-        """Run a protocol function's operations, and return its result. Raises its errors.
+    def upload(self, snapshot: str, chunks: ChunkSource) -> None:
+        self.store.put_chunks(self.key(snapshot), chunks)
 
-        chunks: the content of its upload.
-        """
+    def run(self, operations: Operations[T]) -> T:
+        """Run a protocol function's operations, and return its result. Raises its errors."""
         resume: Callable[[], StoreOperation] = partial(next, operations)
         while True:
             try:
@@ -61,20 +60,17 @@ class SessionObjects:
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             try:
-                resume = partial(operations.send, self._execute(operation, chunks))
+                resume = partial(operations.send, self._execute(operation))
             except StoreError as error:
                 resume = partial(operations.throw, error)
 
-    def _execute(self, operation: StoreOperation, chunks: ChunkSource | None) -> Any:
+    def _execute(self, operation: StoreOperation) -> Any:
         match operation:
             case ReadHead():
                 return self.head()
             case PutHead(head, etag):
                 absent = etag is None
                 return self.store.put(self._head, head.to_json(), if_absent=absent, if_match=etag)
-            case Upload(snapshot):
-                assert chunks is not None
-                self.store.put_chunks(self.key(snapshot), chunks)
             case ListSnapshots():
                 infos = self.store.list_objects(self._snapshots)
                 keys = (info.key.removeprefix(self._snapshots) for info in infos)

@@ -10,7 +10,7 @@ from kvkeep.errors import Moved, StoreError
 from kvkeep.storage.objects.interface import ChunkSource
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import SessionObjects
-from kvkeep.storage.sessions.head import SessionHead
+from kvkeep.storage.sessions.head import SessionHead, snapshot_name
 from kvkeep.storage.sessions.protocol import RELEASED, LeaseRequest, Operations, VersionedHead
 
 T = TypeVar("T")
@@ -66,7 +66,8 @@ class Lease:
         """
         self.check()
         # Renewals continue during the upload: they change neither epoch nor generation.
-        snapshot = self.objects.run(protocol.upload(self.version), chunks)
+        snapshot = snapshot_name(self.head)
+        self.objects.upload(snapshot, chunks)
         with self._store_lock:
             self.check()
             expires = RELEASED if release else self._clock() + self._seconds

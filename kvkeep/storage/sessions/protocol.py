@@ -20,7 +20,7 @@ from kvkeep.errors import (
     NoObject,
     StoreError,
 )
-from kvkeep.storage.sessions.head import SessionHead, epoch_of, new_nonce, snapshot_name
+from kvkeep.storage.sessions.head import SessionHead, epoch_of, new_nonce
 
 T = TypeVar("T")
 ATTEMPTS = 5  # for a request that fails
@@ -54,13 +54,6 @@ class PutHead:
 
 
 @dataclass(frozen=True)
-class Upload:
-    """Write the content to commit under a name that no other writer uses."""
-
-    snapshot: str
-
-
-@dataclass(frozen=True)
 class ListSnapshots:
     """List the session's snapshots. Result: their names."""
 
@@ -79,7 +72,7 @@ class Wait:
     attempt: int
 
 
-StoreOperation = ReadHead | PutHead | Upload | ListSnapshots | Delete | Wait
+StoreOperation = ReadHead | PutHead | ListSnapshots | Delete | Wait
 Operations = Generator[StoreOperation, Any, T]
 
 # The protocol
@@ -160,18 +153,12 @@ def release(version: VersionedHead) -> Operations[VersionedHead]:
     return (yield from _replace(version, version.head.next(writer="", expires=RELEASED)))
 
 
-def upload(version: VersionedHead) -> Operations[str]:
-    """Upload the content to commit; return the snapshot's name."""
-    name = snapshot_name(version.head)
-    yield Upload(name)
-    return name
-
-
 def commit(
     version: VersionedHead, snapshot: str, expires: float, writer: str
 ) -> Operations[VersionedHead]:
     """Make an uploaded snapshot the session's content, and delete the previous snapshot.
 
+    snapshot: uploaded by the caller, under the `snapshot_name` of a version of this lease.
     expires, writer: of the new head; RELEASED and "" release the lease in the same operation.
     Raises Moved if another writer has acquired the session; then nothing was committed.
     """

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,13 +79,7 @@ def _upload(target: Target, tensors: Mapping[str, Tensor], build_header: _Header
     with ThreadPoolExecutor(_THREADS) as executor:
         digests = executor.map(_digest_of, tensors.values())
         header = build_header(dict(zip(tensors, digests, strict=True)))
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield header
-        for tensor in tensors.values():
-            yield from dense_chunks(tensor)
-
-    target.write_chunks(chunks)
+    target.write_chunks(lambda: chain([header], _chunks(tensors.values())))
     return len(header) + sum(tensor.nbytes for tensor in tensors.values())
 
 
