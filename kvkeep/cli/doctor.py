@@ -23,6 +23,7 @@ _Facts = Iterator[tuple[str, str]]
 # Folders in kvkeep's home: a description, and the command that frees space there.
 _DISK_FOLDERS = {
     "models": ("models, in Hugging Face layout", "kvkeep models rm NAME"),
+    "downloads": ("interrupted downloads of models", "kvkeep pull NAME"),
     "packed": ("their weights, packed", "kvkeep models rm NAME"),
     "unpacked": ("their weights, unpacked for bf16", "kvkeep models rm NAME"),
     "prefixes": ("evaluated beginnings of prompts", "kvkeep prefixes gc | clear"),

@@ -180,6 +180,15 @@ def _vocab_size(file: GgufFile) -> int:
     return len(file.texts("tokenizer.ggml.tokens"))
 
 
+def check_family(family: str) -> None:
+    """Raise UnsupportedModel for a family that is not supported."""
+    if family not in _CLASSES:
+        raise UnsupportedModel(
+            f"the GGUF architecture {family!r} is not supported{unsupported_reason(family)}; "
+            f"supported: {', '.join(sorted(_CLASSES))}"
+        )
+
+
 def _check_supported(file: GgufFile) -> None:
     """Raise UnsupportedModel for a file that is no model, and for an unsupported model."""
     file_type = file.text("general.type", "model")
@@ -190,11 +199,7 @@ def _check_supported(file: GgufFile) -> None:
         raise UnsupportedModel(
             f"{file.path} is {_NOT_MODELS[file_type]}, not a language model: give a model's file"
         )
-    if family not in _CLASSES:
-        raise UnsupportedModel(
-            f"the GGUF architecture {family!r} is not supported{unsupported_reason(family)}; "
-            f"supported: {', '.join(sorted(_CLASSES))}"
-        )
+    check_family(family)
     _check_variant(file)
     head_dim = _head_dim(file)
     sizes = {"attention.value_length": head_dim}

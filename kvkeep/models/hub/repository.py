@@ -1,0 +1,202 @@
+"""Repositories of the Hugging Face hub: choosing a model in one, and downloading it."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import BadModelFile, ModelNotFound
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+# `Path` joins the two slashes of a URL.
+_HUB_NAME = re.compile(
+    r"(?:(?:https?:/{1,2})?(?:huggingface\.co|hf\.co)/)?"
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?/?"
+)
+_FOLDER_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_PART_AND_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
+_NOT_MODELS = re.compile("mmproj|imatrix", re.IGNORECASE)
+_QUANTISATION = re.compile(r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|FP?16|F32)\b")
+_PREFERRED = ("Q4_K_M", "Q8_0")  # of a repository named without a quantisation
+
+
+def parse_hub_name(model: str) -> tuple[str, str | None] | None:
+    """Return the repository and quantisation that a name gives, or None for another kind of name.
+
+    Example: "hf.co/owner/name:q4_k_m" is ("owner/name", "Q4_K_M"), and "owner/name" has None.
+    """
+    match = _HUB_NAME.fullmatch(model)
+    if match is None or (match[2] is None and model.endswith(".gguf")):
+        return None
+    quantisation = None if match[2] in (None, "latest") else match[2].upper().removesuffix(".GGUF")
+    return match[1], quantisation
+
+
+def download_folder(repository: str, _: Path, progress: bool) -> Path:
+    """Fetch the missing files of a repository into the hub's own cache; return their folder.
+
+    Raises ModelNotFound for every failure.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(repository, progress):
+        return Path(snapshot_download(repository, allow_patterns=_FOLDER_FILES))
+
+
+def default_quantisation(repository: str) -> str | None:
+    """Return the quantisation to take of a repository that has GGUF files but no safetensors.
+
+    None for other repositories, and if the hub cannot be reached: `download_folder` reports that.
+
+    Raises ModelNotFound if there are several and none of them is preferred.
+    """
+    try:
+        info = _model_info(repository)
+    except ModelNotFound:
+        return None
+    models = _gguf_models(info)
+    if not models or any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
+        return None
+    labels = [_label(name) for name in models]
+    default = next((label for label in _PREFERRED if label in labels), labels[0])
+    if default not in _PREFERRED and len(models) > 1:
+        raise ModelNotFound(
+            f"add a quantisation to the name, as in {repository}:{default}: {repository} has "
+            f"{_sizes(models)}"
+        )
+    return default
+
+
+def download_gguf(repository: str, quantisation: str, folder: Path, progress: bool) -> Path:
+    """Download a GGUF model into `folder`, resuming earlier downloads; return its first file.
+
+    Files are named by their digests until all are complete. huggingface_hub's own functions resume
+    a download within one process only.
+
+    Raises ModelNotFound, BadModelFile, and UnsupportedModel before anything is downloaded.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    from kvkeep.models.gguf.config import check_family
+
+    info = _model_info(repository)
+    files = _choose(repository, quantisation, _gguf_models(info))
+    if family := (info.gguf or {}).get("architecture"):
+        check_family(family)
+    folder.mkdir(parents=True, exist_ok=True)
+    downloads = []
+    for file in files:
+        name = Path(file.rfilename).name
+        path = folder / (file.lfs.sha256 if file.lfs else str(file.blob_id))
+        with path.open("ab") as download, _hub_errors(repository, progress, resumes=True):
+            http_get(
+                hf_hub_url(repository, file.rfilename, revision=info.sha),
+                download,
+                resume_size=download.tell(),
+                headers=build_hf_headers(),
+                expected_size=file.size,
+                displayed_filename=name,
+            )
+        if file.lfs:
+            check_sha256(path, file.lfs.sha256, name)
+        downloads.append((path, folder / name))
+    return [path.rename(target) for path, target in downloads][0]  # noqa: RUF015 (renames all)
+
+
+def check_sha256(path: Path, expected: str, name: str) -> None:
+    """Raise BadModelFile for a download with another digest, and remove it."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
+        path.unlink()
+        raise BadModelFile(
+            f"{name} has sha256 {digest}, expected {expected}: it is damaged or not what was "
+            "published. Pull again; if it happens again, do not trust the source"
+        )
+
+
+def _model_info(repository: str) -> "ModelInfo":
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repository):
+        return HfApi().model_info(repository, files_metadata=True, timeout=10)
+
+
+def _gguf_models(info: "ModelInfo") -> dict[str, list["RepoSibling"]]:
+    """Return the files of each GGUF model, parts in order, by path without number and suffix."""
+    models: dict[str, list[RepoSibling]] = {}
+    for file in sorted(info.siblings or (), key=lambda file: file.rfilename):
+        name = _PART_AND_SUFFIX.sub("", file.rfilename)
+        if name != file.rfilename and not _NOT_MODELS.search(name):
+            models.setdefault(name, []).append(file)
+    return models
+
+
+def _label(name: str) -> str:
+    """Return a model's quantisation, or its file name if that states none."""
+    quantisations: list[str] = _QUANTISATION.findall(name.upper())
+    return quantisations[-1] if quantisations else Path(name).name.upper()
+
+
+def _choose(
+    repository: str, quantisation: str, models: dict[str, list["RepoSibling"]]
+) -> list["RepoSibling"]:
+    """Return the files of the model with a quantisation or file name. Raises ModelNotFound."""
+    in_name = re.compile(rf"(?<![A-Z0-9_]){re.escape(quantisation)}(?![A-Z0-9_])")
+    matches = [name for name in models if _label(name) == quantisation]
+    matches = matches or [name for name in models if in_name.search(name.upper())]
+    if len(matches) == 1:
+        return models[matches[0]]
+    if matches:
+        names = ", ".join(f"{repository}:{Path(name).name}.gguf" for name in matches)
+        raise ModelNotFound(f"name one of the files in {quantisation}: {names}")
+    if not models:
+        raise ModelNotFound(f"leave out :{quantisation}, {repository} has no GGUF files")
+    nearest = get_close_matches(quantisation, map(_label, models), 1, cutoff=0)[0]
+    raise ModelNotFound(
+        f"{repository} has no {quantisation}; the nearest is {repository}:{nearest}. It has "
+        f"{_sizes(models)}"
+    )
+
+
+def _sizes(models: dict[str, list["RepoSibling"]]) -> str:
+    """List the quantisations of models with their sizes, smallest first."""
+    sizes = sorted((sum(file.size or 0 for file in models[name]), _label(name)) for name in models)
+    return ", ".join(f"{label} ({size / 1e9:.1f} GB)" for size, label in sizes)
+
+
+@contextmanager
+def _hub_errors(repository: str, progress: bool = False, resumes: bool = False) -> Iterator[None]:
+    """Turn the hub's errors into ModelNotFound. resumes: a download that can be resumed."""
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if progress else disable_progress_bars)()
+    try:
+        yield
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFound(
+            f"check the name: there is no local path {repository!r}, and no such model on the "
+            "Hugging Face hub. Run `hf auth login` if it is private, and accept its terms on "
+            f"https://huggingface.co/{repository} if it has some"
+        ) from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk
+            raise
+        advice = (
+            "run the command again, and the download goes on where it stopped"
+            if resumes
+            else f"pull {repository!r} on a machine with a network, copy its files here and run "
+            "`kvkeep models add NAME PATH`, or check HF_HUB_OFFLINE, HTTPS_PROXY and HF_ENDPOINT"
+        )
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ModelNotFound(
+            f"{advice}: the Hugging Face hub cannot be reached ({type(error).__name__}: {reason})"
+        ) from error
