@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.options import QUIET, command, file_option, read_nonempty
-from kvkeep.cli.output import say
+from kvkeep.cli.output import progress_bar, say
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import StoreError
 from kvkeep.storage.snapshots.header import check_output_path
@@ -125,8 +125,6 @@ def calibrate(
 
 def measure_calibration(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
     """Calibrate a model on a text. output: None for the path where every command looks."""
-    from tqdm import tqdm
-
     from kvkeep.compression.calibration.calibration import calibration_path
     from kvkeep.evaluate import calibrate as measure
 
@@ -141,9 +139,8 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
         check_output_path(output, "calibration")
     unfinished = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)
-    disable = True if quiet else None  # None: show it on terminals only
     total = measure.calibration_tokens(model, len(ids))
-    with tqdm(total=total, desc="measuring", unit="tok", disable=disable, leave=False) as bar:
+    with progress_bar(total, not quiet, desc="measuring", unit="tok", leave=False) as bar:
 
         def progress(tokens: int) -> None:
             bar.update(tokens)

@@ -104,7 +104,8 @@ def _declarations(target: Callable[..., Any], **replaced: Any) -> dict[str, Any]
     """Return the declarations in the defaults of a function's parameters or a record's fields."""
     parameters = inspect.signature(target).parameters.values()
     defaults = {parameter.name: parameter.default for parameter in parameters} | replaced
-    return {n: declare for n, declare in defaults.items() if declare is not inspect.Parameter.empty}
+    empty = inspect.Parameter.empty  # of arguments, which `click.argument` declares
+    return {name: declare for name, declare in defaults.items() if declare is not empty}
 
 
 def _add_options(function: Callable[..., Any], declarations: dict[str, Any]) -> Callable[..., Any]:
@@ -139,9 +140,9 @@ QUIET = option("-q", is_flag=True, help="No progress bars, no closing line.")
 SPECIAL = option(is_flag=True, help="Take what reads like a special token, <|im_end|>, for one.")
 
 
-def is_given(option: str) -> bool:
+def is_given(parameter: str) -> bool:
     """Whether an option of the running command was given, also by an environment variable."""
-    source = click.get_current_context().get_parameter_source(option)
+    source = click.get_current_context().get_parameter_source(parameter)
     return source is not ParameterSource.DEFAULT
 
 

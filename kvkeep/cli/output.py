@@ -4,11 +4,16 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from kvkeep.runtime.signals import interrupts_deferred
+
+if TYPE_CHECKING:
+    from typing import Never
+
+    from tqdm import tqdm
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -70,6 +75,13 @@ def shown_bytes(count: int) -> str:
 def write_flushed(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def progress_bar(total: int, shown: bool, **settings: Any) -> "tqdm[Never]":
+    """Return a progress bar, which is shown on terminals only."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, disable=None if shown else True, **settings)
 
 
 class Screen:

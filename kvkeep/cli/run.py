@@ -15,7 +15,7 @@ from kvkeep import Sampling
 from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, gains_from_calibration
 from kvkeep.cli.memory import warn_without_prefixes
 from kvkeep.cli.options import OutputChoice, is_given
-from kvkeep.cli.output import Screen, counted, megabytes, say
+from kvkeep.cli.output import Screen, counted, megabytes, progress_bar, say
 from kvkeep.cli.session_file import OpenedSession, SessionWriter
 from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss
@@ -91,15 +91,15 @@ class Run:
         return self.session.finish_reason or "length"
 
     def bar(self, total: int, label: str) -> "tqdm[Never]":
-        """Return a progress bar over tokens; it is shown after 0.3 s."""
-        return tqdm(
-            total=total,
+        """Return a progress bar over tokens; it appears after 0.3 s."""
+        return progress_bar(
+            total,
+            self.output.progress,
             desc=label,
             unit=" tokens",
             unit_scale=True,
             delay=0.3,
             leave=False,
-            disable=None if self.output.progress else True,
         )
 
     @contextmanager

@@ -12,11 +12,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
 from kvkeep.cli.batch.requests import BatchRequest
 from kvkeep.cli.options import OutputChoice
-from kvkeep.cli.output import counted, say
+from kvkeep.cli.output import counted, progress_bar, say
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -187,8 +185,7 @@ def run_batch(
 ) -> None:
     """Answer the requests, `at_once` together. Each answer is on disk once it is complete."""
     start = time.perf_counter()
-    disable = None if output.progress else True  # None: show it on terminals only
-    bar = tqdm(total=report.requests, initial=report.before, unit=" answers", disable=disable)
+    bar = progress_bar(report.requests, output.progress, initial=report.before, unit=" answers")
     try:
         with bar:
             for answer in _answers(engine, requests, at_once, report):

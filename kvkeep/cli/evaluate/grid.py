@@ -15,8 +15,9 @@ from kvkeep.cli.evaluate.grid_options import (
     options_json,
     with_saved_options,
 )
-from kvkeep.cli.evaluate.options import ModelChoice, load_haystack, sample_bar
+from kvkeep.cli.evaluate.options import ModelChoice, load_haystack
 from kvkeep.cli.options import NO_PROGRESS, command, option_group
+from kvkeep.cli.output import progress_bar
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.grid_table import grid_markdown, page_with_grid
@@ -84,7 +85,8 @@ def _measure(
     from kvkeep.evaluate.grid import measure_sample
 
     calibration = load_calibration_file(choice.calibration, model)
-    with sample_bar(plan.samples * len(plan.tasks), progress) as bar:
+    total = plan.samples * len(plan.tasks)
+    with progress_bar(total, progress, desc="measuring", unit=" samples", leave=False) as bar:
         for index, task in itertools.product(range(plan.samples), plan.tasks):
             if missing := results.missing(task, plan.seed, index, plan.methods, plan.ratios):
                 sample = datasets[task].sample(index)

@@ -23,23 +23,12 @@ from kvkeep.evaluate.samples import KEY_TYPES, Placement
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
-    from typing import Never
-
-    from tqdm import tqdm
-
     from kvkeep import Model
 
 
 def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
     """Return an option type: values between commas, without duplicates."""
     return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
-
-
-def sample_bar(total: int, progress: bool) -> "tqdm[Never]":
-    from tqdm import tqdm
-
-    disable = None if progress else True  # None: show it on terminals only
-    return tqdm(total=total, desc="measuring", unit=" samples", leave=False, disable=disable)
 
 
 @dataclass(frozen=True)

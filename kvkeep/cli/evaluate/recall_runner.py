@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from kvkeep import Model
 from kvkeep.cli.compression import load_calibration_file
-from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice, sample_bar
+from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice
 from kvkeep.cli.options import OutputChoice
-from kvkeep.cli.output import megabytes, say
+from kvkeep.cli.output import megabytes, progress_bar, say
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.plots import draw_recall
@@ -60,7 +60,9 @@ class RecallRun:
 
     def _measure(self, compression: CompressionSettings) -> None:
         measure = compress_during_prefill if self.recall.streaming else compress_after_prefill
-        with sample_bar(self.recall.count, self.output.progress) as bar:
+        with progress_bar(
+            self.recall.count, self.output.progress, desc="measuring", unit=" samples", leave=False
+        ) as bar:
             for index in range(self.recall.count):
                 sample = self.dataset.sample(index)
                 if self.recall.count == 1:

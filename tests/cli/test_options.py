@@ -1,0 +1,53 @@
+"""Options declared as defaults of parameters and of records' fields."""
+
+from dataclasses import dataclass
+
+import click
+from click.testing import CliRunner
+
+from kvkeep.cli.options import command, integer_option, option, option_group
+
+
+@dataclass(frozen=True)
+class Depth:
+    max_depth: int = integer_option("-d", default=3, help="How deep.")
+
+
+@dataclass(frozen=True)
+class Search:
+    depth: Depth = option_group(Depth)
+    follows_links: bool = option("--follow", is_flag=True)
+
+
+@command()
+@click.argument("folder")
+def find(folder: str, search: Search = option_group(Search), name: str = option()) -> None:
+    click.echo(f"{folder} {search} {name}")
+
+
+@command()
+def shallow(depth: Depth = option_group(Depth, max_depth=option(default=1))) -> None:
+    click.echo(depth)
+
+
+def output_of(example: click.Command, *arguments: str) -> str:
+    return CliRunner().invoke(example, arguments, catch_exceptions=False).output.strip()
+
+
+def test_records_are_built_from_the_options_in_their_fields() -> None:
+    search = Search(Depth(5), follows_links=True)
+    assert output_of(find, "-d", "5", "--follow", "--name", "x", "/tmp") == f"/tmp {search} x"
+    search = Search(Depth(3), follows_links=False)
+    assert output_of(find, "--max-depth", "3", "/tmp") == f"/tmp {search} None"
+
+
+def test_a_command_may_declare_an_option_of_a_record_anew() -> None:
+    assert output_of(shallow) == str(Depth(1))
+    assert "No such option" in output_of(shallow, "-d", "2")
+
+
+def test_help_lists_options_in_the_order_of_their_declarations() -> None:
+    lines = output_of(find, "--help").splitlines()
+    flags = ["-d, --max-depth N", "--follow", "--name TEXT", "--help"]
+    positions = [next(i for i, line in enumerate(lines) if flag in line) for flag in flags]
+    assert positions == sorted(positions)
