@@ -25,13 +25,13 @@ from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.checkpoint import (
     decoder_name,
     decoder_shapes,
-    fused_part,
     rope_row_order,
 )
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
 from kvkeep.models.weights.packed_file import NewMatrix, write_packed
 from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packable
+from kvkeep.models.weights.stacks import find_stack
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
 
@@ -151,17 +151,17 @@ def _sources(
     """
     named = {decoder_name(spec, name): tensor for name, tensor in tensors.items()}
     sources = {}
-    for name in tensor_shapes(spec):
-        fused = None if name in named else fused_part(spec, name)
-        source = fused[0] if fused else name
-        if source in named:
-            rows = _row_order(source, named[source], spec)
-            if fused:
-                rows = rows[fused[1]]
-            if (order := rope_row_order(spec, name, len(rows))) is not None:
-                rows = rows[order.numpy()]
-            sources[name] = named[source], rows
-    return sources
+    for stored, tensor in named.items():
+        rows = _row_order(stored, tensor, spec)
+        fused = find_stack(spec, stored)
+        parts = fused.parts() if fused else [(stored, (), range(len(rows)))]
+        for name, _, part in parts:
+            part_rows = rows[part.start : part.stop]
+            if (order := rope_row_order(spec, name, len(part_rows))) is not None:
+                part_rows = part_rows[order.numpy()]
+            if name == stored or name not in named:
+                sources[name] = tensor, part_rows
+    return {name: sources[name] for name in tensor_shapes(spec) if name in sources}
 
 
 def _convert_rows(

@@ -73,7 +73,7 @@ class Family:
     fused_qkv, fused_gate_up: the checkpoint's name of one matrix that holds several, in this order;
         "" if the matrices are separate.
     renamed_tensors: other layer tensors with another name in checkpoints: their name to kvkeep's.
-    mixture: for mixtures of experts; `weights/expert_stacks.py` has the names of their tensors.
+    mixture: for mixtures of experts; `weights/stacks.py` has the names of their tensors.
     multimodal: the model also reads images; only its language model is run.
     """
 

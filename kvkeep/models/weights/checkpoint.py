@@ -1,6 +1,4 @@
-"""Checkpoint tensors to decoder tensors: names, fused matrices and the row order of RoPE.
-
-Fused matrices (query, key and value, or gate and up, stored as one) are split into views.
+"""Checkpoint tensors to decoder tensors: names, stacks and the row order of RoPE.
 
 The cache rotates element i of a head with element i + head_dim / 2, for all i (the half layout).
 Where a family pairs elements in another way, or rotates a part of each head only, the rows of its
@@ -23,10 +21,10 @@ from torch import Tensor
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.expert_stacks import (
+from kvkeep.models.weights.stacks import (
     expert_name,
-    split_stack_shapes,
-    split_stacks,
+    find_stack,
+    fused_modules,
     stored_expert_name,
 )
 
@@ -48,26 +46,34 @@ def decoder_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the result of `decoder_tensors` for tensors of these shapes.
 
-    A fused matrix whose rows are not those of its parts stays whole, under a name that no decoder
-    has.
+    A stack of another shape than the spec's stays whole, under a name that no decoder has.
     """
+    renamed = _with_decoder_names(spec, shapes)
     parts_by_name: dict[str, tuple[int, ...]] = {}
-    for name, shape in split_stack_shapes(spec, _with_decoder_names(spec, shapes)).items():
-        rows = _fused_rows(spec, name)
-        if rows and shape[:1] == (sum(rows.values()),):
-            parts_by_name |= {part: (count, *shape[1:]) for part, count in rows.items()}
+    used_scales = set()
+    for name, shape in renamed.items():
+        stack = find_stack(spec, name, shape[1:])
+        if (
+            stack
+            and stack.shape == shape
+            and (not stack.scales or renamed.get(stack.scales) == shape[:-1])
+        ):
+            parts_by_name |= stack.part_shapes()
+            used_scales.add(stack.scales)
         else:
             parts_by_name[name] = shape
-    return parts_by_name
+    return {name: shape for name, shape in parts_by_name.items() if name not in used_scales}
 
 
 def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the decoder's names. Only those whose rows change order are copied."""
+    renamed = _with_decoder_names(spec, tensors)
     parts_by_name: dict[str, Tensor] = {}
-    for name, tensor in split_stacks(spec, _with_decoder_names(spec, tensors)).items():
-        rows = _fused_rows(spec, name)
-        parts = torch.split(tensor, list(rows.values())) if rows else (tensor,)
-        parts_by_name |= zip(rows or [name], parts, strict=True)
+    for name, tensor in renamed.items():
+        if stack := find_stack(spec, name):
+            parts_by_name |= stack.split(renamed, name)
+        elif not (spec.clamped_experts and name.endswith("_scales")):
+            parts_by_name[name] = tensor
     for name, tensor in parts_by_name.items():
         if (order := rope_row_order(spec, name, len(tensor))) is not None:
             parts_by_name[name] = tensor[order]
@@ -77,13 +83,13 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
 def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
     """Return, for each checkpoint tensor, the decoder's tensors that it holds, in order."""
     renamed = FAMILIES[spec.architecture].renamed_tensors
-    stored_names = {name: stored for stored, name in renamed.items()}
+    stored_names = {module: stored for stored, module in renamed.items()}
+    for matrix, modules in fused_modules(spec).items():
+        stored_names |= dict.fromkeys(modules, matrix)
     parts: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
-        fused, layer = fused_part(spec, name), _LAYER_TENSOR.fullmatch(name)
-        if fused:
-            stored = fused[0]
-        elif layer and layer.group(2) in stored_names:
+        layer = _LAYER_TENSOR.fullmatch(name)
+        if layer and layer.group(2) in stored_names:
             stored = f"{layer.group(1)}{stored_names[layer.group(2)]}.{layer.group(3)}"
         else:
             stored = stored_expert_name(spec, name)
@@ -116,21 +122,6 @@ def is_unused(spec: ModelSpec, name: str) -> bool:
     return spec.kv_source(int(match.group(1))) != int(match.group(1))
 
 
-def fused_part(spec: ModelSpec, name: str) -> tuple[str, slice] | None:
-    """Return the fused tensor that holds a decoder's tensor, and its rows; None if none does."""
-    match = _LAYER_TENSOR.fullmatch(name)
-    if match is None:
-        return None
-    family = FAMILIES[spec.architecture]
-    for matrix in filter(None, (family.fused_qkv, family.fused_gate_up)):
-        stored, first = f"{match.group(1)}{matrix}.{match.group(3)}", 0
-        for part, count in _fused_rows(spec, stored).items():
-            if part == name:
-                return stored, slice(first, first + count)
-            first += count
-    return None
-
-
 def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
     """Return the stored row of each decoder row of a tensor, `[rows]`; None if they are equal."""
     if spec.rope.kind == "proportional":  # stored in the half layout, unrotated pairs as well
@@ -152,25 +143,6 @@ def _head_order(spec: ModelSpec) -> list[int]:
     else:
         first, second = rotated[:pairs], rotated[pairs:]
     return [*first, *unrotated[: half - pairs], *second, *unrotated[half - pairs :]]
-
-
-def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
-    """Return the parts of a fused matrix and their row counts; empty for other tensors."""
-    family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
-    if match is None:
-        return {}
-    layer, matrix, suffix = match.groups()
-    rows: dict[str, int] = {}
-    if matrix == family.fused_gate_up:
-        rows = {"mlp.gate_proj": spec.intermediate_size, "mlp.up_proj": spec.intermediate_size}
-    elif matrix == family.fused_qkv:
-        keys = spec.kv_heads * spec.head_dim
-        rows = {
-            "self_attn.q_proj": spec.heads * spec.head_dim,
-            "self_attn.k_proj": keys,
-            "self_attn.v_proj": keys,
-        }
-    return {f"{layer}{part}.{suffix}": count for part, count in rows.items()}
 
 
 def _with_decoder_names(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:

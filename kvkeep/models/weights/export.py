@@ -12,10 +12,10 @@ from kvkeep.errors import InvalidArgument, ModelError, StoreError
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.checkpoint import rope_row_order, stored_parts
-from kvkeep.models.weights.expert_stacks import expert_stack
 from kvkeep.models.weights.packed import converted_file, load_converted
 from kvkeep.models.weights.packed_file import byte_bar
 from kvkeep.models.weights.packing import Matrix, as_tensor, row_chunks
+from kvkeep.models.weights.stacks import find_stack
 from kvkeep.storage.files.atomic import atomic_folder
 from kvkeep.storage.files.tensors import DTYPE_NAMES, TensorEntry, tensor_bytes, write_tensors
 
@@ -73,15 +73,16 @@ def _header_entry(
     spec: ModelSpec, stored: str, parts: Mapping[str, Matrix], dtype: torch.dtype
 ) -> TensorEntry:
     """Return the header entry of a checkpoint's tensor. parts: the decoder's tensors in it."""
-    stack, shapes = expert_stack(spec, stored), [tuple(part.shape) for part in parts.values()]
-    shape = stack.shape if stack else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    part_shape = tuple(next(iter(parts.values())).shape)
+    stack = find_stack(spec, stored, part_shape[1:])
+    shape = stack.shape if stack else part_shape
     return TensorEntry(DTYPE_NAMES[dtype], shape, prod(shape) * dtype.itemsize)
 
 
 def _stored_rows(
     spec: ModelSpec, stored: str, parts: Mapping[str, Matrix], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    if spec.clamped_experts and expert_stack(spec, stored) is not None:
+    if spec.clamped_experts and find_stack(spec, stored):
         matrices, count = list(parts.values()), len(parts) // spec.experts  # gate and up, or down
         for first in range(0, len(matrices), count):
             expert = matrices[first : first + count]

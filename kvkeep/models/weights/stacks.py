@@ -1,7 +1,8 @@
-"""Experts in checkpoints: their names, and the stacks that hold all experts of a layer.
+"""Stacks, which are checkpoint tensors that hold several of the decoder's, and names of experts.
 
-The decoder has each expert's matrices apart, as Qwen and OLMoE store them:
-`mlp.experts.5.gate_proj.weight`, with the router in `mlp.gate.weight`. Others:
+Fused matrices lie below one another: query, key and value, or gate and up. Of experts, the decoder
+has each one's matrices apart, as Qwen and OLMoE store them: `mlp.experts.5.gate_proj.weight`, with
+the router in `mlp.gate.weight`. Others:
 
     Mixtral     block_sparse_moe.experts.5.w1.weight    gate; w3: up, w2: down
                 block_sparse_moe.gate.weight            router
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
 from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import FORMATS, GROUP
 
@@ -62,62 +64,126 @@ _STACK = re.compile(
 
 
 @dataclass(frozen=True)
-class ExpertStack:
-    """A checkpoint's tensor with gate and up, or down, of all experts of a layer, or their biases.
+class Stack:
+    """A checkpoint's tensor that holds matrices, or biases, of several of the decoder's modules.
 
     Attributes:
-        prefix: of the decoder's names, before the index of the expert.
-        rows: the rows of "gate", "up" or "down" in the matrix of one expert.
-        transposed: whether matrices are `[experts, columns, rows]`, as in gpt-oss.
-        suffix: "_bias" for biases, "_blocks" for matrices in MXFP4, "" for other matrices.
+        prefix: of the decoder's names, before the index of an expert.
+        ending: of the decoder's names, "weight" or "bias".
+        experts: how many there are; 0 for fused matrices.
+        rows: the rows of each module in the matrix (of one expert), by its name behind the prefix.
+        columns: the shape of one row; empty for biases.
+        transposed: whether matrices are `[experts, columns, rows]` (gpt-oss), if not in MXFP4.
+        scales: the name of the tensor of scales, for blocks in MXFP4.
     """
 
     prefix: str
+    ending: str
     experts: int
     rows: dict[str, range]
-    columns: int
-    transposed: bool
-    suffix: str
+    columns: Shape
+    transposed: bool = False
+    scales: str = ""
 
     @property
     def shape(self) -> Shape:
         rows = sum(map(len, self.rows.values()))
-        if self.suffix == "_bias":
-            return self.experts, rows
-        if self.suffix == "_blocks":
-            return self.experts, rows, self.columns // GROUP, GROUP // 2
-        return self.experts, *((self.columns, rows) if self.transposed else (rows, self.columns))
+        matrix = (*self.columns, rows) if self.transposed else (rows, *self.columns)
+        if self.scales:
+            matrix = rows, self.columns[0] // GROUP, GROUP // 2
+        return (self.experts, *matrix) if self.experts else matrix
 
-    def parts(self) -> Iterator[tuple[str, int, slice, Shape]]:
-        """Yield the decoder's name, the expert, its rows and the shape of each part."""
-        bias = self.suffix == "_bias"
-        for expert in range(self.experts):
-            for matrix, rows in self.rows.items():
-                name = f"{self.prefix}{expert}.{matrix}_proj.{'bias' if bias else 'weight'}"
-                shape = (len(rows),) if bias else (len(rows), self.columns)
-                yield name, expert, slice(rows.start, rows.stop, rows.step), shape
+    def part_shapes(self) -> dict[str, Shape]:
+        """Return the shapes of the decoder's tensors, by name."""
+        return {name: (len(rows), *self.columns) for name, _, rows in self.parts()}
+
+    def split(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+        """Return the decoder's tensors in the stack `name`. Shapes were checked before."""
+        parts: dict[str, Tensor] = {}
+        for part, index, row_range in self.parts():
+            matrix = tensors[name][index]
+            rows = slice(row_range.start, row_range.stop, row_range.step)
+            if self.scales:
+                values = _mxfp4_values(matrix[rows], tensors[self.scales][index][rows])
+                parts[part] = values.to(tensors[NORM].dtype)
+            elif self.transposed:  # biases have one dimension, and stay as they are
+                parts[part] = matrix.t()[rows].contiguous()
+            else:
+                parts[part] = matrix[rows]
+        return parts
+
+    def parts(self) -> Iterator[tuple[str, tuple[int, ...], range]]:
+        """Yield each part's name, the index of its matrix in the stack, and its rows there."""
+        indices: list[tuple[int, ...]] = [(expert,) for expert in range(self.experts)] or [()]
+        for index in indices:
+            prefix = self.prefix + "".join(f"{expert}." for expert in index)
+            for module, rows in self.rows.items():
+                yield f"{prefix}{module}.{self.ending}", index, rows
 
 
-def expert_stack(spec: ModelSpec, name: str) -> ExpertStack | None:
-    """Return a checkpoint's stack of experts by its name; None for any other tensor."""
+def find_stack(spec: ModelSpec, name: str, columns: Shape = ()) -> Stack | None:
+    """Return a checkpoint's stack by its name; None for any other tensor.
+
+    columns: the shape of one row of a fused matrix, which `check_tensors` checks.
+    """
     layer = _LAYER_TENSOR.fullmatch(name)
-    match = _STACK.fullmatch(layer.group(2)) if layer else None
-    if not spec.experts or layer is None or match is None:
+    if layer is None:
         return None
-    module, projection, suffix, linear = match.groups(default="")
-    clamped, is_stack = spec.clamped_experts, bool(module)
+    prefix, stored = layer.groups()
+    return _expert_stack(spec, prefix, stored) or _fused_stack(spec, prefix, stored, columns)
+
+
+def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
+    """Return the modules in each fused matrix of a layer, and their row counts."""
+    family, keys = FAMILIES[spec.architecture], spec.kv_heads * spec.head_dim
+    query, key, value = (f"self_attn.{x}_proj" for x in "qkv")
+    fused = {
+        family.fused_qkv: {query: spec.heads * spec.head_dim, key: keys, value: keys},
+        family.fused_gate_up: dict.fromkeys(
+            ("mlp.gate_proj", "mlp.up_proj"), spec.intermediate_size
+        ),
+    }
+    return {matrix: modules for matrix, modules in fused.items() if matrix}
+
+
+def _fused_stack(spec: ModelSpec, prefix: str, stored: str, columns: Shape) -> Stack | None:
+    matrix, _, ending = stored.rpartition(".")
+    modules = fused_modules(spec).get(matrix)
+    if modules is None or ending not in ("weight", "bias"):
+        return None
+    rows, first = {}, 0
+    for module, count in modules.items():
+        rows[module] = range(first, first + count)
+        first += count
+    return Stack(prefix, ending, 0, rows, columns)
+
+
+def _expert_stack(spec: ModelSpec, prefix: str, stored: str) -> Stack | None:
+    match = _STACK.fullmatch(stored)
+    if not spec.experts or match is None:
+        return None
+    submodule, projection, suffix, linear = match.groups(default="")
+    clamped, is_stack = spec.clamped_experts, bool(submodule)
     if clamped or spec.experts_beside:
-        is_stack = module == ("mlp." if clamped else "") and not linear
+        is_stack = submodule == ("mlp." if clamped else "") and not linear
     if not is_stack or (suffix and not clamped):
         return None
     inner, columns = spec.expert_size, spec.hidden_size
-    rows = {"gate": range(inner), "up": range(inner, 2 * inner)}
+    rows = {"gate_proj": range(inner), "up_proj": range(inner, 2 * inner)}
     if clamped:
-        rows = {"gate": range(0, 2 * inner, 2), "up": range(1, 2 * inner, 2)}
+        rows = {"gate_proj": range(0, 2 * inner, 2), "up_proj": range(1, 2 * inner, 2)}
     if projection == "down" or linear == "output":
-        rows, columns = {"down": range(spec.hidden_size)}, inner
-    prefix = f"{layer.group(1)}mlp.experts."
-    return ExpertStack(prefix, spec.experts, rows, columns, clamped, suffix)
+        rows, columns = {"down_proj": range(spec.hidden_size)}, inner
+    is_bias = suffix == "_bias"
+    return Stack(
+        f"{prefix}mlp.experts.",
+        "bias" if is_bias else "weight",
+        spec.experts,
+        rows,
+        () if is_bias else (columns,),
+        transposed=clamped,
+        scales=f"{prefix}{stored.removesuffix('blocks')}scales" if suffix == "_blocks" else "",
+    )
 
 
 def expert_name(spec: ModelSpec, name: str) -> str:
@@ -164,53 +230,7 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
     return prefix + stored
 
 
-def split_stack_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of a model's tensors with all experts apart.
-
-    A stack of another shape than the spec's stays whole, under a name that no decoder has.
-    """
-    parts_by_name: dict[str, Shape] = {}
-    used_scales = set()
-    for name, shape in shapes.items():
-        stack = expert_stack(spec, name)
-        has_expected_shape = stack is not None and tuple(shape) == stack.shape
-        if has_expected_shape and name.endswith("_blocks"):
-            scales = _scales_name(name)
-            has_expected_shape = tuple(shapes.get(scales, ())) == tuple(shape[:-1])
-            used_scales |= {scales} if has_expected_shape else set()
-        if stack is not None and has_expected_shape:
-            parts_by_name |= {part: part_shape for part, _, _, part_shape in stack.parts()}
-        else:
-            parts_by_name[name] = shape
-    return {name: shape for name, shape in parts_by_name.items() if name not in used_scales}
-
-
-def split_stacks(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's tensors with all experts apart; their shapes were checked before."""
-    parts_by_name: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        stack = expert_stack(spec, name)
-        if stack is None:
-            if not (spec.clamped_experts and name.endswith("_scales")):
-                parts_by_name[name] = tensor
-            continue
-        for part, expert, rows, _ in stack.parts():
-            if stack.suffix == "_blocks":
-                scales = tensors[_scales_name(name)][expert]
-                values = _mxfp4_values(tensor[expert][rows], scales[rows])
-                parts_by_name[part] = values.to(tensors[NORM].dtype)
-            elif stack.transposed:  # biases are not, and stay as they are
-                parts_by_name[part] = tensor[expert].t()[rows].contiguous()
-            else:
-                parts_by_name[part] = tensor[expert, rows]
-    return parts_by_name
-
-
 def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return `[rows, columns]` float32. scales: `[rows, groups]` uint8, of blocks of 16 bytes."""
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     return FORMATS["MXFP4"].values(codes, (scales.unsqueeze(-1),))
-
-
-def _scales_name(blocks: str) -> str:
-    return f"{blocks.removesuffix('blocks')}scales"
