@@ -237,7 +237,7 @@ class Generation(Iterator[GenerationEvent]):
             self.finish("eos")
             return
         stream = self._text_stream
-        text = "".join(stream.push(token))
+        text = stream.push(token)
         self._emit(GeneratedToken(token, text, *self._reported_logprobs(token)))
         if stream.stopped:
             self.finish("stop")
@@ -249,7 +249,7 @@ class Generation(Iterator[GenerationEvent]):
     def finish(self, reason: EndReason) -> None:
         """End it; a stop string in the text that was held back overrides the reason."""
         stream = self._text_stream
-        rest = "".join(stream.flush())
+        rest = stream.flush()
         reason = "stop" if stream.stopped else reason
         self._end(Finished(reason, rest, self.usage, stream.stop_found), reason)
 

@@ -65,7 +65,8 @@ def stream_text(
     try:
         for piece in _stream_pieces(core, max_tokens, sampling, end_ids):
             yielded += len(piece)
-            yield piece
+            if piece:
+                yield piece
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -90,7 +91,7 @@ def _stream_pieces(
         if token in end_ids:
             core.finish_reason = "eos"
             break
-        yield from text.push(token)
+        yield text.push(token)
         if text.stopped:
             core.finish_reason = "stop"
             return
@@ -98,7 +99,7 @@ def _stream_pieces(
             core.finish_reason = "eos"
             break
     core.finish_reason = core.finish_reason or "length"
-    yield from text.flush()
+    yield text.flush()
 
 
 def _failure_reason(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Streaming detokenization: whole characters, ending before a stop string."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.rendering import overlap
@@ -27,23 +27,19 @@ class TextStream:
     def stopped(self) -> bool:
         return self.stop_found is not None
 
-    def push(self, token: int) -> Iterator[str]:
-        """Append a token; yield the text that is now certain, if there is any."""
-        if certain := self._release(self._pieces.push(token)):
-            yield certain
+    def push(self, token: int) -> str:
+        """Append a token; return the text that is now certain."""
+        return self._release(self._pieces.push(token))
 
-    def flush(self) -> Iterator[str]:
-        """Yield the text that was held back, at the end of the tokens."""
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of the tokens."""
         certain = self._release(self._pieces.flush())
         held, self._held = self._held, ""
-        if certain := certain if self.stopped else certain + held:
-            yield certain
+        return certain + held
 
     def all_of(self, tokens: Sequence[int]) -> str:
         """Push tokens, and return their text and what was held back."""
-        return "".join(piece for token in tokens for piece in self.push(token)) + "".join(
-            self.flush()
-        )
+        return "".join(map(self.push, tokens)) + self.flush()
 
     def _release(self, piece: str) -> str:
         """Append a piece; return the text that cannot be part of a stop string."""

@@ -153,7 +153,7 @@ def test_an_engine_uses_a_separate_prefix_cache_per_owner(
         for owner in ("a", "b"):
             engine.generate(GenerationRequest(tuple(PROMPT), 1), owner=owner).text()
             shared.flush()
-    assert objects.list_folders("prefixes/") == ["a", "b"]
+    assert {info.key.split("/")[1] for info in objects.list_objects("prefixes/")} == {"a", "b"}
     with Engine(
         tiny, settings={"max_kv_size": 2048}, stores=prefix_cache(tiny, objects).for_owner
     ) as engine:

@@ -90,16 +90,6 @@ class FolderObjectStore:
                     with suppress(NoObject):  # removed meanwhile
                         yield self.info(key)
 
-    def list_folders(self, prefix: str) -> list[str]:
-        folder = self._root / checked_prefix(prefix)
-        with (
-            suppress(NoObject),
-            self._translated_errors(prefix, "read"),
-            os.scandir(folder) as entries,
-        ):
-            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-        return []
-
     def delete(self, key: str) -> None:
         path = self._path(key)
         with self._translated_errors(key, "deleted"), self._lock(key):

@@ -60,9 +60,6 @@ class ObjectStore(Protocol):
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield all objects below a prefix, in any order. prefix: '' or words ending with '/'."""
 
-    def list_folders(self, prefix: str) -> list[str]:
-        """Return the names of the folders directly below a prefix, sorted."""
-
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
 

@@ -123,12 +123,6 @@ class RemoteObjectStore:
             for page in obstore.list(self._store, prefix=checked_prefix(prefix) or None):
                 yield from map(_info, page)
 
-    def list_folders(self, prefix: str) -> list[str]:
-        with self._translated_errors(prefix, "listed"):
-            listing = obstore.list_with_delimiter(self._store, checked_prefix(prefix) or None)
-        paths = listing["common_prefixes"]
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
-
     def delete(self, key: str) -> None:
         try:
             with self._translated_errors(key, "deleted"):

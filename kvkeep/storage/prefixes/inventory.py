@@ -34,15 +34,11 @@ class StoredPrompt:
     """A prompt whose last block has no child in the store."""
 
     blocks: tuple[StoredBlock, ...]  # from the first on
-    unshared: int  # how many of the last blocks belong to no earlier prompt of the list
+    unshared_blocks: tuple[StoredBlock, ...]  # those of no earlier prompt of the list
 
     @property
     def tokens(self) -> int:
         return BLOCK_TOKENS * len(self.blocks)
-
-    @property
-    def unshared_blocks(self) -> tuple[StoredBlock, ...]:
-        return self.blocks[-self.unshared :]
 
     @property
     def nbytes(self) -> int:
@@ -74,9 +70,10 @@ def prompts_of(stored: Iterable[StoredBlock]) -> list[StoredPrompt]:
         block = leaf
         while (parent := blocks.get(block.parent)) and parent.key not in chain:
             chain[parent.key] = block = parent  # forged names may form a circle, so it stops there
-        unshared = chain.keys() - counted
-        counted |= unshared
-        prompts.append(StoredPrompt(tuple(reversed(chain.values())), len(unshared)))
+        prompt = tuple(reversed(chain.values()))
+        unshared = tuple(block for block in prompt if block.key not in counted)
+        counted |= chain.keys()
+        prompts.append(StoredPrompt(prompt, unshared))
     return prompts
 
 

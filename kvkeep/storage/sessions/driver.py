@@ -78,10 +78,6 @@ class SessionObjects:
             case Delete(snapshot):
                 self.store.delete(self.key(snapshot))
             case Wait(attempt):
-                _back_off(attempt)
+                # Exponentially longer, with jitter, so that competing writers spread out.
+                time.sleep(min(MAX_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0))
         return None
-
-
-def _back_off(attempt: int) -> None:
-    """Wait exponentially longer each time, with jitter, so that competing writers spread out."""
-    time.sleep(min(MAX_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0))

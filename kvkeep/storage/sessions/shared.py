@@ -93,9 +93,14 @@ def sweep_all(store: ObjectStore) -> list[str]:
     """Remove what killed writers of all owners left: OWNER/NAME/SNAPSHOT. Raises StoreError."""
     return [
         f"{owner}/{removed}"
-        for owner in store.list_folders(_SESSIONS_PREFIX)
+        for owner in _folders(store, _SESSIONS_PREFIX)
         for removed in SharedSessions(store, owner).sweep()
     ]
+
+
+def _folders(store: ObjectStore, prefix: str) -> list[str]:
+    keys = (info.key.removeprefix(prefix) for info in store.list_objects(prefix))
+    return sorted({key.partition("/")[0] for key in keys})
 
 
 class SharedSessions(SessionStore[SessionPath]):
@@ -203,7 +208,7 @@ class SharedSessions(SessionStore[SessionPath]):
     def sweep(self) -> list[str]:
         """Remove what killed writers left; return it as NAME/SNAPSHOT."""
         swept = list[str]()
-        for name in self.store.list_folders(self._prefix):
+        for name in _folders(self.store, self._prefix):
             if is_name(name):
                 with suppress(StoreError):  # leased, removed meanwhile, or with a corrupt head
                     swept += [f"{name}/{snapshot}" for snapshot in self._sweep_session(name)]

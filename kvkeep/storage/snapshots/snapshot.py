@@ -1,7 +1,7 @@
 """A snapshot: all that a session is at one moment, in memory or in a file."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +28,6 @@ from kvkeep.storage.snapshots.segments import (
 )
 
 _RECURRENT = "recurrent."  # prefix of the names of recurrent states
-_PlainLayouts = tuple[Layout, Layout | None]  # before quantisation: of other and local layers
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,14 @@ def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
 def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
     bits, layout = Bits(**document.get("bits", {})), layout_of(document["layout"])
     local_layout = layout_of(document["local_layout"]) if "local_layout" in document else None
-    _check_coded_shapes(document, stored, (layout, local_layout))
+    near, far = bits.layouts(layout)
+    local = bits.layouts(local_layout)[0] if local_layout else None
+    layouts = list[Layout]()  # of each segment
+    for entry in document["segments"]:
+        cells = local if entry.get("local", False) else far if entry["anchor"] else near
+        assert cells is not None, "`check_document` requires a layout of local segments"
+        layouts.append(cells)
+    _check_coded_shapes(document, stored, layouts)
     tensors = decode(stored, document["coding"])
     require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
     settings = document["settings"]
@@ -228,8 +234,10 @@ def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
         pins=settings.get("pins", []),
         hidden=tensors.get("hidden"),
         logits=tensors.get("logits"),
-        cache=_cache_state(document, tensors, bits, (layout, local_layout)),
+        cache=_cache_state(document, tensors, layouts),
     )
+    observed = memory.cache.observed
+    memory.cache.check(near, far, observed.values.shape[1] if observed else 0, local)
     memory.check_consistency()
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
     later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
@@ -244,25 +252,19 @@ def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
 
 
 def _cache_state(
-    document: dict[str, Any], tensors: dict[str, Tensor], bits: Bits, layouts: _PlainLayouts
+    document: dict[str, Any], tensors: dict[str, Tensor], layouts: Sequence[Layout]
 ) -> CacheState:
-    layout, local_layout = layouts
-    near, far = bits.layouts(layout)
-    local = bits.layouts(local_layout)[0] if local_layout else None
     segments: dict[bool, list[Segment]] = {False: [], True: []}  # by whether of local layers
-    for index, entry in enumerate(document["segments"]):
+    for index, (entry, layout) in enumerate(zip(document["segments"], layouts, strict=True)):
         is_local = entry.get("local", False)
-        cells = local if is_local else far if entry["anchor"] else near
-        assert cells is not None, "`check_document` requires a layout of local segments"
-        segments[is_local].append(read_segment(index, cells, entry, tensors))
+        segments[is_local].append(read_segment(index, layout, entry, tensors))
     queries = tensors.get("queries")
-    observed = None if queries is None else Queries(queries, tensors["query_times"])
-    cache = CacheState(
+    return CacheState(
         segments=tuple(segments[False]),
         window=Window(**document["settings"].get("window", {})),
         time=document["clock"],
         serial=document["serial"],
-        observed=observed,
+        observed=None if queries is None else Queries(queries, tensors["query_times"]),
         local=tuple(segments[True]),
         recurrent={
             name.removeprefix(_RECURRENT): state
@@ -270,23 +272,19 @@ def _cache_state(
             if name.startswith(_RECURRENT)
         },
     )
-    cache.check(near, far, observed.values.shape[1] if observed else 0, local)
-    return cache
 
 
 def _check_coded_shapes(
-    document: dict[str, Any], stored: dict[str, Tensor], layouts: _PlainLayouts
+    document: dict[str, Any], stored: dict[str, Tensor], layouts: Sequence[Layout]
 ) -> None:
     """Check encoded keys and values against their segment's shape, before they are allocated."""
     shapes: dict[str, list[int]] = {}
-    for index, entry in enumerate(document["segments"]):
+    for index, (entry, layout) in enumerate(zip(document["segments"], layouts, strict=True)):
         # Serials and positions are not encoded.
         positions = stored[f"segment.{index}.positions"]
         serials = stored[f"segment.{index}.serials"]
         require_tensor("serials", serials, torch.int64, entry["length"])
-        plain = layouts[entry.get("local", False)]
-        assert plain is not None, "`check_document` requires a layout of local segments"
-        shape = [plain.layers, plain.kv_heads, entry["length"], plain.head_dim]
+        shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
         if entry.get("ragged", False):
             require_tensor("positions", positions, torch.int64, None)
             shape[:3] = [len(positions)]
