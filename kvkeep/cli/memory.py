@@ -4,16 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kvkeep.cli import compression
-from kvkeep.cli.options import (
-    SamplingChoice,
-    choice_option,
-    file_option,
-    integer_option,
-    is_given,
-    option,
-    option_group,
-)
+from kvkeep.cli import compression, options
 from kvkeep.cli.output import say
 from kvkeep.cli.store import STORE
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
@@ -42,7 +33,7 @@ def keep_option(
 ) -> Any:
     """Declare the `--keep` option, whose range and default differ between commands."""
     shown = True if default is not None else f"the system prompt, or {SINKS}"
-    return integer_option(minimum=minimum, default=default, show_default=shown, help=help)
+    return options.integer_option(minimum=minimum, default=default, show_default=shown, help=help)
 
 
 @dataclass(frozen=True)
@@ -55,47 +46,47 @@ class MemoryChoice:
     """
 
     model: str = MODEL
-    max_kv_size: int | None = integer_option(
+    max_kv_size: int | None = options.integer_option(
         show_default="trained length", help="Most tokens held in memory."
     )
     keep: int | None = keep_option()
-    policy: PolicyName = choice_option(
+    policy: PolicyName = options.choice_option(
         POLICY_NAMES,
         "At --max-kv-size: forget (sliding, shift), compress (archive) or end (self_extend, full).",
         default=POLICY_NAMES[0],
     )
-    discard: int | None = integer_option(
+    discard: int | None = options.integer_option(
         show_default="half", help="Of shift: oldest tokens forgotten at once."
     )
-    group: int | None = integer_option(
+    group: int | None = options.integer_option(
         show_default="4", help="Of self_extend: far tokens that share a position."
     )
-    window: int | None = integer_option(
+    window: int | None = options.integer_option(
         show_default="1024; of archive 11/16 of the budget",
         help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
     )
-    method: str | None = choice_option(
+    method: str | None = options.choice_option(
         compression.METHOD_NAMES,
         "Of archive: how older tokens are compressed.",
         show_default=f"{compression.BEST_METHOD}, or kvzap by a calibration",
     )
-    ratio: float | None = option(
+    ratio: float | None = options.option(
         metavar="X",
         type=compression.ratio,
         show_default="1, until the archive is full",
         help="Of archive: how many times fewer cells they become at once.",
     )
-    calibration: Path | None = file_option(
+    calibration: Path | None = options.file_option(
         exists=True,
         show_default="what is kept of the model",
         help="Of archive: what `kvkeep calibrate` measured of the model.",
     )
-    kv_bits: BitsName | None = choice_option(
+    kv_bits: BitsName | None = options.choice_option(
         BIT_NAMES,
         "Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
         show_default="not quantised",
     )
-    far_bits: BitsName | None = choice_option(
+    far_bits: BitsName | None = options.choice_option(
         BIT_NAMES, "The same of all that is not in the window.", show_default="not quantised"
     )
     prefill_step: int = PREFILL_STEP
@@ -111,8 +102,8 @@ class MemoryChoice:
 
             checked_bits(self.policy, Bits(self.kv_bits, self.far_bits))
         # A session restored from a file keeps its policy unless --policy is given.
-        settings = self._policy_settings if is_given("policy") else {}
-        if self.calibration is not None and is_given("policy") and self.policy != "archive":
+        settings = self._policy_settings if options.is_given("policy") else {}
+        if self.calibration is not None and options.is_given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
         if self.max_kv_size is not None and (self.keep is not None or not self._passes_keep):
             from kvkeep.policies import make_policy
@@ -165,7 +156,7 @@ class MemoryChoice:
     @property
     def _passes_keep(self) -> bool:
         """Whether to pass `keep` on. If given, it is, even to a policy that refuses it."""
-        return self.policy in EVICTING_POLICIES or is_given("keep")
+        return self.policy in EVICTING_POLICIES or options.is_given("keep")
 
     @property
     def _policy_settings(self) -> dict[str, Any]:
@@ -178,11 +169,13 @@ class PrefixChoice:
     """The options for the prefix cache, and for the store that it shares with sessions."""
 
     store: str | None = STORE
-    prefix_cache: bool = option(
+    prefix_cache: bool = options.option(
         is_flag=True, help="Take what is known of the prompt from disk, and keep the rest there."
     )
-    prefix_cache_bytes: int = integer_option(default=PREFIX_BYTES, help="Most disk space for that.")
-    secret_file: Path | None = file_option(
+    prefix_cache_bytes: int = options.integer_option(
+        default=PREFIX_BYTES, help="Most disk space for that."
+    )
+    secret_file: Path | None = options.file_option(
         envvar="KVKEEP_SECRET_FILE",
         exists=True,
         help="Known to all who share the prefix cache of a --store that is a URL.",
@@ -210,9 +203,9 @@ class PrefixChoice:
 class SessionChoice:
     """The options for a command's sessions."""
 
-    memory: MemoryChoice = option_group(MemoryChoice)
-    prefixes: PrefixChoice = option_group(PrefixChoice)
-    sampling: SamplingChoice = option_group(SamplingChoice)
+    memory: MemoryChoice = options.option_group(MemoryChoice)
+    prefixes: PrefixChoice = options.option_group(PrefixChoice)
+    sampling: options.SamplingChoice = options.option_group(options.SamplingChoice)
 
     def check(self) -> None:
         """Check what can be checked without the model. Raises InvalidArgument."""
@@ -246,4 +239,4 @@ def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
 
 def session_options(keep: Any) -> Any:
     """Declare the options of a `SessionChoice`. keep: the declaration of `--keep`."""
-    return option_group(SessionChoice, memory=option_group(MemoryChoice, keep=keep))
+    return options.option_group(SessionChoice, memory=options.option_group(MemoryChoice, keep=keep))

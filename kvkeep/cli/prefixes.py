@@ -7,17 +7,9 @@ from pathlib import Path
 
 import click
 
+from kvkeep.cli import options
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
-from kvkeep.cli.options import (
-    JSON,
-    NO_PROGRESS,
-    SPECIAL,
-    command,
-    option,
-    read_prompt,
-    size_option,
-)
 from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 from kvkeep.models.hub.library import home
@@ -47,7 +39,7 @@ def _require_url(
 
 _MAX_BEGINNING = 60  # characters
 # Without $KVKEEP_STORE, since that store holds the prompts of others, too.
-_SHARED_STORE = option(
+_SHARED_STORE = options.option(
     metavar="URL",
     callback=_require_url,
     show_default="this machine's",
@@ -55,11 +47,13 @@ _SHARED_STORE = option(
 )
 
 
-@command("list")
+@options.command("list")
 def list_(
-    with_text: bool = option("--text", is_flag=True, help="Show how each begins; reads the model."),
+    with_text: bool = options.option(
+        "--text", is_flag=True, help="Show how each begins; reads the model."
+    ),
     model: str = MODEL,
-    as_json: bool = JSON,
+    as_json: bool = options.JSON,
     store: str | None = _SHARED_STORE,
 ) -> None:
     """List the prompts of which the prefix cache holds the beginning, the one used last first.
@@ -129,15 +123,15 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[st
     return beginnings
 
 
-@command()
+@options.command()
 def clear(store: str | None = _SHARED_STORE) -> None:
     """Remove all beginnings of prompts. They are evaluated anew when they come again."""
     _evict_to(store, 0)
 
 
-@command()
+@options.command()
 def gc(
-    max_bytes: int | None = size_option(
+    max_bytes: int | None = options.size_option(
         show_default=f"{megabytes(PREFIX_BYTES)} on this machine", help="What may stay."
     ),
     store: str | None = _SHARED_STORE,
@@ -165,24 +159,24 @@ def _evict_to(shared_store: str | None, max_bytes: int) -> None:
 _CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
 
 
-@command(short_help="Say why a prompt is not taken from the prefix cache.")
+@options.command(short_help="Say why a prompt is not taken from the prefix cache.")
 def why(
-    prompt: str | None = option("-p", metavar="TEXT", help="The prompt."),
-    file: str | None = option(
+    prompt: str | None = options.option("-p", metavar="TEXT", help="The prompt."),
+    file: str | None = options.option(
         "-f", metavar="FILE", help='File with the prompt; "-": standard input.'
     ),
-    special: bool = SPECIAL,
+    special: bool = options.SPECIAL,
     model: str = MODEL,
     dtype: DtypeName = DTYPE,
-    as_json: bool = JSON,
-    no_progress: bool = NO_PROGRESS,
+    as_json: bool = options.JSON,
+    no_progress: bool = options.NO_PROGRESS,
 ) -> None:
     """Say how much of a prompt the prefix cache holds, and where the rest goes another way.
 
     Nothing is evaluated. Stored are whole blocks of 256 tokens, from the beginning of a prompt: a
     date or a counter near the beginning keeps everything after it from being reused.
     """
-    text = read_prompt(prompt, file)
+    text = options.read_prompt(prompt, file)
     loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
     stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)

@@ -3,17 +3,10 @@
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from kvkeep.cli import options
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import SINKS, MemoryChoice, SessionChoice, keep_option, session_options
-from kvkeep.cli.options import (
-    OUTPUT,
-    OutputChoice,
-    command,
-    integer_option,
-    option,
-    require_utf8,
-)
 from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import saved_sessions, session_names
 from kvkeep.errors import InvalidArgument, StoreError
@@ -25,29 +18,33 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 
-@command(
+@options.command(
     cls=OptionsOnly,
     hint="name a model with -m: kvkeep chat -m {}; messages are typed at the prompt or piped in",
 )
 def chat(
-    session: str | None = option(
+    session: str | None = options.option(
         metavar="NAME",
         shell_complete=session_names,
         help="Go on with this chat, or begin it; saved after each turn.",
     ),
-    resumed: bool = option(
+    resumed: bool = options.option(
         *("-c", "--continue"), is_flag=True, help="Go on with the latest session."
     ),
-    system: str | None = option(metavar="TEXT", help="System prompt; it is never forgotten."),
-    server: str | None = option(metavar="URL", help="Talk in a session of a `kvkeep serve`."),
-    api_key: str | None = option(
+    system: str | None = options.option(
+        metavar="TEXT", help="System prompt; it is never forgotten."
+    ),
+    server: str | None = options.option(
+        metavar="URL", help="Talk in a session of a `kvkeep serve`."
+    ),
+    api_key: str | None = options.option(
         metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="For that server."
     ),
-    max_tokens: int = integer_option(
+    max_tokens: int = options.integer_option(
         "-n", minimum=-1, default=1024, help="Most tokens of an answer; -1: no end."
     ),
     choice: SessionChoice = session_options(keep_option(default=None)),
-    output: OutputChoice = OUTPUT,
+    output: options.OutputChoice = options.OUTPUT,
 ) -> None:
     """Talk with a model, for as long as you like.
 
@@ -60,7 +57,7 @@ def chat(
     memory that it had. With --server it is a session there, and the model is the server's.
     """
     if system is not None:
-        require_utf8(system, "the system prompt")
+        options.require_utf8(system, "the system prompt")
     output.check()
     choice.check()
     limit = None if max_tokens < 0 else max_tokens
