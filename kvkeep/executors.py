@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Layout
-from kvkeep.compiled.decoder import CompiledExecutor, can_decode, unsupported_reason
+from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
 from kvkeep.compiled.instruction_sets import TORCH, runs_here, selected_set
 from kvkeep.errors import SlowPathWarning
 from kvkeep.models.layers.decoder import Decoder
@@ -30,7 +30,7 @@ def new_decoder(
 ) -> Decoder:
     """Return a decoder with the fastest executor here; it reads `packed` matrices if it can."""
     layout = group_layout(spec, spec.groups[0], tensors[NORM].dtype, tensors[NORM].device)
-    if can_decode(spec, layout):
+    if not unsupported_reason(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
     # A graph replays the same products, but the experts of a token are not known in advance.
     if layout.device.type == "cuda" and not spec.experts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.compiled.decoder import can_decode
+from kvkeep.compiled.decoder import unsupported_reason
 from kvkeep.errors import InvalidArgument, ModelError
 from kvkeep.executors import new_decoder, slowness, warn_of
 from kvkeep.model import DTYPES, Model, on_device
@@ -110,19 +110,20 @@ def _load_decoder(
     weights: WeightsName | None,
     progress: bool,
 ) -> Decoder:
-    kernels = can_decode(spec, group_layout(spec, spec.groups[0], dtype, device))
+    layout = group_layout(spec, spec.groups[0], dtype, device)
+    has_kernels = not unsupported_reason(spec, layout)
     converted, packed = converted_file(folder), dict[str, Matrix]()
     if converted is None:
         tensors = _read_tensors(folder, spec, dtype, device, progress)
     else:
         stored = load_converted(converted, spec)
-        if weights or not kernels:
+        if weights or not has_kernels:
             unpacked = load_unpacked(converted, spec, stored, dtype, progress)
             tensors = {name: tensor.to(device) for name, tensor in unpacked.items()}
         else:
             tensors, packed = _split_packed(stored, dtype)
     if weights in ("int8", "int4"):
-        if not kernels:
+        if not has_kernels:
             raise InvalidArgument(
                 f'weights="{weights}" is read by compiled kernels, and there are none for this '
                 'model, dtype, device and processor: use weights="bf16"'

@@ -138,6 +138,15 @@ class Cells:
         """Whether each KV head has selected cells of its own, which belong to no single token."""
         return self.bias is not None
 
+    def as_compressed(self) -> "Cells":
+        """Return compressed cells; plain ones get positions and a bias of 0 for each KV head."""
+        if self.bias is not None:
+            return self
+        heads, device = self.stored_keys.shape[:3], self.stored_keys.device
+        bias = torch.zeros(heads, dtype=torch.float32, device=device)
+        serials = torch.full_like(self.serials, NO_TOKEN)
+        return replace(self, positions=self.positions.expand(heads), serials=serials, bias=bias)
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return keys and values, and the biases and positions of compressed cells."""
         compressed = () if self.bias is None else (self.bias, self.positions)

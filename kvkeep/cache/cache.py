@@ -138,7 +138,6 @@ class KVCache:
         return step_class(self.segments, self.window, times, self.attention)
 
     def _open_local_step(self, parent: "KVCache", count: int) -> DecodeStep | ChunkStep:
-        """Open the step of a local cache that goes with a step of the cache that it belongs to."""
         assert self.window.capacity is not None
         self.time, self.serial = parent.time, parent.serial
         newest = self.open_window(self.window.capacity)
@@ -213,39 +212,30 @@ class KVCache:
         as it was.
         """
         log = UndoLog()
-        return self._copy(lambda segment: segment.successor(log), log, KVCache.successor)
+        return self._copy(lambda segment: segment.successor(log), log)
 
     def fork(self) -> "KVCache":
         """Return an independent cache of the same cells; memory is shared (copy-on-write)."""
-        return self._copy(Segment.fork, UndoLog(), KVCache.fork)
+        return self._copy(Segment.fork, UndoLog())
 
-    def _copy(
-        self,
-        copy_segment: Callable[[Segment], Segment],
-        undo_log: UndoLog,
-        copy_local: "Callable[[KVCache], KVCache]",
-    ) -> "KVCache":
+    def _copy(self, copy_segment: Callable[[Segment], Segment], undo_log: UndoLog) -> "KVCache":
         copied = shallow_copy(self)
         copied._undo_log = undo_log
         copied.segments = [copy_segment(segment) for segment in self.segments]
         copied.observer = None if self.observer is None else self.observer.fork()
-        copied.local = None if self.local is None else copy_local(self.local)
+        copied.local = None if self.local is None else self.local._copy(copy_segment, undo_log)
         return copied
 
     def commit(self) -> None:
         """Discard what a rollback to the previous cache would need."""
         self._undo_log.clear()
-        for segment in self.segments:
+        for segment in self.all_segments:
             segment.protected = None
-        if self.local is not None:
-            self.local.commit()
 
     @torch.inference_mode()
     def rollback(self) -> None:
         """Restore every overwritten cell of the previous cache. Can be repeated."""
         self._undo_log.rollback()
-        if self.local is not None:
-            self.local.rollback()
 
     def new_empty(self) -> "KVCache":
         """Return a cache for the same kind of cells that holds none."""

@@ -39,9 +39,10 @@ class Ragged(Cells):
 
     @classmethod
     def from_cells(cls, cells: Cells) -> "Ragged":
-        """Return ragged cells as they are, and compressed cells of equal counts as a row."""
+        """Return ragged cells as they are, and others as a row of equal counts."""
         if isinstance(cells, Ragged):
             return cells
+        cells = cells.as_compressed()
         heads = cells.stored_keys.shape[:2]
         counts = torch.full(heads, len(cells), dtype=torch.int64, device="cpu")
         return cls._from_parts([cells], lambda x: x.flatten(0, 2), counts)
@@ -60,11 +61,8 @@ class Ragged(Cells):
         """
         if isinstance(cells, Ragged):
             return cls.select_and_concatenate([cells], [mask])
-        bias = cells.bias
-        if bias is None:
-            bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        compressed = replace(cells, positions=cells.positions.expand(mask.shape), bias=bias)
-        return cls._from_parts([compressed], lambda x: _select(x, mask), mask.cpu().sum(-1))
+        parts = [cells.as_compressed()]
+        return cls._from_parts(parts, lambda x: _select(x, mask), mask.cpu().sum(-1))
 
     def clone(self) -> "Ragged":
         scores = None if self.scores is None else self.scores.clone()
@@ -171,12 +169,6 @@ class Ragged(Cells):
         """Return the cells themselves: only a slice of all of them is allowed."""
         assert slot_range.indices(len(self)) == (0, len(self), 1), "ragged cells are taken whole"
         return self
-
-    def write(self, slot_range: slice, cells: Cells) -> None:
-        raise AssertionError("ragged cells are replaced, never written")
-
-    def layer_biases(self, slot_range: slice) -> tuple[Tensor | None, ...]:
-        raise AssertionError("each head of ragged cells has a bias of its own length")
 
     def key_shifts(self, rope: Rope, shifts: Tensor) -> Tensor:
         if not rope.unrotated:

@@ -22,7 +22,6 @@ from kvkeep.cache.layout import Layout
 from kvkeep.cache.observer import MAX_QUERIES, Queries
 from kvkeep.cache.quantised import SCALE, KVTensor, Quantised, scale_count
 from kvkeep.cache.ragged import Ragged
-from kvkeep.cache.rope import PositionMap
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
@@ -55,7 +54,10 @@ class CacheState:
         """
         require_whole("the serial", self.serial, 0, MAX_NUMBER)
         require_whole("the clock", self.time, -MAX_NUMBER, self.serial)
-        _check_window(self.window)
+        if self.window.size is not None:
+            require_whole("the window's size", self.window.size, 0, MAX_CELLS)
+        require_whole("the window's discard", self.window.discard, 1, MAX_CELLS)
+        require_flag("the window's moves", self.window.moves)
         for index, segment in enumerate(self.segments):
             with _errors_name(f"segment {index}"):
                 self._check_segment(segment, layout, far_layout)
@@ -81,7 +83,8 @@ class CacheState:
         for name in ("anchor", "frozen", "sealed"):
             require_flag(name, getattr(segment, name))
         require(not segment.arriving, "cells of a step that is not finished")
-        check_map(segment.map)
+        require_whole("a map's group", segment.map.group, 1, MAX_CELLS)
+        require_whole("a map's offset", segment.map.offset, -MAX_NUMBER, MAX_NUMBER)
         require_whole("the limit", segment.limit, 1, MAX_CELLS)
         require_whole("the length", segment.length, 1, min(segment.limit, segment.capacity))
         require_whole("the first slot", segment.start, 0, segment.capacity - 1)
@@ -111,12 +114,6 @@ def _errors_name(checked: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{checked}: {error}") from None
-
-
-def check_map(position_map: PositionMap) -> None:
-    """Raise ValueError for a group or an offset out of range."""
-    require_whole("a map's group", position_map.group, 1, MAX_CELLS)
-    require_whole("a map's offset", position_map.offset, -MAX_NUMBER, MAX_NUMBER)
 
 
 def check_cells(cells: Cells, layout: Layout, count: int) -> None:
@@ -159,13 +156,6 @@ def _check_stored(
     dtype = torch.int8 if bits == 8 else torch.uint8
     require_tensor(f"{name}.int{bits}", stored.data, dtype, *shape, width * bits // 8)
     require_tensor(f"{name}.scale", stored.scale, SCALE, *shape, scale_count(width, bits))
-
-
-def _check_window(window: Window) -> None:
-    if window.size is not None:
-        require_whole("the window's size", window.size, 0, MAX_CELLS)
-    require_whole("the window's discard", window.discard, 1, MAX_CELLS)
-    require_flag("the window's moves", window.moves)
 
 
 def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> None:

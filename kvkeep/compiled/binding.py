@@ -232,33 +232,29 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
     if not hasattr(kernels, "kvkeep_layout") or kernels.kvkeep_revision() != _REVISION:
         raise KernelMismatch(f"the kernels' interface is not revision {_REVISION}")
     layout = _kernel_layout(kernels)
-    for structure in STRUCTURES:
-        name = structure.__name__.removeprefix("C")
-        fields = layout.pop(name, {})
+    structures = {structure.__name__.removeprefix("C"): structure for structure in STRUCTURES}
+    for name, structure in structures.items():
         for field_name, *_ in structure._fields_:
-            field, actual = getattr(structure, field_name), fields.pop(field_name, None)
+            field, actual = getattr(structure, field_name), layout.pop(f"{name}.{field_name}", None)
             if actual != (field.offset, field.size):
                 raise KernelMismatch(
                     f"{name}.{field_name} must have offset {field.offset} and size {field.size}; "
                     f"the kernels have {actual or 'no such field'}"
                 )
-        if fields:
-            raise KernelMismatch(f"{name}.{next(iter(fields))} is a field of the kernels alone")
-    if layout:
-        raise KernelMismatch(f"{next(iter(layout))} is a structure of the kernels alone")
+    for full_name in layout:
+        name, _, _ = full_name.partition(".")
+        if name in structures:
+            raise KernelMismatch(f"{full_name} is a field of the kernels alone")
+        raise KernelMismatch(f"{name} is a structure of the kernels alone")
 
 
-def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return a library's structures: the offset and size of each field."""
+def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, tuple[int, int]]:
+    """Return the offset and size of each field, "Structure.field", in a library."""
     size = 1 << 16
     text = ctypes.create_string_buffer(size)
     length = kernels.kvkeep_layout(text, size)
-    layout: dict[str, dict[str, tuple[int, int]]] = {}
-    for line in text.raw[:length].decode().splitlines():
-        name, offset, width = line.split()
-        structure, _, field = name.partition(".")
-        layout.setdefault(structure, {})[field] = (int(offset), int(width))
-    return layout
+    lines = map(str.split, text.raw[:length].decode().splitlines())
+    return {name: (int(offset), int(width)) for name, offset, width in lines}
 
 
 def raise_for_status(status: int) -> None:

@@ -29,11 +29,6 @@ from kvkeep.models.weights.packing import Matrix, as_tensor
 from kvkeep.models.weights.tensors import is_router, matrices, matrices_per_token
 
 
-def can_decode(spec: ModelSpec, layout: Layout) -> bool:
-    """Whether the kernels support this model on this machine."""
-    return not unsupported_reason(spec, layout)
-
-
 def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
     """Say why the kernels do not run a model, as a predicate of "the kernels"; empty if they do."""
     head_dims = [group.head_dim for group in spec.groups]
@@ -78,7 +73,6 @@ def unavailable_reason() -> str:
 
 
 def _mlp_sizes(spec: ModelSpec) -> list[int]:
-    """Return the widths of a model's MLPs and experts."""
     sparsity = set(map(spec.is_sparse, range(spec.layers)))
     sparse = [spec.expert_size, spec.shared_expert_size] if True in sparsity else []
     dense = [spec.intermediate_size] if False in sparsity or spec.experts_beside else []
@@ -111,7 +105,7 @@ class CompiledExecutor:
         # For each of the kernels' groups, the index of the model's group whose cells it reads.
         self._model_groups = [spec.groups.index(group) for group, _ in kernel_groups(spec)]
         kernels = library()
-        assert kernels is not None, "can_decode must hold"
+        assert kernels is not None, "unsupported_reason must be empty"
         self._kernels = kernels
         self._decode_model = describe_model(spec, self._operands, sampled=True)
         self._prompt_model = describe_model(spec, self._operands, sampled=False)

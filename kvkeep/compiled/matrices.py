@@ -9,6 +9,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ MAX_KERNEL_ROWS = 16  # above, unpacking and torch are faster
 _SCRATCH_BYTES = 1 << 26  # of a matrix that are unpacked at a time
 
 
+@dataclass(frozen=True, eq=False)
 class PackedLinear:
     """The product of bfloat16 rows with a packed matrix: `[n, columns]` to `[n, rows]`.
 
@@ -30,19 +32,11 @@ class PackedLinear:
     products.
     """
 
-    def __init__(
-        self,
-        kernels: ctypes.CDLL,
-        matrix: CMatrix,
-        bias: Tensor | None,
-        weight: Matrix,
-        dtype: torch.dtype,
-    ):
-        self._kernels = kernels
-        self._matrix = matrix
-        self._bias = bias
-        self._weight = weight  # keeps the matrix's storage alive
-        self._dtype = dtype
+    _kernels: ctypes.CDLL
+    _matrix: CMatrix
+    _bias: Tensor | None
+    _weight: Matrix  # keeps the matrix's storage alive
+    _dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         few = x.shape[0] <= MAX_KERNEL_ROWS

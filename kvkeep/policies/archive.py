@@ -10,7 +10,7 @@ from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import best_method, make_method
 from kvkeep.compression.methods.apply import Compression, check_budget, compress, compress_and_join
-from kvkeep.compression.methods.base import Candidates, Eviction, Method, as_compressed
+from kvkeep.compression.methods.base import Candidates, Eviction, Method
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archive_cells import (
@@ -253,7 +253,7 @@ class Archive(Policy):
             assert isinstance(method, Eviction)
             results.append(compress_and_join(method, list(map(new_candidates, runs)), count))
         else:
-            merged = Cells.concatenate([as_compressed(cells) for cells in runs])
+            merged = Cells.concatenate([cells.as_compressed() for cells in runs])
             results.extend(compress(method, new_candidates(merged), count))
         for cells, _ in results:
             if len(cells):

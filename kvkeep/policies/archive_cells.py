@@ -78,7 +78,6 @@ def halve_distances(cache: KVCache, before: int, limit: int) -> None:
 
 
 def _max_distance(cache: KVCache) -> int:
-    """Return the largest distance from the next token to a cell."""
     return max(
         (segment.map(cache.time) - int(segment.positions().min()) for segment in cache.segments),
         default=0,

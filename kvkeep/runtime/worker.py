@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -78,13 +79,13 @@ class _Job:
                 return
 
 
+@dataclass(frozen=True, eq=False)
 class _Host:
     """The thread that computes the steps of all others while it hosts; see `hosting`."""
 
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object]):
-        self.thread_id = threading.get_ident()
-        self.call_soon = call_soon
-        self.jobs = SimpleQueue[_Job]()
+    call_soon: Callable[[Callable[[], None]], object]
+    thread_id: int = field(default_factory=threading.get_ident)
+    jobs: SimpleQueue[_Job] = field(default_factory=SimpleQueue)
 
 
 class ComputeWorker:

@@ -18,7 +18,7 @@ from kvkeep.compression.methods.apply import (
     score,
     top_over_heads,
 )
-from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Eviction, as_compressed
+from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Eviction
 from kvkeep.errors import InvalidArgument
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
@@ -32,7 +32,7 @@ def ragged(candidates: Candidates, seed: int = 0) -> tuple[Candidates, Tensor]:
     heads = torch.tensor([[0.2, 0.9], [0.5, 1.0]]).unsqueeze(-1)
     random = torch.Generator().manual_seed(seed)
     which = torch.rand(LAYERS, KV_HEADS, len(candidates), generator=random) < heads
-    cells = Ragged.select_from(Ragged.from_cells(as_compressed(candidates.cells)), which.flatten())
+    cells = Ragged.select_from(Ragged.from_cells(candidates.cells), which.flatten())
     return replace(candidates, cells=cells), which
 
 
@@ -95,7 +95,7 @@ def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
     new = replace(old, cells=random_candidates(20, seed=1).cells)
     newest = max(int(run.cells.positions.max()) for run in (old, new))
     old, new = (replace(run, ageing=True, newest_position=newest) for run in (old, new))
-    joined = replace(old, cells=Cells.concatenate([old.cells, as_compressed(new.cells)]))
+    joined = replace(old, cells=Cells.concatenate([old.cells, new.cells.as_compressed()]))
     method = make_method(name)
     assert isinstance(method, Eviction)
     ((expected, _),) = compress_across_heads(method, [joined], 15)

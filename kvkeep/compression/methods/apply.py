@@ -16,7 +16,6 @@ from kvkeep.compression.methods.base import (
     Compressed,
     Eviction,
     Method,
-    as_compressed,
 )
 from kvkeep.errors import InvalidArgument
 
@@ -142,7 +141,7 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
 
 def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
     """Convert a run to ragged cells; they store their scores if these never change."""
-    cells = Ragged.from_cells(as_compressed(run.cells))
+    cells = Ragged.from_cells(run.cells)
     if cells.scores is None and isinstance(method, CellwiseEviction):
         return replace(cells, scores=method.cell_score(run).flatten())
     return cells
@@ -151,7 +150,7 @@ def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
 def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> Compressed:
     if quota:
         return method.compress(chunk, quota)
-    return Compressed(as_compressed(chunk.cells.part(slice(0, 0))))
+    return Compressed(chunk.cells.part(slice(0, 0)).as_compressed())
 
 
 def _compress_ragged(

@@ -101,12 +101,12 @@ class Candidates:
     @cached_property
     def positions(self) -> Tensor:
         """`[layers, kv_heads, n]` int64."""
-        return as_compressed(self.cells).positions
+        return self.cells.as_compressed().positions
 
     @cached_property
     def bias(self) -> Tensor:
         """`[layers, kv_heads, n]` float32."""
-        bias = as_compressed(self.cells).bias
+        bias = self.cells.as_compressed().bias
         assert bias is not None
         return bias
 
@@ -219,17 +219,3 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     flat = (indices + first.view(layers, kv_heads, 1)).flatten()
     # Ten times as fast as `gather`, which takes an index for each number.
     return x.reshape(-1, width).index_select(0, flat).view(*indices.shape, width)
-
-
-def as_compressed(cells: Cells) -> Cells:
-    """Give cells positions and a bias for each KV head, as compressed cells have them."""
-    if cells.bias is not None:
-        return cells
-    heads = cells.keys.shape[:3]
-    return Cells(
-        cells.keys,
-        cells.values,
-        cells.positions.expand(heads),
-        torch.full_like(cells.serials, NO_TOKEN),
-        torch.zeros(heads, dtype=torch.float32, device=cells.keys.device),
-    )

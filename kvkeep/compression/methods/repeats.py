@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.cache import Cells
 from kvkeep.compression.methods.apply import Compression, compress
-from kvkeep.compression.methods.base import Candidates, as_compressed
+from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.fitted import Fitted
 
 RUN_TOKENS = 16  # tokens; in real text, a repeat of this length is boilerplate
@@ -43,12 +43,11 @@ def compress_repeats(
     candidates: n cells of one token each. repeats: `[n]` bool.
     """
     unique, repeated = (~repeats).nonzero()[:, 0], repeats.nonzero()[:, 0]
-    parts = [as_compressed(_select_cells(candidates.cells, unique))]
+    parts = [_select_cells(candidates.cells, unique).as_compressed()]
     reports = [Compression(len(unique), len(unique), 0.0, 0.0)]
     others = replace(candidates, cells=_select_cells(candidates.cells, repeated))
     for cells, report in compress(Fitted(), others, count):
-        without_mass = Cells(cells.keys, cells.values, cells.positions, cells.serials)
-        parts.append(as_compressed(without_mass))
+        parts.append(replace(cells, bias=None).as_compressed())
         reports.append(report)
     joined = replace(candidates, cells=Cells.concatenate(parts))
     if not len(joined):

@@ -91,7 +91,7 @@ def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> Adapte
     _require_only_rotary_positions(body, configs, calls)
     tables = list(_frequency_tables(body))
     rotations = [
-        _rotation(layer_calls, tables) for layer_calls in zip(*calls_by_position, strict=True)
+        find_rotation(layer_calls, tables) for layer_calls in zip(*calls_by_position, strict=True)
     ]
     return _AdaptedModelBuilder(model, config, calls, rotations).build()
 
@@ -121,18 +121,6 @@ def _require_only_rotary_positions(
         moved_calls = probe_calls(body, configs, _PROBE_TOKEN, position=position)
         for call, moved in zip(calls, moved_calls, strict=True):
             _require(torch.equal(call.q, moved.q) and torch.equal(call.k, moved.k), reason)
-
-
-def _rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor]) -> KeyRotation:
-    """Return the rotation of a layer's keys. Raises UnsupportedModel if there is none."""
-    rotation = find_rotation(calls, frequency_tables)
-    if rotation is None:
-        raise UnsupportedModel(
-            f"the keys of layer {calls[0].layer_idx} at another position are no rotation of what "
-            "they are at 0 by any frequencies that the model has (they may be normed after they "
-            "are rotated); kvkeep could not attend to them from another distance"
-        )
-    return rotation
 
 
 def _frequency_tables(body: nn.Module) -> Iterator[Tensor]:

@@ -181,7 +181,6 @@ class OutputHead:
 
 
 def _without_hooks(module: _Module) -> _Module:
-    """Return a shallow copy of a module that has no hooks."""
     copied = copy.copy(module)
     for name, value in vars(module).items():
         if "_hooks" in name and isinstance(value, dict):

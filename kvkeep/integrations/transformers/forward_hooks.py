@@ -127,7 +127,6 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
 
 
 def _marks_text_only(token_types: object) -> bool:
-    """Whether a multimodal tokenizer's token types are all text."""
     return isinstance(token_types, Tensor) and not token_types.any()
 
 

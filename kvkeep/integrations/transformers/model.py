@@ -62,10 +62,10 @@ class TransformersModel(Model):
 
     tokenizer: PreTrainedTokenizerBase | None = None
 
-    def __init__(self, name: str, folder: Path, executor: TransformersExecutor, text: TextCodec):
+    def __init__(self, name: str, executor: TransformersExecutor, text: TextCodec):
         self.executor = executor
         decoder = Decoder(executor.adapted.spec, _weights_by_name(executor), executor=executor)
-        super().__init__(name, folder, decoder, text)
+        super().__init__(name, text.folder, decoder, text)
 
     def __repr__(self) -> str:
         layout, model = self.decoder.new_cache().layout, self.executor.model
@@ -144,13 +144,10 @@ def from_transformers(
     executor = executor_of(model)
     name = name or getattr(model, "name_or_path", "") or type(model).__name__
     if tokenizer is None:
-        no_codec = _NoCodec(Path(), Tokenizer(BPE()))
-        return TransformersModel(name, Path(), executor, no_codec)
+        return TransformersModel(name, executor, _NoCodec(Path(), Tokenizer(BPE())))
     if isinstance(tokenizer, str | Path):
-        folder = Path(tokenizer)
-        return TransformersModel(name, folder, executor, TextCodec.open(folder))
-    codec = _codec_of(tokenizer)
-    kvkeep_model = TransformersModel(name, codec.folder, executor, codec)
+        return TransformersModel(name, executor, TextCodec.open(Path(tokenizer)))
+    kvkeep_model = TransformersModel(name, executor, _codec_of(tokenizer))
     kvkeep_model.tokenizer = tokenizer  # keeps the codec's temporary folder alive
     return kvkeep_model
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -184,23 +185,24 @@ class KeyRotation:
         return any(self.frequencies)
 
 
-def find_rotation(
-    calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor]
-) -> KeyRotation | None:
+def find_rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor]) -> KeyRotation:
     """Return the rotation that maps queries and keys at position 0 to those at other positions.
 
-    calls: of one layer, at each of PROBED_POSITIONS. frequency_tables: `[pairs]` each. Returns None
-    if positions change queries and keys in another way.
+    calls: of one layer, at each of PROBED_POSITIONS. frequency_tables: `[pairs]` each. Raises
+    UnsupportedModel if positions change queries and keys in another way.
     """
     rows_by_position = [torch.cat([call.q, call.k]).cpu().double() for call in calls]
     head_dim = rows_by_position[0].shape[-1]
-    if head_dim % 2:
-        return None
-    candidates = list(_candidate_rotations(head_dim, frequency_tables))
-    errors = [_rotation_error(rows_by_position, candidate) for candidate in candidates]
-    error = min(errors)
-    tolerance = _TOLERANCE.get(calls[0].q.dtype, _ROUNDED_TOLERANCE)
-    return candidates[errors.index(error)] if error <= tolerance else None
+    if head_dim % 2 == 0:
+        error_of = partial(_rotation_error, rows_by_position)
+        rotation = min(_candidate_rotations(head_dim, frequency_tables), key=error_of)
+        if error_of(rotation) <= _TOLERANCE.get(calls[0].q.dtype, _ROUNDED_TOLERANCE):
+            return rotation
+    raise UnsupportedModel(
+        f"the keys of layer {calls[0].layer_idx} at another position are no rotation of what "
+        "they are at 0 by any frequencies that the model has (they may be normed after they "
+        "are rotated); kvkeep could not attend to them from another distance"
+    )
 
 
 def _rotation_error(rows_by_position: Sequence[Tensor], rotation: KeyRotation) -> float:
