@@ -24,9 +24,7 @@ MORE = "`kvkeep doctor` says what there is on this machine"
 
 
 def new_decoder(
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    packed: Mapping[str, Matrix] | None = None,
+    spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix] | None = None
 ) -> Decoder:
     """Return a decoder with the fastest executor here; it reads `packed` matrices if it can."""
     layout = group_layout(spec, spec.groups[0], tensors[NORM].dtype, tensors[NORM].device)

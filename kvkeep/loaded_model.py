@@ -93,8 +93,5 @@ class LoadedModel:
     def fingerprint(self) -> Fingerprint:
         """The identity that snapshots are checked against. Reads all weights, once."""
         return fingerprint(
-            self.spec,
-            self.decoder.weights,
-            self.text.tokenizer,
-            self.decoder.new_cache().layout,
+            self.spec, self.decoder.weights, self.text.tokenizer, self.decoder.new_cache().layout
         )

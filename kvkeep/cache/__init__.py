@@ -4,7 +4,7 @@ from kvkeep.cache.attention import AttentionConfig
 from kvkeep.cache.block import NO_TOKEN, Block, Cells
 from kvkeep.cache.cache import KVCache
 from kvkeep.cache.layout import BITS, Bits, Layout
-from kvkeep.cache.observer import Observer, Queries
+from kvkeep.cache.observer import Queries
 from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.rope import PositionMap, Rope
 from kvkeep.cache.segment import Segment
@@ -25,7 +25,6 @@ __all__ = [
     "LayerAttention",
     "LayerPlacement",
     "Layout",
-    "Observer",
     "PositionMap",
     "Queries",
     "Ragged",

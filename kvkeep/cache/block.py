@@ -68,8 +68,8 @@ class Cells:
     def _concatenate(cls, parts: Sequence["Cells"]) -> "Cells":
         biases = [p.bias for p in parts if p.bias is not None]
         return cls(
-            map_stored(_concatenate_vectors, *(p.stored_keys for p in parts)),
-            map_stored(_concatenate_vectors, *(p.stored_values for p in parts)),
+            map_stored(lambda *x: torch.cat(x, 2), *(p.stored_keys for p in parts)),
+            map_stored(lambda *x: torch.cat(x, 2), *(p.stored_values for p in parts)),
             torch.cat([p.positions for p in parts], -1),
             torch.cat([p.serials for p in parts]),
             torch.cat(biases, -1) if biases else None,
@@ -287,7 +287,3 @@ class ProtectedCells:
         """Return the protected cells from slot `first` on, as cells of `block`, its tail."""
         length = max(0, self.start + self.length - first)
         return ProtectedCells(block, 0, length, self.log)
-
-
-def _concatenate_vectors(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, 2)

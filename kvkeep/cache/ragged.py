@@ -51,7 +51,8 @@ class Ragged(Cells):
     def from_heads(cls, heads: Sequence[Cells], layers: int) -> "Ragged":
         """Return the compressed cells `[1, 1, n, ...]` of each head, those of layer 0 first."""
         counts = torch.tensor([len(cells) for cells in heads], dtype=torch.int64, device="cpu")
-        return cls._from_parts(heads, _concatenate_flattened, counts.view(layers, -1))
+        counts = counts.view(layers, -1)
+        return cls._from_parts(heads, lambda *x: torch.cat([t.flatten(0, 2) for t in x]), counts)
 
     @classmethod
     def select_from(cls, cells: Cells, mask: Tensor) -> "Ragged":
@@ -220,11 +221,6 @@ class Ragged(Cells):
     def tensors(self) -> tuple[Tensor, ...]:
         scores = () if self.scores is None else (self.scores,)
         return (*super().tensors(), self.counts, *scores)
-
-
-def _concatenate_flattened(*parts: Tensor) -> Tensor:
-    """Concatenate tensors `[layers, kv_heads, n, ...]` as one row of vectors or numbers."""
-    return torch.cat([part.flatten(0, 2) for part in parts])
 
 
 def _select(x: Tensor, mask: Tensor) -> Tensor:

@@ -18,23 +18,11 @@ def nbytes(segments: Sequence[Segment]) -> int:
     return sum(storage.nbytes for storage in _users_by_storage(segments))
 
 
-def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbours with one position map that agree in `anchor` and `compressed`."""
-    return _merge(segments, None)
+def merge_segments(segments: Sequence[Segment], max_cells: int | None = None) -> list[Segment]:
+    """Merge neighbours with one position map that agree in `anchor` and `compressed`.
 
-
-def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbours of together at most `SMALL` cells; all of them, if too many would remain.
-
-    Thus cells are rarely copied, and small edits do not make ever more segments.
+    max_cells: the most cells of a merged segment; None for no limit.
     """
-    merged = _merge(segments, SMALL)
-    borders = sum(_mergeable(left, right) for left, right in itertools.pairwise(merged))
-    return merge_segments(merged) if borders > MAX_BORDERS else merged
-
-
-def _merge(segments: Sequence[Segment], max_cells: int | None) -> list[Segment]:
-    """Merge neighbours, as long as a merged segment has at most `max_cells` cells."""
     runs: list[list[Segment]] = []
     for segment in segments:
         mergeable = runs and _mergeable(runs[-1][-1], segment)
@@ -49,6 +37,16 @@ def _merge(segments: Sequence[Segment], max_cells: int | None) -> list[Segment]:
             first = Segment.from_cells(first.layout, cells, first.map, first.anchor)
         merged.append(first)
     return merged
+
+
+def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
+    """Merge neighbours of together at most `SMALL` cells; all of them, if too many would remain.
+
+    Thus cells are rarely copied, and small edits do not make ever more segments.
+    """
+    merged = merge_segments(segments, SMALL)
+    borders = sum(_mergeable(left, right) for left, right in itertools.pairwise(merged))
+    return merge_segments(merged) if borders > MAX_BORDERS else merged
 
 
 def _mergeable(left: Segment, right: Segment) -> bool:

@@ -6,24 +6,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvkeep.cache import LayerAttention, Layout, Ragged
+from kvkeep.cache import LayerAttention, Ragged
 from kvkeep.cache.step import ChunkStep, LayerDispatch
 from kvkeep.cache.view import View
 from kvkeep.compiled import binding as c
-from kvkeep.compiled.operands import (
-    address,
-    cell_bias_address,
-    ragged_cells,
-    require,
-    stored_cells,
-)
+from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, require, stored_cells
 from kvkeep.models.layers.executor import AnyStep
-
-
-def can_attend(layout: Layout) -> bool:
-    """Whether the kernels can read cells of this layout on this machine."""
-    on_cpu = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
-    return on_cpu and layout.head_dim in c.HEAD_DIMS and c.library() is not None
 
 
 def layer_attention(step: AnyStep) -> LayerAttention:
@@ -31,10 +19,14 @@ def layer_attention(step: AnyStep) -> LayerAttention:
     kernels = c.library()
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
-    group_steps = [step, *([step.local] if isinstance(step.local, ChunkStep) else [])]
-    if not all(can_attend(group_step.newest.layout.plain) for group_step in group_steps):
-        return step.layer_attention
-    return chunk_attention(step, kernels)
+    layouts = [group_step.newest.layout for group_step in (step, step.local) if group_step]
+    readable = all(
+        layout.device.type == "cpu"
+        and layout.dtype is torch.bfloat16
+        and layout.head_dim in c.HEAD_DIMS
+        for layout in layouts
+    )
+    return chunk_attention(step, kernels) if readable else step.layer_attention
 
 
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:

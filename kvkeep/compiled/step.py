@@ -10,13 +10,7 @@ from kvkeep.cache import Ragged
 from kvkeep.cache.group_step import SharedView, shared_views
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
-from kvkeep.compiled.operands import (
-    address,
-    cell_bias_address,
-    ragged_cells,
-    require,
-    stored_cells,
-)
+from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, require, stored_cells
 from kvkeep.errors import KernelMismatch
 
 

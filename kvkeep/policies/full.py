@@ -29,9 +29,6 @@ class Full(Policy):
     def for_model(self, trained: int) -> Self:
         return replace(super().for_model(trained), trained=trained)
 
-    def window_limit(self, cache: KVCache) -> int:
-        return self.max_kv_size
-
     def room(self, cache: KVCache) -> int | None:
         """Return how many more tokens fit the budget and the model's trained distance.
 

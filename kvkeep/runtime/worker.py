@@ -1,9 +1,8 @@
 """The compute lock and the compute thread: one thread of the process computes at a time.
 
-A step uses all cores, and two steps at once are slower than one after the other. Sessions also
-share memory, such as the model and the cells of forks, that only one thread at a time may change.
-So the process has one compute lock. It is held for one prefill step, one decoded token, one
-snapshot, or one whole edit or compression; in between, other threads have their turn.
+A step uses all cores, and sessions share memory, such as the model and the cells of forks, that
+only one thread at a time may change. So the process has one compute lock. It is held for one
+prefill step, one decoded token, one snapshot, or one whole edit or compression.
 
 One thread computes the steps of all threads, in the order of requests, because each thread that
 enters OpenMP gets its own team of OpenMP threads there. With a second team there are more threads
@@ -97,8 +96,8 @@ class ComputeWorker:
         # each step, and would overtake them again and again.
         self.waiting_callers = set[object]()
         self._jobs = SimpleQueue[_Job]()
-        self._host: _Host | None = None
-        self._start_lock = threading.RLock()  # an interrupted call may leave it locked
+        self.host: _Host | None = None
+        self.start_lock = threading.RLock()  # an interrupted call may leave it locked
         self._thread: threading.Thread | None = None
 
     @property
@@ -107,7 +106,7 @@ class ComputeWorker:
 
     @property
     def is_host(self) -> bool:
-        return self._host is not None and self._host.thread_id == threading.get_ident()
+        return self.host is not None and self.host.thread_id == threading.get_ident()
 
     def run_in_worker(self, call: Callable[[], _Result]) -> _Result:
         """Return `call()`, called in the compute thread.
@@ -116,7 +115,7 @@ class ComputeWorker:
         """
         release_openmp_threads()  # other work of the calling thread may have left one
         self._require_started()
-        job, host = _Job(call), self._host
+        job, host = _Job(call), self.host
         try:
             if host is not None:
                 host.jobs.put(job)
@@ -157,7 +156,7 @@ class ComputeWorker:
 
     def run_waiting(self) -> None:
         """Run the jobs that other threads have requested so far, if called in the host."""
-        host, threads = self._host, torch.get_num_threads()
+        host, threads = self.host, torch.get_num_threads()
         if host is None or not self.is_host:
             return
         for _ in range(host.jobs.qsize()):  # later ones wait: it is the host's turn
@@ -167,23 +166,10 @@ class ComputeWorker:
         if self.waiting_callers:
             time.sleep(_HANDOVER)
 
-    @contextmanager
-    def hosting(self, call_soon: Callable[[Callable[[], None]], object]) -> Iterator[None]:
-        with self._start_lock:
-            becomes_host = self._host is None
-            if becomes_host:
-                self._host = _Host(call_soon)
-        try:
-            yield
-        finally:
-            if becomes_host:
-                self._host = None  # callers that wait then offer their jobs to the module's thread
-                release_openmp_threads()
-
     def _require_started(self) -> None:
         if self._thread is not None:
             return
-        with self._start_lock:
+        with self.start_lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="kvkeep", daemon=True)
                 thread.start()
@@ -217,14 +203,25 @@ def compute_lock() -> AbstractContextManager[Any]:
     return _worker.lock
 
 
-def hosting(call_soon: Callable[[Callable[[], None]], object]) -> AbstractContextManager[None]:
+@contextmanager
+def hosting(call_soon: Callable[[Callable[[], None]], object]) -> Iterator[None]:
     """Compute the steps of all threads in the calling thread, until the block ends.
 
     If another thread hosts already, the calling thread hands its own steps over to that one.
 
     call_soon: makes the calling thread call a function soon, even if it is idle.
     """
-    return _worker.hosting(call_soon)
+    worker = _worker
+    with worker.start_lock:
+        becomes_host = worker.host is None
+        if becomes_host:
+            worker.host = _Host(call_soon)
+    try:
+        yield
+    finally:
+        if becomes_host:
+            worker.host = None  # callers that wait then offer their jobs to the module's thread
+            release_openmp_threads()
 
 
 def computes_in_worker(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -187,7 +187,8 @@ class Eviction(Method):
         """Return each cell's score: `[layers, kv_heads, n]`, or `[total]` for ragged cells."""
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        return Compressed(candidates.select(top_indices(self.score(candidates), count)))
+        indices = self.score(candidates).topk(count, sorted=False).indices
+        return Compressed(candidates.select(indices.sort().values))
 
 
 class CellwiseEviction(Eviction):
@@ -204,11 +205,6 @@ class CellwiseEviction(Eviction):
         cells = candidates.cells
         stored = cells.scores if isinstance(cells, Ragged) else None
         return self.cell_score(candidates) if stored is None else stored
-
-
-def top_indices(score: Tensor, count: int) -> Tensor:
-    """Return the indices of the highest scores, ascending: `[layers, kv_heads, count]`."""
-    return score.topk(count, sorted=False).indices.sort().values
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
