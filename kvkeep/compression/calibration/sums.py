@@ -56,11 +56,9 @@ class QuerySums:
                 cells for segment, cells in cache.read(first, step_tokens) if not segment.anchor
             ]
             candidates = Candidates(Cells.concatenate(parts), cache.rope, cache.scale)
-            tested = queries.every(QUERY_STRIDE)
+            tested, count = queries.every(QUERY_STRIDE), len(candidates) // TRIAL_RATIO
             for errors, cosine in zip(self.errors, COSINES, strict=True):
-                remaining = (
-                    Fitted(cosine).compress(candidates, len(candidates) // TRIAL_RATIO).cells
-                )
+                remaining = Fitted(cosine).compress(candidates, count).cells
                 errors += output_error(candidates, remaining, tested).cpu()
 
     def statistics(self) -> Statistics:

@@ -13,9 +13,7 @@ from kvkeep.compression.methods.similarity import most_similar, most_similar_old
 MIN_COSINE = 0.9  # of keys that are merged
 AGE_PENALTY = 0.6  # subtracted from a score for each doubling of age, if cells age
 BIAS_DECAY = 0.9  # factor on the bias in each compression, if cells age
-LAYERS_AT_ONCE = (
-    5  # layers compressed at a time, so that intermediate results stay in the CPU caches
-)
+LAYERS_AT_ONCE = 5  # so that intermediate results stay in the CPU caches
 MASS_EXPONENT = 0.5  # a cell that stands for m cells has a bias of MASS_EXPONENT * log(m)
 REPEAT_PENALTY = 4.0  # subtracted from a repeat's score; dissimilarity lies within -2 and 2
 

@@ -116,6 +116,7 @@ class CacheForward:
         self._step = ExternalStep(
             [sessions[row] for row in self._rows], [row_tokens[row] for row in self._rows]
         )
+        self.tokens = self._step.tokens
         self._backend = ExitStack()
         try:
             self._runner = StepRunner(executor.adapted, self._step.step, executor.configs[0])
@@ -126,10 +127,6 @@ class CacheForward:
             self.rollback()
             raise
         batch.forward = self
-
-    @property
-    def tokens(self) -> Tensor:
-        return self._step.tokens
 
     @property
     def is_in_this_thread(self) -> bool:

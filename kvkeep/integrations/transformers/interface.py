@@ -35,11 +35,6 @@ _IGNORED_ARGUMENTS = {
     *("return_dict", "logits_to_keep", "layer_idx", "num_key_value_groups"),
 }
 
-_OTHER_THREAD_MESSAGE = (
-    f"the attention {_ATTENTION_NAME!r} works in a forward that kvkeep has opened: while one is "
-    "under way, the same model cannot be called from another thread"
-)
-
 MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
 
 
@@ -159,7 +154,10 @@ def _mask_by_backend(
 
 def _active_backend() -> AttentionBackend:
     if _thread_state.backend is None:
-        raise RuntimeError(_OTHER_THREAD_MESSAGE)
+        raise RuntimeError(
+            f"the attention {_ATTENTION_NAME!r} works in a forward that kvkeep has opened: while "
+            "one is under way, the same model cannot be called from another thread"
+        )
     return _thread_state.backend
 
 
