@@ -2,9 +2,7 @@
 
 import warnings
 
-from kvkeep.models.weights.export import export
-
-__all__ = ["export"]
+from kvkeep.models.weights.export import export as export
 
 warnings.warn(
     "moved to kvkeep.models.weights.export; this alias goes with the next release",

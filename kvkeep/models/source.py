@@ -2,9 +2,7 @@
 
 import warnings
 
-from kvkeep.models.hub.source import resolve
-
-__all__ = ["resolve"]
+from kvkeep.models.hub.source import resolve as resolve
 
 warnings.warn(
     "moved to kvkeep.models.hub.source; this alias goes with the next release",

@@ -11,6 +11,8 @@ from kvkeep.models.gguf.family_config import experts_config, gemma_config, is_ol
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.rope import has_temperature, original_length, rope_scaling
 from kvkeep.models.gguf.vocabulary import special_id
+from kvkeep.models.spec.families import FAMILIES
+from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.unsupported import unsupported_reason
 
 # By family: the class and model_type. The file of a multimodal model is an ordinary language model:
@@ -48,8 +50,6 @@ _NOT_MODELS = {
     "imatrix": "an importance matrix, by which models are quantised",
     "vocab": "a vocabulary alone",
 }
-_COHERE = ("command-r", "cohere2")
-_GRANITE = ("granite", "granitemoe")
 # The config field to the metadata key.
 _GRANITE_MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
@@ -57,7 +57,6 @@ _GRANITE_MULTIPLIERS = {
     "logits_scaling": "logit_scale",  # in both files a divisor
     "attention_multiplier": "attention.scale",
 }
-_PARTIAL_ROTARY = ("phi3", "glm4")  # rotate a part of each head
 # Multimodal RoPE: sections of a head rotate by several positions, which are all equal in text.
 _MROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
@@ -68,10 +67,9 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     Raises UnsupportedModel, and BadModelFile for missing fields.
     """
     _check_supported(file)
-    family, head_dim = file.architecture, _head_dim(file)
+    head_dim = rotary_dim = _head_dim(file)
     architecture, model_type = _model_class(file)
-    rotary_dim = head_dim
-    if family in _PARTIAL_ROTARY:
+    if FAMILIES[architecture].partial_rotary_factor:
         rotary_dim = file.count("{arch}.rope.dimension_count", head_dim)
     config = {
         "architectures": [architecture],
@@ -84,13 +82,13 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": file.count("{arch}.context_length"),
         "rope_theta": file.decimal("{arch}.rope.freq_base", 10_000.0),
-        "rope_scaling": None if family == "gemma4" else rope_scaling(file, rotary_dim),
+        "rope_scaling": None if model_type == "gemma4_text" else rope_scaling(file, rotary_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
         "pad_token_id": None,  # not the default of the config class
     }
-    config |= _family_fields(file, model_type, rotary_dim / head_dim, config)
+    config |= _family_fields(file, FAMILIES[architecture], rotary_dim / head_dim, config)
     config |= gemma_config(file)
     config |= layers_config(file, config) | experts_config(file)
     if "rope_parameters" in config:  # replaces these two in transformers 5
@@ -124,32 +122,32 @@ def _model_class(file: GgufFile) -> tuple[str, str]:
 
 
 def _family_fields(
-    file: GgufFile, model_type: str, partial_rotary_factor: float, config: dict[str, Any]
+    file: GgufFile, hub_family: Family, partial_rotary_factor: float, config: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the fields that differ between families. config: the fields of all families."""
     family, fields = file.architecture, dict[str, Any]()
-    if family not in ("gemma3n", "gemma4"):  # these have a width for each layer
+    if not hub_family.gemma3n and not hub_family.gemma4:  # these have a width for each layer
         fields["intermediate_size"] = file.uniform_count(_mlp_width_key(file))
-    if family != "gemma4":
+    if not hub_family.gemma4:
         heads = config["num_attention_heads"]
         fields["num_key_value_heads"] = file.uniform_count("{arch}.attention.head_count_kv", heads)
-    if family in _COHERE:
+    if hub_family.cohere_logit_scale:
         fields["layer_norm_eps"] = file.decimal("{arch}.attention.layer_norm_epsilon")
         # Every Cohere 2 states it; llama.cpp does not scale a Command R that states none.
         default = 1.0 if family == "command-r" else None
         fields["logit_scale"] = file.decimal("{arch}.logit_scale", default) or 1.0
     else:
         fields["rms_norm_eps"] = file.decimal("{arch}.attention.layer_norm_rms_epsilon")
-    if model_type in ("llama", "granite", "smollm3"):
+    if hub_family.mlp_bias:
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if family in ("mistral3", "phi3") or (family == "llama" and _sliding_window(file)):
         fields["sliding_window"] = _sliding_window(file) or None
-    if family in _PARTIAL_ROTARY:
+    if hub_family.partial_rotary_factor:
         fields["partial_rotary_factor"] = partial_rotary_factor
-    if family in _GRANITE:
-        for name, key in _GRANITE_MULTIPLIERS.items():
-            default = config["head_dim"] ** -0.5 if name == "attention_multiplier" else 1.0
-            fields[name] = file.decimal("{arch}." + key, default) or default  # 0: the default
+    if hub_family.granite_multipliers:
+        for field, key in _GRANITE_MULTIPLIERS.items():
+            default = config["head_dim"] ** -0.5 if field == "attention_multiplier" else 1.0
+            fields[field] = file.decimal("{arch}." + key, default) or default  # 0: the default
     if family == "phi3":
         key = "original_max_position_embeddings"
         fields[key] = (config["rope_scaling"] or {}).get(key) or original_length(file)
@@ -203,7 +201,7 @@ def _check_supported(file: GgufFile) -> None:
     _check_variant(file)
     head_dim = _head_dim(file)
     sizes = {"attention.value_length": head_dim}
-    if family not in _PARTIAL_ROTARY:
+    if not FAMILIES[_CLASSES[family][0]].partial_rotary_factor:
         sizes["rope.dimension_count"] = head_dim
     if family == "gemma4":
         local = file.count("gemma4.attention.key_length_swa", head_dim)
@@ -222,7 +220,7 @@ def _check_variant(file: GgufFile) -> None:
             family == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
         "is a Granite without RoPE (rope.scaling.finetuned)": (
-            family in _GRANITE and not file.flag("{arch}.rope.scaling.finetuned", True)
+            family.startswith("granite") and not file.flag("{arch}.rope.scaling.finetuned", True)
         ),
         "looks ahead in a text (attention.causal)": not file.flag("{arch}.attention.causal", True),
         "has layers that predict further tokens (nextn_predict_layers)": (

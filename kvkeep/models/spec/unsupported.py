@@ -56,45 +56,30 @@ _PHI = "Phi-3 and Phi-4 run"
 _ANY = "Llama 3, Qwen3 and Granite run"
 
 # Reason and alternative to the architectures, by their names in config.json and in GGUF files.
-_UNSUPPORTED: dict[tuple[str, str], tuple[str, ...]] = {
+_UNSUPPORTED = {
     (_DELTA, _QWEN3): (
-        "Qwen3NextForCausalLM",
-        "qwen3next",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "qwen35",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "qwen35moe",
+        "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen35 "
+        "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen35moe"
     ),
-    (_CONVOLUTIONS, _ANY): ("Lfm2ForCausalLM", "lfm2", "Lfm2MoeForCausalLM", "lfm2moe"),
-    (_MAMBA, _GRANITE): ("GraniteMoeHybridForCausalLM", "granitehybrid", "BambaForCausalLM"),
-    (_MAMBA, "Falcon 3 runs, which is a Llama"): ("FalconH1ForCausalLM", "falcon-h1"),
-    (_MAMBA, _LLAMA): ("NemotronHForCausalLM", "nemotron_h", "nemotron_h_moe"),
-    (_MAMBA, _ANY): (
-        "JambaForCausalLM",
-        "jamba",
-        "MambaForCausalLM",
-        "Mamba2ForCausalLM",
-        "mamba",
-        "mamba2",
-    ),
+    (_CONVOLUTIONS, _ANY): "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2moe",
+    (_MAMBA, _GRANITE): "GraniteMoeHybridForCausalLM granitehybrid BambaForCausalLM",
+    (_MAMBA, "Falcon 3 runs, which is a Llama"): "FalconH1ForCausalLM falcon-h1",
+    (_MAMBA, _LLAMA): "NemotronHForCausalLM nemotron_h nemotron_h_moe",
+    (_MAMBA, _ANY): "JambaForCausalLM jamba MambaForCausalLM Mamba2ForCausalLM mamba mamba2",
     (_LATENT, "its distillations into Qwen2 and Llama run"): (
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "deepseek2",
+        "DeepseekV2ForCausalLM DeepseekV3ForCausalLM deepseek2"
     ),
-    (_LATENT, _ANY): ("MiniCPM3ForCausalLM", "minicpm3"),
-    (_LATENT, "Mistral Small 3 and Ministral 3 run"): ("Mistral4ForCausalLM", "mistral4"),
+    (_LATENT, _ANY): "MiniCPM3ForCausalLM minicpm3",
+    (_LATENT, "Mistral Small 3 and Ministral 3 run"): "Mistral4ForCausalLM mistral4",
     ("stores experts in another order", "a GGUF file of it runs, and Qwen3-VL"): (
-        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration"
     ),
-    (_GROUPS, _GLM): ("Glm4MoeForCausalLM", "glm4moe"),
-    (_GROUPS, _QWEN3_MOE): ("Ernie4_5_MoeForCausalLM", "ernie4_5-moe", "Dots1ForCausalLM", "dots1"),
-    (_SPARSEMIXER, _PHI): ("PhimoeForCausalLM", "phimoe"),
-    (_SHARED, _GRANITE): ("GraniteMoeSharedForCausalLM",),
+    (_GROUPS, _GLM): "Glm4MoeForCausalLM glm4moe",
+    (_GROUPS, _QWEN3_MOE): "Ernie4_5_MoeForCausalLM ernie4_5-moe Dots1ForCausalLM dots1",
+    (_SPARSEMIXER, _PHI): "PhimoeForCausalLM phimoe",
+    (_SHARED, _GRANITE): "GraniteMoeSharedForCausalLM",
 }
-_REASONS = {name: reason for reason, names in _UNSUPPORTED.items() for name in names}
+_REASONS = {name: reason for reason, names in _UNSUPPORTED.items() for name in names.split()}
 
 
 def unsupported_reason(architecture: object) -> str:
