@@ -1,5 +1,6 @@
 """A loaded model, and the sessions that it makes."""
 
+from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -10,8 +11,11 @@ from kvkeep.cache.layout import bits_name
 from kvkeep.compression.calibration.calibration import Calibration, default_calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
+from kvkeep.models.spec.config_fields import read_json
 from kvkeep.policies import Policy, PolicySettings, make_policy
 from kvkeep.session.core import WHOLE_PROMPT
+from kvkeep.session.default_sampling import model_sampling
+from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -31,6 +35,17 @@ class Model(LoadedModel):
         Raises StoreError or a subclass if the file is damaged.
         """
         return default_calibration(self)
+
+    @cached_property
+    def default_sampling(self) -> Sampling:
+        """Sampling parameters where a chat or a request gives none.
+
+        Temperature 0.7, top_k 40, top_p 0.95, min_p 0.05 and repetition_penalty 1.1, each replaced
+        by what the model's generation_config.json, or `general.sampling.*` of its GGUF file,
+        recommends. Raises BadModelFile if that is out of range.
+        """
+        path = self.folder / "generation_config.json"
+        return model_sampling(read_json(path) if path.exists() else {}, path)
 
     def restore(
         self,

@@ -79,7 +79,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
     params = SamplingParams(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences
     )
-    samplings = constrain(context, params.samplings(), tools)
+    samplings = constrain(context, params.samplings(context.default_sampling), tools)
     request = GenerationRequest(tuple(ids), body.max_tokens)
     generations = await start_generations(context, request, samplings)
     common = {

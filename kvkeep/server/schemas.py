@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.default_sampling import with_parameters
 from kvkeep.session.sampling import Sampling
 
 MAX_TOKENS = 1_000_000  # of one generation
@@ -43,23 +44,24 @@ class SamplingParams(RequestBody):
     stop: Annotated[list[str], Field(max_length=64)] | str | None = None
     logit_bias: dict[str, Bias] | list[tuple[int, Bias | Literal[False]]] | None = None
 
-    def samplings(self, count: int = 1, temperature: float = 1.0) -> list[Sampling]:
-        """Return a `Sampling` for each generation. temperature: if the request has none."""
+    def samplings(self, defaults: Sampling, count: int = 1) -> list[Sampling]:
+        """Return a `Sampling` for each generation. defaults: of what the request leaves out."""
         seed = secrets.randbelow(_SEED_LIMIT) if self.seed is None or self.seed < 0 else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        last_n = 64 if self.repeat_last_n is None else self.repeat_last_n
-        sampling = Sampling(
-            temperature=temperature if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=self.top_p or 1.0,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repeat_penalty or 1.0,
-            repetition_window=2**31 if last_n < 0 else last_n,  # -1: all tokens
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            stop=tuple(text for text in stop if text),
-            logit_bias=_bias_pairs(self.logit_bias or {}),
-        )
+        last_n = self.repeat_last_n
+        values = {
+            "temperature": self.temperature,
+            "top_k": self.top_k and max(0, self.top_k),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repeat_penalty,
+            "repetition_window": 2**31 if last_n == -1 else last_n,  # -1: all tokens
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "stop": tuple(text for text in stop if text),
+            "logit_bias": _bias_pairs(self.logit_bias or {}),
+        }
+        sampling = with_parameters(defaults, values)
         # With a seed the same request gives the same texts.
         return [replace(sampling, seed=seed + index) for index in range(count)]
 

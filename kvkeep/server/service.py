@@ -26,6 +26,7 @@ from kvkeep.engine import (
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.keys import ApiKeys
+from kvkeep.session.sampling import Sampling
 
 T = TypeVar("T")
 _StreamEvent = PrefillProgress | GeneratedToken | Finished
@@ -74,6 +75,10 @@ class RequestContext:
     @property
     def codec(self) -> TextCodec:
         return self.service.model.text
+
+    @property
+    def default_sampling(self) -> Sampling:
+        return self.service.model.default_sampling
 
     async def inspect(self, session: str, function: Callable[[SessionRecord], T]) -> T:
         """Return `function(record)` of a session, called in the engine's thread."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -34,13 +35,16 @@ def client(server: RunningServer) -> Iterator[Client]:
         yield created
 
 
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
 def test_a_remote_session_equals_a_local_one(client: Client, smollm2: Model) -> None:
     """The same calls on a remote and on a local session give the same results."""
     remote, session = client.create(next(names), **SETTINGS), smollm2.session(300, prefill_step=128)
     remote.feed(TEXT[:2000], span="text")
     session.feed(TEXT[:2000])
     assert remote.memory()["spans"]["text"]["end"] == len(session.tokens)
-    generated = remote.generate(max_tokens=6, ignore_eos=True)
+    generated = remote.generate(max_tokens=6, **GREEDY)
     assert generated["tokens"] == [session.next_token() for _ in range(6)]
     at = len(session.tokens)
     remote.pin(at - 60, at - 50)
@@ -56,7 +60,7 @@ def test_a_remote_session_equals_a_local_one(client: Client, smollm2: Model) -> 
     assert remote.rewind(2)["result"] == session.rewind(2)
     pieces = remote.text(at - 30)["pieces"]
     assert [item["id"] for item in pieces] == session.tokens[at - 30 :]
-    for _, reported in remote.stream(max_tokens=5, ignore_eos=True):
+    for _, reported in remote.stream(max_tokens=5, **GREEDY):
         last = reported
     assert last["tokens"] == [session.next_token() for _ in range(5)]
 
@@ -71,7 +75,8 @@ def test_forks_and_restored_snapshots_continue_the_session(client: Client) -> No
     remote.snapshot(label)
     assert {"name": label, "session": name}.items() <= client.snapshots()[0].items()
     again = client.restore(label)
-    assert again.generate(max_tokens=8)["tokens"] == remote.generate(max_tokens=8)["tokens"]
+    continued = again.generate(max_tokens=8, temperature=0)["tokens"]
+    assert continued == remote.generate(max_tokens=8, temperature=0)["tokens"]
     cells = remote.info()["cells"]
     result = remote.compress(2)["result"]
     assert result["cells_after"] < result["cells_before"] == cells
@@ -87,7 +92,7 @@ def test_forks_and_restored_snapshots_continue_the_session(client: Client) -> No
 
 def test_chat_turns_generate_and_stream_replies(client: Client) -> None:
     remote = client.create(next(names), max_kv_size=512)
-    first = remote.say("What is the capital of France?", system="You are terse.")
+    first = remote.say("What is the capital of France?", system="You are terse.", temperature=0)
     assert "Paris" in first["text"]
     events = list(remote.stream_turn("And of Italy?"))
     assert events[-1][0] == "done"
@@ -106,9 +111,9 @@ def test_the_async_client_equals_the_sync_client(server: RunningServer) -> None:
             remote = await client.create(next(names), **SETTINGS)
             await remote.feed(TEXT[:300])
             fork = await remote.fork()
-            reported = [item async for item in fork.stream(max_tokens=5, ignore_eos=True)]
+            reported = [item async for item in fork.stream(max_tokens=5, **GREEDY)]
             assert [name for name, _ in reported] == ["token"] * 5 + ["done"]
-            output = await remote.generate(max_tokens=5, ignore_eos=True)
+            output = await remote.generate(max_tokens=5, **GREEDY)
             assert output["tokens"] == reported[-1][1]["tokens"]
             with pytest.raises(errors.NoSuchSession):
                 await client.session("nobody").info()

@@ -40,6 +40,9 @@ def post_action(client: httpx.Client, name: str, action: str, /, **body: Any) ->
     return result
 
 
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
 def test_a_session_equals_one_in_python(client: httpx.Client, smollm2: Model) -> None:
     """After feeding, generating, editing, pinning and rewinding."""
     name = create(client)
@@ -47,7 +50,7 @@ def test_a_session_equals_one_in_python(client: httpx.Client, smollm2: Model) ->
     report = post_action(client, name, "feed", text=TEXT[:1500], span="text")
     session.feed(TEXT[:1500])
     assert report["total_tokens"] == len(session.tokens)
-    generated = post_action(client, name, "generate", max_tokens=9, ignore_eos=True)["tokens"]
+    generated = post_action(client, name, "generate", max_tokens=9, **GREEDY)["tokens"]
     assert generated == [session.next_token() for _ in range(9)]
     at = len(session.tokens) - 60
     post_action(client, name, "pin", start=at, end=at + 10)
@@ -59,7 +62,7 @@ def test_a_session_equals_one_in_python(client: httpx.Client, smollm2: Model) ->
     session.delete(at + 12, at + 14)
     post_action(client, name, "edit", op="insert", at=at + 30, tokens=[5, 6, 7], recompute="suffix")
     session.insert(at + 30, [5, 6, 7], "suffix")
-    result = post_action(client, name, "generate", max_tokens=20, ignore_eos=True)
+    result = post_action(client, name, "generate", max_tokens=20, **GREEDY)
     assert result["tokens"] == [session.next_token() for _ in range(20)]
     memory = client.get(f"/v1/sessions/{name}/memory").json()
     assert [run["standing"] for run in memory["runs"] for _ in range(run["count"])] == (
@@ -95,11 +98,10 @@ def test_forks_and_snapshots_continue_to_the_bit(client: httpx.Client) -> None:
     post_action(client, name, "feed", text=TEXT[:2500])
     post_action(client, name, "snapshot", name="then")
     revision = client.get(f"/v1/sessions/{name}").json()["revision"]
-    ahead = post_action(client, name, "generate", max_tokens=15, ignore_eos=True)["tokens"]
+    ahead = post_action(client, name, "generate", max_tokens=15, **GREEDY)["tokens"]
     restored = client.post("/v1/snapshots/then/restore", json={}).json()["name"]
-    assert (
-        post_action(client, restored, "generate", max_tokens=15, ignore_eos=True)["tokens"] == ahead
-    )
+    continued = post_action(client, restored, "generate", max_tokens=15, **GREEDY)
+    assert continued["tokens"] == ahead
     assert client.get(f"/v1/sessions/{name}").json()["revision"] == revision + 1
     assert [item["name"] for item in client.get("/v1/snapshots").json()["data"]] == ["then"]
     assert client.delete("/v1/snapshots/then").json()["deleted"]

@@ -42,7 +42,7 @@ def test_turns_equal_a_conversation_in_python(client: httpx.Client, smollm2: Mod
     session = smollm2.session(1024, keep, prefill_step=128)
     chat = Conversation(session, smollm2.text, smollm2.spec.eos_token_ids, SYSTEM)
     for question in QUESTIONS:
-        response = take_turn(client, name, question, system=SYSTEM, max_tokens=12)
+        response = take_turn(client, name, question, system=SYSTEM, max_tokens=12, temperature=0)
         ids = chat.begin_turn(question)
         session.feed(ids)
         chat.name_turn(question, len(ids))

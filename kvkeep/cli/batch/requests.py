@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,8 @@ class BatchRequest:
             raise InvalidArgument(f"{self.location}: {error}") from error
 
     def _sampling(self, default: "Sampling") -> "Sampling":
+        from kvkeep.session.default_sampling import with_parameters
+
         fields = {n: self.body[n] for n in _SAMPLING_FIELDS if self.body.get(n) is not None}
         stop = self.body.get("stop")
         if stop is not None:
@@ -73,7 +75,7 @@ class BatchRequest:
         # Each request has its own seed, which is the same when the batch is resumed.
         if "seed" not in fields and default.seed is not None:
             fields["seed"] = (default.seed + int(self.digest[:8], 16)) % 2**32
-        return replace(default, **fields)
+        return with_parameters(default, fields)
 
 
 def read_jsonl(path: Path) -> list[BatchRequest]:

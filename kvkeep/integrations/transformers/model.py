@@ -35,6 +35,8 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packed import converted_file
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.worker import compute_lock
+from kvkeep.session.default_sampling import model_sampling
+from kvkeep.session.sampling import Sampling
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weights_digest
 from kvkeep.types import DtypeName
 
@@ -81,6 +83,12 @@ class TransformersModel(Model):
         return ComputePath(
             "transformers", {"the compiled kernels": "are for kvkeep's own forwards"}
         )
+
+    @cached_property
+    def default_sampling(self) -> Sampling:
+        model = self.executor.model
+        recommended = model.generation_config.to_diff_dict() if model.can_generate() else {}
+        return model_sampling(recommended, "the model's generation_config")
 
     @property
     def arithmetic(self) -> dict[str, str]:

@@ -60,6 +60,15 @@ _GRANITE_MULTIPLIERS = {
 # Multimodal RoPE: sections of a head rotate by several positions, which are all equal in text.
 _MROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
+# Metadata keys of recommended sampling parameters, and transformers' names for them.
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     """Return a config that `read_spec` and transformers 4 and 5 read alike.
@@ -106,6 +115,17 @@ def eos_token_ids(file: GgufFile) -> list[int]:
     """Return the ids of the tokens that end a text or a turn."""
     ids = [special_id(file, role) for role in ("eos", "eot")]
     return list(dict.fromkeys(index for index in ids if index is not None))
+
+
+def generation_config(file: GgufFile) -> dict[str, Any]:
+    """Return the contents of generation_config.json: end tokens, and recommended sampling."""
+    eos = eos_token_ids(file)
+    sampling = {
+        name: file.integer(key) if name == "top_k" else file.decimal(key)
+        for key, name in _SAMPLING.items()
+        if file.has(key)
+    }
+    return {"eos_token_id": eos, **sampling} if eos else sampling
 
 
 def _model_class(file: GgufFile) -> tuple[str, str]:

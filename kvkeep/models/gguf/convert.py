@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkeep.models.gguf.config import config_from_gguf, eos_token_ids
+from kvkeep.models.gguf.config import config_from_gguf, generation_config
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
 from kvkeep.models.gguf.tensors import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
@@ -59,8 +59,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     _write_weights(converted_path(folder), tensors, spec, progress)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
-    if eos := eos_token_ids(file):
-        _write_json(folder / "generation_config.json", {"eos_token_id": eos})
+    _write_json(folder / "generation_config.json", generation_config(file))
     if template:
         write_atomic(folder / "chat_template.jinja", template.encode())
     _write_json(folder / "config.json", config)

@@ -16,7 +16,6 @@ from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.version import __version__
 
 router = APIRouter()
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
 SLOTS = 4  # sessions that clients of llama.cpp address by number
 
 
@@ -76,7 +75,7 @@ async def apply_template(body: TemplateRequest, context: ContextDep) -> dict[str
 @router.get("/props")
 async def props(context: ContextDep) -> dict[str, Any]:
     """Return the server's properties, which clients read first."""
-    service, codec = context.service, context.codec
+    service, codec, sampling = context.service, context.codec, context.default_sampling
     try:
         template = template_source(codec.folder)
     except UnsupportedModel:
@@ -84,7 +83,16 @@ async def props(context: ContextDep) -> dict[str, Any]:
     return {
         "default_generation_settings": {
             "n_ctx": service.context_size,
-            "params": {**DEFAULTS, "n_predict": -1, "seed": 2**32 - 1},  # a random seed
+            "params": {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "repeat_penalty": sampling.repetition_penalty,
+                "repeat_last_n": sampling.repetition_window,
+                "n_predict": -1,
+                "seed": 2**32 - 1,  # a random seed
+            },
         },
         "total_slots": SLOTS,
         "model_alias": service.name,

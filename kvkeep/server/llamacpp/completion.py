@@ -13,7 +13,7 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, start_generations
-from kvkeep.server.llamacpp.auxiliary import DEFAULTS, SLOTS, slot_name
+from kvkeep.server.llamacpp.auxiliary import SLOTS, slot_name
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, token_logprobs
 from kvkeep.server.schemas import (
     MAX_GENERATIONS,
@@ -133,8 +133,7 @@ async def _start(
     body: LlamaCompletionRequest, ids: list[int], context: RequestContext
 ) -> GenerationStream:
     """Submit a prompt, in the session of its slot if it has one."""
-    missing = {name: value for name, value in DEFAULTS.items() if getattr(body, name) is None}
-    samplings = body.model_copy(update=missing).samplings()
+    samplings = body.samplings(context.default_sampling)
     (sampling,) = constrain(context, samplings, schema=body.json_schema, grammar=body.grammar)
     limit = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
     request = GenerationRequest(

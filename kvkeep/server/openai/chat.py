@@ -98,7 +98,8 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = context.service.max_tokens(limit)
     request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
-    samplings = constrain(context, body.samplings(body.n or 1), tools, schema, body.grammar)
+    samplings = body.samplings(context.default_sampling, body.n or 1)
+    samplings = constrain(context, samplings, tools, schema, body.grammar)
     generations = await start_generations(context, request, samplings)
     common = usage.completion_fields("chatcmpl", context.service)
     common["system_fingerprint"] = usage.FINGERPRINT

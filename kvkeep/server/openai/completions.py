@@ -54,7 +54,8 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     request = GenerationRequest(
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
     )
-    generations = await start_generations(context, request, body.samplings(body.n))
+    samplings = body.samplings(context.default_sampling, body.n)
+    generations = await start_generations(context, request, samplings)
     common = {**usage.completion_fields("cmpl", context.service), "object": "text_completion"}
     echo = codec.decode(ids) if body.echo else ""
     if body.stream:

@@ -102,7 +102,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     response_id = f"resp_{secrets.token_hex(12)}"
     messages = await _messages(body, context)
     ids = await prompt_ids(context, [*body.system_messages(), *messages], tools)
-    (sampling,) = constrain(context, body.samplings(), tools, schema)
+    (sampling,) = constrain(context, body.samplings(context.default_sampling), tools, schema)
     limit = service.context_size
     if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > limit:
         raise context_size_error(

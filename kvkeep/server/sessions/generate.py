@@ -79,7 +79,7 @@ async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, A
 async def generate(body: GenerateRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill what is given, if anything, and generate."""
     ids = await to_thread(body.encode, context.codec, True)
-    (sampling,) = body.samplings(temperature=0.0)
+    (sampling,) = body.samplings(context.default_sampling)
     request = GenerationRequest(
         ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span
     )
@@ -92,7 +92,7 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
 
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
-    (sampling,) = body.samplings(temperature=0.0)
+    (sampling,) = body.samplings(context.default_sampling)
     reply = GenerationRequest((), body.max_tokens, sampling)
     request = chat_turn(context.service.model, body.content, reply, body.system)
     return await _run(request, context, body.stream)

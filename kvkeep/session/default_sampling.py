@@ -1,0 +1,42 @@
+"""The sampling parameters of a request that gives none, and how a request's own join them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvkeep.errors import BadModelFile, InvalidArgument
+from kvkeep.session.sampling import Sampling
+
+DEFAULT_SAMPLING = Sampling(
+    temperature=0.7, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1
+)
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def model_sampling(generation_config: Mapping[str, Any], source: object) -> Sampling:
+    """Return `DEFAULT_SAMPLING` with the parameters that a model's publisher recommends.
+
+    generation_config: of transformers. A temperature of 0 is not taken over, since greedy decoding
+    repeats itself; nor is `do_sample`. source: what it was read from, for messages.
+
+    Raises BadModelFile for a parameter that is out of range.
+    """
+    values = {name: generation_config.get(name) for name in _RECOMMENDED}
+    values["temperature"] = values["temperature"] or None
+    try:
+        return with_parameters(DEFAULT_SAMPLING, values)
+    except InvalidArgument as error:
+        raise BadModelFile(f"{source}: {error}") from error
+
+
+def with_parameters(defaults: Sampling, values: Mapping[str, Any]) -> Sampling:
+    """Return the defaults with the parameters that are not None in `values`.
+
+    A temperature of 0 asks for plain greedy decoding: then no default penalty applies either.
+
+    Raises InvalidArgument for a parameter that is out of range.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    if given.get("temperature") == 0:
+        given = {"repetition_penalty": 1.0, **given}
+    return replace(defaults, **given)
