@@ -98,7 +98,7 @@ def generate(
             model = choice.memory.load(output.progress)
             prefix_store = choice.prefixes.open_store(model)
             opened = OpenedSession(model, choice.memory.session(model, store=prefix_store))
-        resolved = choice.sampling.resolve(opened.seed)
+        resolved = choice.sampling.resolve(opened.model.default_sampling, opened.seed)
         run = Run("generate", opened, output, resolved.seed)
         if session_file is not None:
             label = f"session {session}"

@@ -146,16 +146,22 @@ def is_given(parameter: str) -> bool:
     return source is not ParameterSource.DEFAULT
 
 
+def _sampling_option(value: float, help: str) -> Any:
+    """Declare an option whose default is the model's recommendation, or else `value`."""
+    metavar, shown = "N" if isinstance(value, int) else "X", f"{value}, or the model's"
+    return option(metavar=metavar, type=type(value), show_default=shown, help=help)
+
+
 @dataclass(frozen=True)
 class SamplingChoice:
-    temperature: float = option(metavar="X", default=0.7, help="0 takes the likeliest token.")
-    top_k: int = option(metavar="N", default=40, help="Only the k likeliest tokens; 0: all.")
-    top_p: float = option(metavar="X", default=0.95, help="Smallest set this probable; 1: off.")
-    min_p: float = option(metavar="X", default=0.05, help="Least share of the likeliest; 0: off.")
-    repetition_penalty: float = option(
-        metavar="X", default=1.1, help="Above 1 repeats less; 1: off."
-    )
-    repetition_window: int = option(metavar="N", default=64, help="Tokens that the penalty sees.")
+    """Sampling parameters; None for the model's recommendation, or else kvkeep's default."""
+
+    temperature: float | None = _sampling_option(0.7, "0 takes the likeliest token.")
+    top_k: int | None = _sampling_option(40, "Only the k likeliest tokens; 0: all.")
+    top_p: float | None = _sampling_option(0.95, "Smallest set this probable; 1: off.")
+    min_p: float | None = _sampling_option(0.05, "Least share of the likeliest; 0: off.")
+    repetition_penalty: float | None = _sampling_option(1.1, "Above 1 repeats less; 1: off.")
+    repetition_window: int | None = _sampling_option(64, "Tokens that the penalty sees.")
     seed: int | None = option(
         metavar="N", type=int, show_default="random", help="Same seed, same text."
     )
@@ -163,14 +169,17 @@ class SamplingChoice:
         metavar="TEXT", multiple=True, help="End before this text. Repeatable."
     )
 
-    def resolve(self, saved_seed: int | None = None) -> "Sampling":
+    def resolve(
+        self, defaults: "Sampling | None" = None, saved_seed: int | None = None
+    ) -> "Sampling":
         """Return the sampling parameters, with a seed unless decoding is greedy.
 
-        saved_seed: the seed of a restored session, used without --seed.
+        defaults: the model's; None for kvkeep's. saved_seed: the seed of a restored session, used
+        without --seed.
         """
-        from kvkeep import Sampling
+        from kvkeep.session.default_sampling import DEFAULT_SAMPLING, with_parameters
 
-        sampling = Sampling(**dataclasses.asdict(self))
+        sampling = with_parameters(defaults or DEFAULT_SAMPLING, dataclasses.asdict(self))
         if sampling.seed is None and sampling.temperature > 0:
             seed = secrets.randbits(32) if saved_seed is None else saved_seed
             return dataclasses.replace(sampling, seed=seed)

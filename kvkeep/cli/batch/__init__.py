@@ -71,7 +71,8 @@ def batch(
         report = BatchReport(len(requests), before=len(requests) - len(remaining))
         if remaining:
             model = choice.memory.load(output.progress)
-            sampling = choice.sampling.resolve(saved_seed=0)  # a resumed batch samples the same
+            # With a fixed seed, so that a resumed batch samples the same.
+            sampling = choice.sampling.resolve(model.default_sampling, saved_seed=0)
             prepared = [(r, r.generation_request(model, sampling, max_tokens)) for r in remaining]
             _require_memory(model, choice, [request for _, request in prepared], memory_bytes)
             with _open_engine(model, choice, memory_bytes, at_once) as engine:

@@ -79,7 +79,7 @@ def chat(
 
         source = session_file if session_file is not None and session_file.exists() else None
         opened, conversation = _open(source, system, choice, output.progress)
-        settings = ChatSettings(choice.sampling, limit, opened.seed)
+        settings = ChatSettings(choice.sampling, limit, opened.seed, opened.model.default_sampling)
         run = Run("chat", opened, output, settings.resolved.seed)
         if session_file is not None:
             label = f"session {session}"

@@ -24,6 +24,7 @@ class ChatSettings:
     sampling: SamplingChoice
     max_tokens: int | None  # of an answer; None for no limit
     seed: int | None = None  # the one in use, at first that of a restored session
+    defaults: "Sampling | None" = None  # of the model; None for a model on a server
     markdown: bool = True  # whether to render answers
     bar: bool = True  # whether to show the memory below the prompt
     _resolved: "Sampling | None" = field(default=None, repr=False)
@@ -32,7 +33,7 @@ class ChatSettings:
     def resolved(self) -> "Sampling":
         """The sampling parameters, with one seed for the whole chat."""
         if self._resolved is None:
-            self._resolved = self.sampling.resolve(self.seed)
+            self._resolved = self.sampling.resolve(self.defaults, self.seed)
             self.seed = self._resolved.seed  # a random seed is drawn once
         return self._resolved
 
@@ -55,7 +56,7 @@ class ChatSettings:
             self.max_tokens = None if parsed < 0 else parsed
         else:
             changed = dataclasses.replace(self.sampling, **{name.replace("-", "_"): parsed})
-            self._resolved = changed.resolve(self.seed)  # raises for values out of range
+            self._resolved = changed.resolve(self.defaults, self.seed)  # checks the range
             self.sampling = changed
 
     def lines(self) -> list[str]:
@@ -66,9 +67,12 @@ class ChatSettings:
             return "on" if getattr(self, name) else "off"
         if name == "max-tokens":
             return "-1 (no end)" if self.max_tokens is None else str(self.max_tokens)
-        value = getattr(self.sampling, name.replace("-", "_"))
+        field_name = name.replace("-", "_")
+        value = getattr(self.sampling, field_name)
         if name == "seed" and value is None:
             return f"{self.seed} (drawn)" if self.seed is not None else "random"
+        if value is None:
+            return str(getattr(self.defaults, field_name, "the server's default"))
         return ", ".join(map(repr, value)) or "none" if name == "stop" else str(value)
 
 
