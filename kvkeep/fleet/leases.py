@@ -143,13 +143,11 @@ class SessionLeases:
                     self._copies[leased.key].version = leased.lease.version
 
     async def _roll_back(self, leased: LeasedSession) -> None:
-        """Drop the session in the engine; in the store, too, if nothing was ever committed."""
+        """Drop the session in the engine."""
         await self._drop_copy(leased.key)
         if leased.loaded_revision is None and not leased.lease.head.snapshot:
             with suppress(KvkeepError):
                 await self._in_engine(self._borrowed.discard, await self._engine_record(leased))
-            with suppress(StoreError):
-                await self.in_store_thread(leased.lease.remove)
 
     @asynccontextmanager
     async def reading(
@@ -263,8 +261,6 @@ class SessionLeases:
                 cached = None
                 await asyncio.sleep(_POLL_SECONDS)
         if not lease.head.snapshot:  # its creator was killed before the first commit
-            with suppress(StoreError):
-                await self.in_store_thread(lease.remove)
             await self.in_store_thread(lease.release)
             raise NoSuchSession(f"there is no session {name!r}")
         return lease

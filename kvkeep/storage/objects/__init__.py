@@ -1,8 +1,4 @@
-"""Object stores: objects under keys, in a folder or in a remote store such as S3.
-
-store = open_object_store("s3://bucket/prefix")
-etag = store.put("a/b", b"...", if_absent=True)
-"""
+"""Object stores: objects under keys, in a folder or in a remote store such as S3."""
 
 import re
 from pathlib import Path

@@ -17,15 +17,7 @@ from functools import partial
 from blake3 import blake3
 from torch import Tensor
 
-from kvkeep.errors import (
-    CorruptFile,
-    ForeignFile,
-    InvalidArgument,
-    NewerFormat,
-    NoObject,
-    StoreError,
-    TruncatedFile,
-)
+from kvkeep.errors import InvalidArgument, NoObject, StoreError
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ObjectPath
@@ -46,7 +38,6 @@ from kvkeep.storage.snapshots.container import read_container, read_open_contain
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SECRET_BYTES = 32
-_INVALID_FILE = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
 _MAX_BLOCK_BYTES = 2_000_000_000  # more than a block of the largest models has
 _READERS = 4  # blocks read at once
 _MAX_COMPARED = 4  # stored blocks that are compared to find where a prompt differs
@@ -160,8 +151,11 @@ class SharedPrefixCache:
         path = self._path(block)
         try:  # one request for the whole object: blocks are many, and each is small
             content, _ = self._store.get(path.key, _MAX_BLOCK_BYTES)
+        except NoObject:
+            return None
+        try:
             container = read_open_container(io.BytesIO(content), path, KIND, FORMAT)
-        except (NoObject, *_INVALID_FILE):
+        except StoreError:
             return None
         cells = block.cells(container, fingerprint)
         if cells is None or container.document.get("code") != self._content_mac(block, *cells):

@@ -9,18 +9,10 @@ from typing import Any, TypeVar
 from kvkeep.errors import NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.interface import ChunkSource
+from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX
-from kvkeep.storage.sessions.protocol import (
-    Delete,
-    ListSnapshots,
-    Operations,
-    PutHead,
-    ReadHead,
-    StoreOperation,
-    VersionedHead,
-    Wait,
-)
+from kvkeep.storage.sessions.protocol import Operations, StoreOperation, VersionedHead
 
 T = TypeVar("T")
 HEAD = "head.json"
@@ -66,18 +58,18 @@ class SessionObjects:
 
     def _execute(self, operation: StoreOperation) -> Any:
         match operation:
-            case ReadHead():
+            case protocol.ReadHead():
                 return self.head()
-            case PutHead(head, etag):
+            case protocol.PutHead(head, etag):
                 absent = etag is None
                 return self.store.put(self._head, head.to_json(), if_absent=absent, if_match=etag)
-            case ListSnapshots():
+            case protocol.ListSnapshots():
                 infos = self.store.list_objects(self._snapshots)
                 keys = (info.key.removeprefix(self._snapshots) for info in infos)
                 return [key.removesuffix(SNAPSHOT_SUFFIX) for key in keys]
-            case Delete(snapshot):
+            case protocol.Delete(snapshot):
                 self.store.delete(self.key(snapshot))
-            case Wait(attempt):
+            case protocol.Wait(attempt):
                 # Exponentially longer, with jitter, so that competing writers spread out.
                 time.sleep(min(MAX_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0))
         return None

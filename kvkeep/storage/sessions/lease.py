@@ -91,12 +91,24 @@ class Lease:
             return self._run(protocol.collect(self.version))
 
     def release(self) -> None:
-        """End the lease. If the store cannot be reached, it ends by expiring."""
+        """End the lease, and remove the session if nothing was ever committed to it.
+
+        If the store cannot be reached, the lease ends by expiring.
+        """
         with self._store_lock:
             if not self._ended.is_set() and self.loss is None:
                 with suppress(StoreError):
-                    self.version = self.objects.run(protocol.release(self.version))
+                    if self.head.snapshot:
+                        self.version = self.objects.run(protocol.release(self.version))
+                    else:
+                        self.objects.run(protocol.remove(self.version))
             self._ended.set()
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def _run(self, operations: Operations[T]) -> T:
         """Run a protocol function. A failure loses the lease: the outcome may be unknown."""

@@ -138,8 +138,8 @@ class SharedSessions(SessionStore[SessionPath]):
         return sorted(path.stem for _, path in self._committed())
 
     def newest(self) -> Iterator[SessionPath]:
-        dated = [(modified, path.stem, path) for modified, path in self._committed()]
-        return (path for _, _, path in sorted(dated, key=lambda row: row[:2], reverse=True))
+        rows = sorted(self._committed(), key=lambda row: (row[0], row[1].stem), reverse=True)
+        return (path for _, path in rows)
 
     def _committed(self) -> list[tuple[float, SessionPath]]:
         """Return the sessions with a commit, and the times when their heads were written."""
@@ -160,14 +160,8 @@ class SharedSessions(SessionStore[SessionPath]):
 
         Raises Locked at once if another process holds its lease.
         """
-        lease = self.acquire(name)
-        try:
+        with self.acquire(name) as lease:
             yield SessionPath(lease.objects, lease)
-        finally:
-            if not lease.head.snapshot and lease.loss is None:
-                with suppress(StoreError):
-                    lease.remove()  # it was created here, and nothing was committed
-            lease.release()
 
     def acquire(self, name: str, create: bool = True, cached: VersionedHead | None = None) -> Lease:
         """Lease a session, until the lease is released; with `create`, create it if there is none.
@@ -198,11 +192,8 @@ class SharedSessions(SessionStore[SessionPath]):
 
     def remove(self, name: str) -> int:
         size = self.existing(name).stat().st_size
-        lease = self.acquire(name, create=False)
-        try:
+        with self.acquire(name, create=False) as lease:
             lease.remove()
-        finally:
-            lease.release()
         return size
 
     def sweep(self) -> list[str]:
@@ -218,14 +209,8 @@ class SharedSessions(SessionStore[SessionPath]):
         version = self.objects_of(name).head()
         if version is not None and version.head.removed:
             return []
-        lease = self.acquire(name, create=False)
-        try:
-            snapshots = lease.collect()
-            if not lease.head.snapshot:  # created, but its creator never committed
-                lease.remove()
-            return snapshots
-        finally:
-            lease.release()
+        with self.acquire(name, create=False) as lease:
+            return lease.collect()
 
     def _request(self) -> LeaseRequest:
         return LeaseRequest(self.writer, self._clock(), self.lease_seconds)
