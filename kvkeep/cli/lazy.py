@@ -87,11 +87,12 @@ EQUIVALENTS: Mapping[str, str] = {
     "complete": "kvkeep generate -p TEXT",
     "prompt": "kvkeep generate -p TEXT",
     "ask": "kvkeep generate -p TEXT",
+    "create": "kvkeep models add NAME PATH",
     "help": "kvkeep --help",
     "version": "kvkeep --version",
 }
 # The same within `kvkeep models`.
-MODELS_EQUIVALENTS: Mapping[str, str] = dict.fromkeys(("list", "ls"), "kvkeep models")
+MODELS_EQUIVALENTS: Mapping[str, str] = {"ls": "kvkeep models list"}
 
 
 class OptionsOnly(click.Command):

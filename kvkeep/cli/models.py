@@ -1,7 +1,10 @@
-"""`kvkeep models` and `kvkeep pull`: list, show, fetch, export and remove models."""
+"""`kvkeep models` and `kvkeep pull`: list, name, show, fetch, export and remove models."""
 
+import sys
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,17 +14,21 @@ from kvkeep.cli.lazy import MODELS_EQUIVALENTS, LazyCommand, LazyGroup
 from kvkeep.cli.options import JSON, command, declare_options, option
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
-from kvkeep.errors import ModelNotFound
+from kvkeep.errors import ModelError, ModelNotFound
+from kvkeep.models.gguf.header import parts_of
 from kvkeep.models.hub.library import PulledModel, pulled_models, remove_model
-from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS
+from kvkeep.models.hub.names import add_name, name_path, named_models
+from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
 
 if TYPE_CHECKING:
     from kvkeep.model_facts import GroupFacts, ModelFacts
 
 MODELS = {
+    "list": LazyCommand("models:list_", "List models, and when each was used last."),
+    "add": LazyCommand("models:add", "Give a GGUF file or a model folder a name."),
     "show": LazyCommand("models:show", "Show what a model is, and what it takes."),
     "export": LazyCommand("models:export", "Write a model for other programs."),
-    "rm": LazyCommand("models:rm", "Remove models, and what was made of them."),
+    "rm": LazyCommand("models:rm", "Remove models, or names that were added."),
 }
 _QUIET = option("-q", is_flag=True, help="No progress bars.")
 
@@ -32,25 +39,75 @@ _QUIET = option("-q", is_flag=True, help="No progress bars.")
 @click.pass_context
 @declare_options
 def models(context: click.Context, as_json: bool = JSON) -> None:
-    """List models that are here or have a name; show, export or remove one."""
+    """List models that are here or have a name; add, show, export or remove one."""
     if context.invoked_subcommand is not None:
         return
-    pulled = pulled_models()
-    rows: list[tuple[str, int | None, str, str | None]]
-    rows = [(model.name, model.bytes, model.source, str(model.folder)) for model in pulled]
-    names = {model.name for model in pulled}
-    for name, known_model in KNOWN_MODELS.items():
+    _echo_models(as_json)
+
+
+@command("list")
+def list_(as_json: bool = JSON) -> None:
+    """List models as `kvkeep models` does, and when each was used last."""
+    _echo_models(as_json, with_use=True)
+
+
+@command()
+@click.argument("name")
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+def add(name: str, path: Path) -> None:
+    """Give a GGUF file or a model folder a NAME, by which every command takes it.
+
+    Nothing is copied: the file stays where it is. `kvkeep models rm NAME` removes the name alone.
+    """
+    add_name(name, path)
+    click.echo(f"{name} is {path.absolute()}")
+
+
+def _echo_models(as_json: bool, with_use: bool = False) -> None:
+    rows = [*map(_pulled_row, pulled_models()), *starmap(_added_row, named_models().items())]
+    names = {row.name for row in rows}
+    for name, known in KNOWN_MODELS.items():
         if name not in names:
-            rows.append((name, None, known_model.requirement, None))
+            rows.append(_ModelRow(name, None, known.requirement, None, None))
     if as_json:
-        keys = ("name", "bytes", "source", "folder")
-        echo_json([dict(zip(keys, row, strict=True)) for row in rows])
+        echo_json([asdict(row) for row in rows])
         return
-    table = [("NAME", "SIZE", "SOURCE", "FOLDER")]
-    for name, size, source, folder in rows:
-        shown_size = "-" if size is None else megabytes(size)
-        table.append((name, shown_size, source, folder or "(not pulled)"))
-    echo_table(table, right_aligned=[1])
+    table = [("NAME", "SIZE", "USED", "SOURCE", "FOLDER")]
+    for row in rows:
+        size = "-" if row.bytes is None else megabytes(row.bytes)
+        used = "-" if row.used is None else time.strftime("%Y-%m-%d", time.localtime(row.used))
+        absent = (
+            "(not pulled)" if row.used is None else "(not converted)" if row.bytes else "(gone)"
+        )
+        table.append((row.name, size, used, row.source, row.folder or absent))
+    echo_table(table if with_use else [(*row[:2], *row[3:]) for row in table], right_aligned=[1])
+
+
+@dataclass(frozen=True)
+class _ModelRow:
+    """A row of `kvkeep models`. used: a Unix time."""
+
+    name: str
+    bytes: int | None
+    source: str
+    folder: str | None
+    used: float | None
+
+
+def _pulled_row(model: PulledModel) -> _ModelRow:
+    return _ModelRow(model.name, model.bytes, model.source, str(model.folder), model.used)
+
+
+def _added_row(name: str, path: Path) -> _ModelRow:
+    """Return the row of an added name. One whose file is gone has no size."""
+    used = name_path(name).lstat().st_mtime
+    try:
+        folder = local_folder(name)
+        files = path.iterdir() if path.is_dir() else parts_of(path)
+        size = sum(file.stat().st_size for file in files)
+    except (ModelError, OSError):
+        return _ModelRow(name, None, str(path), None, used)
+    return _ModelRow(name, size, str(path), str(folder) if folder else None, used)
 
 
 @command()
@@ -122,25 +179,35 @@ def export(name: str, folder: Path, dtype: str = DTYPE, quiet: bool = _QUIET) ->
     click.echo(folder)
 
 
-@click.command()
+@command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=model_names)
-def rm(names: tuple[str, ...]) -> None:
+def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do not ask.")) -> None:
     """Remove models from this machine, and the other forms of weights that were made of them.
 
-    NAME is as `kvkeep models` lists it, or the folder's. Files that are not kvkeep's stay: the GGUF
-    file that a model was converted from, and what the hub's cache holds. Sessions stay, too; they
-    go on once their model is here again.
+    NAME is as `kvkeep models` lists it, or the folder's; of one that was added, the name alone is
+    removed. Files that are not kvkeep's stay: the GGUF file that a model was converted from, and
+    what the hub's cache holds. Sessions stay, too; they go on once their model is here again.
+    In a terminal, it asks first.
     """
+    added = named_models()
     # All names are looked up first: an unknown one raises before any model is removed.
-    for model in [_find_pulled(name) for name in names]:
+    pulled = [_find_pulled(name) for name in names if name not in added]
+    if pulled and not yes and sys.stdin.isatty():
+        click.confirm(f"Remove {', '.join(model.name for model in pulled)}?", abort=True)
+    for model in pulled:
         click.echo(f"removed {model.name}, {megabytes(remove_model(model, progress=True))}")
+    for name in added.keys() & set(names):
+        name_path(name).unlink()
+        click.echo(f"removed the name {name}; {added[name]} stays")
 
 
 def _find_pulled(name: str) -> PulledModel:
     pulled = pulled_models()
-    for model in pulled:
-        if name in (model.name, model.folder.name, model.slug):
-            return model
+    matches = [model for model in pulled if model.name == name]
+    matches = matches or [model for model in pulled if name in (model.folder.name, model.slug)]
+    matches = matches or [model for model in pulled if model.folder == local_folder(name)]
+    if matches:
+        return matches[0]
     known = ", ".join(model.name for model in pulled) or "none"
     raise ModelNotFound(f"there is no model {name!r} here; there is: {known}")
 
@@ -159,8 +226,9 @@ def pull(
 ) -> None:
     """Fetch a model now, and say where it is.
 
-    NAME is a known name, a hub id such as owner/name, or a GGUF file to convert. Every command
-    that takes --model does the same when it needs a model that is not here yet.
+    NAME is a known name, a hub id such as owner/name or, for a GGUF file, owner/name:Q4_K_M, or a
+    GGUF file to convert. Every command that takes --model does the same when it needs a model that
+    is not here yet.
     """
     from kvkeep.models.hub.source import resolve
 

@@ -12,6 +12,7 @@ from kvkeep.cli.options import choice_option, integer_option, option, require_ut
 from kvkeep.cli.output import say
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import pulled_models
+from kvkeep.models.hub.names import named_models
 from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS
 from kvkeep.types import DtypeName, WeightsName
 
@@ -26,8 +27,9 @@ WEIGHT_NAMES = get_args(WeightsName)
 def model_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Complete names of known and pulled models, or else file names."""
-    names = sorted({*KNOWN_MODELS, *(model.name for model in pulled_models())})
+    """Complete names of known, added and pulled models, or else file names."""
+    pulled = (model.name for model in pulled_models())
+    names = sorted({*KNOWN_MODELS, *named_models(), *pulled})
     items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
     return items or [CompletionItem(incomplete, type="file")]
 
@@ -37,7 +39,7 @@ MODEL = option(
     metavar="NAME",
     default=DEFAULT_MODEL,
     shell_complete=model_names,
-    help="Known name, GGUF file, model folder or hub id; transformers:FOLDER for one that "
+    help="Known or added name, GGUF file, model folder or hub id; transformers:FOLDER for one that "
     "transformers computes.",
 )
 SAVED_MODEL = option(
@@ -70,7 +72,8 @@ def load_named(
     from kvkeep.errors import SlowPathWarning
     from kvkeep.executors import slowness
 
-    if name.lower() not in KNOWN_MODELS and Path(name).expanduser().exists():
+    is_name = name.lower() in KNOWN_MODELS or name in named_models()
+    if not is_name and Path(name).expanduser().exists():
         # Sessions store the name, and may be continued from another working directory.
         name = str(Path(name).expanduser().absolute())
     with warnings.catch_warnings():

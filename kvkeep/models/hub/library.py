@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,14 +34,15 @@ class PulledModel:
     """A model of the library.
 
     folder: in Hugging Face layout. bytes: size of its files. source: a pip requirement, a file or a
-    hub id. slug: the name of its folder in the library.
+    hub id. slug: the name of its folder in the library. used: when it was used last, a Unix time.
     """
 
     name: str
     folder: Path
     bytes: int
     source: str
-    slug: str = ""
+    slug: str
+    used: float
 
 
 def home() -> Path:
@@ -71,11 +73,23 @@ def find_model(slug: str) -> PulledModel | None:
     folder = Path(record["folder"]) if record["folder"] else _models() / slug
     try:
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
+        used = record_path(slug).stat().st_mtime
     except OSError:
         return None
     if sizes != record["files"]:
         return None
-    return PulledModel(record["name"], folder, sum(sizes.values()), record["source"], slug)
+    return PulledModel(record["name"], folder, sum(sizes.values()), record["source"], slug, used)
+
+
+def record_path(slug: str) -> Path:
+    """Return the file that describes a model; its modification time is that of the last use."""
+    return _models() / slug / _RECORD
+
+
+def mark_used(path: Path) -> None:
+    """Set the modification time of a record or link to now, if it can be set."""
+    with suppress(OSError):
+        os.utime(path, follow_symlinks=False)
 
 
 def store_model(

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from kvkeep.errors import BadModelFile, ModelError, ModelNotFound
+from kvkeep.errors import ModelError, ModelNotFound
 from kvkeep.models.gguf.header import parts_of
-from kvkeep.models.hub.library import find_model, home, store_model
+from kvkeep.models.hub.library import find_model, home, mark_used, record_path, store_model
+from kvkeep.models.hub.names import name_path, named_models, require_config
 from kvkeep.models.hub.repository import (
     check_sha256,
     default_quantisation,
@@ -56,8 +57,8 @@ KNOWN_MODELS = {
 def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
     """Return the folder of a model, fetching or converting it first if necessary.
 
-    model: a known name, a .gguf file, a model folder, or a hub id, "owner/name" or, for a GGUF
-        file, "owner/name:Q4_K_M". refresh_hub: fetch newer files of a hub folder, too.
+    model: a known or added name, a .gguf file, a model folder, or a hub id, "owner/name" or, for a
+        GGUF file, "owner/name:Q4_K_M". refresh_hub: fetch newer files of a hub folder, too.
 
     Raises ModelNotFound, BadModelFile, UnsupportedModel, ModelError.
     """
@@ -68,8 +69,11 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
             "of an existing .gguf file, the path of a folder with config.json and "
             "model.safetensors, or a Hugging Face hub id such as owner/name or owner/name:Q4_K_M"
         )
+    if model in named_models():
+        mark_used(name_path(model))
     if isinstance(origin, Path):
         return origin
+    mark_used(record_path(origin.slug))
     refresh = refresh_hub and origin.has_updates
     if not refresh and (stored := find_model(origin.slug)) is not None:
         return stored.folder
@@ -108,10 +112,11 @@ class _Origin:
 def _find_origin(model: str) -> _Origin | Path | None:
     """Return the origin of a model, or the user's own model folder; None if it does not exist."""
     try:
-        path = Path(model).expanduser()
+        named = named_models().get(model)
+        path = named or Path(model).expanduser()
     except RuntimeError as error:  # "~nobody/model"
         raise ModelNotFound(f"no model {model!r}: {error}") from error
-    if (name := model.lower()) in KNOWN_MODELS:
+    if not named and (name := model.lower()) in KNOWN_MODELS:
         known = KNOWN_MODELS[name]
         return _Origin(name, name, known.requirement, partial(_fetch_and_convert, known))
     if path.is_file():
@@ -119,8 +124,13 @@ def _find_origin(model: str) -> _Origin | Path | None:
         first = str(parts[0])
         return _Origin(_gguf_slug(parts), first, first, partial(_convert, path.resolve()))
     if path.is_dir():
-        _require_config(path.resolve())
+        require_config(path.resolve())
         return path.resolve()
+    if named:
+        raise ModelNotFound(
+            f"{model} is the name of {path}, which is gone: put it back, or remove the name with "
+            f"`kvkeep models rm {model}`"
+        )
     hub_name = parse_hub_name(model)
     return _hub_origin(*hub_name) if hub_name else None
 
@@ -218,13 +228,3 @@ def _gguf_slug(parts: Sequence[Path]) -> str:
     state = "\n".join(f"{part}\n{stat.st_size}\n{stat.st_mtime_ns}" for part, stat in states)
     digest = hashlib.sha256(state.encode()).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', parts[0].stem)}-{digest}"
-
-
-def _require_config(folder: Path) -> None:
-    if (folder / "config.json").exists():
-        return
-    files = sorted(path.name for path in folder.glob("*.gguf"))
-    raise BadModelFile(
-        f"{folder} has no config.json, so it is not a model folder; "
-        + (f"give the path of {files[0]} in it" if files else "give one that has it")
-    )

@@ -1,0 +1,57 @@
+"""Short names that users give to GGUF files and model folders. Each is a symbolic link."""
+
+import re
+from pathlib import Path
+
+from kvkeep.errors import BadModelFile, InvalidArgument
+from kvkeep.models.gguf.header import check_header, parts_of
+from kvkeep.models.hub.library import home
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def name_path(name: str) -> Path:
+    """Return the link of a name."""
+    return home() / "names" / name
+
+
+def named_models() -> dict[str, Path]:
+    """Return the files and folders that have names, by name. They may have gone since."""
+    folder = name_path("")
+    links = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {link.name: link.readlink() for link in links}
+
+
+def add_name(name: str, path: Path) -> None:
+    """Name a GGUF file or a model folder. Nothing is copied.
+
+    Raises InvalidArgument for a name that is taken or not valid, BadModelFile, UnsupportedModel.
+    """
+    if not _NAME.fullmatch(name) or name.endswith(".gguf"):
+        raise InvalidArgument(
+            f"{name!r} cannot be a name: it has letters, digits, '.', '_' and '-', begins with a "
+            "letter or digit, and does not end in .gguf"
+        )
+    if path.is_dir():
+        require_config(path)
+    else:
+        for part in parts_of(path):
+            check_header(part)
+    try:
+        name_path("").mkdir(parents=True, exist_ok=True)
+        name_path(name).symlink_to(path.absolute())
+    except FileExistsError:
+        raise InvalidArgument(
+            f"{name} is {named_models()[name]}; `kvkeep models rm {name}` frees the name"
+        ) from None
+
+
+def require_config(folder: Path) -> None:
+    """Raise BadModelFile for a folder that is no model folder."""
+    if (folder / "config.json").exists():
+        return
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    raise BadModelFile(
+        f"{folder} has no config.json, so it is not a model folder; "
+        + (f"give the path of {files[0]} in it" if files else "give one that has it")
+    )
