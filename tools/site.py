@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages of the site from outside docs/, and links to files outside of it."""
+"""MkDocs hooks: generated pages, pages from outside docs/, and links to files outside of it."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import kvkeep
+from tools.reference import api_page, commands_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -24,6 +25,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=_rewrite_links(text, ROOT, config)))
     files.append(File.generated(config, "api.md", content=_reference()))
+    files.append(File.generated(config, "commands.md", content=commands_page()))
+    files.append(File.generated(config, "http-api.md", content=api_page()))
     return files
 
 

@@ -53,7 +53,7 @@ def needle(
     tokens: int = integer_option(minimum=16, default=4000, help="Of the text, about."),
     haystack: str = HAYSTACK,
     recall: RecallChoice = recall_options(
-        TASKS, "What is hidden, and how it is asked for: see docs/compression.md."
+        TASKS, "What is hidden, and how it is asked for: see docs/compression-measurements.md."
     ),
     choice: ModelChoice = option_group(ModelChoice),
     output: OutputChoice = OUTPUT,
