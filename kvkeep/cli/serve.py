@@ -132,11 +132,11 @@ def _serve_shared(serving: ServingChoice, store: str, allow_edit: bool) -> None:
     serving.require_secret()
     model = serving.load()
     from kvkeep.engine import Limits
-    from kvkeep.fleet.replica import open_replica
+    from kvkeep.fleet.replica import Replica
     from kvkeep.server.keys import ApiKeys
     from kvkeep.server.lifecycle import serve_on
 
-    server = open_replica(
+    server = Replica(
         model,
         store,
         secret,

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -104,26 +105,24 @@ class Client(_BaseClient):
 
     def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
         for tries_left in reversed(range(_MAX_TRIES)):
-            try:
+            with _response_from(self._http.base_url, tries_left):
                 response = self._http.request(**request.arguments())
                 return convert(_json_or_error(response))
-            except httpx.TransportError as error:
-                _require_retry(error, tries_left, self._http.base_url)
         raise AssertionError("unreachable")
 
     def stream(self, request: ApiRequest) -> Iterator[ServerEvent]:
         """Yield events. Closing the iterator cancels the generation."""
         parser = _EventParser()
-        try:
-            with self._http.stream(**request.arguments()) as response:
-                if not response.is_success:
-                    response.read()
-                    _json_or_error(response)
-                for line in response.iter_lines():
-                    if event := parser.push(line):
-                        yield event
-        except httpx.TransportError as error:
-            raise _no_response(error, self._http.base_url) from error
+        with (
+            _response_from(self._http.base_url),
+            self._http.stream(**request.arguments()) as response,
+        ):
+            if not response.is_success:
+                response.read()
+                _json_or_error(response)
+            for line in response.iter_lines():
+                if event := parser.push(line):
+                    yield event
 
 
 class AsyncClient(_BaseClient):
@@ -143,17 +142,15 @@ class AsyncClient(_BaseClient):
 
     async def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
         for tries_left in reversed(range(_MAX_TRIES)):
-            try:
+            with _response_from(self._http.base_url, tries_left):
                 response = await self._http.request(**request.arguments())
                 return convert(_json_or_error(response))
-            except httpx.TransportError as error:
-                _require_retry(error, tries_left, self._http.base_url)
         raise AssertionError("unreachable")
 
     async def stream(self, request: ApiRequest) -> AsyncIterator[ServerEvent]:
         """Yield events. Closing the iterator cancels the generation."""
         parser = _EventParser()
-        try:
+        with _response_from(self._http.base_url):
             async with self._http.stream(**request.arguments()) as response:
                 if not response.is_success:
                     await response.aread()
@@ -161,8 +158,6 @@ class AsyncClient(_BaseClient):
                 async for line in response.aiter_lines():
                     if event := parser.push(line):
                         yield event
-        except httpx.TransportError as error:
-            raise _no_response(error, self._http.base_url) from error
 
 
 def _http_options(url: str, key: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -170,14 +165,15 @@ def _http_options(url: str, key: str | None, options: dict[str, Any]) -> dict[st
     return {"base_url": url, "headers": headers, "timeout": _TIMEOUT, **options}
 
 
-def _require_retry(error: httpx.TransportError, tries_left: int, url: object) -> None:
-    """Raise ServerError after the last try, or if the connection itself was refused."""
-    if not tries_left or isinstance(error, httpx.ConnectError):
-        raise _no_response(error, url) from error
-
-
-def _no_response(error: httpx.TransportError, url: object) -> errors.ServerError:
-    return errors.ServerError(f"no answer from {url}: {str(error) or type(error).__name__}")
+@contextmanager
+def _response_from(url: object, tries_left: int = 0) -> Iterator[None]:
+    """Raise ServerError if no response comes; not if another try may succeed."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        if not tries_left or isinstance(error, httpx.ConnectError):
+            text = str(error) or type(error).__name__
+            raise errors.ServerError(f"no answer from {url}: {text}") from error
 
 
 def _json_or_error(response: httpx.Response) -> Any:

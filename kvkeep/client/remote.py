@@ -16,8 +16,8 @@ class ApiRequest:
     method: str
     path: str
     body: Mapping[str, Any] = field(default_factory=dict)
-    params: Mapping[str, Any] = field(default_factory=dict)
     revision: int | None = None  # the server refuses the request at any other revision
+    params: Mapping[str, Any] = field(default_factory=dict)
     # By this key, the server makes a change once even if the request is sent again.
     idempotency_key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
@@ -163,7 +163,7 @@ class RemoteSession:
         self, name: str | None = None, at: int | None = None, revision: int | None = None
     ) -> Any:
         """Return a new RemoteSession that continues from this one's end, or from `at` tokens."""
-        request = self._request("/fork", revision, {"name": name, "at": at})
+        request = ApiRequest("POST", self._path("/fork"), {"name": name, "at": at}, revision)
         return self._client.send(request, lambda entry: RemoteSession(self._client, entry["name"]))
 
     def save(self, revision: int | None = None) -> Any:
@@ -176,8 +176,8 @@ class RemoteSession:
 
     def stay(self, resident: bool = True, revision: int | None = None) -> Any:
         """Set whether the session stays in memory when others need room."""
-        request = self._request("/resident", revision, {"resident": resident}, "PUT")
-        return self._client.send(request)
+        body = {"resident": resident}
+        return self._client.send(ApiRequest("PUT", self._path("/resident"), body, revision))
 
     def _path(self, action: str) -> str:
         return f"/v1/sessions/{self.name}{action}"
@@ -186,15 +186,11 @@ class RemoteSession:
         return self._client.send(ApiRequest("GET", self._path(action), params=params))
 
     def _post(self, action: str, revision: int | None, /, **body: Any) -> Any:
-        return self._client.send(self._request(action, revision, body))
+        return self._client.send(ApiRequest("POST", self._path(action), body, revision))
 
     def _stream(self, action: str, revision: int | None, /, **body: Any) -> Any:
-        return self._client.stream(self._request(action, revision, {**body, "stream": True}))
-
-    def _request(
-        self, action: str, revision: int | None, body: dict[str, Any], method: str = "POST"
-    ) -> ApiRequest:
-        return ApiRequest(method, self._path(action), body, revision=revision)
+        body = {**body, "stream": True}
+        return self._client.stream(ApiRequest("POST", self._path(action), body, revision))
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

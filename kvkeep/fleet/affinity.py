@@ -15,6 +15,7 @@ from blake3 import blake3
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
+from kvkeep.server.idempotency import replay
 from kvkeep.storage.sessions.interface import is_name
 
 HEADER = b"x-session-id"
@@ -41,7 +42,7 @@ class Affinity:
         key = session_target(scope["method"], scope["path"]).name
         if not key and scope["method"] == "POST" and scope["path"] in _KEYED_PATHS:
             messages = await _read_messages(receive)
-            receive = _replay(messages, receive)
+            receive = replay(messages, receive)
             body = b"".join(message.get("body", b"") for message in messages)
             compute_key = partial(affinity_key, scope["path"], body, _credentials(scope))
             if len(body) <= _MAX_INLINE:
@@ -121,14 +122,3 @@ async def _read_messages(receive: Receive) -> list[Message]:
         size += len(message.get("body", b""))
         more_body = message.get("more_body", False)
     return messages
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """Return a `receive` that returns these messages again, then later ones."""
-    replayed = iter(messages)
-
-    async def receive_again() -> Message:
-        message = next(replayed, None)
-        return await receive() if message is None else message
-
-    return receive_again

@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import pydantic.dataclasses
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from kvkeep.fleet.session_target import SessionTarget
+from kvkeep.fleet.session_target import SessionTarget, json_object
 from kvkeep.server.idempotency import MAX_KEY_LENGTH, bad_key_error
 
 NOTE = "answered"  # key in a snapshot's notes, part of the stored format
@@ -139,6 +141,11 @@ def bounded_send(send: Send, body: ReplayedBody) -> Send:
     return send_or_disconnect
 
 
+class SessionKey(NamedTuple):
+    name: str
+    owner: str
+
+
 @dataclass(frozen=True)
 class Exchange:
     """A request and its response.
@@ -153,19 +160,26 @@ class Exchange:
     response: WithheldResponse
 
     @property
-    def owner(self) -> str:
-        owner: str = self.scope["owner"]  # set by SecurityMiddleware
-        return owner
+    def session(self) -> SessionKey:
+        return SessionKey(self.target.name, self.scope["owner"])  # set by SecurityMiddleware
 
-    def key(self) -> str | None:
-        """Return a digest of the Idempotency-Key, which readers of the store must not learn.
+    @cached_property
+    def idempotency_key(self) -> str | None:
+        """A digest of the Idempotency-Key, which readers of the store must not learn.
 
         Raises ApiError for a key of a wrong length.
         """
         key = dict(self.scope["headers"]).get(b"idempotency-key")
         if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
             raise bad_key_error()
-        return None if key is None else digest(self.owner.encode(), key)
+        return None if key is None else _digest(self.scope["owner"].encode(), key)
+
+    @cached_property
+    def request_digest(self) -> str:
+        path = self.scope["path"].encode()
+        if self.target.kind in ("create", "fork"):
+            return _digest(path, json.dumps(json_object(self.content)).encode())
+        return _digest(self.scope["method"].encode(), path, self.content)
 
     def with_fields(self, fields: dict[str, Any]) -> "Exchange":
         """Return the exchange with another JSON body for the application."""
@@ -174,21 +188,25 @@ class Exchange:
         return replace(self, body=body, scope={**self.scope, "headers": headers})
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
 class RecordedResponse:
     """The response to a request with an Idempotency-Key, stored with the session."""
 
     key: str  # digest
     request: str  # digest
     status: int
-    headers: list[list[str]] = field(default_factory=list)
+    headers: list[tuple[str, str]] = field(default_factory=list)
     body: str | None = None  # None if it was too long or is too old to be kept
 
     @classmethod
-    def of(cls, key: str, request: str, response: WithheldResponse) -> "RecordedResponse":
-        headers = [[n, value] for n, value in response.headers.items() if n != "content-length"]
+    def of(cls, exchange: Exchange) -> "RecordedResponse | None":
+        """Record a response; None for a request without a key."""
+        key, response = exchange.idempotency_key, exchange.response
+        if key is None:
+            return None
+        headers = [item for item in response.headers.items() if item[0] != "content-length"]
         body = None if response.body is None else response.body.decode()
-        return cls(key, request, response.status, headers, body)
+        return cls(key, exchange.request_digest, response.status, headers, body)
 
     async def send(self, response: WithheldResponse) -> None:
         headers = [
@@ -204,11 +222,7 @@ def recorded_in(notes: Mapping[str, Any]) -> list[RecordedResponse]:
     responses, entries = list[RecordedResponse](), notes.get(NOTE)
     for entry in entries if isinstance(entries, list) else ():
         with suppress(TypeError, ValueError):
-            response = RecordedResponse(**entry)
-            types = (type(response.key), type(response.request), type(response.status))
-            if types == (str, str, int) and isinstance(response.body, str | None):
-                headers = [[str(name), str(value)] for name, value in response.headers]
-                responses.append(replace(response, headers=headers))
+            responses.append(RecordedResponse(**entry))
     return responses
 
 
@@ -219,5 +233,5 @@ def notes_of(responses: Sequence[RecordedResponse]) -> dict[str, Any]:
     return {NOTE: [asdict(response) for response in (*stripped, *responses[-_MAX_BODIES:])]}
 
 
-def digest(*parts: bytes) -> str:
+def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()

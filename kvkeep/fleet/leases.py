@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
-from kvkeep.fleet.exchange import NOTE, RecordedResponse, notes_of, recorded_in
+from kvkeep.fleet.exchange import NOTE, RecordedResponse, SessionKey, notes_of, recorded_in
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
@@ -30,7 +29,6 @@ _LOAD_ATTEMPTS = 5  # while others commit
 _IDLE_TIMEOUT = 30.0  # seconds that a step of a cancelled generation takes at most
 _POLL_SECONDS = 0.1  # between attempts to lease a session that another server holds
 _STORE_THREADS = 16
-_Key = tuple[str, str]  # owner and name
 
 
 @dataclass
@@ -52,17 +50,12 @@ class LeasedSession:
     session. in_sync: whether the session in the engine equals that in the store.
     """
 
-    owner: str
-    name: str
+    key: SessionKey
     lease: Lease
     record: SessionRecord | None = None
     loaded_revision: int | None = None
     responses: list[RecordedResponse] = field(default_factory=list)
     in_sync: bool = False
-
-    @property
-    def key(self) -> _Key:
-        return self.owner, self.name
 
 
 class SessionLeases:
@@ -75,9 +68,9 @@ class SessionLeases:
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
         self._engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
-        self._copies: OrderedDict[_Key, _EngineCopy] = OrderedDict()
-        self._being_written: dict[_Key, SessionRecord] = {}
-        self._locks: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
+        self._copies: OrderedDict[SessionKey, _EngineCopy] = OrderedDict()
+        self._being_written: dict[SessionKey, SessionRecord] = {}
+        self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
         self.tasks = set[asyncio.Task[None]]()
 
@@ -86,28 +79,27 @@ class SessionLeases:
         while self.tasks:
             await asyncio.wait(set(self.tasks))
 
-    async def in_store_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+    async def in_store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await wrap_future(self._threads.submit(function, *args, **kwargs))
 
     async def _in_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await wrap_future(self._engine.call(function, *args, **kwargs))
 
     @asynccontextmanager
-    async def creating(self, owner: str, name: str) -> AsyncIterator[LeasedSession]:
+    async def creating(self, key: SessionKey) -> AsyncIterator[LeasedSession]:
         """Lease a new session, to be created in the engine and committed within the block.
 
         Without a commit it is rolled back. Raises InvalidArgument if it exists, HeldElsewhere.
         """
-        async with self._exclusive(owner, name, patience=0.0):
-            lease = await self.in_store_thread(lambda: self.sessions_of(owner).create(name))
-            async with self._rolled_back(LeasedSession(owner, name, lease)) as leased:
-                await self._drop_copy(leased.key)  # of a session that another server deleted
+        async with self._exclusive(key, patience=0.0):
+            sessions = self.sessions_of(key.owner)
+            lease = await self.in_store(sessions.create, key.name)
+            async with self._rolled_back(LeasedSession(key, lease)) as leased:
+                await self._drop_copy(key)  # of a session that another server deleted
                 yield leased
 
     @asynccontextmanager
-    async def writing(
-        self, owner: str, name: str, patience: float = 0.0
-    ) -> AsyncIterator[LeasedSession]:
+    async def writing(self, key: SessionKey, patience: float = 0.0) -> AsyncIterator[LeasedSession]:
         """Lease a session and load it into the engine as it was last committed.
 
         Changes that are not committed within the block are rolled back. patience: seconds to wait
@@ -116,13 +108,13 @@ class SessionLeases:
 
         Raises NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._exclusive(owner, name, patience):
-            lease = await self._acquire(owner, name)
-            async with self._rolled_back(LeasedSession(owner, name, lease)) as leased:
-                copy = await self._load(owner, name, lease.head)
+        async with self._exclusive(key, patience):
+            lease = await self._acquire(key)
+            async with self._rolled_back(LeasedSession(key, lease)) as leased:
+                copy = await self._load(key, lease.head)
                 leased.record, leased.loaded_revision = copy.record, copy.revision
-                leased.responses = list(copy.responses)
-                self._being_written[leased.key] = copy.record
+                leased.responses = copy.responses
+                self._being_written[key] = copy.record
                 yield leased
 
     @asynccontextmanager
@@ -138,7 +130,7 @@ class SessionLeases:
                 elif leased.record is not None:
                     await self._in_engine(self._borrowed.release, leased.record)
             finally:
-                await self.in_store_thread(leased.lease.release)
+                await self.in_store(leased.lease.release)
                 if leased.key in self._copies:
                     self._copies[leased.key].version = leased.lease.version
 
@@ -151,36 +143,36 @@ class SessionLeases:
 
     @asynccontextmanager
     async def reading(
-        self, owner: str, name: str, committed: bool = False
+        self, key: SessionKey, committed: bool = False
     ) -> AsyncIterator[SessionRecord]:
         """Keep a session in the engine within the block, without a lease.
 
         The session is as last committed, or as another request of this server is writing it; with
         `committed`, this waits for that request. Raises NoSuchSession.
         """
-        record = None if committed else self._being_written.get((owner, name))
+        record = None if committed else self._being_written.get(key)
         if record is None or not await self._in_engine(self._borrowed.acquire, record):
-            async with self._locks.setdefault((owner, name), asyncio.Lock()):
-                record = await self._load_latest(owner, name)
+            async with self._locks.setdefault(key, asyncio.Lock()):
+                record = await self._load_latest(key)
         try:
             yield record
         finally:
             await self._in_engine(self._borrowed.release, record)
 
-    async def remove(self, owner: str, name: str, check: Callable[[SessionPath], None]) -> None:
+    async def remove(self, key: SessionKey, check: Callable[[SessionPath], None]) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
 
         check: called under the lease, before anything is removed. Raises the errors of `check`,
         NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._exclusive(owner, name, patience=0.0):
-            lease = await self._acquire(owner, name)
+        async with self._exclusive(key, patience=0.0):
+            lease = await self._acquire(key)
             try:
-                await self.in_store_thread(lambda: check(SessionPath(lease.objects)))
-                await self.in_store_thread(lease.remove)
-                await self._drop_copy((owner, name))
+                await self.in_store(check, SessionPath(lease.objects))
+                await self.in_store(lease.remove)
+                await self._drop_copy(key)
             finally:
-                await self.in_store_thread(lease.release)
+                await self.in_store(lease.release)
 
     async def changed(self, leased: LeasedSession) -> bool:
         """Whether there is anything to commit. Raises StoreError if the engine dropped it."""
@@ -198,7 +190,7 @@ class SessionLeases:
         snapshot, revision = await self._in_engine(self._borrowed.snapshot, record)
         snapshot = replace(snapshot, notes={**snapshot.notes, **notes_of(responses)})
         target = SessionPath(leased.lease.objects, leased.lease, release=True)
-        await self.in_store_thread(lambda: snapshot.save(target))
+        await self.in_store(snapshot.save, target)
         version = leased.lease.version
         copy = _EngineCopy(record, version.head.snapshot, version, revision, responses)
         self._keep_copy(leased.key, copy)
@@ -206,15 +198,15 @@ class SessionLeases:
         leased.in_sync = True
 
     @asynccontextmanager
-    async def _exclusive(self, owner: str, name: str, patience: float) -> AsyncIterator[None]:
+    async def _exclusive(self, key: SessionKey, patience: float) -> AsyncIterator[None]:
         """Admit one request of this server at a time to a session. Raises Busy."""
-        lock = self._locks.setdefault((owner, name), asyncio.Lock())
-        if (owner, name) in self._being_written and not patience:
-            raise Busy(f"session {name!r} is busy; wait for it, or cancel it")
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        if key in self._being_written and not patience:
+            raise Busy(f"session {key.name!r} is busy; wait for it, or cancel it")
         try:
             await asyncio.wait_for(lock.acquire(), patience or _IDLE_TIMEOUT)
         except TimeoutError:
-            raise Busy(f"session {name!r} is still at work on another request") from None
+            raise Busy(f"session {key.name!r} is still at work on another request") from None
         try:
             yield
         finally:
@@ -223,69 +215,68 @@ class SessionLeases:
     async def _engine_record(self, leased: LeasedSession) -> SessionRecord:
         """Return the engine's session, which may have been created under the lease."""
         if leased.record is None:
-            leased.record = await self._in_engine(self._borrowed.adopt, leased.name, leased.owner)
+            leased.record = await self._in_engine(self._borrowed.adopt, *leased.key)
         if leased.record is None:
-            raise StoreError(f"session {leased.name!r} went while it was made: send it again")
+            raise StoreError(f"session {leased.key.name!r} went while it was made: send it again")
         return leased.record
 
-    async def _load_latest(self, owner: str, name: str) -> SessionRecord:
+    async def _load_latest(self, key: SessionKey) -> SessionRecord:
         """Load a session as committed now, or later if others commit meanwhile."""
-        path = self.sessions_of(owner).path(name)
+        path = self.sessions_of(key.owner).path(key.name)
         for attempts_left in reversed(range(_LOAD_ATTEMPTS)):
-            head = await self.in_store_thread(path.head)
+            head = await self.in_store(path.head)
             if head is None or not head.snapshot:
-                await self._drop_copy((owner, name))
-                raise NoSuchSession(f"there is no session {name!r}")
+                await self._drop_copy(key)
+                raise NoSuchSession(f"there is no session {key.name!r}")
             try:
-                return (await self._load(owner, name, head)).record
+                return (await self._load(key, head)).record
             except NoObject:  # another server has committed meanwhile
                 if not attempts_left:
                     raise
         raise AssertionError
 
-    async def _acquire(self, owner: str, name: str) -> Lease:
+    async def _acquire(self, key: SessionKey) -> Lease:
         """Acquire a lease; wait for as long as a killed server's lease lasts."""
-        sessions, copy = self.sessions_of(owner), self._copies.get((owner, name))
+        sessions, copy = self.sessions_of(key.owner), self._copies.get(key)
         cached = copy.version if copy else None
         deadline = time.monotonic() + 1.5 * sessions.lease_seconds + 0.5
         while True:
             try:
-                lease = await self.in_store_thread(partial(sessions.acquire, name, False, cached))
+                lease = await self.in_store(sessions.acquire, key.name, False, cached)
                 break
             except NoObject:
-                await self._drop_copy((owner, name))
-                raise NoSuchSession(f"there is no session {name!r}") from None
+                await self._drop_copy(key)
+                raise NoSuchSession(f"there is no session {key.name!r}") from None
             except HeldElsewhere:
                 if time.monotonic() > deadline:
                     raise
                 cached = None
                 await asyncio.sleep(_POLL_SECONDS)
         if not lease.head.snapshot:  # its creator was killed before the first commit
-            await self.in_store_thread(lease.release)
-            raise NoSuchSession(f"there is no session {name!r}")
+            await self.in_store(lease.release)
+            raise NoSuchSession(f"there is no session {key.name!r}")
         return lease
 
-    async def _load(self, owner: str, name: str, head: SessionHead) -> _EngineCopy:
+    async def _load(self, key: SessionKey, head: SessionHead) -> _EngineCopy:
         """Load the head's snapshot, unless the engine has it; it stays until it is released."""
-        key = owner, name
         copy = self._copies.get(key)
         if copy is not None and copy.snapshot == head.snapshot:
             present = await self._in_engine(self._borrowed.acquire, copy.record)
             if present and copy.record.revision == copy.revision:
                 return copy
             await self._in_engine(self._borrowed.discard, copy.record)
-        objects = self.sessions_of(owner).objects_of(name)
+        objects = self.sessions_of(key.owner).objects_of(key.name)
         path = ObjectPath(objects.store, objects.key(head.snapshot))
-        snapshot = await self.in_store_thread(lambda: Snapshot.load(path))
+        snapshot = await self.in_store(Snapshot.load, path)
         responses = recorded_in(snapshot.notes)
         snapshot.notes.pop(NOTE, None)
-        record = await self._in_engine(self._borrowed.load, snapshot, name, owner)
+        record = await self._in_engine(self._borrowed.load, snapshot, *key)
         version = copy.version if copy else None
         copy = _EngineCopy(record, head.snapshot, version, record.revision, responses)
         self._keep_copy(key, copy)
         return copy
 
-    def _keep_copy(self, key: _Key, copy: _EngineCopy) -> None:
+    def _keep_copy(self, key: SessionKey, copy: _EngineCopy) -> None:
         self._copies[key] = copy
         self._copies.move_to_end(key)
         while len(self._copies) > _MAX_COPIES:
@@ -302,7 +293,7 @@ class SessionLeases:
                     raise
                 await asyncio.sleep(0.01)
 
-    async def _drop_copy(self, key: _Key) -> None:
+    async def _drop_copy(self, key: SessionKey) -> None:
         """Drop the engine's copy of a session, and cancel its generation."""
         copy = self._copies.pop(key, None)
         if copy is not None:

@@ -6,13 +6,10 @@ carried out at most once, and completely.
 """
 
 import asyncio
-import json
 import logging
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -27,9 +24,9 @@ from kvkeep.fleet.exchange import (
     Exchange,
     RecordedResponse,
     ReplayedBody,
+    SessionKey,
     WithheldResponse,
     bounded_send,
-    digest,
     disconnected,
 )
 from kvkeep.fleet.leases import LeasedSession, SessionLeases
@@ -109,7 +106,7 @@ class SessionMiddleware:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         scope, body, response = exchange.scope, exchange.body, exchange.response
-        owner, name, leases = exchange.owner, exchange.target.name, self._leases
+        session, leases = exchange.session, self._leases
         match exchange.target.kind:
             case "unknown":
                 raise ApiError(404, "there is nothing of that name", "not_found_error")
@@ -118,18 +115,18 @@ class SessionMiddleware:
             case "create":
                 await self._create(exchange)
             case "fork" | "snapshot" as kind:
-                async with leases.reading(owner, name, committed=True):
+                async with leases.reading(session, committed=True):
                     await (self._create if kind == "fork" else self._run)(exchange)
             case "events":
                 with suppress(NoSuchSession):
-                    async with leases.reading(owner, name):
+                    async with leases.reading(session):
                         pass
                 await self._app(scope, body.receive, response.send_now)
             case "read":
                 await self._read(exchange)
             case "save":  # committed sessions are saved: respond with the session
-                async with leases.reading(owner, name, committed=True):
-                    path = f"/v1/sessions/{name}"
+                async with leases.reading(session, committed=True):
+                    path = f"/v1/sessions/{session.name}"
                     get = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
                     await self._app(get, body.receive, response.send)
             case "delete":
@@ -147,58 +144,50 @@ class SessionMiddleware:
         """
         first_response = WithheldResponse(exchange.response.send)
         with suppress(NoSuchSession):
-            async with self._leases.reading(exchange.owner, exchange.target.name):
+            async with self._leases.reading(exchange.session):
                 await self._run(replace(exchange, response=first_response))
             if first_response.status != 404:
                 await first_response.release()
                 return
-            async with self._leases.reading(exchange.owner, exchange.target.name):
+            async with self._leases.reading(exchange.session):
                 await self._run(exchange)
             return
         await self._run(exchange)
 
     async def _create(self, exchange: Exchange) -> None:
         """Create a session and commit it before the response is released."""
-        owner, fields, key = exchange.owner, json_object(exchange.content), exchange.key()
+        fields, key = json_object(exchange.content), exchange.idempotency_key
         generated = f"s-{key[:16]}" if key else f"s-{secrets.token_hex(8)}"
         name = checked_new_name(fields.get("name") or generated)
-        request_digest = digest(exchange.scope["path"].encode(), json.dumps(fields).encode())
-        if key and await self._repeat_creation(exchange, name, key, request_digest):
+        session = exchange.session._replace(name=name)
+        if key and await self._repeat_creation(exchange, session):
             return
         try:
-            async with self._leases.creating(owner, name) as leased:
+            async with self._leases.creating(session) as leased:
                 await self._run(exchange.with_fields({**fields, "name": name}))
                 if exchange.response.succeeded:
-                    await self._commit(leased, exchange, request_digest)
+                    await self._leases.commit(leased, RecordedResponse.of(exchange))
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
-            if not key or not await self._repeat_creation(exchange, name, key, request_digest):
+            if not key or not await self._repeat_creation(exchange, session):
                 raise
 
-    async def _repeat_creation(
-        self, exchange: Exchange, name: str, key: str, request_digest: str
-    ) -> bool:
+    async def _repeat_creation(self, exchange: Exchange, session: SessionKey) -> bool:
         """Repeat the response if this very request has created the session before."""
         try:
-            async with self._leases.writing(exchange.owner, name, _RETRY_PATIENCE) as leased:
+            async with self._leases.writing(session, _RETRY_PATIENCE) as leased:
                 leased.in_sync = True
-                return await _repeat_response(
-                    leased.responses, key, request_digest, exchange.response
-                )
+                return await _repeat_response(leased, exchange)
         except NoSuchSession:
             return False
 
     async def _write(self, exchange: Exchange) -> None:
         """Change a session under its lease, commit, and only then release the response."""
-        key, scope = exchange.key(), exchange.scope
-        request_digest = digest(scope["method"].encode(), scope["path"].encode(), exchange.content)
+        key = exchange.idempotency_key
         if key and exchange.target.action in SAMPLING_ACTIONS:
             exchange = _with_seed(exchange, key)
         patience = _RETRY_PATIENCE if key else 0.0
-        name = exchange.target.name
-        async with self._leases.writing(exchange.owner, name, patience) as leased:
-            if key and await _repeat_response(
-                leased.responses, key, request_digest, exchange.response
-            ):
+        async with self._leases.writing(exchange.session, patience) as leased:
+            if await _repeat_response(leased, exchange):
                 leased.in_sync = True
                 return
             loop, client_gone = asyncio.get_running_loop(), exchange.body.client_gone
@@ -209,13 +198,7 @@ class SessionMiddleware:
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
             commits = exchange.response.succeeded if key else await self._leases.changed(leased)
             if commits:
-                await self._commit(leased, exchange, request_digest)
-
-    async def _commit(self, leased: LeasedSession, exchange: Exchange, request_digest: str) -> None:
-        """Commit a session, with the response if the request has a key."""
-        key = exchange.key()
-        recorded = RecordedResponse.of(key, request_digest, exchange.response) if key else None
-        await self._leases.commit(leased, recorded)
+                await self._leases.commit(leased, RecordedResponse.of(exchange))
 
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, which may be too damaged to be loaded."""
@@ -230,14 +213,14 @@ class SessionMiddleware:
                 message = f"session {name!r} is not at revision {expected}: look at it again"
                 raise WrongRevision(message)
 
-        await self._leases.remove(exchange.owner, name, require_revision)
+        await self._leases.remove(exchange.session, require_revision)
         deleted = JSONResponse({"name": name, "object": "session", "deleted": True})
         await deleted(exchange.scope, disconnected, exchange.response.send)
 
     async def _list(self, exchange: Exchange) -> None:
-        in_thread, sessions = self._leases.in_store_thread, self._leases.sessions_of(exchange.owner)
-        paths = await in_thread(lambda: list(sessions.newest()))
-        entries = await asyncio.gather(*(in_thread(partial(_stored_entry, p)) for p in paths))
+        in_store, sessions = self._leases.in_store, self._leases.sessions_of(exchange.session.owner)
+        paths = await in_store(lambda: list(sessions.newest()))
+        entries = await asyncio.gather(*(in_store(_stored_entry, path) for path in paths))
         data = [entry for entry in entries if entry is not None]
         listing = JSONResponse({"object": "list", "data": data})
         await listing(exchange.scope, disconnected, exchange.response.send)
@@ -254,18 +237,16 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
         return None
 
 
-async def _repeat_response(
-    responses: Sequence[RecordedResponse], key: str, request_digest: str, response: WithheldResponse
-) -> bool:
+async def _repeat_response(leased: LeasedSession, exchange: Exchange) -> bool:
     """Repeat the recorded response to an earlier request with this key. False if there is none.
 
-    Raises ApiError if the key came with another request, or the response was
-    not kept.
+    Raises ApiError if the key came with another request, or the response was not kept.
     """
-    recorded = next((earlier for earlier in responses if earlier.key == key), None)
+    key = exchange.idempotency_key
+    recorded = next((earlier for earlier in leased.responses if earlier.key == key), None)
     if recorded is None:
         return False
-    if recorded.request != request_digest:
+    if recorded.request != exchange.request_digest:
         raise key_reused_error()
     if recorded.body is None:
         raise ApiError(
@@ -275,7 +256,7 @@ async def _repeat_response(
             "conflict_error",
             "key_answered",
         )
-    await recorded.send(response)
+    await recorded.send(exchange.response)
     return True
 
 

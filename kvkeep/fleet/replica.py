@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvkeep.engine import Engine, Limits
@@ -20,50 +20,42 @@ from kvkeep.storage.prefixes.shared import SharedPrefixCache
 from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
 
 
-@dataclass(frozen=True)
 class Replica:
     """An engine over a store. writer: its name in leases."""
 
-    engine: Engine
-    leases: SessionLeases
-    writer: str
+    def __init__(
+        self,
+        model: Model,
+        store: str,
+        secret: bytes,
+        *,
+        settings: Mapping[str, Any],
+        limits: Limits,
+        prefixes: bool,
+        lease: float = LEASE_SECONDS,
+    ):
+        """Open a store and start an engine over it.
+
+        store: URL. prefixes: whether to share prefilled prefixes of prompts. lease: seconds. Raises
+        InvalidArgument and StoreError for an unusable store.
+        """
+        objects = open_object_store(store)
+        # Unique to this process, even if containers share host names.
+        self.writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        require_conditional_writes(objects)
+        shared = SharedPrefixCache(objects, secret, model.arithmetic) if prefixes else None
+        self.engine = Engine(
+            model,
+            settings=settings,
+            limits=limits,
+            stores=shared.for_owner if shared else None,
+            snapshots=partial(SharedLabels, objects),
+        )
+        sessions_of = partial(SharedSessions, objects, writer=self.writer, lease=lease)
+        self.leases = SessionLeases(self.engine, sessions_of)
 
     def middleware(self, app: Any) -> SessionMiddleware:
         return SessionMiddleware(app, self.leases, self.writer)
-
-
-def open_replica(
-    model: Model,
-    store: str,
-    secret: bytes,
-    *,
-    settings: Mapping[str, Any],
-    limits: Limits,
-    prefixes: bool,
-    lease: float = LEASE_SECONDS,
-) -> Replica:
-    """Open a store and start an engine over it.
-
-    store: URL. prefixes: whether to share prefilled prefixes of prompts. lease: seconds. Raises
-    InvalidArgument and StoreError for an unusable store.
-    """
-    objects = open_object_store(store)
-    # Unique to this process, even if containers share host names.
-    writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-    require_conditional_writes(objects)
-    shared = SharedPrefixCache(objects, secret, model.arithmetic) if prefixes else None
-    engine = Engine(
-        model,
-        settings=settings,
-        limits=limits,
-        stores=shared.for_owner if shared else None,
-        snapshots=lambda owner: SharedLabels(objects, owner),
-    )
-
-    def sessions_of(owner: str) -> SharedSessions:
-        return SharedSessions(objects, owner, writer, lease)
-
-    return Replica(engine, SessionLeases(engine, sessions_of), writer)
 
 
 def require_conditional_writes(objects: ObjectStore) -> None:
@@ -101,7 +93,7 @@ class ReplicaServer:
         options = {"dtype": setup.dtype, "weights": setup.weights}
         load_options = {name: value for name, value in options.items() if value is not None}
         model = load_model(setup.model, **load_options)  # type: ignore[arg-type]
-        self._replica = open_replica(
+        self._replica = Replica(
             model,
             setup.store,
             setup.secret,

@@ -6,6 +6,7 @@ receives the first response again. The newest 1,000 keys are remembered, in this
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,12 +61,8 @@ class IdempotencyMiddleware:
         request = _KeyedRequest(owned_key, hashlib.sha256(content).hexdigest())
         earlier = self._requests.get(owned_key)
         if earlier is None:
-            unread: list[Message] = [{"type": "http.request", "body": body}]
-
-            async def receive_again() -> Message:
-                return unread.pop() if unread else await receive()
-
-            await self._run(request, scope, receive_again, send)
+            messages: list[Message] = [{"type": "http.request", "body": body}]
+            await self._run(request, scope, replay(messages, receive), send)
         elif earlier.digest != request.digest:
             raise key_reused_error()
         elif not earlier.complete:
@@ -125,3 +122,14 @@ async def read_body(receive: Receive) -> bytes | None:
         return await HttpRequest({"type": "http"}, receive).body()
     except ClientDisconnect:
         return None
+
+
+def replay(messages: Iterable[Message], receive: Receive) -> Receive:
+    """Return a `receive` that returns these messages again, then later ones."""
+    replayed = iter(messages)
+
+    async def receive_again() -> Message:
+        message = next(replayed, None)
+        return await receive() if message is None else message
+
+    return receive_again
