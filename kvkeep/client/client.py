@@ -195,8 +195,6 @@ def _json_or_error(response: httpx.Response) -> Any:
 
 
 class _EventParser:
-    """A parser of server-sent events."""
-
     def __init__(self) -> None:
         self._name, self._data = "message", list[str]()
 

@@ -165,7 +165,6 @@ class Scheduler:
 
 
 def _steps_left(generation: Generation) -> float:
-    """Estimate the scheduler steps until the generation ends."""
     tokens = (generation.request.max_tokens or _TYPICAL_TOKENS) - len(generation.generated)
     return tokens + generation.prefill_remaining / PREFILL_STEP
 

@@ -69,7 +69,6 @@ class EngineThread:
             self._refuse_calls()
 
     def _refuse_calls(self) -> None:
-        """Cancel the calls that came while the thread was ending."""
         with suppress(Empty):
             while True:
                 _, future = self._calls.get_nowait()

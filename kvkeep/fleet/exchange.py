@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import pydantic.dataclasses
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.fleet.session_target import SessionTarget, json_object
 from kvkeep.server.idempotency import MAX_KEY_LENGTH, bad_key_error
 
 NOTE = "answered"  # key in a snapshot's notes, part of the stored format
-MAX_BODY = 100_000  # bytes of a response that is recorded
+_ASGI = {"version": "3.0", "spec_version": "2.3"}  # starlette then watches for disconnects
+_MAX_BODY = 100_000  # bytes of a response that is recorded
 _SEND_TIMEOUT = 60.0  # seconds in which a client must take a message
 _MAX_RECORDS = 256  # responses of a session, the newest
 _MAX_BODIES = 8  # of these, the newest keep their bodies
@@ -88,7 +90,7 @@ class WithheldResponse:
             body = {"type": "http.response.body", "body": error_event, "more_body": False}
             await self._send(body)
         else:
-            await error_response({"type": "http"}, disconnected, self._send)
+            await error_response({"type": "http"}, _disconnected, self._send)
 
 
 class ReplayedBody:
@@ -124,12 +126,12 @@ class ReplayedBody:
         return {"type": "http.disconnect"}
 
 
-async def disconnected() -> Message:
+async def _disconnected() -> Message:
     """Receive from a client that is gone."""
     return {"type": "http.disconnect"}
 
 
-def bounded_send(send: Send, body: ReplayedBody) -> Send:
+def _bounded_send(send: Send, body: ReplayedBody) -> Send:
     """Return a `send` that sets `body.client_gone` if the client fails or stalls."""
 
     async def send_or_disconnect(message: Message) -> None:
@@ -159,6 +161,15 @@ class Exchange:
     body: ReplayedBody
     response: WithheldResponse
 
+    @classmethod
+    def begin(
+        cls, target: SessionTarget, scope: Scope, content: bytes, receive: Receive, send: Send
+    ) -> "Exchange":
+        body = ReplayedBody(content, receive)
+        has_key = b"idempotency-key" in dict(scope["headers"])
+        response = WithheldResponse(_bounded_send(send, body), _MAX_BODY if has_key else 0)
+        return cls(target, {**scope, "asgi": _ASGI}, content, body, response)
+
     @property
     def session(self) -> SessionKey:
         return SessionKey(self.target.name, self.scope["owner"])  # set by SecurityMiddleware
@@ -186,6 +197,9 @@ class Exchange:
         body = ReplayedBody(json.dumps(fields).encode(), self.body.receive_rest)
         headers = [item for item in self.scope["headers"] if item[0].lower() != b"content-length"]
         return replace(self, body=body, scope={**self.scope, "headers": headers})
+
+    async def respond(self, content: dict[str, Any]) -> None:
+        await JSONResponse(content)(self.scope, _disconnected, self.response.send)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))

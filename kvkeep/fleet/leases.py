@@ -33,8 +33,6 @@ _STORE_THREADS = 16
 
 @dataclass
 class _EngineCopy:
-    """An engine's copy of a session in the store."""
-
     record: SessionRecord
     snapshot: str  # name in the store
     version: VersionedHead | None  # of the head when last seen

@@ -13,30 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.engine import SessionRecord
 from kvkeep.engine.session_files import NOTES
 from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevision
-from kvkeep.fleet.exchange import (
-    MAX_BODY,
-    Exchange,
-    RecordedResponse,
-    ReplayedBody,
-    SessionKey,
-    WithheldResponse,
-    bounded_send,
-    disconnected,
-)
+from kvkeep.fleet.exchange import Exchange, RecordedResponse, SessionKey, WithheldResponse
 from kvkeep.fleet.leases import LeasedSession, SessionLeases
-from kvkeep.fleet.session_target import (
-    SAMPLING_ACTIONS,
-    SessionTarget,
-    checked_new_name,
-    json_object,
-    session_target,
-)
+from kvkeep.fleet.session_target import checked_new_name, json_object, session_target
 from kvkeep.server.errors import ApiError, api_error_for
 from kvkeep.server.idempotency import key_reused_error, read_body
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
@@ -47,7 +31,6 @@ from kvkeep.storage.snapshots.snapshot import describe
 _log = logging.getLogger("kvkeep.server")
 _SEEDS = 2**53  # JavaScript represents every integer below
 _RETRY_PATIENCE = 10.0  # seconds that a retry waits for the first attempt
-_ASGI = {"version": "3.0", "spec_version": "2.3"}  # starlette then watches for disconnects
 
 
 class SessionMiddleware:
@@ -58,28 +41,23 @@ class SessionMiddleware:
         self._app, self._leases, self._server = app, leases, server.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        target = SessionTarget("none")
-        if scope["type"] == "http":
-            target = session_target(scope["method"], scope["path"])
-        send = self._with_server_header(send)
-        if target.kind == "none":
+        is_http, send = scope["type"] == "http", self._with_server_header(send)
+        target = session_target(scope["method"], scope["path"]) if is_http else None
+        if target is None or target.kind == "none":
             await self._app(scope, receive, send)
             return
         content = await read_body(receive)
         if content is None:
             return
-        body = ReplayedBody(content, receive)
-        scope = {**scope, "asgi": _ASGI}
-        has_key = b"idempotency-key" in dict(scope["headers"])
-        response = WithheldResponse(bounded_send(send, body), MAX_BODY if has_key else 0)
+        exchange = Exchange.begin(target, scope, content, receive, send)
         # In a task: a client that disconnects cancels its generation, but not the commit.
-        task = asyncio.create_task(self._respond(Exchange(target, scope, content, body, response)))
+        task = asyncio.create_task(self._respond(exchange))
         self._leases.tasks.add(task)
         task.add_done_callback(self._leases.tasks.discard)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            body.client_gone.set()
+            exchange.body.client_gone.set()
             raise
 
     def _with_server_header(self, send: Send) -> Send:
@@ -183,7 +161,7 @@ class SessionMiddleware:
     async def _write(self, exchange: Exchange) -> None:
         """Change a session under its lease, commit, and only then release the response."""
         key = exchange.idempotency_key
-        if key and exchange.target.action in SAMPLING_ACTIONS:
+        if key and exchange.target.may_sample:
             exchange = _with_seed(exchange, key)
         patience = _RETRY_PATIENCE if key else 0.0
         async with self._leases.writing(exchange.session, patience) as leased:
@@ -214,16 +192,14 @@ class SessionMiddleware:
                 raise WrongRevision(message)
 
         await self._leases.remove(exchange.session, require_revision)
-        deleted = JSONResponse({"name": name, "object": "session", "deleted": True})
-        await deleted(exchange.scope, disconnected, exchange.response.send)
+        await exchange.respond({"name": name, "object": "session", "deleted": True})
 
     async def _list(self, exchange: Exchange) -> None:
         in_store, sessions = self._leases.in_store, self._leases.sessions_of(exchange.session.owner)
         paths = await in_store(lambda: list(sessions.newest()))
         entries = await asyncio.gather(*(in_store(_stored_entry, path) for path in paths))
         data = [entry for entry in entries if entry is not None]
-        listing = JSONResponse({"object": "list", "data": data})
-        await listing(exchange.scope, disconnected, exchange.response.send)
+        await exchange.respond({"object": "list", "data": data})
 
 
 def _stored_entry(path: SessionPath) -> dict[str, Any] | None:

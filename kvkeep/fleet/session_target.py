@@ -17,7 +17,6 @@ _SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
 _RESTORE = re.compile(r"/v1/snapshots/[^/]+/restore")
 SESSIONS_PATH = "/v1/sessions"
 _RESERVED = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # names local to each server
-SAMPLING_ACTIONS = frozenset(("generate", "turns"))  # may sample tokens
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,11 @@ class SessionTarget:
     kind: TargetKind
     name: str = ""
     action: str = ""
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether the request may sample tokens."""
+        return self.action in ("generate", "turns")
 
 
 def session_target(method: str, path: str) -> SessionTarget:

@@ -12,7 +12,7 @@ from kvkeep.session.default_sampling import with_parameters
 from kvkeep.session.sampling import Sampling
 
 MAX_TOKENS = 1_000_000  # of one generation
-MAX_GENERATIONS = 64  # for one prompt
+MAX_BATCH = 64  # generations of one request
 _SEED_LIMIT = 2**53
 _FORBIDDING_BIAS = -1e6  # llama.cpp's clients write `false` for it
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -64,6 +64,18 @@ class SamplingParams(RequestBody):
         sampling = with_parameters(defaults, values)
         # With a seed the same request gives the same texts.
         return [replace(sampling, seed=seed + index) for index in range(count)]
+
+
+class CompletionParams(SamplingParams):
+    """The common fields of OpenAI's chat and text completions."""
+
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+
+    @property
+    def streams_usage(self) -> bool:
+        """Whether the last event of a stream reports the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 def _bias_pairs(biases: Mapping[str, float] | Sequence[Any]) -> tuple[tuple[int, float], ...]:

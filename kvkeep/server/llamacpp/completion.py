@@ -2,7 +2,7 @@
 
 from asyncio import to_thread, wrap_future
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -15,14 +15,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.llamacpp.auxiliary import SLOTS, slot_name
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, token_logprobs
-from kvkeep.server.schemas import (
-    MAX_GENERATIONS,
-    MAX_TOKENS,
-    Bias,
-    RequestBody,
-    SamplingParams,
-    TokenId,
-)
+from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, Bias, RequestBody, SamplingParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
@@ -49,7 +42,7 @@ class LlamaCompletionRequest(SamplingParams):
     response, "a/b" for b in a. logit_bias: texts bias each of their tokens.
     """
 
-    prompt: _Prompt | Annotated[list[_Prompt], Field(max_length=MAX_GENERATIONS)]
+    prompt: _Prompt | Annotated[list[_Prompt], Field(max_length=MAX_BATCH)]
     n_predict: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] = -1
     stream: bool = False
     n_probs: Annotated[int, Field(ge=0, le=100)] = 0
@@ -146,19 +139,17 @@ async def _start(
     return await context.generate(replace(request, prompt=tuple(ids[cached_tokens:])), session)
 
 
+@dataclass(frozen=True)
 class _LlamaOutput:
-    """A completion in the form of llama.cpp's responses."""
-
-    def __init__(
-        self, body: LlamaCompletionRequest, ids: list[int], context: RequestContext, index: int
-    ):
-        """ids: the prompt's. index: of the prompt in the request."""
-        self._body, self._ids, self._context, self._index = body, ids, context, index
+    body: LlamaCompletionRequest
+    ids: list[int]  # of the prompt
+    context: RequestContext
+    index: int  # of the prompt in the request
 
     def response(self, result: GenerationResult) -> dict[str, Any]:
         content = self._content(result.text, result.tokens)
         fields = {**self._final_fields(result.end), **content, "has_new_line": "\n" in result.text}
-        return _select_fields(fields, self._body.response_fields)
+        return _select_fields(fields, self.body.response_fields)
 
     async def events(self, generations: GenerationStream) -> AsyncIterator[bytes]:
         async for _, event in generations:
@@ -167,35 +158,35 @@ class _LlamaOutput:
                 yield sse_event({**self._final_fields(event), **content})
             elif isinstance(event, GeneratedToken):
                 content = self._content(event.text, [event])
-                yield sse_event({"index": self._index, **content, "stop": False})
-            elif self._body.return_progress:
+                yield sse_event({"index": self.index, **content, "stop": False})
+            elif self.body.return_progress:
                 prefill = {"prompt_progress": llamacpp_progress(event)}
                 yield sse_event({**prefill, "content": "", "stop": False})
 
     def _content(self, text: str, sampled: list[GeneratedToken]) -> dict[str, Any]:
-        with_tokens = self._body.return_tokens or self._body.stream
+        with_tokens = self.body.return_tokens or self.body.stream
         tokens = [event.token for event in sampled] if with_tokens else []
         content: dict[str, Any] = {"content": text, "tokens": tokens}
-        if self._body.n_probs:  # partial characters are dropped, as in llama.cpp
-            codec = self._context.codec
+        if self.body.n_probs:  # partial characters are dropped, as in llama.cpp
+            codec = self.context.codec
             probabilities = [token_logprobs(codec, event, "ignore") for event in sampled]
             content["completion_probabilities"] = probabilities
         return content
 
     def _final_fields(self, end: Finished) -> dict[str, Any]:
-        usage, body = end.usage, self._body
+        usage, body = end.usage, self.body
         settings = body.model_dump(exclude={"prompt", *(body.model_extra or {})})
-        cached = usage.reuse.tokens + len(self._ids) - usage.prompt
+        cached = usage.reuse.tokens + len(self.ids) - usage.prompt
         return {
-            "index": self._index,
+            "index": self.index,
             "id_slot": body.id_slot,
             "stop": True,
-            "model": self._context.service.name,
+            "model": self.context.service.name,
             "tokens_predicted": usage.generated,
-            "tokens_evaluated": len(self._ids),
+            "tokens_evaluated": len(self.ids),
             "tokens_cached": cached,
             "generation_settings": settings,
-            "prompt": self._context.codec.decode(self._ids),
+            "prompt": self.context.codec.decode(self.ids),
             "truncated": end.reason == "full",
             "stop_type": _STOP_TYPES[end.reason],
             "stopping_word": end.stop or "",

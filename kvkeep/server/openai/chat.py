@@ -15,13 +15,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.openai import usage
-from kvkeep.server.schemas import (
-    MAX_GENERATIONS,
-    MAX_TOKENS,
-    RequestBody,
-    SamplingParams,
-    StreamOptions,
-)
+from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import ToolCall, Tools, checked_tools
@@ -42,13 +36,12 @@ class ResponseFormat(RequestBody):
     object_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-class ChatRequest(SamplingParams):
+class ChatRequest(CompletionParams):
     messages: Annotated[list[dict[str, Any]], Field(max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None
-    n: Annotated[int | None, Field(ge=1, le=MAX_GENERATIONS)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_BATCH)] = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: ResponseFormat | None = None
@@ -58,7 +51,6 @@ class ChatRequest(SamplingParams):
     add_generation_prompt: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    ignore_eos: bool = False
     return_progress: bool = False
 
     @property
@@ -165,7 +157,7 @@ class _ChatOutput:
                     yield self._chunk(index, delta, sampled=event)
             elif self.body.return_progress:
                 yield self._chunk(index, {}, prompt_progress=usage.llamacpp_progress(event))
-        if self.body.stream_options and self.body.stream_options.include_usage:
+        if self.body.streams_usage:
             yield self._event([], **usage.usage_and_timings(generations.results))
         yield DONE
 

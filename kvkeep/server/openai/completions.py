@@ -13,30 +13,22 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, TokenLogp
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import start_generations
 from kvkeep.server.openai import usage
-from kvkeep.server.schemas import (
-    MAX_GENERATIONS,
-    MAX_TOKENS,
-    SamplingParams,
-    StreamOptions,
-    TokenId,
-)
+from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
 
 
-class CompletionRequest(SamplingParams):
+class CompletionRequest(CompletionParams):
     """A request. prompt: a text, token ids, or a list of one of them."""
 
     prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(max_length=1)]
     max_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = 16
-    n: Annotated[int, Field(ge=1, le=MAX_GENERATIONS)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 1
     stream: bool = False
-    stream_options: StreamOptions | None = None
     echo: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    ignore_eos: bool = False
 
     def encode_prompt(self, codec: TextCodec) -> list[int]:
         prompt: Any = self.prompt
@@ -83,7 +75,7 @@ async def _stream(
         elif isinstance(event, GeneratedToken) and (event.text or event.logprob):
             choice = _choice(index, event.text, logprobs=logprobs[index].entry([event]))
             yield sse_event({**common, "choices": [choice]})
-    if body.stream_options and body.stream_options.include_usage:
+    if body.streams_usage:
         yield sse_event({**common, "choices": [], "usage": usage.openai_usage(generations.results)})
     yield DONE
 

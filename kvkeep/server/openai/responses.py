@@ -35,8 +35,6 @@ _RESPONSE, _MESSAGES = "response", "messages"  # keys of a session's notes
 
 @dataclass
 class _PendingResponse:
-    """A response in progress."""
-
     request: ResponsesRequest
     response: dict[str, Any]  # the response object so far
     messages: list[dict[str, Any]]  # the conversation that it answers
