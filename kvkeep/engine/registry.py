@@ -95,10 +95,7 @@ class SessionRegistry:
     def add(
         self, session: Session, owner: str, name: str | None = None, named: bool = True
     ) -> SessionRecord:
-        """Register a session. name: None for a generated one.
-
-        Raises InvalidArgument, NoRoom, Locked if another process uses a session of that name.
-        """
+        """Register a session, named if it has no name. Raises InvalidArgument, NoRoom, Locked."""
         if named:
             self.policy.admit_session(self.of(owner))
         if not is_valid_owner(owner):

@@ -92,15 +92,12 @@ class EngineThread:
             del function, future  # they hold objects of the caller
 
     def _next_call(self, wait: bool) -> _Call:
-        """Return the next call. wait: for `idle_seconds` at most. Raises Empty if there is none.
-
-        After a short wait it releases the thread's OpenMP threads, which would slow others down.
-        """
+        """Return the next call. wait: for `idle_seconds` at most. Raises Empty if there is none."""
         if not wait:
             return self._calls.get_nowait()
         with suppress(Empty):
             return self._calls.get(timeout=min(OPENMP_TIMEOUT, self._idle_seconds))
-        release_openmp_threads()
+        release_openmp_threads()  # they would slow others down
         return self._calls.get(timeout=self._idle_seconds)
 
 

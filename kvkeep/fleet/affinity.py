@@ -1,8 +1,8 @@
 """Session affinity: routes a request to the server that has its session or prefix in memory.
 
-Ray's proxies run this before their router, which sends requests of one `x-session-id` to one
-server. A request without that header gets one: a session's name, or a hash of the beginning of the
-chat or prompt. It only saves time: any server can answer any request.
+Ray's proxies run this before their router, whose consistent hashing sends requests of one
+`x-session-id` to one server. A request without that header gets one: a session's name, or a hash of
+the beginning of the chat or prompt. It only saves time: any server can answer any request.
 """
 
 import asyncio

@@ -1,9 +1,4 @@
-"""A fleet on Ray Serve, which starts the servers, routes requests and replaces dead servers.
-
-Ray Serve's consistent hashing routes requests of one `x-session-id` to one server, and
-`affinity.py` adds that header to requests without it. This only saves time: any server can take
-any session from the store, where a session has one writer at a time.
-"""
+"""A fleet on Ray Serve, which starts the servers, routes requests and replaces dead servers."""
 
 import logging
 import os

@@ -81,10 +81,7 @@ class WithheldResponse:
             await self._send(message)
 
     async def fail(self, error_response: Any, error_event: bytes) -> None:
-        """Discard the withheld messages; send the event if a stream has started, or the response.
-
-        error_response: an ASGI application.
-        """
+        """Discard the withheld messages; send the event to a started stream, or the response."""
         self._withheld.clear()
         if self.started:
             body = {"type": "http.response.body", "body": error_event, "more_body": False}
@@ -94,15 +91,12 @@ class WithheldResponse:
 
 
 class ReplayedBody:
-    """The `receive` of an application: a body that was read, then the client's messages.
-
-    client_gone: set once the client has disconnected, or is treated so.
-    """
+    """The `receive` of an application: a body that was read, then the client's messages."""
 
     def __init__(self, body: bytes, receive: Receive):
         self._body: bytes | None = body
         self._receive = receive
-        self.client_gone = asyncio.Event()
+        self.client_gone = asyncio.Event()  # set also to treat a client as disconnected
 
     async def receive(self) -> Message:
         if self._body is not None:
@@ -150,15 +144,12 @@ class SessionKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and its response.
-
-    content: the body as sent. body: a `receive` that the application gets the body from.
-    """
+    """A request and its response."""
 
     target: SessionTarget
     scope: Scope
-    content: bytes
-    body: ReplayedBody
+    content: bytes  # the body as sent
+    body: ReplayedBody  # the body for the application
     response: WithheldResponse
 
     @classmethod
@@ -176,10 +167,7 @@ class Exchange:
 
     @cached_property
     def idempotency_key(self) -> str | None:
-        """A digest of the Idempotency-Key, which readers of the store must not learn.
-
-        Raises ApiError for a key of a wrong length.
-        """
+        """A digest of the header, which readers of the store must not learn. Raises ApiError."""
         key = dict(self.scope["headers"]).get(b"idempotency-key")
         if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
             raise bad_key_error()

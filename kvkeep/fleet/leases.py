@@ -42,18 +42,14 @@ class _EngineCopy:
 
 @dataclass
 class LeasedSession:
-    """A session that is leased to this server.
-
-    record: the session in the engine; None until it is created. loaded_revision: None for a new
-    session. in_sync: whether the session in the engine equals that in the store.
-    """
+    """A session that is leased to this server."""
 
     key: SessionKey
     lease: Lease
-    record: SessionRecord | None = None
-    loaded_revision: int | None = None
+    record: SessionRecord | None = None  # in the engine; None until it is created
+    loaded_revision: int | None = None  # None for a new session
     responses: list[RecordedResponse] = field(default_factory=list)
-    in_sync: bool = False
+    in_sync: bool = False  # whether the engine's session equals the store's
 
 
 class SessionLeases:
@@ -102,9 +98,7 @@ class SessionLeases:
 
         Changes that are not committed within the block are rolled back. patience: seconds to wait
         for another request of this server. If another server has the lease, this waits for as long
-        as a killed server's lease lasts.
-
-        Raises NoSuchSession, Busy, HeldElsewhere.
+        as a killed server's lease lasts. Raises NoSuchSession, Busy, HeldElsewhere.
         """
         async with self._exclusive(key, patience):
             lease = await self._acquire(key)

@@ -116,10 +116,7 @@ class SessionMiddleware:
         await self._app(exchange.scope, exchange.body.receive, exchange.response.send)
 
     async def _read(self, exchange: Exchange) -> None:
-        """Read a session of the store, or one local to this server, such as a stored response.
-
-        A session that is rolled back between loading and reading gives a 404: then try once more.
-        """
+        """Read a session of the store, or one local to this server, such as a stored response."""
         first_response = WithheldResponse(exchange.response.send)
         with suppress(NoSuchSession):
             async with self._leases.reading(exchange.session):
@@ -127,6 +124,7 @@ class SessionMiddleware:
             if first_response.status != 404:
                 await first_response.release()
                 return
+            # It was rolled back between loading and reading: try once more.
             async with self._leases.reading(exchange.session):
                 await self._run(exchange)
             return
@@ -214,10 +212,7 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
 
 
 async def _repeat_response(leased: LeasedSession, exchange: Exchange) -> bool:
-    """Repeat the recorded response to an earlier request with this key. False if there is none.
-
-    Raises ApiError if the key came with another request, or the response was not kept.
-    """
+    """Repeat the recorded response to an earlier request with this key. False if there is none."""
     key = exchange.idempotency_key
     recorded = next((earlier for earlier in leased.responses if earlier.key == key), None)
     if recorded is None:

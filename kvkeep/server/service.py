@@ -87,10 +87,7 @@ class RequestContext:
     async def generate(
         self, request: RequestLike, session: str, revision: int | None = None
     ) -> "GenerationStream":
-        """Submit a request to a session, which must be at `revision` if that is given.
-
-        Raises as `Engine.submit`.
-        """
+        """Submit a request to a session, for `revision` or any. Raises as `Engine.submit`."""
         stream = GenerationStream(1)
         (listener,) = stream.listeners
         await stream.start(self.engine.submit(request, session, self.owner, listener, revision))
