@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -80,7 +80,7 @@ class _BaseClient(ApiClient):
         return RemoteSession(self, entry["name"])
 
 
-class Client(_BaseClient):
+class Client(_BaseClient, AbstractContextManager["Client"]):
     """A synchronous client.
 
         with kvkeep.Client() as client:
@@ -93,9 +93,6 @@ class Client(_BaseClient):
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
         self._http = httpx.Client(**_http_options(url, api_key, options))
-
-    def __enter__(self) -> "Client":
-        return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
@@ -125,14 +122,11 @@ class Client(_BaseClient):
                     yield event
 
 
-class AsyncClient(_BaseClient):
+class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     """An asyncio client: await methods, and iterate over streams by `async for`."""
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
         self._http = httpx.AsyncClient(**_http_options(url, api_key, options))
-
-    async def __aenter__(self) -> "AsyncClient":
-        return self
 
     async def __aexit__(self, *failure: object) -> None:
         await self.close()

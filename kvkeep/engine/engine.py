@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -41,7 +42,7 @@ def _in_engine(
     return run
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Serves many callers at once over one model.
 
         with Engine(load_model()) as engine:
@@ -87,9 +88,6 @@ class Engine:
         self._shutdown_deadline = 0.0
         self.borrowed = BorrowedSessions(self._registry, self._discard)
         self._thread.start()
-
-    def __enter__(self) -> "Engine":
-        return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()

@@ -95,7 +95,7 @@ class SessionRegistry:
     def add(
         self, session: Session, owner: str, name: str | None = None, named: bool = True
     ) -> SessionRecord:
-        """Register a session, named if it has no name. Raises InvalidArgument, NoRoom, Locked."""
+        """Register a session; generate a missing name. Raises InvalidArgument, NoRoom, Locked."""
         if named:
             self.policy.admit_session(self.of(owner))
         if not is_valid_owner(owner):

@@ -106,8 +106,7 @@ def flatten(outer: Future[Future[T]]) -> Future[T]:
     flat: Future[T] = Future()
 
     def forward(future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None:
+        if error := future.exception():
             flat.set_exception(error)
         elif future is outer:
             future.result().add_done_callback(forward)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import pydantic.dataclasses
@@ -125,16 +125,11 @@ async def _disconnected() -> Message:
     return {"type": "http.disconnect"}
 
 
-def _bounded_send(send: Send, body: ReplayedBody) -> Send:
-    """Return a `send` that sets `body.client_gone` if the client fails or stalls."""
-
-    async def send_or_disconnect(message: Message) -> None:
-        try:
-            await asyncio.wait_for(send(message), _SEND_TIMEOUT)
-        except Exception:  # TimeoutError too: the lease must not wait for a stalled client
-            body.client_gone.set()
-
-    return send_or_disconnect
+async def _send_or_disconnect(send: Send, client_gone: asyncio.Event, message: Message) -> None:
+    try:
+        await asyncio.wait_for(send(message), _SEND_TIMEOUT)
+    except Exception:  # TimeoutError too: the lease must not wait for a stalled client
+        client_gone.set()
 
 
 class SessionKey(NamedTuple):
@@ -158,7 +153,8 @@ class Exchange:
     ) -> "Exchange":
         body = ReplayedBody(content, receive)
         has_key = b"idempotency-key" in dict(scope["headers"])
-        response = WithheldResponse(_bounded_send(send, body), _MAX_BODY if has_key else 0)
+        send = partial(_send_or_disconnect, send, body.client_gone)
+        response = WithheldResponse(send, _MAX_BODY if has_key else 0)
         return cls(target, {**scope, "asgi": _ASGI}, content, body, response)
 
     @property

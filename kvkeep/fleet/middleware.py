@@ -10,6 +10,7 @@ import logging
 import secrets
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -41,7 +42,7 @@ class SessionMiddleware:
         self._app, self._leases, self._server = app, leases, server.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_http, send = scope["type"] == "http", self._with_server_header(send)
+        is_http, send = scope["type"] == "http", partial(self._send_with_server, send)
         target = session_target(scope["method"], scope["path"]) if is_http else None
         if target is None or target.kind == "none":
             await self._app(scope, receive, send)
@@ -60,14 +61,11 @@ class SessionMiddleware:
             exchange.body.client_gone.set()
             raise
 
-    def _with_server_header(self, send: Send) -> Send:
-        async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [*message.get("headers", ()), (b"x-kvkeep-server", self._server)]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        return send_with_header
+    async def _send_with_server(self, send: Send, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"x-kvkeep-server", self._server)]
+            message = {**message, "headers": headers}
+        await send(message)
 
     async def _respond(self, exchange: Exchange) -> None:
         scope, response = exchange.scope, exchange.response

@@ -44,10 +44,7 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
 
 @router.get("/v1/sessions/{name}/text")
 async def text(
-    name: SessionName,
-    context: ContextDep,
-    start: _Position = 0,
-    end: Annotated[int | None, Query(ge=0, lt=2**40)] = None,
+    name: SessionName, context: ContextDep, start: _Position = 0, end: _Position | None = None
 ) -> dict[str, Any]:
     """Return tokens `start ... end - 1` with the text of each; at most 4,096.
 
