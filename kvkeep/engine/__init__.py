@@ -20,7 +20,6 @@ from kvkeep.engine.operations import Operation, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.reuse import CacheMiss, Reuse, TextDifference
 from kvkeep.engine.scheduler import Limits
-from kvkeep.engine.turn import chat_turn
 
 __all__ = [
     "CacheMiss",
@@ -41,7 +40,6 @@ __all__ = [
     "TokenLogprob",
     "Totals",
     "Usage",
-    "chat_turn",
 ]
 
 if not TYPE_CHECKING:  # for a type checker the old names do not exist

@@ -2,14 +2,23 @@
 
 from asyncio import to_thread
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import GeneratedToken, GenerationRequest, PrefillProgress, RequestLike, chat_turn
+from kvkeep.engine import (
+    GeneratedToken,
+    GenerationRequest,
+    PrefillProgress,
+    RequestLike,
+    SessionRecord,
+)
 from kvkeep.errors import InvalidArgument
+from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import normalized_messages
 from kvkeep.server.openai.usage import llamacpp_timings
@@ -17,6 +26,8 @@ from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
+from kvkeep.session.conversation import CHAT, Conversation, system_tokens
+from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 
 router = APIRouter()
@@ -93,9 +104,60 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
     (sampling,) = body.samplings(context.default_sampling)
-    reply = GenerationRequest((), body.max_tokens, sampling)
-    request = chat_turn(context.service.model, body.content, reply, body.system)
+    request = partial(_turn_request, context.service.model, body, sampling)
     return await _run(request, context, body.stream)
+
+
+def _turn_request(
+    model: Model, body: TurnRequest, sampling: Sampling, record: SessionRecord
+) -> GenerationRequest:
+    """Begin a turn in a session, and return the request for its reply.
+
+    A question that is cancelled before its prefill is done is removed again.
+    """
+    chat = _conversation(model, record, body.system)
+    if chat.is_open:
+        chat.end_turn()
+    ids = chat.begin_turn(body.content)
+
+    def on_end(session: Session, prefilled: int, generated: int) -> None:
+        if prefilled < len(ids):
+            with suppress(InvalidArgument):  # evicted tokens cannot be rewound
+                session.rewind(prefilled)
+            return
+        chat.name_turn(body.content, len(ids), generated)
+        chat.end_turn()
+
+    return GenerationRequest(tuple(ids), body.max_tokens, sampling, on_end=on_end)
+
+
+def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
+    session, current_system = record.live, record.notes.get(CHAT, {}).get("system")
+    if not session.tokens:
+        if system is not None:
+            current_system = system
+            _keep_system_prompt(model, session, system)
+    elif system not in (None, current_system):
+        raise InvalidArgument(
+            "the system prompt comes first in a chat, and this one has begun with another or "
+            "without: leave it out, edit the span 'system text', or begin a new session"
+        )
+    chat = Conversation(session, model.text, model.end_token_ids, current_system)
+    record.notes = {**record.notes, CHAT: chat.notes}
+    return chat
+
+
+def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
+    """Increase `keep` so that policies that keep first tokens never evict the system prompt."""
+    if session.policy not in ("sliding", "shift"):
+        return
+    needed, budget = system_tokens(model.text, system), session.max_kv_size
+    if needed >= budget:
+        raise InvalidArgument(
+            f"the system prompt takes {needed} tokens and all of it is kept, which leaves no room "
+            f"in a memory of {budget}: shorten it, or begin a session with a larger max_kv_size"
+        )
+    session.keep = max(session.keep, needed)
 
 
 async def _run(
