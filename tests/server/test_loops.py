@@ -33,7 +33,7 @@ def has_loop(tokens: list[int]) -> bool:
 
 def test_loops_are_found() -> None:
     assert has_loop([*range(20)] * 3)
-    assert not has_loop([*range(20)] * 2 + [*range(50)])
+    assert not has_loop([*range(20)] * 2 + [*range(19)])
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -67,5 +67,6 @@ def test_answers_of_the_chat_command_do_not_loop(smollm2: Model, tmp_path: Path,
     questions = "".join(f"{question}\n" for question in QUESTIONS)
     output = CliRunner().invoke(main, [*options, str(tmp_path / "report.json")], input=questions)
     assert output.exit_code == 0, output.output
-    assert json.loads((tmp_path / "report.json").read_text())["generated"] > 500
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["generated_tokens"] > 500
     assert not has_loop(smollm2.text.encode(output.stdout))
