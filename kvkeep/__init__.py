@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if sys.platform == "win32":
     raise ImportError("kvkeep runs on Linux and macOS; on Windows it runs in WSL 2")
 
+from kvkeep.errors import *  # noqa: F403
 from kvkeep.errors import KvkeepError
 from kvkeep.version import __version__
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.model import Model
     from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
     from kvkeep.session.compression import CompressionReport
+    from kvkeep.session.conversation import Conversation
     from kvkeep.session.feeding import Feeding, FeedReport, FeedStep
     from kvkeep.session.group import SessionGroup
     from kvkeep.session.sampling import Sampling
@@ -34,6 +36,7 @@ __all__ = [
     "Calibration",
     "Client",
     "CompressionReport",
+    "Conversation",
     "Exactness",
     "FeedReport",
     "FeedStep",
@@ -66,6 +69,7 @@ _EXPORTS = {
     "kvkeep.model": ("Model",),
     "kvkeep.policies": ("Archive", "Full", "SelfExtend", "Shift", "Sliding"),
     "kvkeep.session.compression": ("CompressionReport",),
+    "kvkeep.session.conversation": ("Conversation",),
     "kvkeep.session.feeding": ("Feeding", "FeedReport", "FeedStep"),
     "kvkeep.session.group": ("SessionGroup",),
     "kvkeep.session.sampling": ("Sampling",),

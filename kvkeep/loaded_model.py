@@ -11,11 +11,14 @@ from kvkeep.executors import ComputePath, path_of
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.end_of_turn import end_token_ids
 from kvkeep.models.weights.packed_file import checksum_of
 from kvkeep.models.weights.packing import format_name
+from kvkeep.session.default_sampling import model_sampling
+from kvkeep.session.sampling import Sampling
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint
 from kvkeep.version import __version__
 
@@ -51,6 +54,17 @@ class LoadedModel:
         The fingerprint covers only `spec.eos_token_ids`, so that older snapshots stay valid.
         """
         return end_token_ids(self.spec, self.text)
+
+    @cached_property
+    def default_sampling(self) -> Sampling:
+        """Sampling parameters where a chat or a request gives none.
+
+        Temperature 0.7, top_k 40, top_p 0.95, min_p 0.05 and repetition_penalty 1.1, each replaced
+        by what the model's generation_config.json, or `general.sampling.*` of its GGUF file,
+        recommends. Raises BadModelFile if that is out of range.
+        """
+        path = self.folder / "generation_config.json"
+        return model_sampling(read_json(path) if path.exists() else {}, path)
 
     @cached_property
     def weights(self) -> str:

@@ -1,6 +1,5 @@
 """A loaded model, and the sessions that it makes."""
 
-from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -11,11 +10,9 @@ from kvkeep.cache.layout import bits_name
 from kvkeep.compression.calibration.calibration import Calibration, default_calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.models.spec.config_fields import read_json
 from kvkeep.policies import Policy, PolicySettings, make_policy
+from kvkeep.session.conversation import CHAT, Conversation, system_tokens
 from kvkeep.session.core import WHOLE_PROMPT
-from kvkeep.session.default_sampling import model_sampling
-from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -36,17 +33,6 @@ class Model(LoadedModel):
         """
         return default_calibration(self)
 
-    @cached_property
-    def default_sampling(self) -> Sampling:
-        """Sampling parameters where a chat or a request gives none.
-
-        Temperature 0.7, top_k 40, top_p 0.95, min_p 0.05 and repetition_penalty 1.1, each replaced
-        by what the model's generation_config.json, or `general.sampling.*` of its GGUF file,
-        recommends. Raises BadModelFile if that is out of range.
-        """
-        path = self.folder / "generation_config.json"
-        return model_sampling(read_json(path) if path.exists() else {}, path)
-
     def restore(
         self,
         snapshot: Snapshot,
@@ -63,6 +49,35 @@ class Model(LoadedModel):
         """
         validation.instance("snapshot", snapshot, Snapshot)
         return Session.restored(self, snapshot, store, calibration)
+
+    def chat(
+        self, system: str | None = None, snapshot: Snapshot | None = None, **settings: Any
+    ) -> Conversation:
+        """Return a chat in a new session, or the one that a snapshot was taken of.
+
+            chat = model.chat("You answer in one sentence.", max_kv_size=1024)
+            print(chat.say("What is a KV cache?"))
+
+        system: the system prompt. Its tokens are never evicted, unless `keep` says otherwise.
+        snapshot: of `Conversation.snapshot`, or a file of `kvkeep chat --session`; it brings its
+            system prompt and settings. settings: of the new session; see `session`.
+
+        Raises UnsupportedModel if the model has no chat template, and as `session` and `restore`.
+        """
+        if snapshot is not None:
+            if system is not None or settings:
+                raise InvalidArgument(
+                    "a snapshot has its system prompt and settings; give it alone"
+                )
+            saved: str | None = snapshot.notes.get(CHAT, {}).get("system")
+            return self._conversation(self.restore(snapshot), saved)
+        keeps_first_tokens = settings.get("policy", "sliding") in ("sliding", "shift", "archive")
+        if system is not None and keeps_first_tokens:
+            settings = {"keep": system_tokens(self.text, system), **settings}
+        return self._conversation(self.session(**settings), system)
+
+    def _conversation(self, session: Session, system: str | None) -> Conversation:
+        return Conversation(session, self.text, self.end_token_ids, system)
 
     def session(
         self,

@@ -53,9 +53,11 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
     for key in chosen:
         if key not in names[name]:
             others = [other for other, settings in names.items() if key in settings]
+            known = {*PolicySettings.__annotations__, "keep", "max_kv_size"} & names[name]
             raise InvalidArgument(
-                f'policy "{name}" has no setting {key!r}'
-                + (f"; it is a setting of {', '.join(others)}" if others else "")
+                f'policy "{name}" has no setting {key!r}; '
+                + (f"it is a setting of {', '.join(others)}; " if others else "")
+                + f'"{name}" has {", ".join(sorted(known))}'
             )
     policy: Policy = policy_class(max_kv_size, **chosen)
     return policy

@@ -1,9 +1,12 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from kvkeep import validation
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.rendering import (
     common_prefix,
@@ -15,8 +18,10 @@ from kvkeep.session.rendering import (
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
+    from kvkeep.session.sampling import Sampling
     from kvkeep.session.session import Session
     from kvkeep.session.spans import TokenRange
+    from kvkeep.storage.snapshots.snapshot import Snapshot
 
 CHAT = "chat"  # the key of `Conversation.notes` in a snapshot
 _ANSWER_TEXT = placeholder_for()  # stands for any answer
@@ -157,6 +162,44 @@ class Conversation:
         count = len(self.session.tokens) - self.session.span_ranges[f"turn {self.last_turn}"][0]
         self.session.rewind(count)
         return count
+
+    def stream(
+        self, question: str, max_tokens: int | None = None, sampling: "Sampling | None" = None
+    ) -> Iterator[str]:
+        """Prefill a user's message, then yield the text of the answer as it is generated.
+
+        The answer ends at an end token, after `max_tokens`, or as `sampling` says; a caller that
+        stops iterating ends it there. sampling: None for the model's `default_sampling`.
+
+        An interrupt or error during the prefill takes the message back, unless older tokens were
+        evicted for it. Raises InvalidArgument and ContextFull as `Session.feed`.
+        """
+        validation.text("question", question)
+        if self.is_open:
+            self.end_turn()  # of an answer that was cut off
+        ids, start = self.begin_turn(question), len(self.session.tokens)
+        try:
+            self.session.feed(ids)
+        except (KeyboardInterrupt, KvkeepError):
+            with suppress(InvalidArgument):  # evicted tokens cannot be rewound
+                self.session.rewind(len(self.session.tokens) - start)
+            raise
+        self.name_turn(question, len(ids))
+        sampling = sampling or self.session.core.model.default_sampling
+        try:
+            yield from self.session.stream(max_tokens, sampling)
+        finally:
+            self.end_turn()
+
+    def say(
+        self, question: str, max_tokens: int | None = None, sampling: "Sampling | None" = None
+    ) -> str:
+        """Return the whole answer to a user's message; see `stream`."""
+        return "".join(self.stream(question, max_tokens, sampling))
+
+    def snapshot(self) -> "Snapshot":
+        """Return a snapshot of the session with the system prompt in its notes."""
+        return replace(self.session.snapshot(), notes={CHAT: self.notes})
 
     def _name_system(self, question: str, end: int) -> None:
         """Name the tokens before the first turn: the first `end`."""

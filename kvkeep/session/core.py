@@ -105,6 +105,11 @@ class SessionCore:
         """Return the token ids of text, or validated token ids. special: see `Session.feed`."""
         if isinstance(prompt, str):
             return self.model.text.encode(prompt, validation.flag("special", special))
+        if isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt[:1]):
+            raise InvalidArgument(
+                "a prompt is text or token ids; found messages: say() of model.chat() takes one "
+                "message at a time, and model.text.chat(messages) makes text of all"
+            )
         return validation.token_ids("tokens", prompt, self.model.spec.vocab_size)
 
     def encode_prompt(self, prompt: str | Sequence[int], special: bool) -> list[int]:

@@ -1,0 +1,106 @@
+"""`Model.chat`: whole answers, streams, system prompts, and resuming, in Python."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import kvkeep
+from kvkeep import Conversation, Model, Sampling, Snapshot, errors
+from kvkeep.cli.main import main
+
+SYSTEM = "You answer in one short sentence."
+GREEDY = Sampling()
+
+
+def test_answers_equal_those_to_the_rendered_messages(smollm2: Model) -> None:
+    chat = smollm2.chat(SYSTEM, max_kv_size=1024)
+    messages = [{"role": "system", "content": SYSTEM}]
+    for question in ("What is the capital of France?", "And of Spain?"):
+        messages.append({"role": "user", "content": question})
+        session = smollm2.session(policy="full")
+        session.feed(smollm2.text.chat(messages))
+        expected = "".join(session.stream(20, GREEDY))
+        assert chat.say(question, 20, GREEDY) == expected
+        messages.append({"role": "assistant", "content": expected})
+    assert chat.turns == [1, 2]
+    start, end = chat.session.span_ranges["turn 1 question"]
+    assert smollm2.text.decode(chat.session.tokens[start:end]) == "What is the capital of France?"
+
+
+def test_default_sampling_is_the_models(smollm2: Model) -> None:
+    assert len({smollm2.chat().say("Tell me a story.", 24) for _ in range(3)}) > 1
+
+
+def test_a_stream_may_be_left_and_the_chat_goes_on(smollm2: Model) -> None:
+    chat = smollm2.chat()
+    stream = chat.stream("Count from 1 to 100.", sampling=GREEDY)
+    first = next(stream)
+    stream.close()
+    start, end = chat.session.span_ranges["turn 1 answer"]
+    assert smollm2.text.decode(chat.session.tokens[start:end]).startswith(first)
+    assert "".join(chat.stream("Stop. What is 1 plus 1?", 12, GREEDY))
+    assert chat.turns == [1, 2]
+
+
+def test_the_system_prompt_is_never_evicted(smollm2: Model) -> None:
+    chat = smollm2.chat(SYSTEM, max_kv_size=96)
+    _, end = chat.session.span_ranges.get("system", (0, chat.session.keep))
+    for number in range(6):
+        chat.say(f"Say {number} and some more.", 24)
+    assert chat.session.token_status[:end] == ["kept"] * end
+    assert chat.session.cache.cells <= 96
+
+
+def test_a_chat_resumes_from_its_snapshot_to_the_bit(smollm2: Model, tmp_path: Path) -> None:
+    chat = smollm2.chat(SYSTEM, max_kv_size=1024)
+    chat.say("What is the capital of France?", 20, GREEDY)
+    chat.snapshot().save(tmp_path / "chat.kvkeep")
+    resumed = smollm2.chat(snapshot=Snapshot.load(tmp_path / "chat.kvkeep"))
+    assert resumed.system == SYSTEM
+    assert resumed.say("And of Spain?", 20, GREEDY) == chat.say("And of Spain?", 20, GREEDY)
+    assert resumed.session.tokens == chat.session.tokens
+    with pytest.raises(errors.InvalidArgument, match="give it alone"):
+        smollm2.chat("Another system prompt.", Snapshot.load(tmp_path / "chat.kvkeep"))
+
+
+def test_a_session_of_the_chat_command_resumes_in_python(
+    smollm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvkeep.models.hub.library import home
+
+    (tmp_path / "models").symlink_to(home() / "models")
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    options = ["chat", "--session", "s", "--system", SYSTEM, "-n", "8", "--temperature", "0"]
+    result: Result = CliRunner().invoke(main, options, input="What is the capital of France?\n")
+    assert result.exit_code == 0, result.output
+    snapshot = Snapshot.load(tmp_path / "sessions" / "s.kvkeep")
+    chat: Conversation = smollm2.chat(snapshot=snapshot)
+    assert (chat.system, chat.turns) == (SYSTEM, [1])
+    assert chat.say("And of Spain?", 8, GREEDY)
+
+
+def test_a_message_without_room_changes_nothing(smollm2: Model) -> None:
+    chat = smollm2.chat(policy="full", max_kv_size=64)
+    chat.say("Hi.", 4, GREEDY)
+    before = list(chat.session.tokens)
+    with pytest.raises(kvkeep.ContextFull):
+        chat.say("word " * 100)
+    assert chat.session.tokens == before
+    assert chat.turns == [1]
+
+
+def test_feeding_messages_names_the_calls_that_take_them(smollm2: Model) -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"say\(\) of model.chat\(\)"):
+        smollm2.session().feed([{"role": "user", "content": "Hi"}])  # type: ignore[list-item]
+
+
+def test_unknown_settings_list_the_known_ones(smollm2: Model) -> None:
+    with pytest.raises(errors.InvalidArgument, match='"sliding" has keep, max_kv_size'):
+        smollm2.session(windows=3)  # type: ignore[call-arg]
+
+
+def test_all_errors_are_importable_from_kvkeep() -> None:
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert len(classes) > 25
+    assert all(getattr(kvkeep, name) is getattr(errors, name) for name in classes)
