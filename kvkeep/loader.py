@@ -49,7 +49,7 @@ def load_model(
     """Load a model, pulling or converting it first if that was not done before.
 
     Args:
-        model: a known name, a GGUF file, a local Hugging Face folder, or a hub id; or
+        model: a known or added name, a GGUF file, a local Hugging Face folder, or a hub id; or
             "transformers:" and such a folder, for architectures that kvkeep does not compute.
         dtype: "bfloat16" or "float32", of weights and cells.
         device: any torch device.

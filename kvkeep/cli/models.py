@@ -3,8 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import starmap
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,7 @@ from kvkeep.cli.lazy import MODELS_EQUIVALENTS, LazyCommand, LazyGroup
 from kvkeep.cli.options import JSON, command, declare_options, option
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
-from kvkeep.errors import ModelError, ModelNotFound
-from kvkeep.models.gguf.header import parts_of
+from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import PulledModel, pulled_models, remove_model
 from kvkeep.models.hub.names import add_name, name_path, named_models
 from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
@@ -64,50 +62,24 @@ def add(name: str, path: Path) -> None:
 
 
 def _echo_models(as_json: bool, with_use: bool = False) -> None:
-    rows = [*map(_pulled_row, pulled_models()), *starmap(_added_row, named_models().items())]
-    names = {row.name for row in rows}
-    for name, known in KNOWN_MODELS.items():
+    models = [*pulled_models(), *named_models().values()]
+    rows: list[tuple[str, int | None, str, str | None, float | None]] = [
+        (model.name, model.bytes, model.source, str(model.folder), model.used) for model in models
+    ]
+    names = {model.name for model in models}
+    for name, known_model in KNOWN_MODELS.items():
         if name not in names:
-            rows.append(_ModelRow(name, None, known.requirement, None, None))
+            rows.append((name, None, known_model.requirement, None, None))
     if as_json:
-        echo_json([asdict(row) for row in rows])
+        keys = ("name", "bytes", "source", "folder", "used")
+        echo_json([dict(zip(keys, row, strict=True)) for row in rows])
         return
-    table = [("NAME", "SIZE", "USED", "SOURCE", "FOLDER")]
-    for row in rows:
-        size = "-" if row.bytes is None else megabytes(row.bytes)
-        used = "-" if row.used is None else time.strftime("%Y-%m-%d", time.localtime(row.used))
-        absent = (
-            "(not pulled)" if row.used is None else "(not converted)" if row.bytes else "(gone)"
-        )
-        table.append((row.name, size, used, row.source, row.folder or absent))
-    echo_table(table if with_use else [(*row[:2], *row[3:]) for row in table], right_aligned=[1])
-
-
-@dataclass(frozen=True)
-class _ModelRow:
-    """A row of `kvkeep models`. used: a Unix time."""
-
-    name: str
-    bytes: int | None
-    source: str
-    folder: str | None
-    used: float | None
-
-
-def _pulled_row(model: PulledModel) -> _ModelRow:
-    return _ModelRow(model.name, model.bytes, model.source, str(model.folder), model.used)
-
-
-def _added_row(name: str, path: Path) -> _ModelRow:
-    """Return the row of an added name. One whose file is gone has no size."""
-    used = name_path(name).lstat().st_mtime
-    try:
-        folder = local_folder(name)
-        files = path.iterdir() if path.is_dir() else parts_of(path)
-        size = sum(file.stat().st_size for file in files)
-    except (ModelError, OSError):
-        return _ModelRow(name, None, str(path), None, used)
-    return _ModelRow(name, size, str(path), str(folder) if folder else None, used)
+    table = [("NAME", "SIZE", "SOURCE", "FOLDER", "USED")]
+    for name, size, source, folder, used in rows:
+        shown_size = "(gone)" if size == 0 else "-" if size is None else megabytes(size)
+        shown_use = "-" if used is None else time.strftime("%Y-%m-%d", time.localtime(used))
+        table.append((name, shown_size, source, folder or "(not pulled)", shown_use))
+    echo_table(table if with_use else [row[:-1] for row in table], right_aligned=[1])
 
 
 @command()
@@ -198,7 +170,7 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
         click.echo(f"removed {model.name}, {megabytes(remove_model(model, progress=True))}")
     for name in added.keys() & set(names):
         name_path(name).unlink()
-        click.echo(f"removed the name {name}; {added[name]} stays")
+        click.echo(f"removed the name {name}; {added[name].folder} stays")
 
 
 def _find_pulled(name: str) -> PulledModel:

@@ -34,7 +34,7 @@ class PulledModel:
     """A model of the library.
 
     folder: in Hugging Face layout. bytes: size of its files. source: a pip requirement, a file or a
-    hub id. slug: the name of its folder in the library. used: when it was used last, a Unix time.
+    hub id. slug: the name of its folder in the library. used: time of its last use.
     """
 
     name: str
@@ -73,7 +73,7 @@ def find_model(slug: str) -> PulledModel | None:
     folder = Path(record["folder"]) if record["folder"] else _models() / slug
     try:
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
-        used = record_path(slug).stat().st_mtime
+        used = model_path(slug).stat().st_mtime
     except OSError:
         return None
     if sizes != record["files"]:
@@ -81,13 +81,12 @@ def find_model(slug: str) -> PulledModel | None:
     return PulledModel(record["name"], folder, sum(sizes.values()), record["source"], slug, used)
 
 
-def record_path(slug: str) -> Path:
-    """Return the file that describes a model; its modification time is that of the last use."""
-    return _models() / slug / _RECORD
+def model_path(slug: str) -> Path:
+    return _models() / slug
 
 
 def mark_used(path: Path) -> None:
-    """Set the modification time of a record or link to now, if it can be set."""
+    """Set the modification time of a model's folder or link to now, if it can be set."""
     with suppress(OSError):
         os.utime(path, follow_symlinks=False)
 

