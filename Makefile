@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PRODUCT := $(VENV)/.product
 READY := $(VENV)/.ready
 
-.PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
+.PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release install-size site lint types install clean
 
 install: $(READY)
 
@@ -109,6 +109,10 @@ wheel: install
 release: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python tools/release.py
+
+# Seconds, megabytes and packages of an installation: the figures of docs/install.md.
+install-size:
+	$(PYTHON) tools/install_size.py
 
 # The documentation, in site/. A link that leads nowhere is an error.
 site: install

@@ -141,5 +141,6 @@ def test_no_generated_file_is_tracked_by_git() -> None:
     assert not ignored.split()
     tracked = subprocess.run(list_command, **options).stdout.splitlines()  # type: ignore[call-overload]
     hidden = {name.split("/")[0] for name in tracked if name.startswith(".")}
-    known = {".ci", ".clang-format", ".gitignore", ".github", ".pre-commit-config.yaml"}
+    known = {".ci", ".clang-format", ".dockerignore", ".gitignore", ".github"}
+    known |= {".pre-commit-config.yaml"}
     assert hidden <= known

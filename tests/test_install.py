@@ -1,0 +1,148 @@
+"""Installation: the container files, docs/install.md and the package's metadata agree."""
+
+import fnmatch
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from kvkeep.cli.main import COMMANDS
+from kvkeep.cli.serve import require_safe
+from kvkeep.server.security import PUBLIC_PATHS
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+INSTALL_PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the instructions of the Dockerfile with their arguments, lines joined."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
+    return [(name, " ".join(arguments.split())) for name, arguments in lines]
+
+
+def last_stage(name: str) -> list[str]:
+    """Return the arguments of this instruction in the stage that runs."""
+    all_of_them = instructions()
+    start = max(i for i, (instruction, _) in enumerate(all_of_them) if instruction == "FROM")
+    return [arguments for instruction, arguments in all_of_them[start:] if instruction == name]
+
+
+def copied_from_the_clone() -> list[str]:
+    copies = [arguments.split() for name, arguments in instructions() if name == "COPY"]
+    return [path for words in copies if "--from" not in words[0] for path in words[:-1]]
+
+
+def is_sent_to_the_builder(path: str) -> bool:
+    """Whether .dockerignore lets a path through: its last matching line decides."""
+    sent = True
+    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        pattern = line.lstrip("!")
+        parts = [path, *map(str, Path(path).parents)]
+        names = parts if "**/" not in pattern else [Path(part).name for part in parts]
+        if line[:1] not in ("", "#") and any(
+            fnmatch.fnmatchcase(name, pattern.removeprefix("**/")) for name in names
+        ):
+            sent = line.startswith("!")
+    return sent
+
+
+def test_the_dockerfile_copies_all_that_a_build_reads() -> None:
+    copied = copied_from_the_clone()
+    assert {path for path in copied if not (ROOT / path).exists()} == set()
+    assert {path for path in copied if not is_sent_to_the_builder(path)} == set()
+    # setup.py reads README.md, and pyproject.toml names the license.
+    assert {"kvkeep", "setup.py", "pyproject.toml", "README.md", "LICENSE"} <= set(copied)
+
+
+def test_every_source_is_sent_to_the_builder_and_nothing_else() -> None:
+    sources = (ROOT / "kvkeep" / "compiled" / "src").iterdir()
+    assert all(is_sent_to_the_builder(str(file.relative_to(ROOT))) for file in sources)
+    kept_out = ("keys", ".git/config", ".venv/bin/python", "kvkeep/compiled/_avx2.so", "tests/a.py")
+    assert [path for path in kept_out if is_sent_to_the_builder(path)] == []
+
+
+def test_the_container_serves_as_its_own_user_with_keys(tmp_path: Path) -> None:
+    assert last_stage("USER")[-1] not in ("root", "0")
+    assert json.loads(last_stage("ENTRYPOINT")[-1]) == ["kvkeep"]
+    (tmp_path / "keys").write_text("a key\n")
+    text = last_stage("CMD")[-1].replace("/run/secrets", str(tmp_path))
+    command, *words = json.loads(text)
+    options = COMMANDS[command].load().make_context(command, words).params
+    assert options["host"] == "0.0.0.0"
+    require_safe(options["host"], options["api_key_file"])
+    (port,) = last_stage("EXPOSE")
+    assert options["port"] == int(port)
+
+
+def test_the_health_check_asks_a_route_that_needs_no_key() -> None:
+    (check,) = last_stage("HEALTHCHECK")
+    (url,) = re.findall(r"http://[^']+", check)
+    host, _, path = url.removeprefix("http://").partition("/")
+    assert host == f"127.0.0.1:{last_stage('EXPOSE')[0]}"
+    assert f"/{path}" in PUBLIC_PATHS
+    compile(json.loads(check[check.index("[") :])[-1], "HEALTHCHECK", "exec")
+
+
+def test_compose_mounts_what_the_image_reads() -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    service: dict[str, Any] = compose["services"]["kvkeep"]
+    (volume,) = last_stage("VOLUME")
+    assert f"KVKEEP_HOME={volume}" in last_stage("ENV")[-1].split()
+    name, _, target = service["volumes"][0].partition(":")
+    assert (target, name in compose["volumes"]) == (volume, True)
+    (secret,) = service["secrets"]
+    assert f"/run/secrets/{secret}" in json.loads(last_stage("CMD")[-1])
+    # The file with the keys is neither committed nor sent to the builder.
+    file = compose["secrets"][secret]["file"]
+    assert f"/{file}" in (ROOT / ".gitignore").read_text().splitlines()
+    assert service["ports"] == [f"127.0.0.1:{(port := last_stage('EXPOSE')[0])}:{port}"]
+
+
+def test_named_extras_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "kvkeep").rglob("*.py")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = {
+        extra
+        for extras in re.findall(r"(?:kvkeep|'\.)\[([a-z,-]+)\]", text)
+        for extra in extras.split(",")
+    }
+    assert "server" in named
+    assert named <= set(PROJECT["optional-dependencies"])
+
+
+def test_every_extra_for_users_is_on_the_install_page() -> None:
+    shown = set(re.findall(r"^\| `kvkeep\[([a-z-]+)\]`", INSTALL_PAGE, re.MULTILINE))
+    assert shown == set(PROJECT["optional-dependencies"]) - {"test", "docs", "release", "dev"}
+
+
+def pinned_releases() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {name.lower().replace("_", "-"): release for name, release in pairs}
+
+
+@pytest.mark.parametrize("extra", ["", "server", "object-store", "transformers", "plot"])
+def test_constraints_pin_each_direct_requirement(extra: str) -> None:
+    listed = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    requirements = [Requirement(line) for line in listed]
+    pinned = pinned_releases()
+    names = {r.name.lower().replace("_", "-"): r for r in requirements}
+    assert set(names) - set(pinned) <= {"pip"}  # an environment comes with its own
+    wrong = [n for n, r in names.items() if n != "pip" and pinned[n] not in r.specifier]
+    assert wrong == []
+
+
+def test_no_requirement_is_a_library_of_a_gpu() -> None:
+    """Not of the package, and no release of constraints.txt is of PyTorch's CUDA build."""
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["server"]]
+    names = {Requirement(line).name for line in lines} | set(pinned_releases())
+    assert {name for name in names if re.match(r"nvidia|cuda|triton|cupy|jax", name)} == set()
+    assert "+" not in pinned_releases()["torch"]
