@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli import options
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import (
-    CODEC_NAMES,
-    WHOLE_PROMPT,
-    SessionChoice,
-    keep_option,
-    session_options,
-)
+from kvkeep.cli.memory import CODEC_NAMES, WHOLE_PROMPT, SessionChoice, keep_option, session_options
 from kvkeep.cli.session_file import (
     FIRST_PROMPT,
     UNREAD,

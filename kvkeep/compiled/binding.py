@@ -106,9 +106,7 @@ class CStrides(_KernelStructure):
 
 class CStoredCells(_KernelStructure):
     _fields_ = _fields(
-        ("data scale", c_void_p),
-        ("strides scale_strides", CStrides),
-        ("bits reserved", c_int32),
+        ("data scale", c_void_p), ("strides scale_strides", CStrides), ("bits reserved", c_int32)
     )
 
 

@@ -25,10 +25,7 @@ ARCHITECTURES = {
         "avx512": "AVX-512",
         "avx2": "AVX2 with FMA",
     },
-    "aarch64": {
-        "neonbf16": "NEON with bfloat16 and dot products",
-        "neon": "NEON",
-    },
+    "aarch64": {"neonbf16": "NEON with bfloat16 and dot products", "neon": "NEON"},
 }
 _MACHINE = platform.machine()
 ARCHITECTURE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(_MACHINE, _MACHINE)

@@ -121,10 +121,7 @@ class Session(SessionEdits):
         return decoding.next_token(self.core, sampling)
 
     def stream(
-        self,
-        max_tokens: int | None = None,
-        sampling: Sampling = GREEDY,
-        ignore_eos: bool = False,
+        self, max_tokens: int | None = None, sampling: Sampling = GREEDY, ignore_eos: bool = False
     ) -> Iterator[str]:
         """Generate tokens and yield their text: whole characters, without special tokens.
 

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.compression import check_calibrated, load_calibration_file
-from kvkeep.cli.evaluate.grid_options import (
-    GridChoice,
-    GridFiles,
-    options_json,
-    with_saved_options,
-)
+from kvkeep.cli.evaluate.grid_options import GridChoice, GridFiles, options_json, with_saved_options
 from kvkeep.cli.evaluate.options import ModelChoice, load_haystack
 from kvkeep.cli.options import NO_PROGRESS, command, option_group
 from kvkeep.cli.output import progress_bar

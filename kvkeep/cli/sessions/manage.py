@@ -80,9 +80,7 @@ def export(
     name: str,
     file: Path,
     codec: "Codec | None" = choice_option(
-        CODEC_NAMES,
-        "zstd is smaller, int8 still smaller but not exact.",
-        show_default="as it is",
+        CODEC_NAMES, "zstd is smaller, int8 still smaller but not exact.", show_default="as it is"
     ),
     store: str | None = STORE,
 ) -> None:

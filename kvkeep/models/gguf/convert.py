@@ -22,11 +22,7 @@ from kvkeep.models.gguf.vocabulary import special_token
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.config import spec_from_config
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.checkpoint import (
-    decoder_name,
-    decoder_shapes,
-    rope_row_order,
-)
+from kvkeep.models.weights.checkpoint import decoder_name, decoder_shapes, rope_row_order
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
 from kvkeep.models.weights.packed_file import NewMatrix, write_packed

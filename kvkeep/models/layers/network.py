@@ -14,13 +14,7 @@ from torch import Tensor
 
 from kvkeep.cache import LayerAttention
 from kvkeep.models.layers.experts import Experts, Mlp, ParallelExperts
-from kvkeep.models.layers.gemma import (
-    AltUp,
-    AltUpStreams,
-    Laurel,
-    PerLayerEmbedding,
-    PerLayerInput,
-)
+from kvkeep.models.layers.gemma import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
 from kvkeep.models.layers.primitives import (
     EMBEDDING,
     HEAD,

@@ -21,12 +21,7 @@ from torch import Tensor
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.stacks import (
-    expert_name,
-    find_stack,
-    fused_modules,
-    stored_expert_name,
-)
+from kvkeep.models.weights.stacks import expert_name, find_stack, fused_modules, stored_expert_name
 
 _T = TypeVar("_T")
 _LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
