@@ -123,7 +123,7 @@ class SessionRecord:
         return self.file
 
     def mark_saved(self, revision: int) -> None:
-        self.saved_revision = revision
+        self.saved_revision = max(revision, self.saved_revision or 0)
         if not self.dirty and self.file is not None:
             self.file.clear_marker()
 

@@ -42,6 +42,8 @@ class SessionRegistry:
         self.model, self.policy = model, policy
         self._folder, self._snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
+        # One thread writes all files, so that an older save never ends after a newer one.
+        self.writer = ThreadPoolExecutor(1, "kvkeep-save")
         self.losses: list[str] = []  # messages about unsaved changes of an earlier process
         for owner_folder in owner_folders(folder) if folder else ():
             self._recover(owner_folder)
@@ -199,8 +201,9 @@ class SessionRegistry:
         return record.session
 
     def save(self, record: SessionRecord) -> None:
-        """Write the session to its file. Raises StoreError."""
-        self.snapshot(record).save(record.require_file().path)
+        """Write the session to its file, after the saves in progress. Raises StoreError."""
+        snapshot, path = self.snapshot(record), record.require_file().path
+        self.writer.submit(snapshot.save, path).result()
         record.mark_saved(record.revision)
 
     def snapshot(self, record: SessionRecord) -> Snapshot:
@@ -227,7 +230,8 @@ class SessionSaver:
     def __init__(self, registry: SessionRegistry, post: Callable[[Callable[[], None]], object]):
         """post: runs a function in the engine's thread."""
         self._registry, self._post = registry, post
-        self._writer = ThreadPoolExecutor(1, "kvkeep-save")
+        # Uploads of snapshots must not delay an eviction, which waits for the registry's writer.
+        self._uploader = ThreadPoolExecutor(1, "kvkeep-snapshot")
         self._pending = 0
 
     def save(self, record: SessionRecord) -> Future[int]:
@@ -248,7 +252,7 @@ class SessionSaver:
             self._post(lambda: self._note_saved(record, revision, error))
             result.set_result(revision) if error is None else result.set_exception(error)
 
-        self._writer.submit(write).add_done_callback(on_written)
+        self._registry.writer.submit(write).add_done_callback(on_written)
         return result
 
     def save_idle(self, seconds: float) -> None:
@@ -268,17 +272,18 @@ class SessionSaver:
         path = self._registry.snapshots_of(record.owner).path(label)
         if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        return self._writer.submit(self._registry.snapshot(record).save, path)
+        return self._uploader.submit(self._registry.snapshot(record).save, path)
 
     def save_all(self) -> None:
-        """Finish the saves in progress, and save all other changes."""
-        self._writer.shutdown()
+        """Save all changes, after the saves in progress."""
         for record in self._registry:
             if record.dirty and record.file is not None:
                 try:
                     self._registry.save(record)
                 except Exception as error:
                     _log.error("session %r could not be saved: %s", record.name, error)
+        self._registry.writer.shutdown()
+        self._uploader.shutdown()
 
     def _note_saved(
         self, record: SessionRecord, revision: int, error: BaseException | None

@@ -1,9 +1,11 @@
 """An engine's sessions: memory limit, owners, saves, and recovery after a kill."""
 
 import contextlib
+import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -157,6 +159,61 @@ def test_close_saves_unsaved_sessions(tmp_path: Path) -> None:
     with new_engine(tmp_path) as engine:
         assert engine.losses == []
         assert engine.sessions().result()[0].revision == revision
+
+
+@contextlib.contextmanager
+def first_rename_delayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hold back the first rename of a saved file until the block ends, or for 2 seconds."""
+    begun, release, rename = threading.Event(), threading.Event(), os.replace
+
+    def delayed(source: str, target: str) -> None:
+        if str(target).endswith(".kvkeep") and not begun.is_set():
+            begun.set()
+            release.wait(2)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", delayed)
+    yield begun
+    release.set()
+
+
+def test_an_eviction_during_a_save_leaves_the_newer_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save in progress is of an older revision, and must not end last."""
+    with new_engine(tmp_path, cells=150, save_idle_after=1e9) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 2, text(0, 60))
+        with first_rename_delayed(monkeypatch) as begun:
+            saved = engine.save("a")
+            assert begun.wait(60)
+            write(engine, "a", 2)
+            expected = engine.inspect("a", "0", _token_ids).result()
+            engine.create(name="b").result()
+            write(engine, "b", 1, text(1, 120))  # evicts "a"
+        saved.result()
+        assert engine.inspect("a", "0", _token_ids).result() == expected
+
+
+def test_a_session_recreated_during_a_save_keeps_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save in progress is of a deleted session of the same name."""
+    with new_engine(tmp_path, cells=150, save_idle_after=1e9) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 2, text(0, 60))
+        with first_rename_delayed(monkeypatch) as begun:
+            saved = engine.save("a")
+            assert begun.wait(60)
+            engine.delete("a").result()
+            engine.create(name="a").result()
+            write(engine, "a", 3, text(1, 50))
+            expected = engine.inspect("a", "0", _token_ids).result()
+            engine.create(name="b").result()
+            write(engine, "b", 1, text(1, 120))  # evicts "a"
+        with contextlib.suppress(Cancelled):
+            saved.result()
+        assert engine.inspect("a", "0", _token_ids).result() == expected
 
 
 def test_a_session_deleted_during_a_save_leaves_no_file(tmp_path: Path) -> None:
