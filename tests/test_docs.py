@@ -28,7 +28,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
 # Programs of others, whose options are not checked.
-INSTALLERS = ("curl", "docker", "export", "git", "openssl", "pip", "pipx", "python", "source", "uv")
+INSTALLERS = (
+    *(".", "cd", "curl", "docker", "export", "git", "openssl", "pip", "pipx", "python", "source"),
+    "uv",
+)
 SEA = "The sea is wide and the night is long. A light goes out, and another one comes on. " * 12
 
 

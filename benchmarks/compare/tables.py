@@ -14,13 +14,7 @@ BEGIN = "<!-- benchmarks: begin -->"
 END = "<!-- benchmarks: end -->"
 BEGIN_SHORT = "<!-- benchmarks, in short: begin -->"
 END_SHORT = "<!-- benchmarks, in short: end -->"
-SHORT = (
-    "prefill/",
-    "decode/",
-    "endless/speed",
-    "endless/slowest",
-    "startup/",
-)  # prefixes of keys
+SHORT = ("prefill/4096", "decode/", "endless/speed", "startup/")  # prefixes of keys
 NAMES = {
     "prefill": "Prefill",
     "steps": "Prefill in steps",

@@ -40,7 +40,7 @@ def ok(response: httpx.Response, status: int = 200) -> Any:
 def generate(
     client: httpx.Client, name: str, headers: dict[str, str] | None = None, **fields: Any
 ) -> Any:
-    body = {"max_tokens": 8, "ignore_eos": True, **fields}
+    body = {"max_tokens": 8, "ignore_eos": True, "temperature": 0, **fields}
     return ok(client.post(f"/v1/sessions/{name}/generate", json=body, headers=headers or {}))
 
 
@@ -310,7 +310,7 @@ def test_a_refused_turn_changes_nothing(a: httpx.Client, b: httpx.Client) -> Non
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     long = {"content": "Hello.", "system": "word " * 2000, "max_tokens": 2}
     assert a.post("/v1/sessions/s/turns", json=long).status_code == 400
-    params = {"content": "Name a colour.", "max_tokens": 4}
+    params = {"content": "Name a colour.", "max_tokens": 4, "temperature": 0}
     texts = []
     for name, client in (("s", a), ("t", b)):
         if name == "t":
