@@ -14,7 +14,7 @@ from kvkeep.cli.options import JSON, command, declare_options, option
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.hub.library import PulledModel, pulled_models, remove_model
+from kvkeep.models.hub.library import PulledModel, home, pulled_models, remove_model
 from kvkeep.models.hub.names import add_name, name_path, named_models
 from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
 
@@ -167,7 +167,9 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
     if pulled and not yes and sys.stdin.isatty():
         click.confirm(f"Remove {', '.join(model.name for model in pulled)}?", abort=True)
     for model in pulled:
-        click.echo(f"removed {model.name}, {megabytes(remove_model(model, progress=True))}")
+        stays = "" if model.folder.is_relative_to(home()) else f"; {model.folder} stays"
+        freed = megabytes(remove_model(model, progress=True))
+        click.echo(f"removed {model.name}, {freed}{stays}")
     for name in added.keys() & set(names):
         name_path(name).unlink()
         click.echo(f"removed the name {name}; {added[name].folder} stays")
