@@ -32,18 +32,18 @@ def generate(
     ),
     special: bool = options.SPECIAL,
     max_tokens: int = options.integer_option(
-        "-n", minimum=-1, default=256, help="Most tokens to write; -1: no end."
+        "-n", minimum=-1, default=256, help="Most tokens to generate; -1: no limit."
     ),
     session: str | None = options.option(
         metavar="NAME",
         shell_complete=session_names,
-        help="Go on with this session, or begin it; saved at the end.",
+        help="Resume this session, or start it; saved at the end.",
     ),
     cache_prompt: Path | None = options.file_option(
-        help="Evaluate the text, write that memory to a file, and end."
+        help="Prefill the text, save the session to a file, and exit."
     ),
     restore_prompt: Path | None = options.file_option(
-        help="Go on after a text that --cache-prompt evaluated."
+        help="Continue from a file of --cache-prompt."
     ),
     codec: "Codec" = options.choice_option(
         CODEC_NAMES,
@@ -51,9 +51,11 @@ def generate(
         default=CODEC_NAMES[0],
     ),
     choice: SessionChoice = session_options(
-        keep_option("First tokens never forgotten; -1: the first prompt.", minimum=WHOLE_PROMPT)
+        keep_option(
+            "First tokens that are never evicted; -1: the first prompt.", minimum=WHOLE_PROMPT
+        )
     ),
-    ignore_eos: bool = options.option(is_flag=True, help="Write on after the model's end of text."),
+    ignore_eos: bool = options.option(is_flag=True, help="Continue after an end token."),
     output: options.OutputChoice = options.OUTPUT,
 ) -> None:
     """Continue a text.

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+OPTIONS = "Options"  # the section of a command's own options
+
 
 @dataclass(frozen=True)
 class LazyCommand:
@@ -95,7 +97,28 @@ EQUIVALENTS: Mapping[str, str] = {
 MODELS_EQUIVALENTS: Mapping[str, str] = {"ls": "kvkeep models list"}
 
 
-class OptionsOnly(click.Command):
+class SectionedOption(click.Option):
+    """An option. section: the heading under which help lists it."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command whose help lists options by section, its own ones first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {OPTIONS: []}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                sections.setdefault(getattr(parameter, "section", OPTIONS), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class OptionsOnly(SectionedCommand):
     """A command without arguments. hint: ends the error for one, with it in place of "{}"."""
 
     def __init__(self, *args: Any, hint: str, **kwargs: Any):

@@ -23,13 +23,16 @@ POLICY_NAMES = get_args(PolicyName)
 CODEC_NAMES = ("none", "zstd", "int8")
 BIT_NAMES = get_args(BitsName)
 
+MEMORY = "Memory"  # the section of its options
 SINKS = 4
 WHOLE_PROMPT = -1
 PREFIX_BYTES = 2_000_000_000
 
 
 def keep_option(
-    help: str = "First tokens never forgotten.", minimum: int = 0, default: int | None = SINKS
+    help: str = "First tokens that are never evicted.",
+    minimum: int = 0,
+    default: int | None = SINKS,
 ) -> Any:
     """Declare the `--keep` option, whose range and default differ between commands."""
     shown = True if default is not None else f"the system prompt, or {SINKS}"
@@ -47,47 +50,47 @@ class MemoryChoice:
 
     model: str = MODEL
     max_kv_size: int | None = options.integer_option(
-        show_default="trained length", help="Most tokens held in memory."
+        show_default="trained length", help="Most tokens held in the KV cache."
     )
     keep: int | None = keep_option()
     policy: PolicyName = options.choice_option(
         POLICY_NAMES,
-        "At --max-kv-size: forget (sliding, shift), compress (archive) or end (self_extend, full).",
+        "When full: evict (sliding, shift), compress (archive), or stop (self_extend, full).",
         default=POLICY_NAMES[0],
     )
     discard: int | None = options.integer_option(
-        show_default="half", help="Of shift: oldest tokens forgotten at once."
+        show_default="half", help="For shift: number of oldest tokens evicted at once."
     )
     group: int | None = options.integer_option(
-        show_default="4", help="Of self_extend: far tokens that share a position."
+        show_default="4", help="For self_extend: tokens outside the window that share a position."
     )
     window: int | None = options.integer_option(
         show_default="1024; of archive 11/16 of the budget",
-        help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
+        help="Newest tokens: at exact positions (self_extend), or not compressed (archive).",
     )
     method: str | None = options.choice_option(
         compression.METHOD_NAMES,
-        "Of archive: how older tokens are compressed.",
+        "For archive: compression method.",
         show_default=f"{compression.BEST_METHOD}, or kvzap by a calibration",
     )
     ratio: float | None = options.option(
         metavar="X",
         type=compression.ratio,
         show_default="1, until the archive is full",
-        help="Of archive: how many times fewer cells they become at once.",
+        help="For archive: compression ratio, such as 4.",
     )
     calibration: Path | None = options.file_option(
         exists=True,
-        show_default="what is kept of the model",
-        help="Of archive: what `kvkeep calibrate` measured of the model.",
+        show_default="the model's, if there is one",
+        help="For archive: a file written by `kvkeep calibrate`.",
     )
     kv_bits: BitsName | None = options.choice_option(
         BIT_NAMES,
-        "Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
+        "Bits of cached keys and values (8/4: keys in 8, values in 4).",
         show_default="not quantised",
     )
     far_bits: BitsName | None = options.choice_option(
-        BIT_NAMES, "The same of all that is not in the window.", show_default="not quantised"
+        BIT_NAMES, "Bits of cells outside the window.", show_default="not quantised"
     )
     prefill_step: int = PREFILL_STEP
     dtype: DtypeName = DTYPE
@@ -170,15 +173,15 @@ class PrefixChoice:
 
     store: str | None = STORE
     prefix_cache: bool = options.option(
-        is_flag=True, help="Take what is known of the prompt from disk, and keep the rest there."
+        is_flag=True, help="Read evaluated prompt prefixes from disk, and write new ones."
     )
     prefix_cache_bytes: int = options.integer_option(
-        default=PREFIX_BYTES, help="Most disk space for that."
+        default=PREFIX_BYTES, help="Most disk space of the prefix cache."
     )
     secret_file: Path | None = options.file_option(
         envvar="KVKEEP_SECRET_FILE",
         exists=True,
-        help="Known to all who share the prefix cache of a --store that is a URL.",
+        help="Secret of those who share a prefix cache in an object store.",
     )
 
     def open_store(self, model: "Model") -> "PrefixCache | None":
@@ -203,9 +206,11 @@ class PrefixChoice:
 class SessionChoice:
     """The options for a command's sessions."""
 
-    memory: MemoryChoice = options.option_group(MemoryChoice)
-    prefixes: PrefixChoice = options.option_group(PrefixChoice)
-    sampling: options.SamplingChoice = options.option_group(options.SamplingChoice)
+    memory: MemoryChoice = options.option_group(MemoryChoice, section=MEMORY)
+    prefixes: PrefixChoice = options.option_group(PrefixChoice, section="Storage")
+    sampling: options.SamplingChoice = options.option_group(
+        options.SamplingChoice, section="Sampling"
+    )
 
     def check(self) -> None:
         """Check what can be checked without the model. Raises InvalidArgument."""
@@ -239,4 +244,5 @@ def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
 
 def session_options(keep: Any) -> Any:
     """Declare the options of a `SessionChoice`. keep: the declaration of `--keep`."""
-    return options.option_group(SessionChoice, memory=options.option_group(MemoryChoice, keep=keep))
+    memory = options.option_group(MemoryChoice, section=MEMORY, keep=keep)
+    return options.option_group(SessionChoice, memory=memory)

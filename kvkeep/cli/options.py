@@ -7,12 +7,14 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 from click.core import ParameterSource
 
+from kvkeep.cli.lazy import OPTIONS, SectionedCommand, SectionedOption
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.files.text import decode_text, read_text_file
@@ -20,6 +22,7 @@ from kvkeep.storage.files.text import decode_text, read_text_file
 if TYPE_CHECKING:
     from kvkeep import Sampling
 
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 STDIN = "-"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -52,35 +55,38 @@ def nbytes(text: str) -> int:
     return size
 
 
-def option(*flags: str, **settings: Any) -> Any:
+def option(*flags: str, section: str | None = None, **settings: Any) -> Any:
     """Declare an option, as the default of a command's parameter or of a record's field.
 
     flags: unless there is a long one, the name of the parameter or field is added as one.
+    section: its heading in the help; None for that of the group.
     """
 
-    def declare(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def declare(name: str, group: str = OPTIONS) -> Decorator:
         has_long_flag = any(flag.startswith("--") for flag in flags)
         long_flag = [] if has_long_flag else [f"--{name.replace('_', '-')}"]
-        return click.option(*flags, *long_flag, name, **settings)
+        shown = partial(SectionedOption, section=section or group)
+        return click.option(*flags, *long_flag, name, cls=shown, **settings)  # type: ignore[arg-type]
 
     return declare
 
 
-def option_group(record: type[Any], **replaced: Any) -> Any:
+def option_group(record: type[Any], *, section: str | None = None, **replaced: Any) -> Any:
     """Declare the options in a dataclass's fields, for a parameter that takes the record.
 
-    replaced: declarations by field, in place of the field's own.
+    section: their heading in the help; None for that of an outer group. replaced: declarations by
+    field, in place of the field's own.
     """
     declarations = _declarations(record, **replaced)
 
-    def declare(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def declare(name: str, group: str = OPTIONS) -> Decorator:
         def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(command)
             def wrapper(**arguments: Any) -> Any:
                 values = {field: arguments.pop(field) for field in declarations}
                 return command(**arguments, **{name: record(**values)})
 
-            return _add_options(wrapper, declarations)
+            return _add_options(wrapper, declarations, section or group)
 
         return decorate
 
@@ -88,7 +94,7 @@ def option_group(record: type[Any], **replaced: Any) -> Any:
 
 
 def command(
-    name: str | None = None, cls: type[click.Command] = click.Command, **settings: Any
+    name: str | None = None, cls: type[click.Command] = SectionedCommand, **settings: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator as `click.command`, for a function that declares options as defaults."""
     decorate = click.command(name, cls, **settings)
@@ -108,9 +114,11 @@ def _declarations(target: Callable[..., Any], **replaced: Any) -> dict[str, Any]
     return {name: declare for name, declare in defaults.items() if declare is not empty}
 
 
-def _add_options(function: Callable[..., Any], declarations: dict[str, Any]) -> Callable[..., Any]:
+def _add_options(
+    function: Callable[..., Any], declarations: dict[str, Any], section: str = OPTIONS
+) -> Callable[..., Any]:
     for name, declare in reversed(declarations.items()):
-        function = declare(name)(function)
+        function = declare(name, section)(function)
     return function
 
 
@@ -137,7 +145,7 @@ def size_option(*flags: str, help: str, **settings: Any) -> Any:
 JSON = option("--json", is_flag=True, help="As JSON.")
 NO_PROGRESS = option(is_flag=True, help="No progress bars.")
 QUIET = option("-q", is_flag=True, help="No progress bars, no closing line.")
-SPECIAL = option(is_flag=True, help="Take what reads like a special token, <|im_end|>, for one.")
+SPECIAL = option(is_flag=True, help="Parse special tokens, such as <|im_end|>, in the text.")
 
 
 def is_given(parameter: str) -> bool:
@@ -156,17 +164,21 @@ def _sampling_option(value: float, help: str) -> Any:
 class SamplingChoice:
     """Sampling parameters; None for the model's recommendation, or else kvkeep's default."""
 
-    temperature: float | None = _sampling_option(0.7, "0 takes the likeliest token.")
-    top_k: int | None = _sampling_option(40, "Only the k likeliest tokens; 0: all.")
-    top_p: float | None = _sampling_option(0.95, "Smallest set this probable; 1: off.")
-    min_p: float | None = _sampling_option(0.05, "Least share of the likeliest; 0: off.")
-    repetition_penalty: float | None = _sampling_option(1.1, "Above 1 repeats less; 1: off.")
-    repetition_window: int | None = _sampling_option(64, "Tokens that the penalty sees.")
+    temperature: float | None = _sampling_option(0.7, "0: greedy decoding.")
+    top_k: int | None = _sampling_option(40, "Sample among the k most likely tokens; 0: all.")
+    top_p: float | None = _sampling_option(
+        0.95, "Sample from the smallest set with this probability; 1: all."
+    )
+    min_p: float | None = _sampling_option(
+        0.05, "Least probability, as a fraction of the largest; 0: off."
+    )
+    repetition_penalty: float | None = _sampling_option(1.1, "Above 1: fewer repetitions; 1: off.")
+    repetition_window: int | None = _sampling_option(64, "Recent tokens that the penalty covers.")
     seed: int | None = option(
-        metavar="N", type=int, show_default="random", help="Same seed, same text."
+        metavar="N", type=int, show_default="random", help="The same seed gives the same text."
     )
     stop: tuple[str, ...] = option(
-        metavar="TEXT", multiple=True, help="End before this text. Repeatable."
+        metavar="TEXT", multiple=True, help="Stop before this text; repeatable."
     )
 
     def resolve(
@@ -191,7 +203,7 @@ class OutputChoice:
     """The options for the report file, progress bars and the closing line."""
 
     report: Path | None = file_option(
-        metavar="FILE.json", help="Write the closing numbers there, as JSON."
+        metavar="FILE.json", help="Write statistics to a file, as JSON."
     )
     no_progress: bool = NO_PROGRESS
     quiet: bool = QUIET
@@ -206,7 +218,7 @@ class OutputChoice:
             check_writable(self.report)
 
 
-OUTPUT = option_group(OutputChoice)
+OUTPUT = option_group(OutputChoice, section="Output")
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli import options
-from kvkeep.cli.memory import MemoryChoice
+from kvkeep.cli.memory import MEMORY, MemoryChoice
 from kvkeep.cli.output import say
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import write_atomic
@@ -27,7 +27,7 @@ def perplexity(
     end: int | None = options.integer_option(
         "--to", minimum=2, show_default="all", help="Stop before this token."
     ),
-    memory: MemoryChoice = options.option_group(MemoryChoice),
+    memory: MemoryChoice = options.option_group(MemoryChoice, section=MEMORY),
     written: bool = options.option(
         is_flag=True,
         help="Evaluate each token by itself, as what the model writes: with packed weights.",

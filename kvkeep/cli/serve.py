@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import MemoryChoice, keep_option, uses_prefixes
+from kvkeep.cli.memory import MEMORY, MemoryChoice, keep_option, uses_prefixes
 from kvkeep.cli.options import command, file_option, option, option_group, size_option
 from kvkeep.cli.output import say, shown_bytes
 from kvkeep.cli.which_model import prefill_step
@@ -28,36 +28,43 @@ class ServingChoice:
 
     memory: MemoryChoice = option_group(
         MemoryChoice,
-        keep=keep_option("First tokens that are never forgotten."),
+        section=MEMORY,
+        keep=keep_option(),
         # Shorter than in commands for one user, since other requests wait for a step.
         prefill_step=prefill_step(128),
     )
-    host: str = option(metavar="ADDRESS", default="127.0.0.1", help="Where to listen.")
-    port: int = option(metavar="N", type=click.IntRange(0, 65535), default=8080, help="0 for any.")
-    max_bytes: int = size_option("--memory", default="4GB", help="For the cells of all sessions.")
-    secret_file: Path | None = file_option(
-        exists=True, help="Known to all servers of one object store, and to nobody else."
+    host: str = option(metavar="ADDRESS", default="127.0.0.1", help="Address to listen on.")
+    port: int = option(
+        metavar="N", type=click.IntRange(0, 65535), default=8080, help="Port; 0: any free one."
     )
-    prefix_cache: bool = option(is_flag=True, help="Keep evaluated beginnings of prompts on disk.")
+    max_bytes: int = size_option(
+        "--memory", default="4GB", help="Memory for the cells of all sessions."
+    )
+    secret_file: Path | None = file_option(
+        exists=True, help="Secret that all servers of one object store share."
+    )
+    prefix_cache: bool = option(is_flag=True, help="Keep evaluated prompt prefixes on disk.")
     api_key_file: Path | None = file_option(
-        exists=True, help="Keys that are let in, one in each line."
+        exists=True, help="API keys, one per line; every request then needs one."
     )
     allow_host: tuple[str, ...] = option(
-        metavar="NAME", multiple=True, help="Another name of this server. Repeatable."
+        metavar="NAME", multiple=True, help="Accept this host name too; repeatable."
     )
     allow_origin: tuple[str, ...] = option(
-        metavar="URL", multiple=True, help="A page that may ask it. Repeatable."
+        metavar="URL",
+        multiple=True,
+        help="Accept browser requests from this origin (CORS); repeatable.",
     )
     alias: str | None = option(
-        metavar="NAME", show_default="its own", help="The model's name for clients."
+        metavar="NAME", show_default="its own", help="Model name shown to clients."
     )
     grace: float = option(
         metavar="SECONDS",
         type=click.FloatRange(0, 3600),
         default=10.0,
-        help="For running answers to end, when the server is to stop.",
+        help="Time for running requests to finish at shutdown.",
     )
-    quiet: bool = option("-q", is_flag=True, help="Say nothing but errors.")
+    quiet: bool = option("-q", is_flag=True, help="Print errors only.")
 
     def require_safe(self) -> None:
         """Raise InvalidArgument if other machines can reach a server without API keys."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 STORE = option(
     metavar="FOLDER|URL",
     envvar="KVKEEP_STORE",
-    show_default="in kvkeep's own",
-    help="Where sessions are kept, and prompts if it is a URL, as s3://bucket/prefix.",
+    show_default="kvkeep's own folder",
+    help="Folder or object store (s3://bucket/prefix) for sessions; a URL also holds prefixes.",
 )
 
 

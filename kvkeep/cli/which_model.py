@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 # Listed here because the modules that define them import torch, which would slow down --help.
+SECTION = "Model"  # of the help
 DTYPE_NAMES = get_args(DtypeName)
 WEIGHT_NAMES = get_args(WeightsName)
 
@@ -36,27 +37,32 @@ def model_names(
 
 MODEL = option(
     "-m",
+    section=SECTION,
     metavar="NAME",
     default=DEFAULT_MODEL,
     shell_complete=model_names,
-    help="Known or added name, GGUF file, model folder or hub id; transformers:FOLDER for one that "
-    "transformers computes.",
+    help="Known or added name, GGUF file, folder, or hub id (owner/name, owner/name:Q4_K_M); "
+    "transformers:FOLDER runs it by transformers.",
 )
 SAVED_MODEL = option(
-    "-m", metavar="NAME", show_default="as it was saved", help="The model it belongs to."
+    "-m", metavar="NAME", show_default="as it was saved", help="Model that the file belongs to."
 )
-DTYPE = choice_option(DTYPE_NAMES, "Of weights and memory.", default=DTYPE_NAMES[0])
+DTYPE = choice_option(
+    DTYPE_NAMES, "Data type of weights and KV cache.", default=DTYPE_NAMES[0], section=SECTION
+)
 WEIGHTS = choice_option(
     WEIGHT_NAMES,
-    "What is read of the model for each token written.",
-    show_default="as the file has them",
+    "Format in which decode reads the weights.",
+    show_default="as in the file",
+    section=SECTION,
 )
-DEVICE = option(metavar="NAME", default="cpu", help="Torch device.")
+DEVICE = option(metavar="NAME", default="cpu", section=SECTION, help="Torch device.")
 
 
 def prefill_step(default: int) -> Any:
     return integer_option(
-        default=default, help="Tokens evaluated at once; with --kv-bits, results depend on it."
+        default=default,
+        help="Prompt tokens evaluated at once. With --kv-bits, results depend on it.",
     )
 
 

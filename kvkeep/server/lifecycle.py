@@ -70,7 +70,10 @@ def serve_on(
     )
     if not options["quiet"]:
         url_host = f"[{host}]" if ":" in host else host
-        print(f"kvkeep serves {name} on http://{url_host}:{port}", flush=True)
+        url = f"http://{url_host}:{port}"
+        edits = "with chat and edits" if options["allow_edit"] else "read only; see --allow-edit"
+        print(f"kvkeep serves {name} on {url}\n  OpenAI API  {url}/v1", flush=True)
+        print(f"  Web UI      {url}/ ({edits})", flush=True)
 
     async def serve_and_drain() -> None:
         try:

@@ -139,7 +139,7 @@ def test_an_unknown_command_is_a_one_line_error(invoke) -> None:
         (["run", "llama3"], "kvkeep chat -m llama3"),
         (["list"], "`kvkeep models` or `kvkeep sessions list`"),
         (["ps"], "kvkeep sessions list"),
-        (["models", "ls"], "`kvkeep models`"),
+        (["models", "ls"], "`kvkeep models list`"),
         (["Serve"], "serve"),
         (["sessions", "lst"], "list"),
     ],

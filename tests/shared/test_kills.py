@@ -29,8 +29,9 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(
 ) -> None:
     random_times, sessions = random.Random(tokens), SharedSessions(open_object_store(s3_url))
     with _start_savers(s3_url, smollm2_folder, tokens) as process:
-        last_done = 0
-        for _ in range(kills):
+        last_done = killed = 0
+        while killed < kills or not last_done:  # on a busy machine, the first kills come early
+            killed += 1
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(f"{random_times.uniform(0.0, 0.4 * tokens**0.5 / 8)}\n")
@@ -46,7 +47,11 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(
                 assert last_done == 0
                 continue
             snapshot = Snapshot.load(sessions.existing("one"))  # verifies every byte
-            assert snapshot.notes["number"] == version.head.gen
+            while snapshot.notes["number"] != version.head.gen:
+                # The server completed a request of the killed process in between.
+                assert snapshot.notes["number"] == version.head.gen + 1 == begun
+                version = sessions.objects_of("one").head()
+                assert version is not None
             assert snapshot.notes["number"] in (last_done, begun)
             last_done = snapshot.notes["number"]
     assert last_done > 0

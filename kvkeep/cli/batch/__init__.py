@@ -27,24 +27,24 @@ def batch(
         "--each",
         metavar="FOLDER",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Ask of each file in a folder, in the place of FILE.",
+        help="Make one request of each file in a folder, instead of FILE.",
     ),
     question: str | None = option(
-        "--ask", metavar="TEXT", help="Of --each: what is asked of each file."
+        "--ask", metavar="TEXT", help="For --each: the question about each file."
     ),
-    system: str | None = option(metavar="TEXT", help="Of --each: the system prompt."),
+    system: str | None = option(metavar="TEXT", help="For --each: the system prompt."),
     out: Path = option(
         "-o",
         metavar="FILE.jsonl",
         required=True,
         type=click.Path(dir_okay=False, path_type=Path),
-        help="Where answers go; those that are there are not asked for again.",
+        help="Output; requests that it already answers are skipped.",
     ),
-    again: bool = option(is_flag=True, help="Begin anew, whatever is there."),
-    max_tokens: int = integer_option("-n", default=256, help="Of an answer."),
-    at_once: int = integer_option(default=16, help="Answers written together."),
-    memory_bytes: int = size_option(default="4GB", help="For the cells of all of them."),
-    choice: SessionChoice = session_options(keep_option("First tokens kept.")),
+    again: bool = option(is_flag=True, help="Answer all requests again."),
+    max_tokens: int = integer_option("-n", default=256, help="Most tokens of an answer."),
+    at_once: int = integer_option(default=16, help="Requests decoded together."),
+    memory_bytes: int = size_option(default="4GB", help="Memory for the cells of all requests."),
+    choice: SessionChoice = session_options(keep_option()),
     output: OutputChoice = OUTPUT,
 ) -> None:
     """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.

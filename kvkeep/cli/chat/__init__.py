@@ -26,22 +26,20 @@ def chat(
     session: str | None = options.option(
         metavar="NAME",
         shell_complete=session_names,
-        help="Go on with this chat, or begin it; saved after each turn.",
+        help="Resume this chat, or start it; saved after each turn.",
     ),
     resumed: bool = options.option(
-        *("-c", "--continue"), is_flag=True, help="Go on with the latest session."
+        *("-c", "--continue"), is_flag=True, help="Resume the chat that was saved last."
     ),
-    system: str | None = options.option(
-        metavar="TEXT", help="System prompt; it is never forgotten."
-    ),
+    system: str | None = options.option(metavar="TEXT", help="System prompt; never evicted."),
     server: str | None = options.option(
-        metavar="URL", help="Talk in a session of a `kvkeep serve`."
+        metavar="URL", help="Chat in a session of a running `kvkeep serve`."
     ),
     api_key: str | None = options.option(
-        metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="For that server."
+        metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="API key of that server."
     ),
     max_tokens: int = options.integer_option(
-        "-n", minimum=-1, default=1024, help="Most tokens of an answer; -1: no end."
+        "-n", minimum=-1, default=1024, help="Most tokens of an answer; -1: no limit."
     ),
     choice: SessionChoice = session_options(keep_option(default=None)),
     output: options.OutputChoice = options.OUTPUT,

@@ -118,7 +118,7 @@ def _write_weights(
         name: NewMatrix(stored, shapes[name], converted_chunks(name))
         for name, stored in formats.items()
     }
-    write_packed(path, matrices, "taking the model over", progress)
+    write_packed(path, matrices, "converting weights", progress)
 
 
 def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:

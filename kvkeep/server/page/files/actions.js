@@ -170,7 +170,7 @@ async function nameSpan(change, range, selectSpan) {
   if (named) selectSpan(values.name);
 }
 
-const RECOMPUTE = { name: "recompute", label: "Evaluate what follows anew", kind: "checkbox" };
+const RECOMPUTE = { name: "recompute", label: "Re-evaluate the following tokens (exact)", kind: "checkbox" };
 
 async function replace(change, range, textOf) {
   let value;

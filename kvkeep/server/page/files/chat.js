@@ -84,7 +84,7 @@ export function chat(name, newChange, selectSpan, afterTurn, signal) {
     const parts = partsOf(memory.spans);
     latest = memory;
     if (!parts.length) {
-      const hint = memory.tokens ? "No turns here: the text beside is all." : "Nothing was said yet.";
+      const hint = memory.tokens ? "This session has no chat turns. Its text is beside." : "No messages yet.";
       redraw(turns, h("p", { class: "hint" }, hint));
       return;
     }

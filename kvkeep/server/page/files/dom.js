@@ -93,7 +93,7 @@ export function promptDialog(heading, fields, action) {
 function field({ name, label, kind = "text", value = "", choices, ...attributes }) {
   let input;
   if (choices) {
-    const options = choices.map((choice) => h("option", { value: choice }, choice || "as the server"));
+    const options = choices.map((choice) => h("option", { value: choice }, choice || "server default"));
     input = h("select", { name }, options);
   } else if (kind === "textarea") {
     input = h("textarea", { name, rows: "4", ...attributes });

@@ -16,7 +16,7 @@ export async function sessions(container, { signal, edits }) {
       fill(rows, data.map(row));
       const held = data.reduce((sum, entry) => sum + (entry.bytes || 0), 0);
       summary.textContent = data.length
-        ? `${number(data.length)} sessions, ${bytes(held)} in memory, counted once for each that shares them.`
+        ? `${number(data.length)} sessions, ${bytes(held)} in memory (shared cells count in each session).`
         : "There are no sessions yet.";
     } catch (error) {
       showStatus(error.message, true);
@@ -49,7 +49,7 @@ function row(entry) {
   return h(
     "tr",
     {},
-    h("th", { scope: "row" }, sessionLink(entry.name), entry.named ? null : h("small", {}, " of a prompt")),
+    h("th", { scope: "row" }, sessionLink(entry.name), entry.named ? null : h("small", {}, " cached prompt")),
     h("td", {}, inMemory ? number(entry.tokens) : ""),
     h("td", {}, inMemory ? `${number(entry.cells)}${budget}` : ""),
     h("td", {}, inMemory ? bytes(entry.bytes) : ""),
@@ -73,7 +73,7 @@ async function createSession() {
     [
       { name: "name", label: "Name (or one is made up)", pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" },
       { name: "policy", label: "Policy", choices: ["", "sliding", "shift", "archive", "self_extend", "full"] },
-      { name: "max_kv_size", label: "Most cells (or as the server)", kind: "number", min: "1" },
+      { name: "max_kv_size", label: "Most cells (empty: server default)", kind: "number", min: "1" },
     ],
     "Begin",
   );
