@@ -14,7 +14,7 @@ BEGIN = "<!-- benchmarks: begin -->"
 END = "<!-- benchmarks: end -->"
 BEGIN_SHORT = "<!-- benchmarks, in short: begin -->"
 END_SHORT = "<!-- benchmarks, in short: end -->"
-SHORT = ("prefill/4096", "decode/", "endless/speed", "startup/")  # prefixes of keys
+SHORT = ("prefill/4096", "decode/128", "endless/speed", "startup/")  # prefixes of keys
 NAMES = {
     "prefill": "Prefill",
     "steps": "Prefill in steps",
