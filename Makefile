@@ -154,6 +154,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/codespell
 
 types: install
 	$(BIN)/mypy
