@@ -57,11 +57,10 @@ class LoadedModel:
 
     @cached_property
     def default_sampling(self) -> Sampling:
-        """Sampling parameters where a chat or a request gives none.
+        """Sampling parameters where a request gives none: `DEFAULT_SAMPLING`, with what the model's
+        generation_config.json or its GGUF file (`general.sampling.*`) recommends.
 
-        Temperature 0.7, top_k 40, top_p 0.95, min_p 0.05 and repetition_penalty 1.1, each replaced
-        by what the model's generation_config.json, or `general.sampling.*` of its GGUF file,
-        recommends. Raises BadModelFile if that is out of range.
+        Raises BadModelFile if a recommendation is out of range.
         """
         path = self.folder / "generation_config.json"
         return model_sampling(read_json(path) if path.exists() else {}, path)

@@ -11,13 +11,14 @@ from kvkeep.compression.calibration.calibration import Calibration, default_cali
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy, PolicySettings, make_policy
-from kvkeep.session.conversation import CHAT, Conversation, system_tokens
+from kvkeep.session.conversation import Conversation, saved_system, system_tokens
 from kvkeep.session.core import WHOLE_PROMPT
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import KvBits, PolicyName
 
+_KEEPING_POLICIES = ("sliding", "shift", "archive")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -66,17 +67,11 @@ class Model(LoadedModel):
         """
         if snapshot is not None:
             if system is not None or settings:
-                raise InvalidArgument(
-                    "a snapshot has its system prompt and settings; give it alone"
-                )
-            saved: str | None = snapshot.notes.get(CHAT, {}).get("system")
-            return self._conversation(self.restore(snapshot), saved)
-        keeps_first_tokens = settings.get("policy", "sliding") in ("sliding", "shift", "archive")
-        if system is not None and keeps_first_tokens:
+                raise InvalidArgument("a snapshot has a system prompt and settings; give it alone")
+            system = saved_system(snapshot.notes)
+        elif system is not None and settings.get("policy", "sliding") in _KEEPING_POLICIES:
             settings = {"keep": system_tokens(self.text, system), **settings}
-        return self._conversation(self.session(**settings), system)
-
-    def _conversation(self, session: Session, system: str | None) -> Conversation:
+        session = self.session(**settings) if snapshot is None else self.restore(snapshot)
         return Conversation(session, self.text, self.end_token_ids, system)
 
     def session(

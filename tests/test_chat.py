@@ -1,5 +1,6 @@
 """`Model.chat`: whole answers, streams, system prompts, and resuming, in Python."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_a_chat_resumes_from_its_snapshot_to_the_bit(smollm2: Model, tmp_path: P
     assert resumed.session.tokens == chat.session.tokens
     with pytest.raises(errors.InvalidArgument, match="give it alone"):
         smollm2.chat("Another system prompt.", Snapshot.load(tmp_path / "chat.kvkeep"))
+
+
+@pytest.mark.parametrize("chat", [5, {"system": ["x"]}])
+def test_a_snapshot_with_other_notes_is_refused(smollm2: Model, chat: object) -> None:
+    session = smollm2.session()
+    session.feed("Hi")
+    snapshot = replace(session.snapshot(), notes={"chat": chat})
+    with pytest.raises(errors.InvalidArgument, match="system prompt must be text"):
+        smollm2.chat(snapshot=snapshot)
 
 
 def test_a_session_of_the_chat_command_resumes_in_python(

@@ -36,7 +36,7 @@ def check_plottable(path: Path) -> None:
             f"a plot must end in one of {', '.join(FORMATS)}; found {path.name!r}"
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidArgument("a plot needs matplotlib: pip install kvkeep[plot]")
+        raise InvalidArgument("a plot needs matplotlib: pip install 'kvkeep[plot]'")
     check_writable(path)
 
 

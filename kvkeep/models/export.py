@@ -1,11 +1,7 @@
-"""Deprecated alias of `kvkeep.models.weights.export`; removed in the next release."""
+"""Moved to kvkeep.models.weights.export; this alias goes with the next release."""
 
 import warnings
 
 from kvkeep.models.weights.export import export as export
 
-warnings.warn(
-    "moved to kvkeep.models.weights.export; this alias goes with the next release",
-    DeprecationWarning,
-    stacklevel=2,
-)
+warnings.warn(str(__doc__), DeprecationWarning, stacklevel=2)

@@ -1,11 +1,7 @@
-"""Deprecated alias of `kvkeep.models.hub.source`; removed in the next release."""
+"""Moved to kvkeep.models.hub.source; this alias goes with the next release."""
 
 import warnings
 
 from kvkeep.models.hub.source import resolve as resolve
 
-warnings.warn(
-    "moved to kvkeep.models.hub.source; this alias goes with the next release",
-    DeprecationWarning,
-    stacklevel=2,
-)
+warnings.warn(str(__doc__), DeprecationWarning, stacklevel=2)

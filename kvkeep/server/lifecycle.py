@@ -72,8 +72,8 @@ def serve_on(
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{port}"
         edits = "with chat and edits" if options["allow_edit"] else "read only; see --allow-edit"
-        print(f"kvkeep serves {name} on {url}\n  OpenAI API  {url}/v1", flush=True)
-        print(f"  Web UI      {url}/ ({edits})", flush=True)
+        urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({edits})"
+        print(f"kvkeep serves {name} on {url}\n{urls}", flush=True)
 
     async def serve_and_drain() -> None:
         try:

@@ -1,10 +1,10 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument, KvkeepError
@@ -46,6 +46,13 @@ def system_tokens(codec: "TextCodec", system: str) -> int:
     # If it ends inside a word, its last token differs from that of the whole rendering.
     ids, _ = encode_pieces(codec, [before, text, end])
     return common_prefix(encode_pieces(codec, pieces)[0], ids)
+
+
+def saved_system(notes: Mapping[str, Any]) -> str | None:
+    """Return the system prompt in a snapshot's notes. Raises InvalidArgument if it is no text."""
+    chat = notes.get(CHAT, {})
+    system = chat.get("system") if isinstance(chat, dict) else chat
+    return None if system is None else validation.text("the snapshot's system prompt", system)
 
 
 class Conversation:
