@@ -16,7 +16,7 @@ from kvkeep.loader import BY_TRANSFORMERS
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import local_folder
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.layers.primitives import EMBEDDING, HEAD
+from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.cells import UNDO_TOKENS, group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
@@ -122,7 +122,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
                 f'weights="{weights}" is read by compiled kernels, which {unsupported}'
             )
     parameters = sum(map(prod, tensor_shapes(spec).values()))
-    sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
+    sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
     names, shapes = matrices_per_token(spec), matrices(spec)
     read_packed_as_is = not weights and not unsupported
     bytes_held, sizes = _weight_sizes(
@@ -213,7 +213,7 @@ def _weight_sizes(
             for matrix in stored.values()
         )
         if spec.tied_head:
-            stored[HEAD] = stored[EMBEDDING]
+            stored[LM_HEAD] = stored[EMBEDDING]
         return bytes_held, {n: (format_name(stored[n]), stored[n].nbytes) for n in shapes}
     bytes_held = dtype.itemsize * sum(map(prod, tensor_shapes(spec).values()))
     plain_format = str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from small_models import small_tokenizer
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.layers.primitives import HEAD
+from kvkeep.models.layers.primitives import LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packing import MatrixBits, PackedMatrix, pack, quantise
@@ -157,7 +157,7 @@ def packed_model(
     matrices_packed: dict[str, PackedMatrix] = {}
     if bits is not None:
         for name in filterfalse(is_router, matrices(spec)):
-            source = "model.embed_tokens.weight" if name == HEAD and spec.tied_head else name
+            source = "model.embed_tokens.weight" if name == LM_HEAD and spec.tied_head else name
             rounded = quantise(tensors[source], bits)
             if lossless:
                 tensors[source] = rounded.values()

@@ -22,7 +22,7 @@ from kvkeep.compiled.step import GroupShape, describe_step
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.network import Network
-from kvkeep.models.layers.primitives import HEAD
+from kvkeep.models.layers.primitives import LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import GROUP
 from kvkeep.models.weights.packing import Matrix, as_tensor
@@ -73,7 +73,7 @@ def unavailable_reason() -> str:
 
 
 def _mlp_sizes(spec: ModelSpec) -> list[int]:
-    sparsity = set(map(spec.is_sparse, range(spec.layers)))
+    sparsity = set(map(spec.has_experts, range(spec.layers)))
     sparse = [spec.expert_size, spec.shared_expert_size] if True in sparsity else []
     dense = [spec.intermediate_size] if False in sparsity or spec.experts_beside else []
     return list(filter(None, [*dense, *sparse]))
@@ -127,7 +127,7 @@ class CompiledExecutor:
         only_packed = [name for name in self._operands.shapes if name not in tensors]
         if self._product_dtype is torch.bfloat16:
             return only_packed
-        layer_matrices = set(matrices(self.spec)) - {HEAD}
+        layer_matrices = set(matrices(self.spec)) - {LM_HEAD}
         return only_packed + [n for n in layer_matrices if n in tensors and not is_router(n)]
 
     def _routers(self) -> dict[str, Tensor]:

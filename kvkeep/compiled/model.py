@@ -11,9 +11,9 @@ import torch
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import ModelOperands, require
 from kvkeep.models.layers.experts import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE
-from kvkeep.models.layers.gemma import LAYER_PARTS, PROJECTION, PROJECTION_NORM, TABLE
+from kvkeep.models.layers.gemma import LAYER_PARTS, PER_LAYER_TABLE, PROJECTION, PROJECTION_NORM
 from kvkeep.models.layers.network import embedding_multiplier, per_layer_multiplier
-from kvkeep.models.layers.primitives import EMBEDDING, HEAD
+from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.model_spec import GATINGS, LayerGroup, ModelSpec
 
 # Fields of CModel that the spec has under the same name.
@@ -79,11 +79,11 @@ def describe_model(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c
         layers=(c.CLayer * len(c_layers))(*c_layers),
         groups=(c.CLayerGroup * len(c_groups))(*c_groups),
         embedding=operands.matrix(EMBEDDING, sampled=False),
-        head=operands.matrix(HEAD, sampled=True),
+        head=operands.matrix(LM_HEAD, sampled=True),
     )
     if spec.per_layer_size:
         per_layer = c.CPerLayerEmbedding(
-            table=operands.matrix(TABLE, sampled=False),
+            table=operands.matrix(PER_LAYER_TABLE, sampled=False),
             projection=operands.matrix(PROJECTION, sampled),
             norm=operands.vector(PROJECTION_NORM),
             size=spec.per_layer_size,
@@ -120,7 +120,7 @@ def _describe_layer(
 ) -> c.CLayer:
     prefix = f"model.layers.{index}."
     matrix = partial(operands.matrix, sampled=sampled)
-    is_sparse, group = spec.is_sparse(index), spec.group_of(index)
+    has_experts, group = spec.has_experts(index), spec.group_of(index)
     sinks = operands.tensors.get(f"{prefix}self_attn.sinks")
     output_scale = operands.tensors.get(f"{prefix}layer_scalar")
     layer = c.CLayer(
@@ -132,9 +132,9 @@ def _describe_layer(
         rotated=index not in spec.unrotated_layers,
         output_scale=1.0 if output_scale is None else output_scale.item(),
     )
-    if spec.experts_beside or not is_sparse:
+    if spec.experts_beside or not has_experts:
         layer.mlp = _describe_mlp(f"{prefix}mlp", matrix)
-    if is_sparse:
+    if has_experts:
         layer.experts = pointer(_describe_experts(spec, operands, prefix, sampled))
     if spec.per_layer_size:
         gate, projection, norm = (f"{prefix}{name}.weight" for name in LAYER_PARTS)

@@ -15,7 +15,7 @@ from kvkeep.cache.quantised import SCALE, KVTensor, scale_count
 from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.layers.primitives import EMBEDDING, HEAD
+from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix, packed_shapes
 from kvkeep.models.weights.tensors import is_router
@@ -124,7 +124,7 @@ class ModelOperands:
 
         Raises KernelMismatch for a missing weight.
         """
-        names = (HEAD, EMBEDDING) if name == HEAD and self._tied_head else (name,)
+        names = (LM_HEAD, EMBEDDING) if name == LM_HEAD and self._tied_head else (name,)
         sources: tuple[Mapping[str, Matrix], ...] = (self.tensors, self._packed)
         for source in reversed(sources) if sampled else sources:
             for candidate in names:
@@ -134,7 +134,7 @@ class ModelOperands:
 
     def matrix(self, name: str, sampled: bool) -> c.CMatrix:
         """Describe a matrix; it has no rows if the spec does not name it. Raises KernelMismatch."""
-        shape = self.shapes.get(EMBEDDING if name == HEAD and self._tied_head else name)
+        shape = self.shapes.get(EMBEDDING if name == LM_HEAD and self._tied_head else name)
         if shape is None:
             return c.CMatrix()
         bias = self.vector(name.removesuffix("weight") + "bias")

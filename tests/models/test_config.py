@@ -468,7 +468,7 @@ OF_EXPERTS = {**PLAIN, "architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
 def test_sparse_layers_follow_the_config(tmp_path: Path) -> None:
     def sparse(**fields: Any) -> list[bool]:
         spec = read_spec(write(tmp_path, OF_EXPERTS | {"num_hidden_layers": 6} | fields))
-        return [spec.is_sparse(layer) for layer in range(spec.layers)]
+        return [spec.has_experts(layer) for layer in range(spec.layers)]
 
     assert sparse() == [True] * 6
     assert sparse(decoder_sparse_step=3) == [False, False, True, False, False, True]

@@ -353,7 +353,7 @@ def test_dense_layers_are_recognised_by_their_tensors(tmp_path: Path) -> None:
     kind = "qwen3moe-dense-first"
     convert(write(tmp_path / "m.gguf", kind, random_model(kind)), tmp_path / "out", False)
     spec = read_spec(tmp_path / "out")
-    assert [spec.is_sparse(layer) for layer in range(spec.layers)] == [False, True]
+    assert [spec.has_experts(layer) for layer in range(spec.layers)] == [False, True]
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")

@@ -22,7 +22,7 @@ def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-GATED: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
+GATING_FUNCTIONS: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped": _clamped_gating,
@@ -36,36 +36,36 @@ class Mlp:
     """
 
     def __init__(
-        self, weights: NamedWeights, name: str, width: int, bias: bool, sparsity: float = 0
+        self, weights: NamedWeights, prefix: str, width: int, bias: bool, sparsity: float = 0
     ):
         hidden = weights.spec.hidden_size
-        self._gate = weights.product(f"{name}.gate_proj.weight", width, hidden, bias)
-        self._up = weights.product(f"{name}.up_proj.weight", width, hidden, bias)
-        self._down = weights.product(f"{name}.down_proj.weight", hidden, width, bias)
-        self._gated = GATED[weights.spec.gating]
-        self._deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
+        self._gate = weights.matrix(f"{prefix}.gate_proj.weight", width, hidden, bias)
+        self._up = weights.matrix(f"{prefix}.up_proj.weight", width, hidden, bias)
+        self._down = weights.matrix(f"{prefix}.down_proj.weight", hidden, width, bias)
+        self._gating = GATING_FUNCTIONS[weights.spec.gating]
+        self._threshold_stds = NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape."""
         gate = self._gate(x)
-        if self._deviations is not None:
-            gate = _sparse(gate, self._deviations)
-        return self._down(self._gated(gate, self._up(x)))
+        if self._threshold_stds is not None:
+            gate = _sparsify(gate, self._threshold_stds)
+        return self._down(self._gating(gate, self._up(x)))
 
 
-def _sparse(gate: Tensor, deviations: float) -> Tensor:
+def _sparsify(gate: Tensor, threshold_stds: float) -> Tensor:
     """Keep only gate values far above their mean, less the bound (Gemma 3n, arXiv:2506.06644).
 
     The bound follows from a normal distribution, so that nothing is sorted: 5% of it lie above
     1.645 standard deviations, and a sparsity of 0.95 keeps these.
 
-    gate: `[n, intermediate_size]`. deviations: standard deviations from the mean of a token's
+    gate: `[n, intermediate_size]`. threshold_stds: standard deviations from the mean of a token's
     values to the bound.
     """
     gate32 = gate.float()  # few values are kept, and they depend on the bound's last bits
-    spread = gate32.std(dim=-1, correction=0, keepdim=True)
-    bound = gate32.mean(dim=-1, keepdim=True) + deviations * spread
-    return F.relu(gate32 - bound).to(gate.dtype)
+    std = gate32.std(dim=-1, correction=0, keepdim=True)
+    threshold = gate32.mean(dim=-1, keepdim=True) + threshold_stds * std
+    return F.relu(gate32 - threshold).to(gate.dtype)
 
 
 class Experts:
@@ -80,7 +80,7 @@ class Experts:
 
     def __init__(self, weights: NamedWeights):
         spec, hidden, bias = weights.spec, weights.spec.hidden_size, weights.spec.clamped_experts
-        self._per_token, self._norm_topk = spec.experts_per_token, spec.norm_topk
+        self._experts_per_token, self._norm_topk = spec.experts_per_token, spec.norm_topk
         self._router = weights.float32_linear("mlp.gate.weight", spec.experts, hidden, bias)
         self._experts = [
             Mlp(weights, f"mlp.experts.{i}", spec.expert_size, bias) for i in range(spec.experts)
@@ -96,22 +96,22 @@ class Experts:
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (float32) and experts (int64) of each token, `[n, per_token]`."""
-        scores, order = self._router(x.float()).sort(dim=-1, descending=True, stable=True)
-        candidates = scores[:, : self._per_token] if self._norm_topk else scores
-        weights = candidates.softmax(-1)[:, : self._per_token]
-        return weights, order[:, : self._per_token]
+        scores, expert_ids = self._router(x.float()).sort(dim=-1, descending=True, stable=True)
+        candidates = scores[:, : self._experts_per_token] if self._norm_topk else scores
+        routing_weights = candidates.softmax(-1)[:, : self._experts_per_token]
+        return routing_weights, expert_ids[:, : self._experts_per_token]
 
-    def apply(self, x: Tensor, weights: Tensor, routed: Tensor) -> Tensor:
+    def apply(self, x: Tensor, routing_weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape, routed as `route` returned it."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # Assignments sorted by expert; assignment a is of token a // per_token.
-        order = routed.flatten().argsort(stable=True)
-        counts = routed.flatten().bincount(minlength=len(self._experts)).tolist()
+        order = expert_ids.flatten().argsort(stable=True)
+        counts = expert_ids.flatten().bincount(minlength=len(self._experts)).tolist()
         for expert, assignments in zip(self._experts, torch.split(order, counts), strict=True):
             if len(assignments):
-                tokens = assignments // self._per_token
-                output = expert(x[tokens]).float() * weights.flatten()[assignments, None]
-                total.index_add_(0, tokens, output)  # no token is routed to an expert twice
+                rows = assignments // self._experts_per_token
+                output = expert(x[rows]).float() * routing_weights.flatten()[assignments, None]
+                total.index_add_(0, rows, output)  # no token is routed to an expert twice
         if self._shared is not None:
             total += self._shared_gate(x.float()).sigmoid() * self._shared(x).float()
         return total.to(x.dtype)
@@ -148,7 +148,7 @@ class ParallelExperts:
         """Return the sum of MLP and experts. x: the residual stream; all `[n, hidden_size]`."""
         x32 = x.float()
         router_input = F.rms_norm(x32, x32.shape[1:], None, self._eps) * self._router_scale
-        weights, routed = self._experts.route(router_input * x32.shape[1] ** -0.5)
-        weights = weights * self._expert_scales[routed]
-        experts_output = self._experts.apply(self._norm(x), weights, routed)
+        routing_weights, expert_ids = self._experts.route(router_input * x32.shape[1] ** -0.5)
+        routing_weights = routing_weights * self._expert_scales[expert_ids]
+        experts_output = self._experts.apply(self._norm(x), routing_weights, expert_ids)
         return self._mlp_norm(mlp_output) + self._output_norm(experts_output)

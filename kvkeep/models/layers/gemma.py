@@ -23,10 +23,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvkeep.models.layers.experts import GATED
+from kvkeep.models.layers.experts import GATING_FUNCTIONS
 from kvkeep.models.layers.primitives import NamedWeights
 
-TABLE = "model.embed_tokens_per_layer.weight"
+PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 PROJECTION = "model.per_layer_model_projection.weight"
 PROJECTION_NORM = "model.per_layer_projection_norm.weight"
 # Tensor names behind a layer's prefix: gate, projection and norm of `PerLayerInput`.
@@ -42,10 +42,10 @@ class PerLayerEmbedding:
     def __init__(self, weights: NamedWeights, factor: float):
         spec, self._factor = weights.spec, factor
         self._size = spec.per_layer_size
-        self._rows = spec.per_layer_vocab or spec.vocab_size
+        self._vocab_size = spec.per_layer_vocab or spec.vocab_size
         total_size = spec.layers * self._size
-        self._table = weights.product(TABLE, self._rows, total_size)
-        self._projection = weights.product(PROJECTION, total_size, spec.hidden_size)
+        self._table = weights.matrix(PER_LAYER_TABLE, self._vocab_size, total_size)
+        self._projection = weights.matrix(PROJECTION, total_size, spec.hidden_size)
         self._norm = weights.norm(PROJECTION_NORM, self._size)
 
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ class PerLayerEmbedding:
         A token id beyond the table's rows takes row 0.
         """
         shape = (len(tokens), -1, self._size)
-        indices = torch.where(tokens < self._rows, tokens, 0)
+        indices = torch.where(tokens < self._vocab_size, tokens, 0)
         table_rows = (self._table.take_rows(indices) * self._factor).view(shape)
         projected = (self._projection(x) * x.shape[-1] ** -0.5).view(shape)
         return ((self._norm(projected) + table_rows) * math.sqrt(0.5)).unbind(1)
@@ -66,14 +66,14 @@ class PerLayerInput:
     def __init__(self, weights: NamedWeights):
         size, hidden = weights.spec.per_layer_size, weights.spec.hidden_size
         gate, projection, norm = (f"{name}.weight" for name in LAYER_PARTS)
-        self._gate = weights.product(gate, size, hidden)
-        self._projection = weights.product(projection, hidden, size)
+        self._gate = weights.matrix(gate, size, hidden)
+        self._projection = weights.matrix(projection, hidden, size)
         self._norm = weights.norm(norm, hidden)
-        self._gated = GATED[weights.spec.gating]
+        self._gating = GATING_FUNCTIONS[weights.spec.gating]
 
     def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
         """Return the update of the residual stream x, `[n, hidden_size]`. vectors: `[n, size]`."""
-        return self._norm(self._projection(self._gated(self._gate(x), vectors)))
+        return self._norm(self._projection(self._gating(self._gate(x), vectors)))
 
 
 class AltUpStreams:
@@ -84,22 +84,22 @@ class AltUpStreams:
 
     def __init__(self, weights: NamedWeights):
         hidden, projections = weights.spec.hidden_size, range(weights.spec.altup_inputs - 1)
-        self._opening, self._closing = (
-            [weights.product(f"model.{name}.{i}.weight", hidden, hidden) for i in projections]
+        self._embed_projections, self._unembed_projections = (
+            [weights.matrix(f"model.{name}.{i}.weight", hidden, hidden) for i in projections]
             for name in ("altup_projections", "altup_unembed_projections")
         )
 
-    def open(self, x: Tensor) -> Tensor:
+    def expand(self, x: Tensor) -> Tensor:
         """Map embeddings `[n, hidden_size]` to streams, all scaled to the embedding's norm."""
-        others = [_scaled_to_norm(project(x), x) for project in self._opening]
+        others = [_scale_to_rms(project(x), x) for project in self._embed_projections]
         return torch.stack((x, *others), dim=1)
 
-    def close(self, streams: Tensor) -> Tensor:
+    def merge(self, streams: Tensor) -> Tensor:
         """Map streams to the input of the final norm, `[n, hidden_size]`: their mean."""
         first, *others = streams.unbind(1)
         total = first.float()
-        for project, other in zip(self._closing, others, strict=True):
-            total = total + _scaled_to_norm(project(other), first).float()
+        for project, other in zip(self._unembed_projections, others, strict=True):
+            total = total + _scale_to_rms(project(other), first).float()
         return (total / streams.shape[1]).to(streams.dtype)
 
 
@@ -111,7 +111,7 @@ class AltUp:
 
     def __init__(self, weights: NamedWeights):
         inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
-        self._active = weights.spec.altup_active
+        self._active_index = weights.spec.altup_active
         self._per_layer_input = PerLayerInput(weights)
         self._router = weights.float32_linear("altup.modality_router.weight", inputs, hidden)
         self._prediction = weights.float32_linear(
@@ -126,27 +126,27 @@ class AltUp:
     ) -> Tensor:
         """Return the streams after a layer, whose attention and MLP are `block`."""
         predicted = self._predict(streams)
-        output = block(predicted[:, self._active].contiguous())
+        output = block(predicted[:, self._active_index].contiguous())
         corrected = self._correct(predicted, output)
-        scaled = corrected[:, self._active].float() * self._output_scale
-        update = self._per_layer_input(scaled.to(streams.dtype), vectors)
+        active_stream = corrected[:, self._active_index].float() * self._output_scale
+        update = self._per_layer_input(active_stream.to(streams.dtype), vectors)
         first, others = corrected[:, :1], corrected[:, 1:]  # the first even if it is not active
         return torch.cat((first, others + update[:, None]), dim=1)
 
     def _predict(self, streams: Tensor) -> Tensor:
         n, inputs, _ = streams.shape
-        coefficients = self._prediction(self._route(streams[:, self._active]))
+        coefficients = self._prediction(self._router_modalities(streams[:, self._active_index]))
         streams32 = streams.float()
         predicted = streams32 + torch.bmm(coefficients.view(n, inputs, inputs), streams32)
         return predicted.to(streams.dtype)
 
     def _correct(self, predicted: Tensor, output: Tensor) -> Tensor:
-        coefficients = self._correction(self._route(output)) + 1
-        error = output.float() - predicted[:, self._active].float()
+        coefficients = self._correction(self._router_modalities(output)) + 1
+        error = output.float() - predicted[:, self._active_index].float()
         corrected = predicted.float() + coefficients[:, :, None] * error[:, None]
         return corrected.to(predicted.dtype)
 
-    def _route(self, x: Tensor) -> Tensor:
+    def _router_modalities(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, inputs]` float32, each from -1 to 1."""
         return torch.tanh(self._router(self._norm(x.float()) / x.shape[-1]))
 
@@ -156,8 +156,8 @@ class Laurel:
 
     def __init__(self, weights: NamedWeights):
         rank, hidden = weights.spec.laurel_rank, weights.spec.hidden_size
-        self._left = weights.product("laurel.linear_left.weight", rank, hidden)
-        self._right = weights.product("laurel.linear_right.weight", hidden, rank)
+        self._left = weights.matrix("laurel.linear_left.weight", rank, hidden)
+        self._right = weights.matrix("laurel.linear_right.weight", hidden, rank)
         self._norm = weights.norm("laurel.post_laurel_norm.weight", hidden)
 
     def __call__(self, x: Tensor, attention_input: Tensor) -> Tensor:
@@ -166,9 +166,9 @@ class Laurel:
         return (x + branch) * math.sqrt(0.5)
 
 
-def _scaled_to_norm(x: Tensor, reference: Tensor) -> Tensor:
+def _scale_to_rms(x: Tensor, reference: Tensor) -> Tensor:
     """Scale x row by row to the RMS of the reference; both `[n, hidden_size]`."""
     x32 = x.float()
-    target = reference.float().pow(2).mean(-1, keepdim=True).sqrt()
+    target_rms = reference.float().pow(2).mean(-1, keepdim=True).sqrt()
     rms = x32.pow(2).mean(-1, keepdim=True).clamp_min(1e-5).sqrt()
-    return (x32 * target / rms).to(reference.dtype)
+    return (x32 * target_rms / rms).to(reference.dtype)

@@ -17,12 +17,12 @@ from kvkeep.models.layers.experts import Experts, Mlp, ParallelExperts
 from kvkeep.models.layers.gemma import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
 from kvkeep.models.layers.primitives import (
     EMBEDDING,
-    HEAD,
+    LM_HEAD,
     NORM,
     DeclaredTensors,
     NamedWeights,
     Norm,
-    Product,
+    WeightMatrix,
 )
 from kvkeep.models.spec.model_spec import ModelSpec
 
@@ -39,40 +39,40 @@ class DecoderLayer:
         has_cells = spec.kv_source(index) == index
         # Without a value projection, values are the keys before key norm and rotation.
         has_values = has_cells and not (spec.keys_as_values and index not in spec.local_layers)
-        queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
+        q_width, kv_width = spec.heads * group.head_dim, group.kv_heads * group.head_dim
 
         def norm(name: str, exists: bool, width: int = hidden) -> Norm | None:
             return weights.norm(f"{name}.weight", width) if exists else None
 
-        def projection(name: str, rows: int) -> Product:
-            return weights.product(f"self_attn.{name}.weight", rows, hidden, spec.qkv_bias)
+        def projection(name: str, rows: int) -> WeightMatrix:
+            return weights.matrix(f"self_attn.{name}.weight", rows, hidden, spec.qkv_bias)
 
         self._attention_norm = norm("input_layernorm", spec.norms_before)
-        mlp_normed = spec.norms_before and not spec.parallel
-        self._mlp_norm = norm("post_attention_layernorm", mlp_normed)
+        has_mlp_norm = spec.norms_before and not spec.parallel
+        self._mlp_norm = norm("post_attention_layernorm", has_mlp_norm)
         self._attention_output_norm = norm("post_self_attn_layernorm", spec.norms_after)
         self._mlp_output_norm = norm("post_mlp_layernorm", spec.norms_after)
-        self._query = projection("q_proj", queries)
-        self._key = projection("k_proj", keys) if has_cells else None
-        self._value = projection("v_proj", keys) if has_values else None
-        self._output = weights.product("self_attn.o_proj.weight", hidden, queries, spec.output_bias)
-        replaces_mlp = spec.is_sparse(index) and not spec.experts_beside
+        self._q_proj = projection("q_proj", q_width)
+        self._k_proj = projection("k_proj", kv_width) if has_cells else None
+        self._v_proj = projection("v_proj", kv_width) if has_values else None
+        self._o_proj = weights.matrix("self_attn.o_proj.weight", hidden, q_width, spec.output_bias)
+        replaces_mlp = spec.has_experts(index) and not spec.experts_beside
         self._mlp = Experts(weights) if replaces_mlp else _dense_mlp(weights, index)
-        experts_beside = Experts(weights) if spec.experts_beside else None
+        parallel_experts = Experts(weights) if spec.experts_beside else None
         # As wide as one head, or as all heads together.
-        widths = (queries, keys) if spec.qk_norm_whole else (group.head_dim, group.head_dim)
+        widths = (q_width, kv_width) if spec.qk_norm_whole else (group.head_dim, group.head_dim)
         self._query_norm = norm("self_attn.q_norm", spec.qk_norm, widths[0])
         self._key_norm = norm("self_attn.k_norm", spec.qk_norm and has_cells, widths[1])
         if spec.sinks:  # the cache has them
             weights.tensor("self_attn.sinks", spec.heads)
         self._parallel_experts = (
-            ParallelExperts(weights, experts_beside) if experts_beside else None
+            ParallelExperts(weights, parallel_experts) if parallel_experts else None
         )
         self._altup = AltUp(weights) if spec.altup_inputs else None
-        has_input = spec.per_layer_size and not spec.altup_inputs  # AltUp applies it
-        self._per_layer_input = PerLayerInput(weights) if has_input else None
+        applies_per_layer_input = spec.per_layer_size and not spec.altup_inputs  # AltUp applies it
+        self._per_layer_input = PerLayerInput(weights) if applies_per_layer_input else None
         self._laurel = Laurel(weights) if spec.laurel_rank else None
-        self._scale = weights.tensor("layer_scalar", 1) if spec.layer_scales else None
+        self._layer_scale = weights.tensor("layer_scalar", 1) if spec.layer_scales else None
         scale = group.query_scale(index)
         self._query_scale = weights.tensors[NORM].new_tensor(scale) if scale else None
 
@@ -89,7 +89,7 @@ class DecoderLayer:
             x = self._block(step, norms, x)
         if self._per_layer_input:
             x = self._residual(x, self._per_layer_input(x, vectors[self._index]))
-        return x if self._scale is None else x * self._scale
+        return x if self._layer_scale is None else x * self._layer_scale
 
     def _block(self, step: LayerAttention, norms: Tensor | None, x: Tensor) -> Tensor:
         """Apply attention and MLP to the residual stream x, `[n, hidden_size]`."""
@@ -107,20 +107,20 @@ class DecoderLayer:
 
     def _attention(self, x: Tensor, step: LayerAttention) -> Tensor:
         n, head_dim = x.shape[0], self._head_dim
-        q = _normed_heads(self._query_norm, self._query(x)).view(n, -1, head_dim)
+        q = _norm_heads(self._query_norm, self._q_proj(x)).view(n, -1, head_dim)
         if self._query_scale is not None:
             q = q * self._query_scale
-        if self._key is None:  # the layer attends to another layer's cells
-            return self._output(step.attend(self._index, q, None, None))
-        k = self._key(x)
-        v = (k if self._value is None else self._value(x)).view(n, -1, head_dim)
+        if self._k_proj is None:  # the layer attends to another layer's cells
+            return self._o_proj(step.attend(self._index, q, None, None))
+        k = self._k_proj(x)
+        v = (k if self._v_proj is None else self._v_proj(x)).view(n, -1, head_dim)
         if self._spec.values_normed:
             v = F.rms_norm(v, (head_dim,), None, self._spec.norm_eps)
-        k = _normed_heads(self._key_norm, k).view(n, -1, head_dim)
-        return self._output(step.attend(self._index, q, k, v))
+        k = _norm_heads(self._key_norm, k).view(n, -1, head_dim)
+        return self._o_proj(step.attend(self._index, q, k, v))
 
     def _residual(self, x: Tensor, update: Tensor) -> Tensor:
-        return x + _scaled(update, self._spec.residual_multiplier)
+        return x + _multiply(update, self._spec.residual_multiplier)
 
 
 def _dense_mlp(weights: NamedWeights, index: int) -> Mlp:
@@ -134,27 +134,27 @@ class Network:
 
     Args:
         tensors: weights by Hugging Face name, all of one dtype and on one device.
-        products: matrices that are not stored as tensors, by the same names.
+        matrices: matrices that are not stored as tensors, by the same names.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         tensors: Mapping[str, Tensor],
-        products: Mapping[str, Product] | None = None,
+        matrices: Mapping[str, WeightMatrix] | None = None,
     ):
         self.spec = spec
-        weights, dtype = NamedWeights(spec, tensors, products or {}), tensors[NORM].dtype
-        self.embedding = weights.product(EMBEDDING, spec.vocab_size, spec.hidden_size)
+        weights, dtype = NamedWeights(spec, tensors, matrices or {}), tensors[NORM].dtype
+        self.embedding = weights.matrix(EMBEDDING, spec.vocab_size, spec.hidden_size)
         self.layers = [DecoderLayer(weights.layer(i), i) for i in range(spec.layers)]
         self.norm = weights.norm(NORM, spec.hidden_size)
         self._embedding_multiplier = embedding_multiplier(spec, dtype)
         factor = per_layer_multiplier(spec, dtype)
         self._per_layer = PerLayerEmbedding(weights, factor) if spec.per_layer_size else None
-        self._streams = AltUpStreams(weights) if spec.altup_inputs else None
+        self._altup_streams = AltUpStreams(weights) if spec.altup_inputs else None
         self.head = self.embedding
         if not spec.tied_head:
-            self.head = weights.product(HEAD, spec.vocab_size, spec.hidden_size)
+            self.head = weights.matrix(LM_HEAD, spec.vocab_size, spec.hidden_size)
 
     def forward(self, tokens: Tensor, step: LayerAttention, norms: Tensor | None = None) -> Tensor:
         """Evaluate `tokens: [n]`. Each layer calls `step.attend` once.
@@ -164,16 +164,16 @@ class Network:
 
         Returns `[n, hidden_size]`, after the final norm.
         """
-        x = _scaled(self.embedding.take_rows(tokens), self._embedding_multiplier)
+        x = _multiply(self.embedding.take_rows(tokens), self._embedding_multiplier)
         vectors = self._per_layer(tokens, x) if self._per_layer else ()
-        x = self._streams.open(x) if self._streams else x
+        x = self._altup_streams.expand(x) if self._altup_streams else x
         for layer in self.layers:
             x = layer(x, vectors, step, norms)
-        return self.norm(self._streams.close(x) if self._streams else x)
+        return self.norm(self._altup_streams.merge(x) if self._altup_streams else x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, vocab]`, float32; not checked for NaN."""
-        logits = _scaled(self.head(hidden).float(), self.spec.logits_multiplier)
+        logits = _multiply(self.head(hidden).float(), self.spec.logits_multiplier)
         cap = self.spec.logits_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -181,19 +181,19 @@ class Network:
 def embedding_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
     """Return the factor on embeddings, rounded to their dtype if the family rounds it."""
     factor = spec.embedding_multiplier
-    return _rounded(factor, dtype) if spec.embedding_multiplier_rounded else factor
+    return _round_to_dtype(factor, dtype) if spec.embedding_multiplier_rounded else factor
 
 
 def per_layer_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
     """Return the factor on rows of the per-layer embedding table, rounded to their dtype."""
-    return _rounded(math.sqrt(spec.per_layer_size), dtype)
+    return _round_to_dtype(math.sqrt(spec.per_layer_size), dtype)
 
 
-def _rounded(factor: float, dtype: torch.dtype) -> float:
+def _round_to_dtype(factor: float, dtype: torch.dtype) -> float:
     return torch.tensor(factor, dtype=dtype, device="cpu").item()
 
 
-def _scaled(x: Tensor, factor: float) -> Tensor:
+def _multiply(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
@@ -201,7 +201,7 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
+def _norm_heads(norm: Norm | None, x: Tensor) -> Tensor:
     """Norm `[n, heads * head_dim]` in rows as wide as the norm: one head each, or all together."""
     return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
 
@@ -212,8 +212,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     declared.tensor(EMBEDDING, spec.vocab_size, spec.hidden_size)
     shapes_by_kind: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
     for index in range(spec.layers):  # layers of a kind are alike
-        local, has_cells = index in spec.local_layers, spec.kv_source(index) == index
-        layer_kind = (spec.is_sparse(index), local, has_cells, spec.mlp_width(index))
+        is_local, has_cells = index in spec.local_layers, spec.kv_source(index) == index
+        layer_kind = (spec.has_experts(index), is_local, has_cells, spec.mlp_width(index))
         if layer_kind not in shapes_by_kind:
             layer = DeclaredTensors(spec)
             DecoderLayer(layer, index)
@@ -226,5 +226,5 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if spec.altup_inputs:
         AltUpStreams(declared)
     if not spec.tied_head:
-        declared.tensor(HEAD, spec.vocab_size, spec.hidden_size)
+        declared.tensor(LM_HEAD, spec.vocab_size, spec.hidden_size)
     return declared.shapes

@@ -22,15 +22,15 @@ from torch import Tensor
 from kvkeep.errors import NonFiniteLogits
 from kvkeep.models.spec.model_spec import ModelSpec
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-NORM = "model.norm.weight"
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NORM = "model.norm.weight"  # the final one
 # (most rows, multiple): up to so many rows, the row count is rounded up to this multiple.
 _ROW_MULTIPLES = ((32, 4), (96, 8), (256, 16), (512, 32))
-_MULTIPLE_BEYOND = 128
-_EMPTY = torch.empty(0, dtype=torch.float32, device="meta")  # a config may state any size
+_LARGEST_MULTIPLE = 128
+_META_TENSOR = torch.empty(0, dtype=torch.float32, device="meta")  # a config may state any size
 
 
-class Product(Protocol):
+class WeightMatrix(Protocol):
     """A matrix to multiply by, in whatever form it is stored: a `Linear` or packed weights."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def padded_rows(n: int) -> int:
     if n == 1:
         return 1
     multiple = next(
-        (multiple for limit, multiple in _ROW_MULTIPLES if n <= limit), _MULTIPLE_BEYOND
+        (multiple for limit, multiple in _ROW_MULTIPLES if n <= limit), _LARGEST_MULTIPLE
     )
     return -(-n // multiple) * multiple
 
@@ -96,13 +96,13 @@ class NamedWeights:
 
     Attributes:
         tensors: all of one dtype and on one device.
-        products: matrices that are not stored as tensors.
+        matrices: matrices that are not stored as tensors.
         prefix: put before each name.
     """
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
-    products: Mapping[str, Product] = field(default_factory=dict)
+    matrices: Mapping[str, WeightMatrix] = field(default_factory=dict)
     prefix: str = ""
 
     def layer(self, index: int) -> "NamedWeights":
@@ -112,9 +112,9 @@ class NamedWeights:
         """Return a tensor. Its shape is for `DeclaredTensors`."""
         return self.tensors[self.prefix + name]
 
-    def product(self, name: str, rows: int, columns: int, bias: bool = False) -> Product:
-        product = self.products.get(self.prefix + name)
-        return self._linear(name, rows, columns, bias, None) if product is None else product
+    def matrix(self, name: str, rows: int, columns: int, bias: bool = False) -> WeightMatrix:
+        matrix = self.matrices.get(self.prefix + name)
+        return self._linear(name, rows, columns, bias, None) if matrix is None else matrix
 
     def float32_linear(self, name: str, rows: int, columns: int, bias: bool = False) -> Linear:
         return self._linear(name, rows, columns, bias, torch.float32)
@@ -129,20 +129,20 @@ class NamedWeights:
     def norm(self, name: str, width: int, dtype: torch.dtype | None = None) -> Norm:
         """Return a norm computed in `dtype`. Some families store its weight less 1."""
         weight = self.tensor(name, width).to(dtype)
-        factor = 1 + weight.float() if self.spec.unit_norms else weight
-        return Norm(factor, self.spec.norm_eps, self.spec.centred_norms)
+        factors = 1 + weight.float() if self.spec.unit_norms else weight
+        return Norm(factors, self.spec.norm_eps, self.spec.centred_norms)
 
 
 @dataclass(frozen=True)
 class DeclaredTensors(NamedWeights):
     """Stands in for weights while modules are built, and records the shapes that they state."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=lambda: {NORM: _EMPTY})
+    tensors: Mapping[str, Tensor] = field(default_factory=lambda: {NORM: _META_TENSOR})
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.shapes[self.prefix + name] = shape
-        return _EMPTY
+        return _META_TENSOR
 
 
 def require_finite(x: Tensor) -> None:

@@ -18,8 +18,8 @@ def group_layout(
     spec: ModelSpec, group: LayerGroup, dtype: torch.dtype, device: torch.device
 ) -> Layout:
     """Return the layout of a group's cells, without layers that attend to another layer's."""
-    layers = len(spec.layers_with_cells(group))
-    return Layout(layers, group.kv_heads, group.head_dim, dtype, device)
+    layer_count = len(spec.layers_with_cells(group))
+    return Layout(layer_count, group.kv_heads, group.head_dim, dtype, device)
 
 
 def new_cache(
@@ -31,26 +31,26 @@ def new_cache(
     """
     dtype, device = tensors[NORM].dtype, tensors[NORM].device
     global_group = spec.groups[0]
-    near, far = bits.layouts(group_layout(spec, global_group, dtype, device))
+    layout, far_layout = bits.layouts(group_layout(spec, global_group, dtype, device))
     attention = _attention_config(spec, global_group, tensors, device)
     if len(spec.groups) == 1:
-        return KVCache(near, attention, far)
+        return KVCache(layout, attention, far_layout)
     local_group = spec.groups[1]
     local_layout, _ = bits.layouts(group_layout(spec, local_group, dtype, device))
-    local = KVCache(local_layout, _attention_config(spec, local_group, tensors, device))
+    local_cache = KVCache(local_layout, _attention_config(spec, local_group, tensors, device))
     if max_cells is None:
         max_cells = spec.window + UNDO_TOKENS
-    size = min(spec.window, max_cells)
-    local.window = Window(size, spare=min(UNDO_TOKENS, max_cells - size))
-    return KVCache(near, attention, far, local, _placements(spec))
+    window_size = min(spec.window, max_cells)
+    local_cache.window = Window(window_size, spare=min(UNDO_TOKENS, max_cells - window_size))
+    return KVCache(layout, attention, far_layout, local_cache, _placements(spec))
 
 
 def _placements(spec: ModelSpec) -> tuple[LayerPlacement, ...]:
     """Return for each layer which cache its cells are in, and their index among its layers."""
-    groups = [spec.layers_with_cells(group) for group in spec.groups]
+    group_layers = [spec.layers_with_cells(group) for group in spec.groups]
     is_local = [layer in spec.local_layers for layer in range(spec.layers)]
     return tuple(
-        LayerPlacement(is_local[layer], groups[is_local[layer]].index(spec.kv_source(layer)))
+        LayerPlacement(is_local[layer], group_layers[is_local[layer]].index(spec.kv_source(layer)))
         for layer in range(spec.layers)
     )
 

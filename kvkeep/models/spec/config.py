@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile
-from kvkeep.models.spec.config_fields import ConfigFields, is_whole, read_json
+from kvkeep.models.spec.config_fields import ConfigFields, is_valid_integer, read_json
 from kvkeep.models.spec.config_gemma import gemma3n_fields, gemma4_fields
-from kvkeep.models.spec.config_layers import expert_fields, layer_kind_fields, model_window
+from kvkeep.models.spec.config_layers import expert_fields, layer_type_fields, model_window
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -23,7 +23,7 @@ from kvkeep.models.spec.unsupported import (
 )
 
 _MISTRAL3 = "Mistral3ForConditionalGeneration"
-_WIDEST_HEAD = 1 << 16
+_MAX_HEAD_DIM = 1 << 16
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -31,32 +31,32 @@ def read_spec(folder: Path) -> ModelSpec:
 
     Raises BadModelFile if config.json is unreadable, UnsupportedModel if kvkeep cannot run it.
     """
-    path, generation = folder / "config.json", folder / "generation_config.json"
-    if not path.exists():
+    config_path, generation_path = folder / "config.json", folder / "generation_config.json"
+    if not config_path.exists():
         raise BadModelFile(
             f"{folder} has no config.json; give the folder of a model in Hugging Face layout "
             "(config.json, model.safetensors, tokenizer.json), or a .gguf file"
         )
-    generation_values = read_json(generation) if generation.exists() else {}
-    return spec_from_config(read_json(path), generation_values, path)
+    generation_config = read_json(generation_path) if generation_path.exists() else {}
+    return spec_from_config(read_json(config_path), generation_config, config_path)
 
 
 def spec_from_config(
-    values: Mapping[str, Any], generation: Mapping[str, Any], path: Path
+    values: Mapping[str, Any], generation_config: Mapping[str, Any], path: Path
 ) -> ModelSpec:
     """Build the specification from the files' contents. path: of config.json, for messages."""
     architecture, family = _architecture_and_family(values, path)
     values = _language_model_config(values) if family.multimodal else values
     config = ConfigFields({**family.defaults, **values}, path)
     refuse_unsupported_fields(config, architecture)
-    fields = layer_kind_fields(config, family) | expert_fields(config, family)
+    fields = layer_type_fields(config, family) | expert_fields(config, family)
     if family.gemma4:
-        config, gemma4 = gemma4_fields(config, fields["local_layers"])
-        fields |= gemma4
+        config, gemma4_only = gemma4_fields(config, fields["local_layers"])
+        fields |= gemma4_only
     fields |= _head_fields(config, fields)
-    head_dim = fields["head_dim"]
-    rope, trained = rope_fields(config, family, head_dim, fields.get("local_head_dim", head_dim))
-    fields |= rope
+    head_dim, local_head_dim = fields["head_dim"], fields.get("local_head_dim", fields["head_dim"])
+    rope_specs, trained_length = rope_fields(config, family, head_dim, local_head_dim)
+    fields |= rope_specs
     if family.gemma3n:
         fields |= gemma3n_fields(config, fields["local_layers"])
     else:
@@ -65,12 +65,12 @@ def spec_from_config(
         architecture=architecture,
         vocab_size=config.positive_int("vocab_size"),
         hidden_size=config.positive_int("hidden_size"),
-        layers=config.layers,
+        layers=config.num_layers,
         norm_eps=config.positive_float(family.norm_eps_field, default=1e-6),
-        max_positions=min(trained, model_window(config, family) or trained),
+        max_positions=min(trained_length, model_window(config, family) or trained_length),
         tied_head=bool(config.get("tie_word_embeddings")),
-        bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id")), None),
-        eos_token_ids=_token_ids(config, generation, "eos_token_id"),
+        bos_token_id=next(iter(_token_ids(config, generation_config, "bos_token_id")), None),
+        eos_token_ids=_token_ids(config, generation_config, "eos_token_id"),
         activation=ACTIVATIONS[config.get(family.activation_field, "silu")],
         **{"qk_norm": False, **family.spec},
         **_biases(config, family),
@@ -86,19 +86,19 @@ def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str
             f"{path} does not say which architecture the model is (field architectures); "
             f"supported: {', '.join(FAMILIES)}"
         )
-    name = architectures[0]
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise unsupported_architecture(name)
-    if name == GRANITE_HYBRID:
+    architecture = architectures[0]
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise unsupported_architecture(architecture)
+    if architecture == GRANITE_HYBRID:
         require_dense_granite(values)
-    if name == _MISTRAL3:  # its language model may be of another architecture
+    if architecture == _MISTRAL3:  # its language model may be of another architecture
         text_config = values.get("text_config")
         model_type = text_config.get("model_type") if isinstance(text_config, dict) else None
         if model_type == "mistral4":
             raise unsupported_architecture("Mistral4ForCausalLM")
         if model_type == "ministral3":
-            return name, replace(FAMILIES["Ministral3ForCausalLM"], multimodal=True)
-    return name, FAMILIES[name]
+            return architecture, replace(FAMILIES["Ministral3ForCausalLM"], multimodal=True)
+    return architecture, FAMILIES[architecture]
 
 
 def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -113,8 +113,8 @@ def _head_fields(config: ConfigFields, local_fields: Mapping[str, Any]) -> dict[
     """Return heads, kv_heads and head_dim. local_fields: of local layers, checked as well."""
     heads = config.positive_int("num_attention_heads")
     kv_heads = config.positive_int("num_key_value_heads", default=heads)
-    default_width = config.positive_int("hidden_size") // heads
-    head_dim = config.positive_int("head_dim", default=default_width)
+    default_head_dim = config.positive_int("hidden_size") // heads
+    head_dim = config.positive_int("head_dim", default=default_head_dim)
     for count in (kv_heads, local_fields.get("local_kv_heads", kv_heads)):
         if heads % count:
             raise BadModelFile(
@@ -122,19 +122,19 @@ def _head_fields(config: ConfigFields, local_fields: Mapping[str, Any]) -> dict[
                 f"num_key_value_heads ({count}); fetch the model again"
             )
     for width in (head_dim, local_fields.get("local_head_dim", head_dim)):
-        if width > _WIDEST_HEAD or width % 2:
+        if width > _MAX_HEAD_DIM or width % 2:
             raise BadModelFile(f"{config.path}: heads of {width} dimensions; fetch the model again")
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _biases(config: ConfigFields, family: Family) -> dict[str, Any]:
-    biased, rule = bool(config.get("attention_bias")), family.attention_bias
-    qkv_bias = rule == "qkv" or (biased and rule in ("attention_bias", "attention_bias of qkv"))
+    has_bias, rule = bool(config.get("attention_bias")), family.bias_rule
+    qkv_bias = rule == "qkv" or (has_bias and rule in ("attention_bias", "attention_bias of qkv"))
     if rule == "qkv_bias":
         qkv_bias = config.get("qkv_bias") is None or bool(config.get("qkv_bias"))
     return {
         "qkv_bias": qkv_bias,
-        "output_bias": biased and rule == "attention_bias",
+        "output_bias": has_bias and rule == "attention_bias",
         "mlp_bias": family.mlp_bias and bool(config.get("mlp_bias")),
     }
 
@@ -163,16 +163,16 @@ def _multipliers(config: ConfigFields, family: Family) -> dict[str, Any]:
     return fields
 
 
-def _token_ids(config: ConfigFields, generation: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def _token_ids(config: ConfigFields, generation: Mapping[str, Any], field: str) -> tuple[int, ...]:
     """Return the ids in a field of generation_config.json, or else of config.json."""
-    value = generation.get(key)
+    value = generation.get(field)
     if value is None:
-        value = config.get(key)
+        value = config.get(field)
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(is_whole(index, minimum=0) for index in ids):
+    if not all(is_valid_integer(token_id, minimum=0) for token_id in ids):
         raise BadModelFile(
-            f"{config.path}: {key} must be a number or a list of them, found {value!r}"
+            f"{config.path}: {field} must be a number or a list of them, found {value!r}"
         )
     return tuple(ids)

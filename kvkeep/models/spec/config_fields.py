@@ -10,7 +10,7 @@ from typing import Any, Self
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.storage.files.text import ENCODING
 
-LARGEST = 1 << 40  # the largest size, length or token id that a config may state
+MAX_INTEGER = 1 << 40  # the largest size, length or token id that a config may state
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -45,42 +45,43 @@ class ConfigFields:
     values: Mapping[str, Any]
     path: Path
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, default)
+    def get(self, field: str, default: Any = None) -> Any:
+        return self.values.get(field, default)
 
     def updated(self, values: Mapping[str, Any]) -> Self:
         return replace(self, values={**self.values, **values})
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         return self.positive_int("num_hidden_layers")
 
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        """Return a field as a whole number from 1 to `LARGEST`."""
-        value = default if self.get(key) is None else self.get(key)
+    def positive_int(self, field: str, default: int | None = None) -> int:
+        """Return a field as a whole number from 1 to `MAX_INTEGER`."""
+        value = default if self.get(field) is None else self.get(field)
         if value is None:
-            raise BadModelFile(f"{self.path} lacks the field {key}; fetch the model again")
-        if not is_whole(value, minimum=1):
-            raise self.invalid(key, f"a whole number of at least 1 and at most {LARGEST}")
+            raise BadModelFile(f"{self.path} lacks the field {field}; fetch the model again")
+        if not is_valid_integer(value, minimum=1):
+            raise self.invalid(field, f"a whole number of at least 1 and at most {MAX_INTEGER}")
         return int(value)
 
-    def non_negative_int(self, key: str, default: int) -> int:
-        """Return a field as a whole number from 0 to `LARGEST`."""
-        value = default if self.get(key) is None else self.get(key)
-        return 0 if value == 0 else self.positive_int(key, default)
+    def non_negative_int(self, field: str, default: int) -> int:
+        """Return a field as a whole number from 0 to `MAX_INTEGER`."""
+        value = default if self.get(field) is None else self.get(field)
+        return 0 if value == 0 else self.positive_int(field, default)
 
-    def positive_float(self, key: str, default: float) -> float:
+    def positive_float(self, field: str, default: float) -> float:
         """Return a field as a finite number above 0; the default is not checked."""
-        value = self.get(key)
+        value = self.get(field)
         if value is None:
             return default
-        if not is_positive(value):
-            raise self.invalid(key, "a positive number")
+        if not is_positive_number(value):
+            raise self.invalid(field, "a positive number")
         return float(value)
 
-    def invalid(self, key: str, expected: str) -> BadModelFile:
+    def invalid(self, field: str, expected: str) -> BadModelFile:
         return BadModelFile(
-            f"{self.path}: {key} must be {expected}, found {self.get(key)!r}; fetch the model again"
+            f"{self.path}: {field} must be {expected}, found {self.get(field)!r}; "
+            "fetch the model again"
         )
 
     def unsupported(self, reason: str) -> UnsupportedModel:
@@ -90,10 +91,10 @@ class ConfigFields:
         )
 
 
-def is_positive(value: Any) -> bool:
+def is_positive_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def is_whole(value: object, minimum: int) -> bool:
-    """Whether a value of a config is a whole number from `minimum` to `LARGEST`."""
-    return type(value) is int and minimum <= value <= LARGEST
+def is_valid_integer(value: object, minimum: int) -> bool:
+    """Whether a value of a config is a whole number from `minimum` to `MAX_INTEGER`."""
+    return type(value) is int and minimum <= value <= MAX_INTEGER

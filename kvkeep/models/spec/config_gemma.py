@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.errors import BadModelFile
-from kvkeep.models.spec.config_fields import ConfigFields, is_whole
+from kvkeep.models.spec.config_fields import ConfigFields, is_valid_integer
 from kvkeep.models.spec.config_layers import expert_counts
 
-_MOST_STREAMS = 64
+_MAX_STREAMS = 64
 # The first layers are sparse where a Gemma 3n config does not say which.
 _DEFAULT_SPARSE_LAYERS, _DEFAULT_SPARSITY = 10, 0.95
 # For Gemma 4: the field of local layers to the field that holds the same for global layers.
@@ -22,17 +22,17 @@ _GLOBAL_FIELDS = {
 
 def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[str, Any]:
     """Return the fields that only Gemma 3n has, and its MLP widths. Raises BadModelFile."""
-    inputs = config.positive_int("altup_num_inputs")
+    num_inputs = config.positive_int("altup_num_inputs")
     active_index = config.non_negative_int("altup_active_idx", default=0)
-    if not active_index < inputs <= _MOST_STREAMS:
-        expected = f"at most {_MOST_STREAMS} and more than altup_active_idx ({active_index})"
+    if not active_index < num_inputs <= _MAX_STREAMS:
+        expected = f"at most {_MAX_STREAMS} and more than altup_active_idx ({active_index})"
         raise config.invalid("altup_num_inputs", expected)
     per_layer_vocab = config.positive_int("vocab_size_per_layer_input")
     return {
-        "altup_inputs": inputs,
+        "altup_inputs": num_inputs,
         "altup_active": active_index,
         "laurel_rank": config.positive_int("laurel_rank"),
-        "activation_sparsity": _sparsity(config),
+        "activation_sparsity": _activation_sparsity(config),
         **_mlp_widths(config),
         "shared_kv_layers": _shared_kv_layers(config, local_layers),
         "per_layer_size": config.positive_int("hidden_size_per_layer_input"),
@@ -42,29 +42,29 @@ def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[
 
 def _mlp_widths(config: ConfigFields) -> dict[str, Any]:
     """Return the largest width as intermediate_size, and mlp_widths if layers differ."""
-    widths, layers = config.get("intermediate_size"), config.layers
+    widths, num_layers = config.get("intermediate_size"), config.num_layers
     if not isinstance(widths, list):
         return {"intermediate_size": config.positive_int("intermediate_size")}
-    if len(widths) != layers or not all(is_whole(width, minimum=1) for width in widths):
-        expected = f"a whole number of at least 1 for each of {layers} layers, or one for all"
+    if len(widths) != num_layers or not all(is_valid_integer(width, minimum=1) for width in widths):
+        expected = f"a whole number of at least 1 for each of {num_layers} layers, or one for all"
         raise config.invalid("intermediate_size", expected)
-    differ = len(set(widths)) > 1
-    return {"intermediate_size": max(widths), "mlp_widths": tuple(widths) if differ else ()}
+    widths_differ = len(set(widths)) > 1
+    return {"intermediate_size": max(widths), "mlp_widths": tuple(widths) if widths_differ else ()}
 
 
-def _sparsity(config: ConfigFields) -> tuple[float, ...]:
+def _activation_sparsity(config: ConfigFields) -> tuple[float, ...]:
     """Return the share of gate values that each layer zeroes; empty if no layer zeroes any."""
-    key, layers = "activation_sparsity_pattern", config.layers
-    pattern = config.get(key)
+    field, num_layers = "activation_sparsity_pattern", config.num_layers
+    pattern = config.get(field)
     if pattern is None:
-        sparse = _DEFAULT_SPARSE_LAYERS if layers > _DEFAULT_SPARSE_LAYERS else 0
-        pattern = [_DEFAULT_SPARSITY] * sparse + [0.0] * (layers - sparse)
+        num_sparse = _DEFAULT_SPARSE_LAYERS if num_layers > _DEFAULT_SPARSE_LAYERS else 0
+        pattern = [_DEFAULT_SPARSITY] * num_sparse + [0.0] * (num_layers - num_sparse)
     if (
         not isinstance(pattern, list)
-        or len(pattern) != layers
+        or len(pattern) != num_layers
         or any(type(share) not in (int, float) or not 0 <= share < 1 for share in pattern)
     ):
-        raise config.invalid(key, f"a share from 0 to below 1 for each of {layers} layers")
+        raise config.invalid(field, f"a share from 0 to below 1 for each of {num_layers} layers")
     return tuple(map(float, pattern)) if any(pattern) else ()
 
 
@@ -108,7 +108,7 @@ def gemma4_fields(
 
 
 def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) -> Mapping[str, Any]:
-    """Return the fields that `per_layer_config` states, alike, for every global layer."""
+    """Return the fields that `per_layer` states, alike, for every global layer."""
     per_layer = config.get("per_layer_config") or {}
     first, *others = per_layer.values() if isinstance(per_layer, dict) and per_layer else [{}]
     if (
@@ -120,10 +120,10 @@ def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) ->
         raise config.unsupported(
             "layers that see everything differ among themselves (per_layer_config)"
         )
-    global_layers = [layer for layer in range(config.layers) if layer not in local_layers]
+    global_layers = [layer for layer in range(config.num_layers) if layer not in local_layers]
     # transformers pads the layer numbers of models with ten layers or more: "05".
     if per_layer and global_layers != sorted(
-        int(key) if key.isdecimal() else -1 for key in per_layer
+        int(layer_number) if layer_number.isdecimal() else -1 for layer_number in per_layer
     ):
         raise config.unsupported(
             "per_layer_config must name the layers that see everything "
@@ -137,16 +137,16 @@ def _shared_kv_layers(config: ConfigFields, local_layers: tuple[int, ...]) -> in
 
     Raises BadModelFile if no earlier layer of the same kind has cells.
     """
-    key, layers = "num_kv_shared_layers", config.layers
-    shared = config.non_negative_int(key, default=0)
+    field, layers = "num_kv_shared_layers", config.num_layers
+    shared = config.non_negative_int(field, default=0)
     if shared and not local_layers:
         raise config.unsupported(
-            f"{shared} layers attend to the cells of others ({key}) and none slides (layer_types)"
+            f"{shared} layers attend to the cells of others ({field}) and none slides (layer_types)"
         )
     is_local = [layer in local_layers for layer in range(layers)]
     if shared and set(is_local[layers - shared :]) - set(is_local[: max(0, layers - shared)]):
         raise BadModelFile(
-            f"{config.path}: {key} ({shared}) leaves layers without cells that they could attend "
+            f"{config.path}: {field} ({shared}) leaves layers without cells that they could attend "
             "to; fetch the model again"
         )
     return shared

@@ -21,11 +21,11 @@ _OUTPUT_NORMS = {
 _INPUT_AND_OUTPUT_NORMS = {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"}
 
 _MISTRAL = Family(
-    attention_bias="none", window="sliding_window", defaults={_KV_HEADS: 8, _WINDOW: 4096}
+    bias_rule="none", window_rule="sliding_window", defaults={_KV_HEADS: 8, _WINDOW: 4096}
 )
 _MINISTRAL3 = Family(
-    attention_bias="none",
-    window="sliding_window",
+    bias_rule="none",
+    window_rule="sliding_window",
     defaults={_HEAD_DIM: 128, _KV_HEADS: 8, _EPS: 1e-5},
     default_rope={
         "rope_type": "yarn",
@@ -40,7 +40,7 @@ _MINISTRAL3 = Family(
     },
 )
 _GLM = Family(
-    attention_bias="attention_bias of qkv",
+    bias_rule="attention_bias of qkv",
     defaults={"attention_bias": True, _HEAD_DIM: 128, _KV_HEADS: 2, _EPS: 1.5625e-7},
     partial_rotary_factor=0.5,
     interleaved_rope=True,
@@ -141,16 +141,16 @@ FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": replace(_MISTRAL, multimodal=True),
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Qwen2ForCausalLM": Family(
-        attention_bias="qkv", window="max_window_layers", defaults={_KV_HEADS: 32, _WINDOW: 4096}
+        bias_rule="qkv", window_rule="max_window_layers", defaults={_KV_HEADS: 32, _WINDOW: 4096}
     ),
     "Qwen3ForCausalLM": Family(
-        window="max_window_layers",
+        window_rule="max_window_layers",
         defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _WINDOW: 4096},
         spec={"qk_norm": True},
     ),
     "Phi3ForCausalLM": Family(
-        attention_bias="none",
-        window="sliding_window",
+        bias_rule="none",
+        window_rule="sliding_window",
         partial_rotary_factor=1.0,
         fused_qkv="self_attn.qkv_proj",
         fused_gate_up="mlp.gate_up_proj",
@@ -172,7 +172,7 @@ FAMILIES: dict[str, Family] = {
         defaults={_EPS: 1e-5, _WINDOW: 4096, _THETA: 5e5},
     ),
     "Exaone4ForCausalLM": Family(
-        attention_bias="none",
+        bias_rule="none",
         spec={"qk_norm": True, "norms_before": False, "norms_after": True},
         renamed_tensors=_OUTPUT_NORMS,
         layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global if windowed"),
@@ -199,21 +199,21 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, multimodal=True),
     "MixtralForCausalLM": Family(
-        attention_bias="none",
-        window="sliding_window",
+        bias_rule="none",
+        window_rule="sliding_window",
         defaults={_KV_HEADS: 8, _EPS: 1e-5, _THETA: 1e6},
         mixture=Mixture(norm_topk=True),
     ),
     "Qwen2MoeForCausalLM": Family(
-        attention_bias="qkv_bias",
-        window="use_sliding_window",
+        bias_rule="qkv_bias",
+        window_rule="use_sliding_window",
         defaults={_KV_HEADS: 16, _WINDOW: 4096},
         mixture=Mixture(
             "moe_intermediate_size", "shared_expert_intermediate_size", some_layers_dense=True
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
-        window="use_sliding_window",
+        window_rule="use_sliding_window",
         defaults={_KV_HEADS: 4, _WINDOW: 4096},
         spec={"qk_norm": True},
         mixture=Mixture("moe_intermediate_size", some_layers_dense=True),
@@ -247,8 +247,8 @@ FAMILIES: dict[str, Family] = {
     # Its softmax over the chosen experts equals one over all experts, renormalised.
     "GraniteMoeForCausalLM": Family(granite_multipliers=True, mixture=Mixture(norm_topk=True)),
     "Qwen2_5_VLForConditionalGeneration": Family(
-        attention_bias="qkv",
-        window="max_window_layers",
+        bias_rule="qkv",
+        window_rule="max_window_layers",
         defaults={_KV_HEADS: 8, _EPS: 1e-5, _THETA: 1e6, _WINDOW: 4096, "max_window_layers": 80},
         multimodal=True,
     ),

@@ -18,14 +18,14 @@ WindowRule = Literal["sliding_window", "use_sliding_window", "max_window_layers"
 class Mixture:
     """How a family's config describes its mixture of experts.
 
-    width: the field with the width of an expert's MLP.
-    shared_width: the same of the shared expert; "" if the family has none.
+    width_field: the field with the width of an expert's MLP.
+    shared_width_field: the same of the shared expert; "" if the family has none.
     norm_topk: as in ModelSpec; None if the field `norm_topk_prob` says it.
     some_layers_dense: `decoder_sparse_step` and `mlp_only_layers` may give some layers an MLP.
     """
 
-    width: str = "intermediate_size"
-    shared_width: str = ""
+    width_field: str = "intermediate_size"
+    shared_width_field: str = ""
     norm_topk: bool | None = None
     some_layers_dense: bool = False
 
@@ -53,11 +53,11 @@ class LayerPattern:
 class Family:
     """An architecture, by its differences from Llama.
 
-    attention_bias: see `BiasRule`. mlp_bias: the field `mlp_bias` is in effect.
+    bias_rule: see `BiasRule`. mlp_bias: the field `mlp_bias` is in effect.
     defaults: values of fields that a config leaves out, as in transformers' config class. Sizes
         have none: a config that lacks one is refused.
     default_rope: the RoPE settings of a config with neither `rope_parameters` nor `rope_scaling`.
-    window: see `WindowRule`.
+    window_rule: see `WindowRule`.
     layer_pattern: for families whose layers are not all alike.
     separate_local_rope: local layers have a RoPE base of their own, without scaling.
     spec: fields of ModelSpec that are the same for all models of the architecture.
@@ -77,11 +77,11 @@ class Family:
     multimodal: the model also reads images; only its language model is run.
     """
 
-    attention_bias: BiasRule = "attention_bias"
+    bias_rule: BiasRule = "attention_bias"
     mlp_bias: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     default_rope: Mapping[str, Any] = field(default_factory=dict)
-    window: WindowRule = "none"
+    window_rule: WindowRule = "none"
     layer_pattern: LayerPattern | None = None
     separate_local_rope: bool = False
     spec: Mapping[str, Any] = field(default_factory=dict)

@@ -152,7 +152,7 @@ class ModelSpec:
     experts_beside: bool = False
     recurrent: bool = False
 
-    def is_sparse(self, layer: int) -> bool:
+    def has_experts(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts, in the place of its MLP or beside it."""
         return (
             self.experts > 0
@@ -187,7 +187,7 @@ class ModelSpec:
             self.head_dim,
             self.rope,
             self.attention_multiplier,
-            unrotated=self._unrotated(all_layers - local_layers),
+            unrotated=self._unrotated_among(all_layers - local_layers),
         )
         if not local_layers:
             return (global_group,)
@@ -198,11 +198,11 @@ class ModelSpec:
             self.local_rope or self.rope,
             self.attention_multiplier,
             self.window,
-            unrotated=self._unrotated(local_layers),
+            unrotated=self._unrotated_among(local_layers),
         )
         return global_group, local_group
 
-    def _unrotated(self, layers: set[int]) -> tuple[int, ...]:
+    def _unrotated_among(self, layers: set[int]) -> tuple[int, ...]:
         return tuple(layer for layer in self.unrotated_layers if layer in layers)
 
     def group_of(self, layer: int) -> "LayerGroup":
@@ -228,8 +228,8 @@ class LayerGroup:
     """Layers with the same heads, rotation, softmax scale and window.
 
     layers: their indices, in order.
-    multiplier: replaces 1 / sqrt(head_dim) as the factor on products of queries and keys; None for
-        that factor.
+    attention_multiplier: replaces 1 / sqrt(head_dim) as the factor on products of queries and
+        keys; None for that factor.
     window: how many of the newest tokens each layer sees, the querying one included; None for all.
     unrotated: the layers of the group without RoPE.
     """
@@ -238,15 +238,15 @@ class LayerGroup:
     kv_heads: int
     head_dim: int
     rope: RopeSpec
-    multiplier: float | None
+    attention_multiplier: float | None
     window: int | None = None
     unrotated: tuple[int, ...] = ()
 
     @property
     def softmax_scale(self) -> float:
         """The factor on products of queries and keys."""
-        if self.multiplier is not None:
-            return self._attention_scaling**2 * self.multiplier
+        if self.attention_multiplier is not None:
+            return self._attention_scaling**2 * self.attention_multiplier
         return self._attention_scaling**2 / math.sqrt(self.head_dim)
 
     def query_scale(self, layer: int) -> tuple[float, ...] | None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.spec.config_fields import LARGEST, ConfigFields, is_positive
+from kvkeep.models.spec.config_fields import MAX_INTEGER, ConfigFields, is_positive_number
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.model_spec import RopeSpec
 
-_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
-_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+_SUPPORTED_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
@@ -36,13 +36,13 @@ def rope_fields(
         config.get("rope_parameters") or config.get("rope_scaling") or family.default_rope
     )
     local_settings = None
-    if isinstance(settings, dict) and any(kind in settings for kind in _KINDS_OF_LAYERS):
-        settings, local_settings = (settings.get(kind) for kind in _KINDS_OF_LAYERS)
-    unscaled = {"rope_type": "default"}
-    global_config = config.updated({"rope_parameters": settings or unscaled, "rope_scaling": None})
+    if isinstance(settings, dict) and any(kind in settings for kind in _LAYER_TYPES):
+        settings, local_settings = (settings.get(kind) for kind in _LAYER_TYPES)
+    default = {"rope_type": "default"}
+    global_config = config.updated({"rope_parameters": settings or default, "rope_scaling": None})
     local_base = config.get("rope_local_base_freq", config.get("rope_theta"))
     local_config = global_config.updated(
-        {"rope_parameters": local_settings or unscaled, "rope_theta": local_base}
+        {"rope_parameters": local_settings or default, "rope_theta": local_base}
     )
     rope, trained_length = _rope_and_trained_length(global_config, family, head_dim)
     local_rope, _ = _rope_and_trained_length(local_config, family, local_head_dim)
@@ -63,13 +63,13 @@ def _rope_and_trained_length(
         )
     settings = _normalised_settings(config, values, family)
     if family.gemma4 and settings.get("rope_type") == "proportional":
-        return _proportional(settings, head_dim), stated_length
+        return _proportional_rope(settings, head_dim), stated_length
     theta_source = settings if settings.get("rope_theta") is not None else config
     theta = theta_source.positive_float("rope_theta", default=10_000.0)
     rotary_dim = _rotary_dim(config, settings, family, head_dim)
     rope = rope_spec(settings.values, theta, rotary_dim, max_positions=stated_length)
-    unrotated = (0.0,) * (head_dim // 2 - rotary_dim // 2)
-    rope = replace(rope, inverse_frequencies=rope.inverse_frequencies + unrotated)
+    zeros = (0.0,) * (head_dim // 2 - rotary_dim // 2)
+    rope = replace(rope, inverse_frequencies=rope.inverse_frequencies + zeros)
     # longrope's table in use is the one for short texts. With Llama 4's scaling, queries grow with
     # their position beyond the original length.
     if rope.kind == "longrope" or settings.get("llama_4_scaling_beta"):
@@ -78,22 +78,22 @@ def _rope_and_trained_length(
     original, factor = settings.get(_ORIGINAL_LENGTH), settings.get("factor")
     if rope.kind == "yarn" and original and factor:
         # Some configs state the length before extension. rope_spec has checked both numbers.
-        return rope, max(stated_length, int(min(original * factor, LARGEST)))
+        return rope, max(stated_length, int(min(original * factor, MAX_INTEGER)))
     return rope, stated_length
 
 
-def _proportional(settings: ConfigFields, head_dim: int) -> RopeSpec:
+def _proportional_rope(settings: ConfigFields, head_dim: int) -> RopeSpec:
     """Return the first frequencies of a whole head's table; the other pairs are not rotated."""
     share = settings.positive_float("partial_rotary_factor", default=1.0)
     pairs = int(share * head_dim // 2)
     if not 0 < pairs <= head_dim // 2:
-        raise _no_pairs(settings, share, head_dim)
+        raise _no_pairs_error(settings, share, head_dim)
     scaling: dict[str, Any] = {}
     if settings.get("factor"):
         scaling = {"rope_type": "linear", "factor": settings.get("factor")}
     theta = settings.positive_float("rope_theta", default=10_000.0)
-    table = rope_spec(scaling, theta, head_dim, 1).inverse_frequencies
-    return RopeSpec("proportional", table[:pairs] + (0.0,) * (head_dim // 2 - pairs))
+    frequencies = rope_spec(scaling, theta, head_dim, 1).inverse_frequencies
+    return RopeSpec("proportional", frequencies[:pairs] + (0.0,) * (head_dim // 2 - pairs))
 
 
 def _normalised_settings(
@@ -101,16 +101,16 @@ def _normalised_settings(
 ) -> ConfigFields:
     """Return the settings with the rope_type and the original length where `rope_spec` expects."""
     settings = ConfigFields(values, config.path)
-    kind = settings.get("rope_type") or settings.get("type")
-    if kind == "mrope" and family.multimodal:  # in text, all three positions are the same
+    rope_type = settings.get("rope_type") or settings.get("type")
+    if rope_type == "mrope" and family.multimodal:  # in text, all three positions are the same
         return settings.updated({"rope_type": "default"})
-    in_config = config.get(_ORIGINAL_LENGTH) and not family.separate_local_rope
-    source = config if in_config else settings
+    in_main_config = config.get(_ORIGINAL_LENGTH) and not family.separate_local_rope
+    source = config if in_main_config else settings
     # Phi-3's config calls longrope by other names.
     is_phi3 = family is FAMILIES["Phi3ForCausalLM"]
-    if kind == "longrope" or (kind in ("su", "yarn") and is_phi3):
-        longest = config.positive_int("max_position_embeddings")
-        original = source.positive_int(_ORIGINAL_LENGTH, default=longest)
+    if rope_type == "longrope" or (rope_type in ("su", "yarn") and is_phi3):
+        max_length = config.positive_int("max_position_embeddings")
+        original = source.positive_int(_ORIGINAL_LENGTH, default=max_length)
         return settings.updated({"rope_type": "longrope", _ORIGINAL_LENGTH: original})
     original = source.get(_ORIGINAL_LENGTH)
     return settings if original is None else settings.updated({_ORIGINAL_LENGTH: original})
@@ -125,11 +125,11 @@ def _rotary_dim(config: ConfigFields, settings: ConfigFields, family: Family, he
         raise config.unsupported(f"each head is rotated in part (partial_rotary_factor {share})")
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise _no_pairs(config, share, head_dim)
+        raise _no_pairs_error(config, share, head_dim)
     return rotary_dim
 
 
-def _no_pairs(config: ConfigFields, share: float, head_dim: int) -> BadModelFile:
+def _no_pairs_error(config: ConfigFields, share: float, head_dim: int) -> BadModelFile:
     return BadModelFile(
         f"{config.path}: partial_rotary_factor {share} of heads of {head_dim} gives no pairs that "
         "could be rotated; fetch the model again"
@@ -150,29 +150,29 @@ def rope_spec(
     Raises UnsupportedModel for kinds whose table changes with the length (dynamic) and for unknown
     ones, BadModelFile if a field is missing.
     """
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in _SUPPORTED:
+    rope_type = settings.get("rope_type") or settings.get("type") or "default"
+    if rope_type not in _SUPPORTED_TYPES:
         raise UnsupportedModel(
-            f"RoPE kind {kind!r} is not supported; supported: {', '.join(_SUPPORTED)}. "
+            f"RoPE kind {rope_type!r} is not supported; supported: {', '.join(_SUPPORTED_TYPES)}. "
             "Kinds whose frequencies change with the length (dynamic) cannot work with keys that "
             "are written once: choose a model with one of the supported kinds"
         )
-    scaling = _Scaling(kind, settings, theta, rotary_dim, max_positions)
+    scaling = _RopeScaling(rope_type, settings, theta, rotary_dim, max_positions)
     try:
-        spec = RopeSpec(kind, tuple(scaling.frequencies()), scaling.attention_scaling())
+        spec = RopeSpec(rope_type, tuple(scaling.frequencies()), scaling.attention_scaling())
     except (ArithmeticError, ValueError) as error:
         raise scaling.invalid(f"{error}") from error
-    numbers = (*spec.inverse_frequencies, spec.attention_scaling)
-    if not all(math.isfinite(number) and number > 0 for number in numbers):
+    table_numbers = (*spec.inverse_frequencies, spec.attention_scaling)
+    if not all(math.isfinite(number) and number > 0 for number in table_numbers):
         raise scaling.invalid("its frequencies are no positive numbers")
     return spec
 
 
 @dataclass(frozen=True)
-class _Scaling:
+class _RopeScaling:
     """RoPE settings of a supported kind. Methods raise BadModelFile for invalid ones."""
 
-    kind: str
+    rope_type: str
     settings: Mapping[str, Any]
     theta: float
     rotary_dim: int
@@ -182,86 +182,86 @@ class _Scaling:
         """Return radians per position for each rotated pair, `[rotary_dim / 2]`."""
         rotary_dim = self.rotary_dim
         dimensions = range(0, rotary_dim, 2)
-        unscaled = [self.theta ** (-dimension / rotary_dim) for dimension in dimensions]
-        match self.kind:
+        base_frequencies = [self.theta ** (-dimension / rotary_dim) for dimension in dimensions]
+        match self.rope_type:
             case "linear":
                 factor = self._number("factor")
-                return [frequency / factor for frequency in unscaled]
+                return [frequency / factor for frequency in base_frequencies]
             case "llama3":
-                return self._llama3(unscaled)
+                return self._llama3(base_frequencies)
             case "yarn":
-                return self._yarn(unscaled)
+                return self._yarn(base_frequencies)
             case "longrope":
-                return self._longrope_short(unscaled)
-        return unscaled
+                return self._longrope_short(base_frequencies)
+        return base_frequencies
 
     def attention_scaling(self) -> float:
         """Return yarn's or longrope's factor on cosine and sine; 1 for other kinds."""
-        if self.kind not in ("yarn", "longrope"):
+        if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.settings.get("attention_factor") is not None:
             return self._number("attention_factor")
         factor = self._extension_factor()
-        if self.kind == "longrope":
+        if self.rope_type == "longrope":
             original = self._original_length()
             return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
-        def magnitude(weight: float) -> float:
+        def mscale(weight: float) -> float:
             return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
         if self.settings.get("mscale") and self.settings.get("mscale_all_dim"):
-            all_dims = magnitude(self._number("mscale_all_dim"))
-            return magnitude(self._number("mscale")) / all_dims
-        return magnitude(1.0)
+            all_dims_mscale = mscale(self._number("mscale_all_dim"))
+            return mscale(self._number("mscale")) / all_dims_mscale
+        return mscale(1.0)
 
     def invalid(self, reason: str) -> BadModelFile:
         return BadModelFile(
-            f"RoPE kind {self.kind!r} has settings that give no table ({reason}); repair the "
+            f"RoPE kind {self.rope_type!r} has settings that give no table ({reason}); repair the "
             "model's config.json or fetch it again"
         )
 
-    def _llama3(self, unscaled: list[float]) -> list[float]:
+    def _llama3(self, base_frequencies: list[float]) -> list[float]:
         """Scale as Llama 3.1: divide low frequencies by `factor`, keep high ones, blend others."""
         factor, original = self._number("factor"), self._original_length()
         low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
-        scaled = []
-        for frequency in unscaled:
+        frequencies = []
+        for frequency in base_frequencies:
             turns = original * frequency / (2 * math.pi)
             high_share = (
                 min(max((turns - low) / (high - low), 0.0), 1.0) if high != low else turns > low
             )
-            scaled.append(frequency * ((1 - high_share) / factor + high_share))
-        return scaled
+            frequencies.append(frequency * ((1 - high_share) / factor + high_share))
+        return frequencies
 
-    def _yarn(self, unscaled: list[float]) -> list[float]:
+    def _yarn(self, base_frequencies: list[float]) -> list[float]:
         """Scale as YaRN (Peng et al., 2023): keep high frequencies, divide low ones by `factor`."""
         factor, original = self._extension_factor(), self._original_length()
 
-        def pair_turning(turns: float) -> float:
+        def pair_with_turns(turns: float) -> float:
             distance = math.log(original / (turns * 2 * math.pi))
             return self.rotary_dim * distance / (2 * math.log(self.theta))
 
-        first = pair_turning(self._number("beta_fast", 32))
-        last = pair_turning(self._number("beta_slow", 1))
+        ramp_start = pair_with_turns(self._number("beta_fast", 32))
+        ramp_end = pair_with_turns(self._number("beta_slow", 1))
         if self.settings.get("truncate", True):
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, self.rotary_dim - 1)
-        if first == last:
-            last += 0.001
-        scaled = []
-        for pair, frequency in enumerate(unscaled):
-            low_share = min(max((pair - first) / (last - first), 0.0), 1.0)
-            scaled.append(frequency * (low_share / factor + 1 - low_share))
-        return scaled
+            ramp_start, ramp_end = math.floor(ramp_start), math.ceil(ramp_end)
+        ramp_start, ramp_end = max(ramp_start, 0), min(ramp_end, self.rotary_dim - 1)
+        if ramp_start == ramp_end:
+            ramp_end += 0.001
+        frequencies = []
+        for pair, frequency in enumerate(base_frequencies):
+            low_share = min(max((pair - ramp_start) / (ramp_end - ramp_start), 0.0), 1.0)
+            frequencies.append(frequency * (low_share / factor + 1 - low_share))
+        return frequencies
 
-    def _longrope_short(self, unscaled: list[float]) -> list[float]:
+    def _longrope_short(self, base_frequencies: list[float]) -> list[float]:
         """Divide each frequency by its own factor in LongRoPE's table for short texts."""
         factors = self.settings.get("short_factor")
-        if not isinstance(factors, list) or len(factors) != len(unscaled):
-            raise self.invalid(f"short_factor has to be {len(unscaled)} numbers")
+        if not isinstance(factors, list) or len(factors) != len(base_frequencies):
+            raise self.invalid(f"short_factor has to be {len(base_frequencies)} numbers")
         return [
-            frequency / self._positive("short_factor", factor)
-            for frequency, factor in zip(unscaled, factors, strict=True)
+            frequency / self._checked_positive("short_factor", factor)
+            for frequency, factor in zip(base_frequencies, factors, strict=True)
         ]
 
     def _original_length(self) -> float:
@@ -270,17 +270,17 @@ class _Scaling:
     def _extension_factor(self) -> float:
         return self._number("factor", self.max_positions / self._original_length())
 
-    def _number(self, key: str, default: float | None = None) -> float:
+    def _number(self, name: str, default: float | None = None) -> float:
         """Return a positive setting. default: for one that is missing, null or 0."""
-        value = self.settings.get(key)
+        value = self.settings.get(name)
         if default is not None and (value is None or value == 0):
             return default
-        return self._positive(key, value)
+        return self._checked_positive(name, value)
 
-    def _positive(self, key: str, value: Any) -> float:
-        if not is_positive(value):
+    def _checked_positive(self, name: str, value: Any) -> float:
+        if not is_positive_number(value):
             raise BadModelFile(
-                f"RoPE kind {self.kind!r} needs a positive number as {key!r}, found {value!r}; "
-                "repair the model's config.json or fetch it again"
+                f"RoPE kind {self.rope_type!r} needs a positive number as {name!r}, found "
+                f"{value!r}; repair the model's config.json or fetch it again"
             )
         return float(value)

@@ -99,15 +99,15 @@ def unsupported_architecture(architecture: object) -> UnsupportedModel:
 
 def require_dense_granite(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel for a Granite 4 with state layers or experts, or without RoPE."""
-    kinds = config.get("layer_types")
-    attention_kinds = ("attention", "full_attention")
-    if not isinstance(kinds, list) or any(kind not in attention_kinds for kind in kinds):
+    layer_types = config.get("layer_types")
+    attention_types = ("attention", "full_attention")
+    if not isinstance(layer_types, list) or any(t not in attention_types for t in layer_types):
         raise unsupported_architecture(GRANITE_HYBRID)
     fields = {"num_local_experts": 8, "position_embedding_type": None, **config}
-    for name, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
-        if fields[name] != expected:
+    for field, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
+        if fields[field] != expected:
             raise UnsupportedModel(
-                f"architecture {GRANITE_HYBRID} with {name} {fields[name]!r} is not supported, "
+                f"architecture {GRANITE_HYBRID} with {field} {fields[field]!r} is not supported, "
                 f"only {expected!r}: granite-4.0-micro, -1b and -350m run, and Granite 3"
             )
 
@@ -120,8 +120,8 @@ def refuse_unsupported_fields(config: ConfigFields, architecture: str) -> None:
             f"{architecture} with activation {activation!r} is not supported, only "
             f"{', '.join(ACTIVATIONS)}"
         )
-    for architectures, field, supported, variant in _UNSUPPORTED_FIELDS:
-        if architecture in architectures and config.get(field) not in supported:
+    for architectures, field, supported_values, variant in _UNSUPPORTED_FIELDS:
+        if architecture in architectures and config.get(field) not in supported_values:
             raise UnsupportedModel(
                 f"{architecture} {variant} ({field}) is not supported; the others of its family are"
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
 from kvkeep.models.hub.library import derived_folders, home
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.layers.primitives import EMBEDDING, HEAD
+from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed_file import (
@@ -50,7 +50,7 @@ def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
     for name, (rows, columns) in matrices(spec).items():
         if is_router(name):
             continue
-        weight_format = FORMATS[ROUNDED[8 if name == HEAD else bits]]
+        weight_format = FORMATS[ROUNDED[8 if name == LM_HEAD else bits]]
         if not packable(weight_format, rows, columns):
             raise InvalidArgument(
                 f'weights="{weights}" packs groups of {weight_format.span} columns, and {name} has '
@@ -101,7 +101,7 @@ def load_rounded(
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def rounded(name: str) -> Iterator[Matrix]:
-        source = EMBEDDING if name == HEAD and spec.tied_head else name
+        source = EMBEDDING if name == LM_HEAD and spec.tied_head else name
         yield pack(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
 
     new_matrices = {

@@ -10,9 +10,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.layers.gemma import TABLE
+from kvkeep.models.layers.gemma import PER_LAYER_TABLE
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.layers.primitives import EMBEDDING, HEAD
+from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.runtime.signals import interrupts_deferred
@@ -78,7 +78,7 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
     the forward pass would not use. source: for messages.
     """
     asked, minimum = f"{spec.layers} layers", spec.layers
-    if minimum <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
+    if minimum <= len(shapes) and any(map(spec.has_experts, range(spec.layers))):
         asked, minimum = f"{asked} and {spec.experts} experts", spec.experts
     if minimum > len(shapes):  # checked before that many names are generated
         raise BadModelFile(
@@ -86,8 +86,8 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
             f"{asked}; fetch the model again"
         )
     expected = tensor_shapes(spec)
-    if spec.tied_head and HEAD in shapes:  # a copy of the embedding: see `check_tied`
-        expected[HEAD] = expected[EMBEDDING]
+    if spec.tied_head and LM_HEAD in shapes:  # a copy of the embedding: see `check_tied`
+        expected[LM_HEAD] = expected[EMBEDDING]
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise BadModelFile(
@@ -111,9 +111,10 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
 
 def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Raise UnsupportedModel if a tied head differs from the embedding. source: for messages."""
-    if spec.tied_head and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+    head = tensors.get(LM_HEAD)
+    if spec.tied_head and head is not None and not torch.equal(head, tensors[EMBEDDING]):
         raise UnsupportedModel(
-            f"{source} has a {HEAD} of its own, and its config.json says that the head is the "
+            f"{source} has a {LM_HEAD} of its own, and its config.json says that the head is the "
             'embedding: if the head is the right one, set "tie_word_embeddings" to false there'
         )
 
@@ -131,8 +132,8 @@ def matrices_per_token(spec: ModelSpec) -> list[str]:
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return the matrices that a decode step multiplies by; a tied head under the head's name."""
     shapes = tensor_shapes(spec)
-    shapes[HEAD] = shapes.pop(EMBEDDING)
-    shapes.pop(TABLE, None)  # read by lookup
+    shapes[LM_HEAD] = shapes.pop(EMBEDDING)
+    shapes.pop(PER_LAYER_TABLE, None)  # read by lookup
     return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
 
