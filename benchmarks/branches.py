@@ -28,7 +28,7 @@ from benchmarks.progress import bar
 from kvkeep import Model, Session, SessionGroup, load_model
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import manual_text
-from kvkeep.models.weights.packed import WEIGHTS
+from kvkeep.models.weights.packed import WEIGHT_FORMATS
 from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName, WeightsName
 
@@ -161,7 +161,7 @@ def table(summary: Summary) -> str:
 @dtype_option
 @click.option(
     "--weights",
-    type=click.Choice(WEIGHTS),
+    type=click.Choice(WEIGHT_FORMATS),
     show_default="as the file has them",
     help="How weights are held in memory.",
 )

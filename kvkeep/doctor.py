@@ -17,7 +17,7 @@ from kvkeep.compiled.instruction_sets import TORCH, selected_set
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
 from kvkeep.model_facts import model_facts
-from kvkeep.runtime.cpu import THREAD_VARIABLES, cores, fit_threads, quota
+from kvkeep.runtime.cpu import THREAD_VARIABLES, cores, cpu_quota, limit_torch_threads
 from kvkeep.types import DtypeName, WeightsName
 from kvkeep.version import __version__
 
@@ -140,7 +140,7 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
     measure: whether to measure decode speed. Raises InvalidArgument for unavailable kernels.
     """
     kernels = _describe_kernels()
-    fit_threads()
+    limit_torch_threads()
     facts, model, no_model = None, None, ""
     try:
         facts = model_facts(name, dtype, weights)
@@ -160,7 +160,7 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
         processor=_describe_processor(),
         kernels=kernels,
         threads=Threads(
-            torch.get_num_threads(), cores(), quota(), load, _set_variables(THREAD_VARIABLES)
+            torch.get_num_threads(), cores(), cpu_quota(), load, _set_variables(THREAD_VARIABLES)
         ),
         memory=memory,
         torch=_describe_torch(),

@@ -18,18 +18,18 @@ from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors, is_text
+from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors, is_text_part
 from kvkeep.models.weights.packed import (
-    WEIGHTS,
+    WEIGHT_FORMATS,
     converted_file,
     load_converted,
-    load_rounded,
+    load_quantised,
     load_unpacked,
 )
 from kvkeep.models.weights.packing import Matrix, PackedMatrix
 from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
-from kvkeep.runtime.cpu import fit_threads
-from kvkeep.runtime.memory import trim
+from kvkeep.runtime.cpu import limit_torch_threads
+from kvkeep.runtime.memory import trim_memory
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
@@ -76,17 +76,17 @@ def load_model(
             )
         return _load_by_transformers(name, dtype, device, progress)
     dtype = validation.one_of("dtype", dtype, DTYPES)
-    fit_threads()
+    limit_torch_threads()
     target, progress = on_device(device), validation.flag("progress", progress)
     folder = resolve(name, progress)
     spec = read_spec(folder)
     if weights is not None:
-        weights = validation.one_of("weights", weights, WEIGHTS)
+        weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
     text = TextCodec.open(folder)
     decoder = _load_decoder(folder, spec, DTYPES[dtype], target, weights, progress)
     loaded = Model(name, folder, decoder, text)
     warn_of(slowness(loaded.path))
-    trim()  # reading a tokenizer leaves as much free memory as it takes
+    trim_memory()  # reading a tokenizer leaves as much free memory as it takes
     return loaded
 
 
@@ -128,7 +128,7 @@ def _load_decoder(
                 f'weights="{weights}" is read by compiled kernels, and there are none for this '
                 'model, dtype, device and processor: use weights="bf16"'
             )
-        packed = load_rounded(folder, spec, weights, tensors, progress)
+        packed = load_quantised(folder, spec, weights, tensors, progress)
     return new_decoder(spec, tensors, packed)
 
 
@@ -136,7 +136,7 @@ def _read_tensors(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
-    read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
+    read = read_tensors(folder, dtype, device, progress, partial(is_text_part, spec))
     tensors = decoder_tensors(spec, read)
     check_tied(spec, tensors, folder)
     return tensors

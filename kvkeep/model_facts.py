@@ -21,7 +21,7 @@ from kvkeep.models.spec.cells import UNDO_TOKENS, group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
 from kvkeep.models.weights.checkpoint import decoder_shapes
-from kvkeep.models.weights.packed import WEIGHTS, converted_file, rounded_formats
+from kvkeep.models.weights.packed import WEIGHT_FORMATS, converted_file, quantised_formats
 from kvkeep.models.weights.packed_file import read_packed
 from kvkeep.models.weights.packing import PackedMatrix, format_name, packed_shapes
 from kvkeep.models.weights.tensors import check_tensors, matrices, matrices_per_token, read_shapes
@@ -116,7 +116,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     groups = tuple(_group_facts(spec, group, DTYPES[dtype]) for group in spec.groups)
     unsupported, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
     if weights is not None:
-        weights = validation.one_of("weights", weights, WEIGHTS)
+        weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
         if weights != "bf16" and unsupported:
             raise InvalidArgument(
                 f'weights="{weights}" is read by compiled kernels, which {unsupported}'
@@ -221,7 +221,7 @@ def _weight_sizes(
     if weights in ("int8", "int4"):
         rounded = {
             name: (packing.name, sum(map(prod, packed_shapes(packing, *shapes[name]))))
-            for name, packing in rounded_formats(spec, weights).items()
+            for name, packing in quantised_formats(spec, weights).items()
         }
         bytes_held += sum(nbytes for _, nbytes in rounded.values())
         sizes |= rounded

@@ -31,7 +31,7 @@ TEXT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(100)]
 @pytest.fixture(autouse=True)
 def new_worker() -> None:
     """As in a process that has just started."""
-    worker.reset()
+    worker.replace_worker()
 
 
 def in_a_thread(work: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.runtime.cpu import cores, quota, usable_threads
+from kvkeep.runtime.cpu import cores, cpu_quota, usable_threads
 
 V2, V1 = "0::/user/of\n", "4:cpu,cpuacct:/docker/7f\n3:cpuset:/docker/7f\n0::/\n"
 
@@ -57,13 +57,13 @@ def test_the_smallest_quota_applies(
     tmp_path: Path, groups: str, files: dict[str, str], expected: float | None
 ) -> None:
     root = system(tmp_path, groups, files)
-    assert quota(root) == expected
+    assert cpu_quota(root) == expected
     most = cores() if expected is None else max(1, int(expected))
     assert usable_threads(root) == min(cores(), most)
 
 
 def test_without_control_groups_all_cores_are_usable(tmp_path: Path) -> None:
-    assert quota(tmp_path) is None
+    assert cpu_quota(tmp_path) is None
     assert usable_threads(tmp_path) == cores()
 
 
@@ -80,13 +80,13 @@ def test_cores_are_those_that_the_process_may_run_on() -> None:
 FITTED = """
 import json, torch
 from pathlib import Path
-from kvkeep.runtime.cpu import fit_threads
+from kvkeep.runtime.cpu import limit_torch_threads
 root = Path({root!r})
 torch.set_num_threads(16)
-fit_threads(root)
+limit_torch_threads(root)
 fitted = torch.get_num_threads()
 torch.set_num_threads(7)
-fit_threads(root)
+limit_torch_threads(root)
 print(json.dumps([fitted, torch.get_num_threads()]))
 """
 

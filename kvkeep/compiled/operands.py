@@ -101,7 +101,7 @@ def matrix_operand(
     data_shape, scales_shape = packed_shapes(matrix.format, rows, columns)
     data = address(matrix.data, name, torch.uint8, data_shape)
     scales = address(matrix.scales, f"the scales of {name}", torch.uint8, scales_shape)
-    return c.CMatrix(matrix.format.number, rows, columns, int(rounded), data, scales, bias)
+    return c.CMatrix(matrix.format.kernel_id, rows, columns, int(rounded), data, scales, bias)
 
 
 class ModelOperands:

@@ -50,12 +50,12 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
     policy_class: Any = POLICIES[validation.one_of("policy", name, sorted(POLICIES))]
     chosen = {key: value for key, value in settings.items() if value is not None}
     names = {policy.name: {field.name for field in fields(policy)} for policy in POLICIES.values()}
-    for key in chosen:
-        if key not in names[name]:
-            others = [other for other, settings in names.items() if key in settings]
+    for setting in chosen:
+        if setting not in names[name]:
+            others = [other for other in names if setting in names[other]]
             known = {*PolicySettings.__annotations__, "keep", "max_kv_size"} & names[name]
             raise InvalidArgument(
-                f'policy "{name}" has no setting {key!r}; '
+                f'policy "{name}" has no setting {setting!r}; '
                 + (f"it is a setting of {', '.join(others)}; " if others else "")
                 + f'"{name}" has {", ".join(sorted(known))}'
             )
@@ -72,7 +72,7 @@ def checked_bits(policy: Policy | str, bits: Bits) -> Bits:
     name = policy if isinstance(policy, str) else policy.name
     for option, value in (("kv_bits", bits.kv), ("far_bits", bits.far)):
         if value is not None and not (isinstance(value, str) and value in BITS):
-            known = ", ".join(f'"{key}"' for key in BITS)
+            known = ", ".join(f'"{bits_name}"' for bits_name in BITS)
             raise InvalidArgument(f"{option} must be one of {known}; found {value!r}")
     if bits.kv and bits.far:
         raise InvalidArgument(

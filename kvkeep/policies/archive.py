@@ -17,7 +17,7 @@ from kvkeep.policies.archive_cells import (
     append_to_archive,
     archived_cells,
     archived_segments,
-    at_seen_positions,
+    cells_at_seen_positions,
     halve_distances,
     replace_archive,
 )
@@ -164,12 +164,12 @@ class Archive(Policy):
         """Compress the oldest block of the window into the archive."""
         count = max(1, int(self.block / self.ratio))
         archived = archived_segments(cache)
-        runs = [at_seen_positions(cache, cache.read_window(self.block))]
+        parts = [cells_at_seen_positions(cache, cache.read_window(self.block))]
         limit = self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) + count > limit:
-            runs = [*archived_cells(cache, archived), *runs]
+            parts = [*archived_cells(cache, archived), *parts]
             archived, count = [], limit - limit // FREED_SHARE
-        compressions = self._compress(cache, archived, runs, count, limit)
+        compressions = self._compress(cache, archived, parts, count, limit)
         Window(moves=True).evict(cache.segments, self.block)
         cache.drop_empty_segments()
         return compressions
@@ -230,13 +230,13 @@ class Archive(Policy):
         self._limit_distances(cache)
 
     def _compress(
-        self, cache: KVCache, archived: list[Segment], runs: list[Cells], count: int, limit: int
+        self, cache: KVCache, archived: list[Segment], parts: list[Cells], count: int, limit: int
     ) -> list[Compression]:
         """Compress cells to `count`; the archive is then the segments `archived` and these cells.
 
         They are compressed chunk by chunk, or all at once if heads share the budget.
 
-        runs: the cells, oldest first. limit: the archive's maximum size.
+        parts: the cells, oldest first. limit: the archive's maximum size.
         """
         method, results = self.compression_method, list[tuple[Cells, Compression]]()
         new_candidates = partial(
@@ -247,13 +247,13 @@ class Archive(Policy):
             statistics=self.statistics,
             seed=self.seed + cache.serial,
             ageing=True,
-            newest_position=max(int(cells.positions.max()) for cells in runs),
+            newest_position=max(int(cells.positions.max()) for cells in parts),
         )
         if self.head_budget == "heads":
             assert isinstance(method, Eviction)
-            results.append(compress_and_join(method, list(map(new_candidates, runs)), count))
+            results.append(compress_and_join(method, list(map(new_candidates, parts)), count))
         else:
-            merged = Cells.concatenate([cells.as_compressed() for cells in runs])
+            merged = Cells.concatenate([cells.as_compressed() for cells in parts])
             results.extend(compress(method, new_candidates(merged), count))
         for cells, _ in results:
             if len(cells):

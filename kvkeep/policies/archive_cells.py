@@ -16,25 +16,25 @@ def archived_segments(cache: KVCache) -> list[Segment]:
 def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
     """Return each segment's cells at the positions they are seen at; not to be written to."""
     return [
-        at_seen_positions(cache, [(segment, segment.view(0, segment.length))])
+        cells_at_seen_positions(cache, [(segment, segment.view(0, segment.length))])
         for segment in archived
     ]
 
 
-def at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cells:
+def cells_at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cells:
     """Return unquantised cells of several segments, moved to the positions they are seen at.
 
     Edits and evictions change the offset of a segment's map: by that the positions differ from
     those of the keys.
     """
-    moved = []
+    moved_cells = []
     for segment, cells in parts:
-        plain, offset = cells.dequantised(cache.layout.dtype), segment.map.offset
+        dequantised, offset = cells.dequantised(cache.layout.dtype), segment.map.offset
         if offset:
-            shift = torch.tensor([-offset], dtype=torch.int64, device=plain.positions.device)
-            plain = plain.shifted(cache.rope, shift)
-        moved.append(plain)
-    return moved[0] if len(moved) == 1 else Cells.concatenate(moved)
+            shift = torch.tensor([-offset], dtype=torch.int64, device=dequantised.positions.device)
+            dequantised = dequantised.shifted(cache.rope, shift)
+        moved_cells.append(dequantised)
+    return moved_cells[0] if len(moved_cells) == 1 else Cells.concatenate(moved_cells)
 
 
 def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, limit: int) -> None:
@@ -46,11 +46,11 @@ def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, lim
     if newest is not None and newest.map != PositionMap():
         newest = None  # its cells are not seen at the positions of their keys
     if isinstance(cells, Ragged):  # which nothing can be appended to: the segment is replaced
-        merged: Cells = cells
+        new_cells: Cells = cells
         if newest is not None and newest.length + len(cells) <= SEGMENT_CELLS:
             archived.pop()
-            merged = Cells.concatenate([newest.read(0, newest.length), cells.in_layout(layout)])
-        archived.append(Segment.from_cells(layout, merged, PositionMap(), anchor=True))
+            new_cells = Cells.concatenate([newest.read(0, newest.length), cells.in_layout(layout)])
+        archived.append(Segment.from_cells(layout, new_cells, PositionMap(), anchor=True))
         return
     if newest is None or newest.frozen or newest.length + len(cells) > newest.limit:
         segment_limit = max(len(cells), min(SEGMENT_CELLS, limit))
@@ -66,15 +66,15 @@ def replace_archive(cache: KVCache, archived: list[Segment]) -> None:
     cache.segments = [*others[:index], *archived, *others[index:]]
 
 
-def halve_distances(cache: KVCache, before: int, limit: int) -> None:
-    """Halve distances of cells before a position, until none is over `limit` for the next token.
+def halve_distances(cache: KVCache, boundary: int, limit: int) -> None:
+    """Halve distances of cells before `boundary`, until none is over `limit` for the next token.
 
     Keys of the archive are rotated once more; other segments get another position map.
     """
     while _max_distance(cache) > limit:
         cache.segments = [run for segment in cache.segments for run in _split_at_gaps(segment)]
         for segment in cache.segments:
-            _halve_distances_to(segment, before, cache)
+            _halve_distances_to(segment, boundary, cache)
 
 
 def _max_distance(cache: KVCache) -> int:
@@ -84,18 +84,18 @@ def _max_distance(cache: KVCache) -> int:
     )
 
 
-def _halve_distances_to(segment: Segment, before: int, cache: KVCache) -> None:
-    """Halve the distances from position `before` to the segment's earlier cells."""
+def _halve_distances_to(segment: Segment, boundary: int, cache: KVCache) -> None:
+    """Halve the distances from position `boundary` to the segment's earlier cells."""
     if segment.compressed:
         cells = segment.block.slots
         seen = cells.positions - segment.map.offset
-        positions = torch.where(seen < before, before - (before - seen + 1) // 2, seen)
+        positions = torch.where(seen < boundary, boundary - (boundary - seen + 1) // 2, seen)
         moved = cells.shifted(cache.rope, positions - cells.positions)
         segment.block, segment.map = Block(moved, origin=segment.block.origin), PositionMap()
         return
     newest = int(segment.positions()[-1]) - segment.map.offset
-    if newest < before:
-        segment.map = segment.map.closer((before - newest) // 2)
+    if newest < boundary:
+        segment.map = segment.map.closer((boundary - newest) // 2)
 
 
 def _split_at_gaps(segment: Segment) -> list[Segment]:

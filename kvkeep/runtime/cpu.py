@@ -23,19 +23,19 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def quota(root: Path = Path("/")) -> float | None:
+def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the least cgroup CPU quota of the process's groups and their parents, in cores."""
-    return min(_quotas(root), default=None)
+    return min(_cpu_quotas(root), default=None)
 
 
 def usable_threads(root: Path = Path("/")) -> int:
     """Return how many threads can compute at once: whole cores within the quota, at least one."""
-    limit = quota(root)
-    return cores() if limit is None else max(1, min(cores(), int(limit)))
+    quota = cpu_quota(root)
+    return cores() if quota is None else max(1, min(cores(), int(quota)))
 
 
 @cache
-def fit_threads(root: Path = Path("/")) -> None:
+def limit_torch_threads(root: Path = Path("/")) -> None:
     """Lower torch's number of threads to what can run at once; once in a process.
 
     Does nothing if the environment sets a number. To use another one, call
@@ -43,22 +43,22 @@ def fit_threads(root: Path = Path("/")) -> None:
     """
     import torch
 
-    if quota(root) is not None and not any(map(os.environ.get, THREAD_VARIABLES)):
+    if cpu_quota(root) is not None and not any(map(os.environ.get, THREAD_VARIABLES)):
         torch.set_num_threads(min(torch.get_num_threads(), usable_threads(root)))
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    for folder, names in _group_folders(root):
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    for folder, file_names in _cgroup_folders(root):
         try:
-            text = " ".join((folder / name).read_text(encoding="ascii") for name in names)
-            runtime, period = text.split()  # in microseconds
-            if runtime not in _NO_LIMIT:
-                yield int(runtime) / int(period)
+            text = " ".join((folder / name).read_text(encoding="ascii") for name in file_names)
+            quota_us, period_us = text.split()  # in microseconds
+            if quota_us not in _NO_LIMIT:
+                yield int(quota_us) / int(period_us)
         except (OSError, ValueError, ZeroDivisionError):
             continue  # it has no limit, or none that can be read
 
 
-def _group_folders(root: Path) -> list[tuple[Path, tuple[str, ...]]]:
+def _cgroup_folders(root: Path) -> list[tuple[Path, tuple[str, ...]]]:
     """Return the folders of the process's groups and their parents, with their CPU quota files.
 
     /proc names a group by its path in the hierarchy. In a container that path may not be mounted,
@@ -73,8 +73,8 @@ def _group_folders(root: Path) -> list[tuple[Path, tuple[str, ...]]]:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        names: tuple[str, ...] = _V1_FILES if controllers else _V2_FILES
+        file_names: tuple[str, ...] = _V1_FILES if controllers else _V2_FILES
         tops = [mounts / (controllers or "unified"), mounts / "cpu" if controllers else mounts]
         group = Path(path.strip("/"))
-        folders += [(top / part, names) for top in tops for part in (group, *group.parents)]
+        folders += [(top / part, file_names) for top in tops for part in (group, *group.parents)]
     return folders

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Bits of the last byte of a page's word in /proc/PID/pagemap.
-_PRESENT, _OF_A_FILE = 0x80, 0x20
-
+_PAGE_PRESENT, _PAGE_OF_FILE = 0x80, 0x20
 # In bytes. A thread's arena in glibc consists of heaps of at most _MAX_HEAP.
-_BLOCK, _MAX_HEAP = 1 << 22, 1 << 26
+_BLOCK_BYTES, _MAX_HEAP_BYTES = 1 << 22, 1 << 26
 
 
-def trim() -> None:
+def trim_memory() -> None:
     """Give memory back to the system: of the heap, and of code that ran once."""
     trim_heap()
     trim_code()
@@ -24,13 +23,13 @@ def trim_heap() -> None:
 
     Free memory at the end of an arena is released only for the calling thread's arena.
     """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if library is not None and hasattr(library, "malloc_trim"):
-        _trim_arena_end(library)
-        library.malloc_trim(0)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is not None and hasattr(libc, "malloc_trim"):
+        _trim_arena_end(libc)
+        libc.malloc_trim(0)
 
 
-def _trim_arena_end(library: ctypes.CDLL) -> None:
+def _trim_arena_end(libc: ctypes.CDLL) -> None:
     """Allocate what is free at the end of the thread's arena, release its pages, and free it.
 
     `malloc_trim` releases free memory between blocks in every arena, but at the end only in the
@@ -39,12 +38,12 @@ def _trim_arena_end(library: ctypes.CDLL) -> None:
     # glibc maps blocks of more than 128 KiB apart from arenas at first. But when it frees such a
     # block, of up to 32 MiB, it raises that threshold to the block's size. Loading a model, or a
     # first call of this function, thus raises it to more than _BLOCK.
-    library.malloc.restype, size = ctypes.c_void_p, ctypes.c_size_t(_BLOCK)
-    blocks = [library.malloc(size) for _ in range(_MAX_HEAP // _BLOCK)]
+    libc.malloc.restype, size = ctypes.c_void_p, ctypes.c_size_t(_BLOCK_BYTES)
+    blocks = [libc.malloc(size) for _ in range(_MAX_HEAP_BYTES // _BLOCK_BYTES)]
     for block in filter(None, blocks):
-        _release_pages(block + -block % mmap.PAGESIZE, (block + _BLOCK) & -mmap.PAGESIZE)
+        _release_pages(block + -block % mmap.PAGESIZE, (block + _BLOCK_BYTES) & -mmap.PAGESIZE)
     for block in blocks:
-        library.free(ctypes.c_void_p(block))
+        libc.free(ctypes.c_void_p(block))
 
 
 def trim_code() -> None:
@@ -59,11 +58,11 @@ def trim_code() -> None:
         return
     try:
         maps = Path("/proc/self/maps").read_text(errors="replace")
-        with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             for begin, end in _code_ranges(maps):
-                pages.seek(begin // mmap.PAGESIZE * 8)
-                words = pages.read((end - begin) // mmap.PAGESIZE * 8)
-                if len(words) * mmap.PAGESIZE == 8 * (end - begin) and _all_of_file(words):
+                pagemap.seek(begin // mmap.PAGESIZE * 8)
+                words = pagemap.read((end - begin) // mmap.PAGESIZE * 8)
+                if len(words) * mmap.PAGESIZE == 8 * (end - begin) and _all_file_backed(words):
                     _release_pages(begin, end)
     except OSError:
         pass  # a system without /proc
@@ -78,9 +77,9 @@ def _code_ranges(maps: str) -> Iterator[tuple[int, int]]:
             yield int(begin, 16), int(end, 16)
 
 
-def _all_of_file(words: bytes) -> bool:
+def _all_file_backed(words: bytes) -> bool:
     """Whether each page in memory is of a file. words: eight bytes for each page."""
-    return all(not flags & _PRESENT or flags & _OF_A_FILE for flags in set(words[7::8]))
+    return all(not flags & _PAGE_PRESENT or flags & _PAGE_OF_FILE for flags in set(words[7::8]))
 
 
 def _release_pages(begin: int, end: int) -> None:

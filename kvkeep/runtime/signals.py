@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from signal import SIGINT
 from types import FrameType
 
-_Signal = tuple[int, FrameType | None]
+_HandlerArguments = tuple[int, FrameType | None]
 
 
 @contextmanager
@@ -22,15 +22,15 @@ def interrupts_deferred(only_first: bool = False) -> Iterator[None]:
     only_first: let a second Ctrl-C interrupt the block; for long work that can be ended anywhere,
         such as writing a file that counts only when complete.
     """
-    handler, deferred = getsignal(SIGINT), list[_Signal]()
+    handler, deferred = getsignal(SIGINT), list[_HandlerArguments]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
 
-    def defer(number: int, frame: FrameType | None) -> None:
+    def defer(signal_number: int, frame: FrameType | None) -> None:
         if only_first and deferred:
-            handler(number, frame)
-        deferred.append((number, frame))
+            handler(signal_number, frame)
+        deferred.append((signal_number, frame))
 
     signal(SIGINT, defer)
     try:

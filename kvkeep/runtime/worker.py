@@ -33,7 +33,7 @@ import torch
 
 OPENMP_TIMEOUT = 0.05  # seconds without a step after which a thread's OpenMP team is released
 _HOST_TIMEOUT = 0.02  # seconds after which a step is offered to the module's thread, too
-_HANDOVER = 0.0002  # seconds in which a thread that waits for the lock can take it
+_HANDOVER_SECONDS = 0.0002  # seconds in which a thread that waits for the lock can take it
 _OMP_PAUSE_SOFT = 1
 
 _Arguments = ParamSpec("_Arguments")
@@ -45,36 +45,36 @@ class _Job:
 
     def __init__(self, call: Callable[[], Any]):
         self.call: Callable[[], Any] | None = call
-        self.threads = torch.get_num_threads()
+        self.num_threads = torch.get_num_threads()
         self.result: Any = None
         self.error: BaseException | None = None
         self.finished = False
-        self._claimed, self._done = threading.Lock(), threading.Lock()
-        self._done.acquire()
+        self._claim_lock, self._done_lock = threading.Lock(), threading.Lock()
+        self._done_lock.acquire()
 
     @property
     def claimed(self) -> bool:
-        return self._claimed.locked()
+        return self._claim_lock.locked()
 
     def claim(self) -> bool:
         """Claim the call, to run or to cancel it; returns False if it was claimed before."""
-        return self._claimed.acquire(blocking=False)
+        return self._claim_lock.acquire(blocking=False)
 
     def run(self) -> None:
         assert self.call is not None
         try:
-            if self.threads != torch.get_num_threads():
-                torch.set_num_threads(self.threads)
+            if self.num_threads != torch.get_num_threads():
+                torch.set_num_threads(self.num_threads)
             self.result = self.call()
         except BaseException as error:
             self.error = error
         self.call, self.finished = None, True  # the call holds the caller's objects
-        self._done.release()
+        self._done_lock.release()
 
     def wait(self, timeout: float = -1) -> None:
         """Wait until the call is finished, at most `timeout` seconds; -1 for no limit."""
         while not self.finished:
-            if not self._done.acquire(timeout=timeout):
+            if not self._done_lock.acquire(timeout=timeout):
                 return
 
 
@@ -119,7 +119,7 @@ class ComputeWorker:
         try:
             if host is not None:
                 host.jobs.put(job)
-                host.call_soon(self.run_waiting)
+                host.call_soon(self.run_waiting_jobs)
                 job.wait(_HOST_TIMEOUT)
             if not job.claimed:
                 self._jobs.put(job)
@@ -154,28 +154,28 @@ class ComputeWorker:
         finally:
             self.waiting_callers.discard(caller)
 
-    def run_waiting(self) -> None:
+    def run_waiting_jobs(self) -> None:
         """Run the jobs that other threads have requested so far, if called in the host."""
-        host, threads = self.host, torch.get_num_threads()
+        host, num_threads = self.host, torch.get_num_threads()
         if host is None or not self.is_host:
             return
         for _ in range(host.jobs.qsize()):  # later ones wait: it is the host's turn
             self._run_job(host.jobs.get_nowait())
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
+            if torch.get_num_threads() != num_threads:
+                torch.set_num_threads(num_threads)
         if self.waiting_callers:
-            time.sleep(_HANDOVER)
+            time.sleep(_HANDOVER_SECONDS)
 
     def _require_started(self) -> None:
         if self._thread is not None:
             return
         with self.start_lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="kvkeep", daemon=True)
+                thread = threading.Thread(target=self._run_forever, name="kvkeep", daemon=True)
                 thread.start()
                 self._thread = thread
 
-    def _run(self) -> None:
+    def _run_forever(self) -> None:
         while True:
             try:
                 job = self._jobs.get(timeout=OPENMP_TIMEOUT)
@@ -252,7 +252,7 @@ def _run_in_turn(
         if worker.holds_lock:
             return function(*args, **kwargs)
         if worker.is_host:
-            worker.run_waiting()
+            worker.run_waiting_jobs()
             with worker.lock:
                 return function(*args, **kwargs)
         return run(worker, partial(function, *args, **kwargs))
@@ -272,13 +272,13 @@ def release_openmp_threads() -> None:
 
 @cache
 def _omp_pause() -> Callable[[int], object] | None:
-    process = ctypes.CDLL(None)
-    if hasattr(process, "__kmpc_fork_call"):
+    loaded_libraries = ctypes.CDLL(None)
+    if hasattr(loaded_libraries, "__kmpc_fork_call"):
         return None
-    return getattr(process, "omp_pause_resource_all", None)
+    return getattr(loaded_libraries, "omp_pause_resource_all", None)
 
 
-def reset() -> None:
+def replace_worker() -> None:
     """Replace the worker, whose thread does not exist in a forked child."""
     global _worker
     _worker = ComputeWorker()
@@ -286,4 +286,4 @@ def reset() -> None:
 
 if hasattr(os, "register_at_fork"):
     # A team's threads are not in the child, and OpenMP would wait for them there.
-    os.register_at_fork(before=release_openmp_threads, after_in_child=reset)
+    os.register_at_fork(before=release_openmp_threads, after_in_child=replace_worker)

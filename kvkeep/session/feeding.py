@@ -11,7 +11,7 @@ from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.errors import StoreError
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.runtime.memory import trim
+from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
@@ -111,7 +111,7 @@ class Feeding(Iterator[FeedStep]):
         finally:
             self._seconds += time.perf_counter() - started
         if self.done == self.total and self._seconds > _LONG_PROMPT:
-            trim()
+            trim_memory()
         return FeedStep(self.done - done_before, self.done, self.total, reused)
 
     def _load_prefix(self) -> None:

@@ -21,7 +21,7 @@ from kvkeep.compression.methods.base import Budget
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
-from kvkeep.runtime.memory import trim
+from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.worker import computes_in_caller, computes_in_worker
 from kvkeep.session import decoding
 from kvkeep.session.compression import (
@@ -247,7 +247,7 @@ class Session(SessionEdits):
         )
         memory, report = compress_memory(core.memory, plan)
         core.state = replace(core.state, memory=memory)
-        trim()
+        trim_memory()
         return report
 
     # Names and pins

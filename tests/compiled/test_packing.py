@@ -11,8 +11,8 @@ from kvkeep.models.weights.formats import FORMATS, GROUP
 from kvkeep.models.weights.packing import (
     BLOCK,
     from_gguf,
+    is_packable,
     pack,
-    packable,
     packed_shapes,
     quantise,
 )
@@ -24,7 +24,7 @@ NAMES = st.sampled_from(sorted(FORMATS))
 @given(NAMES, st.integers(1, 40), st.integers(1, 3), st.integers(0, 9))
 def test_packing_blocks_of_a_file_changes_no_value(name, rows, tiles, seed):  # type: ignore[no-untyped-def]
     kind = FORMATS[name]
-    blocks = random_blocks(name, rows, tiles * kind.span, seed)
+    blocks = random_blocks(name, rows, tiles * kind.tile_width, seed)
     expected = exact(name, blocks)
     assert expected.isfinite().all()
     matrix = from_gguf(kind, torch.from_numpy(blocks))
@@ -35,14 +35,16 @@ def test_packing_blocks_of_a_file_changes_no_value(name, rows, tiles, seed):  # 
     assert shapes == packed_shapes(kind, *expected.shape)
     back = there.unpacked()
     assert torch.equal(back.codes, matrix.codes)
-    assert all(torch.equal(*pair) for pair in zip(back.parts, matrix.parts, strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(back.scale_parts, matrix.scale_parts, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_packed_matrix_is_about_as_large_as_in_its_file(name: str) -> None:
     kind = FORMATS[name]
     span, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    assert (span, size) == (kind.span, kind.block)
+    assert (span, size) == (kind.tile_width, kind.block_bytes)
     assert BLOCK * size <= span // GROUP * kind.group_bytes + kind.tile_bytes <= 1.03 * BLOCK * size
 
 
@@ -50,7 +52,7 @@ def test_a_packed_matrix_is_about_as_large_as_in_its_file(name: str) -> None:
 def test_quantising_changes_no_weight_by_more_than_half_a_step(bits, rows, groups, seed):  # type: ignore[no-untyped-def]
     weights = torch.randn(rows, groups * GROUP, generator=torch.Generator().manual_seed(seed))
     matrix = pack(quantise(weights, bits)).unpacked()
-    steps = matrix.parts[0].float().flatten(1).repeat_interleave(GROUP, 1)
+    steps = matrix.scale_parts[0].float().flatten(1).repeat_interleave(GROUP, 1)
     # A scale or minimum in float16 is itself off by up to 2 ** -11 of it.
     slack = 2**-11 * (16 if bits == 4 else 128) * steps + 2**-11 * weights.abs().max()
     assert ((matrix.values() - weights).abs() <= steps / 2 + slack).all()
@@ -64,7 +66,7 @@ def test_a_constant_group_is_exact(bits):  # type: ignore[no-untyped-def]
 
 
 def test_only_rows_of_whole_tiles_can_be_packed() -> None:
-    assert packable(FORMATS["Q8_0"], 1, 32)
-    assert not packable(FORMATS["Q8_0"], 16, 48)
-    assert packable(FORMATS["Q4_K"], 3, 512)
-    assert not packable(FORMATS["Q4_K"], 3, 128)
+    assert is_packable(FORMATS["Q8_0"], 1, 32)
+    assert not is_packable(FORMATS["Q8_0"], 16, 48)
+    assert is_packable(FORMATS["Q4_K"], 3, 512)
+    assert not is_packable(FORMATS["Q4_K"], 3, 128)

@@ -65,7 +65,9 @@ def make_matrix(
     if isinstance(kind, torch.dtype):
         plain = torch.randn(size, generator=torch.Generator().manual_seed(rows)).to(kind)
         return MatrixCase(plain.float(), plain, bias)
-    blocks = random_blocks(kind, rows, -(-columns // FORMATS[kind].span) * FORMATS[kind].span, rows)
+    blocks = random_blocks(
+        kind, rows, -(-columns // FORMATS[kind].tile_width) * FORMATS[kind].tile_width, rows
+    )
     packed_matrix = pack(from_gguf(FORMATS[kind], torch.from_numpy(blocks)))
     return MatrixCase(exact(kind, blocks), packed_matrix, bias)
 

@@ -21,7 +21,7 @@ from kvkeep.models.weights.packed import (
     converted_file,
     converted_path,
     load_converted,
-    load_rounded,
+    load_quantised,
 )
 from kvkeep.models.weights.packed_file import NewMatrix, checksum_of, read_packed, write_packed
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, quantise
@@ -55,7 +55,7 @@ def test_matrices_are_rounded_and_packed_once(
     home: Path, tmp_path: Path, weights: str, bits: int
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    found = load_rounded(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
+    found = load_quantised(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
     assert found.keys() == matrices(SPEC).keys()
     name = "model.layers.1.mlp.down_proj.weight"
     wanted = quantise(tensors[name], bits).values()  # type: ignore[arg-type]
@@ -65,24 +65,24 @@ def test_matrices_are_rounded_and_packed_once(
     assert head.format.name == "Q8_0"
     files = {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     assert len(files) == 2  # the other one is the checksum
-    load_rounded(folder, SPEC, weights, {}, progress=False)  # type: ignore[arg-type]
+    load_quantised(folder, SPEC, weights, {}, progress=False)  # type: ignore[arg-type]
     assert files == {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     assert not list(folder.glob("packed*"))
 
 
 def test_changed_weights_in_the_same_folder_are_packed_again(home: Path, tmp_path: Path) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    first = load_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
+    first = load_quantised(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
     tensors = dict(packed_model(SPEC, None, seed=1).decoder.tensors)
     save_file(tensors, folder / "model.safetensors")
-    second = load_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
+    second = load_quantised(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
     assert not torch.equal(values(first), values(second))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "another model"])
 def test_a_damaged_file_is_named_in_the_error(home: Path, tmp_path: Path, damage: str) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    load_rounded(folder, SPEC, "int4", tensors, progress=False)
+    load_quantised(folder, SPEC, "int4", tensors, progress=False)
     (path,) = home.rglob("*.safetensors")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-1000])
@@ -129,25 +129,25 @@ def test_a_damaged_rounded_file_is_packed_again_with_a_warning(
     home: Path, tmp_path: Path, begin: int
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    whole = checksum_of(load_rounded(folder, SPEC, "int8", tensors, progress=False))
+    whole = checksum_of(load_quantised(folder, SPEC, "int8", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
     zero(path, begin, 64)
     with pytest.warns(RuntimeWarning, match=r"int8.safetensors is damaged.*anew"):
-        found = load_rounded(folder, SPEC, "int8", tensors, progress=False)
+        found = load_quantised(folder, SPEC, "int8", tensors, progress=False)
     assert checksum_of(found) == whole
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        again = load_rounded(folder, SPEC, "int8", {}, progress=False)
+        again = load_quantised(folder, SPEC, "int8", {}, progress=False)
     assert checksum_of(again) == whole
 
 
 def test_a_rounded_file_without_a_checksum_is_packed_again(home: Path, tmp_path: Path) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    whole = checksum_of(load_rounded(folder, SPEC, "int4", tensors, progress=False))
+    whole = checksum_of(load_quantised(folder, SPEC, "int4", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
     zero(path, 60_000, 64)
     path.with_name(path.name + ".blake3").unlink()
-    assert checksum_of(load_rounded(folder, SPEC, "int4", tensors, progress=False)) == whole
+    assert checksum_of(load_quantised(folder, SPEC, "int4", tensors, progress=False)) == whole
 
 
 def test_a_converted_file_is_read_back_unchanged(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_rows_that_are_not_whole_groups_are_refused(home: Path, tmp_path: Path) 
 
     odd = replace(SPEC, intermediate_size=330)
     with pytest.raises(InvalidArgument, match="330"):
-        load_rounded(tmp_path, odd, "int4", {}, progress=False)
+        load_quantised(tmp_path, odd, "int4", {}, progress=False)
 
 
 def test_unknown_weights_are_refused(tmp_path: Path) -> None:

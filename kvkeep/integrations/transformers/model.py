@@ -33,7 +33,7 @@ from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.primitives import NORM
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packed import converted_file
-from kvkeep.runtime.cpu import fit_threads
+from kvkeep.runtime.cpu import limit_torch_threads
 from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.default_sampling import model_sampling
 from kvkeep.session.sampling import Sampling
@@ -181,7 +181,7 @@ def load_folder(
     """
     dtype = validation.one_of("dtype", dtype, DTYPES)
     target_device = on_device(device)
-    fit_threads()
+    limit_torch_threads()
     folder = resolve(model, progress)
     if converted_file(folder) is not None:
         raise UnsupportedModel(

@@ -26,7 +26,7 @@ from kvkeep.models.weights.checkpoint import decoder_name, decoder_shapes, rope_
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
 from kvkeep.models.weights.packed_file import NewMatrix, write_packed
-from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packable
+from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, is_packable, pack
 from kvkeep.models.weights.stacks import find_stack
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
@@ -124,7 +124,7 @@ def _write_weights(
 def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
     """Return the packed format or dtype in which a tensor is written."""
     packed = FORMATS.get(tensor.quantisation)
-    if packed and len(tensor.shape) == 2 and packable(packed, *tensor.shape):
+    if packed and len(tensor.shape) == 2 and is_packable(packed, *tensor.shape):
         return packed
     return _UNQUANTISED.get(tensor.quantisation, torch.bfloat16)
 

@@ -158,8 +158,7 @@ def _multipliers(config: ConfigFields, family: Family) -> dict[str, Any]:
         "attention_softcap": config.positive_float("attn_logit_softcapping", default=0.0),
     }
     if not family.no_logits_softcap:
-        cap = config.positive_float("final_logit_softcapping", default=0.0)
-        fields["logits_softcap"] = cap
+        fields["logits_softcap"] = config.positive_float("final_logit_softcapping", default=0.0)
     return fields
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 _EXAMPLE = 'a message is {"role": "user", "content": "..."}'
-_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
 def render_chat(
@@ -47,7 +47,7 @@ def render_chat(
     except Exception as error:  # a template is an untrusted program
         raise InvalidArgument(
             f"the model's chat template fails on these messages ({_error_text(error)}); put "
-            f"another in {folder / _TEMPLATE}, or leave out what it does not take"
+            f"another in {folder / _TEMPLATE_FILE}, or leave out what it does not take"
         ) from error
 
 
@@ -57,7 +57,7 @@ def template_source(folder: Path) -> str:
 
 
 def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
-    return read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
+    return read_json(folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).exists() else {}
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -67,19 +67,19 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
         raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
-    checked = list(messages)
-    for index, message in enumerate(checked):
+    message_list = list(messages)
+    for index, message in enumerate(message_list):
         fields = message if isinstance(message, Mapping) else {}
-        for key in ("role", "content"):
-            value = fields.get(key)
-            if key == "content" and value is None and fields.get("tool_calls"):
+        for field in ("role", "content"):
+            value = fields.get(field)
+            if field == "content" and value is None and fields.get("tool_calls"):
                 continue
             if not isinstance(value, str):
                 raise InvalidArgument(
-                    f"message {index} must have {key!r} as text, found {message!r}; {_EXAMPLE}"
+                    f"message {index} must have {field!r} as text, found {message!r}; {_EXAMPLE}"
                 )
-            validation.text(f"{key!r} of message {index}", value)
-    return [dict(message) for message in checked]
+            validation.text(f"{field!r} of message {index}", value)
+    return [dict(message) for message in message_list]
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -88,15 +88,15 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
         return None
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise InvalidArgument(f"tools must be a list of JSON schemas, found {tools!r}")
-    checked: list[Any] = list(tools)
-    for index, tool in enumerate(checked):
+    tool_list: list[Any] = list(tools)
+    for index, tool in enumerate(tool_list):
         if not isinstance(tool, dict):
             raise InvalidArgument(f"tool {index} must be a JSON schema as a dict, found {tool!r}")
         try:
             json.dumps(tool)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"tool {index} is not a JSON schema: {error}") from error
-    return checked
+    return tool_list
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,24 +109,24 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) -> str:
-    if (folder / _TEMPLATE).exists():
+    if (folder / _TEMPLATE_FILE).exists():
         try:
-            return (folder / _TEMPLATE).read_text(encoding=ENCODING)
+            return (folder / _TEMPLATE_FILE).read_text(encoding=ENCODING)
         except (OSError, UnicodeDecodeError) as error:
             raise BadModelFile(
-                f"{folder / _TEMPLATE} cannot be read ({error}); fetch the model again"
+                f"{folder / _TEMPLATE_FILE} cannot be read ({error}); fetch the model again"
             ) from error
-    inline = config.get("chat_template")
-    if isinstance(inline, list):
-        by_name = {str(e.get("name")): e.get("template") for e in inline if isinstance(e, dict)}
-        inline = by_name.get("tool_use" if with_tools and "tool_use" in by_name else "default")
-    if not isinstance(inline, str):
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {str(e.get("name")): e.get("template") for e in template if isinstance(e, dict)}
+        template = by_name.get("tool_use" if with_tools and "tool_use" in by_name else "default")
+    if not isinstance(template, str):
         raise UnsupportedModel(
-            f"the model in {folder} has no chat template ({_TEMPLATE}, or chat_template in "
-            f"{_CONFIG}); continue plain text with it, take its instruct version, or put a "
+            f"the model in {folder} has no chat template ({_TEMPLATE_FILE}, or chat_template in "
+            f"{_CONFIG_FILE}); continue plain text with it, take its instruct version, or put a "
             "template there"
         )
-    return inline
+    return template
 
 
 def _compile(source: str, folder: Path) -> "Template":
@@ -142,22 +142,22 @@ def _compile(source: str, folder: Path) -> "Template":
         reason = _error_text(error)
     raise UnsupportedModel(
         f"the chat template in {folder} is not one that kvkeep can render ({reason}); put another "
-        f"in {folder / _TEMPLATE}"
+        f"in {folder / _TEMPLATE_FILE}"
     )
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of bos_token and so on; some configs state an object with "content"."""
-    tokens = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(key)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if value is not None and not isinstance(value, str):
-            raise BadModelFile(f"{_CONFIG}: {key} must be text, found {value!r}")
+    texts = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        text = config.get(name)
+        if isinstance(text, dict):
+            text = text.get("content")
+        if text is not None and not isinstance(text, str):
+            raise BadModelFile(f"{_CONFIG_FILE}: {name} must be text, found {text!r}")
         # Templates write them unconditionally; an absent one must not render as "None".
-        tokens[key] = value or ""
-    return tokens
+        texts[name] = text or ""
+    return texts
 
 
 def _error_text(error: Exception) -> str:

@@ -15,11 +15,11 @@ from kvkeep.models.text.chat_template import checked_messages, checked_tools, re
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens
 from kvkeep.models.text.token_bytes import TokenBytes
 
-_REPLACEMENT = "\ufffd"  # decoded from bytes that are not (or not yet) a character
+_REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not (or not yet) a character
 # Marks in a rendering where the open message ends. Letters only, so that no template trims it.
 _MARK = "kvkeepgoeson"
 # Tokens after which incomplete text is returned: a character has at most 4 bytes, so it is noise.
-_MAX_PENDING = 64
+_MAX_PENDING_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TextCodec:
         """
         if any(token < 0 for token in ids):
             raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
-        valid_ids = self._token_bytes.replace_invalid(ids)
+        valid_ids = self._token_bytes.replace_invalid_byte_tokens(ids)
         return self.tokenizer.decode(valid_ids, skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
@@ -132,9 +132,9 @@ class TextCodec:
         Raises UnsupportedModel if the model has no template, InvalidArgument for messages or tools
         that are malformed or that the template refuses.
         """
-        guarded = self._control_tokens.with_placeholders(checked_messages(messages))
-        schemas = self._control_tokens.with_placeholders(checked_tools(tools))
-        rendered = render_chat(self.folder, guarded, add_generation_prompt, schemas)
+        guarded_messages = self._control_tokens.with_placeholders(checked_messages(messages))
+        guarded_tools = self._control_tokens.with_placeholders(checked_tools(tools))
+        rendered = render_chat(self.folder, guarded_messages, add_generation_prompt, guarded_tools)
         return self._control_tokens.chat_text(validation.text("the chat", rendered))
 
     def chat_to_continue(
@@ -150,12 +150,12 @@ class TextCodec:
         checked = checked_messages(messages)
         if not checked or checked[-1]["role"] != "assistant":
             raise InvalidArgument("the last message must be the assistant's for it to go on")
-        last = {**checked[-1], "content": checked[-1].get("content", "") + _MARK}
-        sealed = self.chat([*checked[:-1], last], False, tools).sealed
-        opening, mark, _ = sealed.rpartition(_MARK)
+        checked[-1] = {**checked[-1], "content": checked[-1].get("content", "") + _MARK}
+        sealed = self.chat(checked, add_generation_prompt=False, tools=tools).sealed
+        text_before_mark, mark, _ = sealed.rpartition(_MARK)
         if not mark:
             raise InvalidArgument("the model's chat template does not let a message go on")
-        return self.encode_sealed(opening)
+        return self.encode_sealed(text_before_mark)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
@@ -186,21 +186,21 @@ class PieceStream:
         """Return the text that this token completes, which may be empty."""
         self._pending.append(token_id)
         text = self._pending_text()
-        new = text[self._returned_chars :]
-        if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING:
+        new_text = text[self._returned_chars :]
+        if text.endswith(_REPLACEMENT_CHARACTER) and len(self._pending) < _MAX_PENDING_TOKENS:
             # The last character may be incomplete. Earlier ones can no longer change.
             self._returned_chars = len(text) - 1
-            return new[:-1]
+            return new_text[:-1]
         if text:
             self._commit()
-        return new
+        return new_text
 
     def flush(self) -> str:
         """Return the text held back, at the end of the stream. Half a character becomes U+FFFD."""
-        new = self._pending_text()[self._returned_chars :]
+        new_text = self._pending_text()[self._returned_chars :]
         if self._pending:
             self._commit()
-        return new
+        return new_text
 
     def _pending_text(self) -> str:
         return self._decode(self._context + self._pending)[self._context_chars :]

@@ -33,13 +33,13 @@ class ChatText(str):
         return chat
 
     def __add__(self, other: str) -> "ChatText":
-        return ChatText(str(self) + str(other), self.sealed + _sealed(other))
+        return ChatText(str(self) + str(other), self.sealed + _sealed_text(other))
 
     def __radd__(self, other: str) -> "ChatText":
-        return ChatText(str(other) + str(self), _sealed(other) + self.sealed)
+        return ChatText(str(other) + str(self), _sealed_text(other) + self.sealed)
 
 
-def _sealed(text: str) -> str:
+def _sealed_text(text: str) -> str:
     return text.sealed if isinstance(text, ChatText) else str(text)
 
 
@@ -85,9 +85,9 @@ class ControlTokens:
         if isinstance(value, str):
             return self._insert_placeholders(value)
         if isinstance(value, Mapping):
-            return {replace(key): replace(part) for key, part in value.items()}
+            return {replace(key): replace(item) for key, item in value.items()}
         if isinstance(value, Sequence):
-            return [replace(part) for part in value]
+            return [replace(item) for item in value]
         return value
 
     def chat_text(self, rendered: str) -> ChatText:
@@ -107,22 +107,22 @@ class ControlTokens:
     def _sealed_tokenizer(self) -> Tokenizer:
         """A copy of the tokenizer whose special tokens have their secret names as texts."""
         definition = json.loads(self._tokenizer.to_str())
-        for token in definition["added_tokens"]:
-            if token["content"] in self._names and token["special"]:
-                token["content"] = self._names[token["content"]]
-                token["normalized"] = token["single_word"] = False
+        for entry in definition["added_tokens"]:
+            if entry["content"] in self._names and entry["special"]:
+                entry["content"] = self._names[entry["content"]]
+                entry["normalized"] = entry["single_word"] = False
         definition["post_processor"] = None  # it only adds tokens such as BOS
-        self._rename_in(definition["model"])
+        self._rename_in_model(definition["model"])
         tokenizer = Tokenizer.from_str(json.dumps(definition))
-        for text, token in self._ids_by_text.items():
-            if tokenizer.token_to_id(self._names[text]) != token:
+        for text, token_id in self._ids_by_text.items():
+            if tokenizer.token_to_id(self._names[text]) != token_id:
                 raise UnsupportedModel(
                     "the text holds what reads like a control token, and this model's tokenizer "
                     f"cannot be told apart from it (at {text!r}); leave it out of the text"
                 )
         return tokenizer
 
-    def _rename_in(self, model: dict[str, Any]) -> None:
+    def _rename_in_model(self, model: dict[str, Any]) -> None:
         names, vocabulary = self._names, model["vocab"]
         if isinstance(vocabulary, dict):
             model["vocab"] = {names.get(text, text): index for text, index in vocabulary.items()}

@@ -14,9 +14,9 @@ from kvkeep.models.text.codec import TextCodec
 
 # Marks the assistant's message in a rendering. Letters only, so that no template trims it.
 _MARK = "kvkeepanswer"
-_CONFIGS = ("config.json", "generation_config.json")
-_TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
-_ROLES = ("eos_token", "eot_token", "eom_token")
+_CONFIG_FILES = ("config.json", "generation_config.json")
+_TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_END_TOKEN_FIELDS = ("eos_token", "eot_token", "eom_token")
 # Token texts that mean an end in every vocabulary that has them, for files that name a wrong token
 # or omit one. Others count only if the files name them: </s> (Gemma has it for HTML) and <eos> may
 # be words of a text, and an answer of several files needs the file separators of code models,
@@ -39,8 +39,8 @@ def end_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
     """
     ids = [
         *spec.eos_token_ids,
-        *_config_ids(codec.folder),
-        *_tokenizer_config_ids(codec),
+        *_config_end_ids(codec.folder),
+        *_tokenizer_config_end_ids(codec),
         *_template_end_ids(codec),
         *_vocabulary_ids(codec, _WELL_KNOWN_ENDS),
         *_vocabulary_ids(codec, _CHANNEL_ENDS if _uses_channels(codec) else (_END,)),
@@ -48,23 +48,23 @@ def end_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _config_ids(folder: Path) -> Iterator[int]:
-    for name in _CONFIGS:
+def _config_end_ids(folder: Path) -> Iterator[int]:
+    for name in _CONFIG_FILES:
         config = _read_json_or_empty(folder / name)
         text_config = config.get("text_config")
         for fields in (config, text_config if isinstance(text_config, dict) else {}):
             value = fields.get("eos_token_id")
-            for index in value if isinstance(value, list) else [value]:
-                if type(index) is int and index >= 0:
-                    yield index
+            for token_id in value if isinstance(value, list) else [value]:
+                if type(token_id) is int and token_id >= 0:
+                    yield token_id
 
 
-def _tokenizer_config_ids(codec: TextCodec) -> Iterator[int]:
-    for name in _TOKENIZER_CONFIGS:
+def _tokenizer_config_end_ids(codec: TextCodec) -> Iterator[int]:
+    for name in _TOKENIZER_CONFIG_FILES:
         config = _read_json_or_empty(codec.folder / name)
-        values = [config.get(role) for role in _ROLES]
-        tokens = [value.get("content") if isinstance(value, dict) else value for value in values]
-        yield from _vocabulary_ids(codec, tokens)
+        entries = [config.get(field) for field in _END_TOKEN_FIELDS]
+        texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+        yield from _vocabulary_ids(codec, texts)
 
 
 def _template_end_ids(codec: TextCodec) -> list[int]:
@@ -78,32 +78,32 @@ def _template_end_ids(codec: TextCodec) -> list[int]:
     for messages in chats[:1] if _uses_channels(codec) else chats:
         try:
             rendered = codec.chat(messages, add_generation_prompt=False).sealed
-            ends = [_leading_added_token(codec, after) for after in rendered.split(_MARK)[1:]]
+            ends = [_leading_added_token(codec, rest) for rest in rendered.split(_MARK)[1:]]
         except KvkeepError:
             continue
-        if ids := [index for index in ends if index is not None]:
+        if ids := [token_id for token_id in ends if token_id is not None]:
             return ids
     return []
 
 
 def _leading_added_token(codec: TextCodec, sealed: str) -> int | None:
     """Return the added token at the start of a sealed text, after white space, or None."""
-    added = codec.tokenizer.get_added_tokens_decoder()
+    added_tokens = codec.tokenizer.get_added_tokens_decoder()
     ids = codec.encode_sealed(sealed)
-    first = next((index for index in ids if codec.token_bytes(index).strip()), None)
-    return first if first in added else None
+    first_id = next((token_id for token_id in ids if codec.token_bytes(token_id).strip()), None)
+    return first_id if first_id in added_tokens else None
 
 
 def _uses_channels(codec: TextCodec) -> bool:
     return codec.tokenizer.token_to_id(_CHANNEL) is not None
 
 
-def _vocabulary_ids(codec: TextCodec, tokens: Iterable[object]) -> Iterator[int]:
+def _vocabulary_ids(codec: TextCodec, token_texts: Iterable[object]) -> Iterator[int]:
     """Yield the ids of the token texts that the vocabulary has."""
-    for token in tokens:
-        index = codec.tokenizer.token_to_id(token) if isinstance(token, str) else None
-        if index is not None:
-            yield index
+    for text in token_texts:
+        token_id = codec.tokenizer.token_to_id(text) if isinstance(text, str) else None
+        if token_id is not None:
+            yield token_id
 
 
 def _read_json_or_empty(path: Path) -> Mapping[str, Any]:

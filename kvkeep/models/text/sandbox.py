@@ -35,9 +35,9 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
+        lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [nodes.Scope(body, lineno=line)]  # variables set in the block end with it
+        return [nodes.Scope(body, lineno=lineno)]  # variables set in the block end with it
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -60,7 +60,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum")
         self.globals["range"] = self._range
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_integers(*args, *kwargs.values())
@@ -79,7 +79,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self._iterations += iterations
         if self._iterations > MAX_ITERATIONS:
             raise TemplateRuntimeError(f"it goes round more than {MAX_ITERATIONS:,} times")
-        return True
+        return True  # a loop's condition continues with `and`
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
@@ -87,10 +87,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return numbers
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed = super()._parse(source, name, filename)
-        _CountingTransformer().visit(parsed)
-        parsed.set_environment(self)
-        return parsed
+        tree = super()._parse(source, name, filename)
+        _CountingTransformer().visit(tree)
+        tree.set_environment(self)
+        return tree
 
 
 class _CountingTransformer(NodeTransformer):
@@ -100,27 +100,27 @@ class _CountingTransformer(NodeTransformer):
         self.generic_visit(node)
         # Iterations that a loop's condition skips count as well.
         if node.test is not None:
-            node.test = nodes.And(_count_call(1, node), node.test, lineno=node.lineno)
+            node.test = nodes.And(_counting_call(1, node), node.test, lineno=node.lineno)
         else:
-            node.body.insert(0, nodes.ExprStmt(_count_call(1, node), lineno=node.lineno))
+            node.body.insert(0, nodes.ExprStmt(_counting_call(1, node), lineno=node.lineno))
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_count_call(_MACRO_COST, node), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_counting_call(_MACRO_COST, node), lineno=node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(_JOIN_FILTER, node.nodes, node)
+        return _filter_node(_JOIN_FILTER, node.nodes, node)
 
 
-def _count_call(iterations: int, position: nodes.Node) -> nodes.Expr:
-    return _filter(_COUNT_FILTER, [nodes.Const(iterations, lineno=position.lineno)], position)
+def _counting_call(iterations: int, parent: nodes.Node) -> nodes.Expr:
+    return _filter_node(_COUNT_FILTER, [nodes.Const(iterations, lineno=parent.lineno)], parent)
 
 
-def _filter(name: str, operands: list[nodes.Expr], position: nodes.Node) -> nodes.Expr:
-    return nodes.Filter(operands[0], name, operands[1:], [], None, None, lineno=position.lineno)
+def _filter_node(name: str, operands: list[nodes.Expr], parent: nodes.Node) -> nodes.Expr:
+    return nodes.Filter(operands[0], name, operands[1:], [], None, None, lineno=parent.lineno)
 
 
 def _join(*parts: object) -> Any:

@@ -27,29 +27,29 @@ class TokenBytes:
         self._tokenizer = tokenizer
         decoder = tokenizer.decoder
         self._steps = [] if decoder is None else _flat_steps(json.loads(decoder.__getstate__()))
-        types = [step["type"] for step in self._steps]
-        self._is_byte_level = _BYTE_LEVEL in types
-        self._has_byte_fallback = _BYTE_FALLBACK in types
+        step_types = [step["type"] for step in self._steps]
+        self._is_byte_level = _BYTE_LEVEL in step_types
+        self._has_byte_fallback = _BYTE_FALLBACK in step_types
         self._added_ids = frozenset(tokenizer.get_added_tokens_decoder())
         self._token_decoders = [
-            _decoder(step)
+            _step_decoder(step)
             for step in takewhile(lambda step: step["type"] != _WHOLE_TEXT, self._steps)
             if step["type"] not in (_BYTE_LEVEL, _BYTE_FALLBACK)
         ]
         self._cache: dict[int, bytes] = {}
         # The ids of bytes 0 to 255, if the decoder treats them as bytes and none is missing.
-        tokens = map(tokenizer.token_to_id, (f"<0x{byte:02X}>" for byte in range(256)))
-        byte_ids = [token for token in tokens if token is not None]
+        token_ids = map(tokenizer.token_to_id, (f"<0x{byte:02X}>" for byte in range(256)))
+        byte_ids = [token_id for token_id in token_ids if token_id is not None]
         self._byte_ids = byte_ids if self._has_byte_fallback and len(byte_ids) == 256 else []
-        self._byte_by_id = {token: byte for byte, token in enumerate(self._byte_ids)}
+        self._byte_by_id = {token_id: byte for byte, token_id in enumerate(self._byte_ids)}
 
-    def get(self, token: int) -> bytes:
+    def get(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for an id beyond the vocabulary."""
-        if token not in self._cache:
-            self._cache[token] = self._compute(token)
-        return self._cache[token]
+        if token_id not in self._cache:
+            self._cache[token_id] = self._compute_bytes(token_id)
+        return self._cache[token_id]
 
-    def replace_invalid(self, ids: Sequence[int]) -> list[int]:
+    def replace_invalid_byte_tokens(self, ids: Sequence[int]) -> list[int]:
         """Replace byte tokens that are no part of a character by the bytes of U+FFFD.
 
         One such byte would make the library's decoder turn the whole run of byte tokens into
@@ -59,23 +59,23 @@ class TokenBytes:
         """
         if self._byte_by_id.keys().isdisjoint(ids):
             return list(ids)
-        replaced: list[int] = []
+        result: list[int] = []
         for are_bytes, run in groupby(ids, self._byte_by_id.__contains__):
             if are_bytes:
                 text = bytes(self._byte_by_id[token] for token in run).decode(errors="replace")
-                replaced += [self._byte_ids[byte] for byte in text.encode()]
+                result += [self._byte_ids[byte] for byte in text.encode()]
             else:
-                replaced += run
-        return replaced
+                result += run
+        return result
 
-    def _compute(self, token: int) -> bytes:
-        text = self._tokenizer.id_to_token(token)
+    def _compute_bytes(self, token_id: int) -> bytes:
+        text = self._tokenizer.id_to_token(token_id)
         if text is None:
             return b""
         if self._is_byte_level:
             # The text of an added token is plain; all others are in GPT-2's byte alphabet.
-            in_alphabet = token not in self._added_ids and _ALPHABET.keys() >= set(text)
-            return bytes(map(_ALPHABET.__getitem__, text)) if in_alphabet else text.encode()
+            in_alphabet = token_id not in self._added_ids and _BYTE_ALPHABET.keys() >= set(text)
+            return bytes(map(_BYTE_ALPHABET.__getitem__, text)) if in_alphabet else text.encode()
         if self._has_byte_fallback and (match := _FALLBACK_BYTE.fullmatch(text)):
             return bytes.fromhex(match[1])
         if not self._steps:
@@ -92,7 +92,7 @@ def _flat_steps(step: dict[str, Any]) -> list[dict[str, Any]]:
     return [inner for part in step["decoders"] for inner in _flat_steps(part)]
 
 
-def _decoder(step: dict[str, Any]) -> decoders.Decoder:
+def _step_decoder(step: dict[str, Any]) -> decoders.Decoder:
     decoder = decoders.Fuse()
     decoder.__setstate__(json.dumps(step).encode())
     return decoder
@@ -107,9 +107,9 @@ def _decode_inside(decoder: decoders.Decoder, text: str) -> str:
 def _byte_alphabet() -> dict[str, int]:
     """Return GPT-2's byte alphabet. Bytes that are not printable have characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return alphabet | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
-_ALPHABET = _byte_alphabet()
+_BYTE_ALPHABET = _byte_alphabet()

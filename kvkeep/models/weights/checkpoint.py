@@ -44,7 +44,7 @@ def decoder_shapes(
     A stack of another shape than the spec's stays whole, under a name that no decoder has.
     """
     renamed = _with_decoder_names(spec, shapes)
-    parts_by_name: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     used_scales = set()
     for name, shape in renamed.items():
         stack = find_stack(spec, name, shape[1:])
@@ -53,46 +53,46 @@ def decoder_shapes(
             and stack.shape == shape
             and (not stack.scales or renamed.get(stack.scales) == shape[:-1])
         ):
-            parts_by_name |= stack.part_shapes()
+            result |= stack.part_shapes()
             used_scales.add(stack.scales)
         else:
-            parts_by_name[name] = shape
-    return {name: shape for name, shape in parts_by_name.items() if name not in used_scales}
+            result[name] = shape
+    return {name: shape for name, shape in result.items() if name not in used_scales}
 
 
 def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the decoder's names. Only those whose rows change order are copied."""
     renamed = _with_decoder_names(spec, tensors)
-    parts_by_name: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in renamed.items():
         if stack := find_stack(spec, name):
-            parts_by_name |= stack.split(renamed, name)
+            result |= stack.split(renamed, name)
         elif not (spec.clamped_experts and name.endswith("_scales")):
-            parts_by_name[name] = tensor
-    for name, tensor in parts_by_name.items():
+            result[name] = tensor
+    for name, tensor in result.items():
         if (order := rope_row_order(spec, name, len(tensor))) is not None:
-            parts_by_name[name] = tensor[order]
-    return parts_by_name
+            result[name] = tensor[order]
+    return result
 
 
 def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
     """Return, for each checkpoint tensor, the decoder's tensors that it holds, in order."""
-    renamed = FAMILIES[spec.architecture].renamed_tensors
-    stored_names = {module: stored for stored, module in renamed.items()}
-    for matrix, modules in fused_modules(spec).items():
-        stored_names |= dict.fromkeys(modules, matrix)
+    renamed_modules = FAMILIES[spec.architecture].renamed_tensors
+    stored_names = {module: stored_name for stored_name, module in renamed_modules.items()}
+    for fused_name, modules in fused_modules(spec).items():
+        stored_names |= dict.fromkeys(modules, fused_name)
     parts: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
-        layer = _LAYER_TENSOR.fullmatch(name)
-        if layer and layer.group(2) in stored_names:
-            stored = f"{layer.group(1)}{stored_names[layer.group(2)]}.{layer.group(3)}"
+        match = _LAYER_TENSOR.fullmatch(name)
+        if match and match.group(2) in stored_names:
+            stored_name = f"{match.group(1)}{stored_names[match.group(2)]}.{match.group(3)}"
         else:
-            stored = stored_expert_name(spec, name)
-        parts.setdefault(stored, []).append(name)
+            stored_name = stored_expert_name(spec, name)
+        parts.setdefault(stored_name, []).append(name)
     return parts
 
 
-def is_text(spec: ModelSpec, name: str) -> bool:
+def is_text_part(spec: ModelSpec, name: str) -> bool:
     return not (FAMILIES[spec.architecture].multimodal and _OTHER_MODALITIES.fullmatch(name))
 
 
@@ -103,10 +103,10 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
         name = re.sub(f"^{_LANGUAGE_MODEL_HEAD}", "lm_head.", name)
         name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", name)
     name = expert_name(spec, name)
-    layer = _LAYER_TENSOR.fullmatch(name)
-    if layer is None or layer.group(2) not in family.renamed_tensors:
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is None or match.group(2) not in family.renamed_tensors:
         return name
-    return f"{layer.group(1)}{family.renamed_tensors[layer.group(2)]}.{layer.group(3)}"
+    return f"{match.group(1)}{family.renamed_tensors[match.group(2)]}.{match.group(3)}"
 
 
 def is_unused(spec: ModelSpec, name: str) -> bool:
@@ -125,8 +125,8 @@ def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
         range(spec.head_dim)
     ):
         return None
-    heads = torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, spec.head_dim)
-    return heads[:, order].flatten()
+    rows_by_head = torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, spec.head_dim)
+    return rows_by_head[:, order].flatten()
 
 
 def _head_order(spec: ModelSpec) -> list[int]:
@@ -142,5 +142,5 @@ def _head_order(spec: ModelSpec) -> list[int]:
 
 def _with_decoder_names(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
     """Return the language model's tensors by the decoder's names, without unused ones."""
-    renamed = {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
-    return {name: x for name, x in renamed.items() if not is_unused(spec, name)}
+    named = {decoder_name(spec, name): x for name, x in tensors.items() if is_text_part(spec, name)}
+    return {name: x for name, x in named.items() if not is_unused(spec, name)}

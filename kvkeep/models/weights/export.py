@@ -48,23 +48,23 @@ def export(
     entries = {stored: _header_entry(spec, stored, parts[stored], dtype) for stored in parts}
     bar = byte_bar(sum(entry.nbytes for entry in entries.values()), "unpacking", progress)
 
-    def pieces() -> Iterator[bytes]:
+    def chunks() -> Iterator[bytes]:
         for stored in parts:
             for rows in _stored_rows(spec, stored, parts[stored], dtype):
-                data = tensor_bytes(rows)
-                yield data
-                bar.update(len(data))
+                chunk = tensor_bytes(rows)
+                yield chunk
+                bar.update(len(chunk))
 
     def is_copied(path: Path) -> bool:
-        written = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
-        return path.is_file() and not written
+        is_conversion_file = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
+        return path.is_file() and not is_conversion_file
 
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(to.absolute()) as partial, bar:
+        with atomic_folder(to.absolute()) as partial_folder, bar:
             for path in filter(is_copied, folder.iterdir()):
-                shutil.copy(path, partial)
-            write_tensors(partial / "model.safetensors", entries, pieces(), {"format": "pt"})
+                shutil.copy(path, partial_folder)
+            write_tensors(partial_folder / "model.safetensors", entries, chunks(), {"format": "pt"})
     except (OSError, StoreError) as error:
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
 
@@ -90,8 +90,8 @@ def _stored_rows(
             yield rows.t().contiguous()  # rows of gate and up alternate
         return
     for name, matrix in parts.items():
-        order = rope_row_order(spec, name, matrix.shape[0])
-        if order is not None:
-            yield as_tensor(matrix, dtype)[order.argsort()]
+        row_order = rope_row_order(spec, name, matrix.shape[0])
+        if row_order is not None:
+            yield as_tensor(matrix, dtype)[row_order.argsort()]
         else:
             yield from (as_tensor(rows, dtype) for rows in row_chunks(matrix))

@@ -17,7 +17,7 @@ GROUP = 32  # columns that the kernels unpack together
 _F16, _U8, _I8 = torch.float16, torch.uint8, torch.int8
 
 # Codes `[rows, tiles, span]` uint8, and the stored parts of the scales, each `[rows, tiles, n]`.
-Parts: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
+CodesAndParts: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,25 @@ class Format:
 
     Attributes:
         name: GGML's.
-        number: the compiled kernels' (`Format` in src/formats.h).
+        kernel_id: the compiled kernels' (`Format` in src/formats.h).
         bits: of a code.
         table: the float32 value of each code; None for signed bytes.
-        span: columns of a tile, whose scales are stored together.
-        shared: columns that share a scale.
-        parts: dtype and count of each stored part of a row's scales in a tile.
-        block: bytes of a tile of one row in a GGUF file.
+        tile_width: columns of a tile, whose scales are stored together.
+        scale_columns: columns that share a scale.
+        scale_parts: dtype and count of each stored part of a row's scales in a tile.
+        block_bytes: bytes of a tile of one row in a GGUF file.
         split_block: maps blocks `[rows, tiles, block]` uint8 to codes and parts.
     """
 
     name: str
-    number: int
+    kernel_id: int
     bits: int
     table: Tensor | None
-    span: int
-    shared: int
-    parts: tuple[tuple[torch.dtype, int], ...]
-    block: int
-    split_block: Callable[[Tensor], Parts]
+    tile_width: int
+    scale_columns: int
+    scale_parts: tuple[tuple[torch.dtype, int], ...]
+    block_bytes: int
+    split_block: Callable[[Tensor], CodesAndParts]
 
     @property
     def group_bytes(self) -> int:
@@ -54,33 +54,33 @@ class Format:
     @property
     def tile_bytes(self) -> int:
         """Bytes of the scales of 16 rows of a tile."""
-        return 16 * sum(dtype.itemsize * count for dtype, count in self.parts)
+        return 16 * sum(dtype.itemsize * count for dtype, count in self.scale_parts)
 
-    def scales(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    def scales(self, scale_parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Return scales and minima, `[rows, columns / shared]` float32, from their stored parts."""
-        first, *others = parts
+        first, *others = scale_parts
         scale, minimum = first.float(), None
         if self.name == "MXFP4":  # a float32 exponent; 2 to the -127 becomes 0
             scale = (first.int() << 23).view(torch.float32)
-        elif self.span == GROUP and others:  # one scale for each group, and one minimum
+        elif self.tile_width == GROUP and others:  # one scale for each group, and one minimum
             minimum = others[0].float()
         elif self.name in ("Q4_K", "Q5_K"):
             factor, scale_codes, minimum_codes = (part.float() for part in others)
             scale, minimum = scale * scale_codes, -(factor * minimum_codes)
-        elif self.span != GROUP:
+        elif self.tile_width != GROUP:
             scale = scale * others[0].float()
         return scale.flatten(1), None if minimum is None else minimum.flatten(1)
 
-    def values(self, codes: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+    def values(self, codes: Tensor, scale_parts: tuple[Tensor, ...]) -> Tensor:
         """Return `[rows, columns]` float32. codes: uint8 of the same shape."""
-        scale, minimum = self.scales(parts)
-        numbers = self._decoded(codes)
-        grouped = split_last(numbers, -1, self.shared) * scale.unsqueeze(-1)
+        scale, minimum = self.scales(scale_parts)
+        unscaled = self._decode(codes)
+        grouped = split_last(unscaled, -1, self.scale_columns) * scale.unsqueeze(-1)
         if minimum is not None:
             grouped = grouped + minimum.unsqueeze(-1)
         return grouped.flatten(1)
 
-    def _decoded(self, codes: Tensor) -> Tensor:
+    def _decode(self, codes: Tensor) -> Tensor:
         table: Tensor | None = self.table
         if table is None:
             return codes.view(torch.int8).float()
@@ -112,37 +112,37 @@ def _fifth_bits(x: Tensor) -> Tensor:
     return ((x.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
 
-def _split_simple(blocks: Tensor, minimum: bool, fifth: bool) -> Parts:
+def _split_simple(blocks: Tensor, has_minimum: bool, has_fifth: bool) -> CodesAndParts:
     """Split blocks of a scale, a minimum and fifth bits if present, and 32 nibbles."""
     codes, scale = _nibbles(blocks[..., -16:]), _as_float16(blocks[..., :2])
-    if fifth:
+    if has_fifth:
         codes = codes | _fifth_bits(blocks[..., -20:-16])
-    return codes, (scale, _as_float16(blocks[..., 2:4])) if minimum else (scale,)
+    return codes, (scale, _as_float16(blocks[..., 2:4])) if has_minimum else (scale,)
 
 
-def _split_q8_0(blocks: Tensor) -> Parts:
+def _split_q8_0(blocks: Tensor) -> CodesAndParts:
     return blocks[..., 2:], (_as_float16(blocks[..., :2]),)
 
 
-def _split_mxfp4(blocks: Tensor) -> Parts:
+def _split_mxfp4(blocks: Tensor) -> CodesAndParts:
     return _nibbles(blocks[..., 1:]), (blocks[..., :1].contiguous(),)
 
 
-def _split_k(blocks: Tensor, fifth: bool) -> Parts:
+def _split_k(blocks: Tensor, has_fifth: bool) -> CodesAndParts:
     """Split blocks of Q4_K or Q5_K: scale, minimum, codes of both, fifth bits, nibbles."""
     low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scale_codes = torch.cat((low & 63, (mixed & 15) | ((low >> 2) & 48)), -1)
     minimum_codes = torch.cat((high & 63, (mixed >> 4) | ((high >> 2) & 48)), -1)
     codes = _nibbles(split_last(blocks[..., -128:], 4, 32))
     codes = split_last(codes, 2, 32).flatten(-3, -2)  # [..., 8 groups, 32]
-    if fifth:
+    if has_fifth:
         shifts = _arange(0, 8, 1, _U8).unsqueeze(-1)
         codes = codes | ((blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1) << 4
     scale, minimum = _as_float16(blocks[..., :2]), _as_float16(blocks[..., 2:4])
     return codes.flatten(-2), (scale, minimum, scale_codes, minimum_codes)
 
 
-def _split_q6_k(blocks: Tensor) -> Parts:
+def _split_q6_k(blocks: Tensor) -> CodesAndParts:
     low = split_last(blocks[..., :128], 2, 64)
     low = torch.stack((low & 15, low >> 4), -2).flatten(-2)  # [..., 2 halves, 128]
     shifts = _arange(0, 8, 2, _U8).unsqueeze(-1)
@@ -152,7 +152,7 @@ def _split_q6_k(blocks: Tensor) -> Parts:
     return codes.flatten(-2), (_as_float16(blocks[..., 208:]), scales)
 
 
-def _split_iq4_xs(blocks: Tensor) -> Parts:
+def _split_iq4_xs(blocks: Tensor) -> CodesAndParts:
     low, shifts = blocks[..., 4:8], _arange(0, 8, 2, _U8)
     low = torch.stack((low & 15, low >> 4), -1).flatten(-2)
     high = ((blocks[..., 2:4].unsqueeze(-1) >> shifts) & 3).flatten(-2)
@@ -175,13 +175,13 @@ _MXFP4 = _float_table(*_E2M1, *(-x for x in _E2M1))
 _SCALE = ((_F16, 1),)
 _SCALE_MINIMUM = ((_F16, 1), (_F16, 1))
 _K_PARTS = (*_SCALE_MINIMUM, (_U8, 8), (_U8, 8))
-_split_q4_0 = partial(_split_simple, minimum=False, fifth=False)
-_split_q4_1 = partial(_split_simple, minimum=True, fifth=False)
-_split_q5_0 = partial(_split_simple, minimum=False, fifth=True)
-_split_q5_1 = partial(_split_simple, minimum=True, fifth=True)
-_split_q4_k, _split_q5_k = partial(_split_k, fifth=False), partial(_split_k, fifth=True)
+_split_q4_0 = partial(_split_simple, has_minimum=False, has_fifth=False)
+_split_q4_1 = partial(_split_simple, has_minimum=True, has_fifth=False)
+_split_q5_0 = partial(_split_simple, has_minimum=False, has_fifth=True)
+_split_q5_1 = partial(_split_simple, has_minimum=True, has_fifth=True)
+_split_q4_k, _split_q5_k = partial(_split_k, has_fifth=False), partial(_split_k, has_fifth=True)
 
-_ALL = (
+_ALL_FORMATS = (
     Format("Q8_0", 3, 8, None, 32, 32, _SCALE, 34, _split_q8_0),
     Format("Q4_0", 4, 4, _integers(-8, 4), 32, 32, _SCALE, 18, _split_q4_0),
     Format("Q4_1", 5, 4, _integers(0, 4), 32, 32, _SCALE_MINIMUM, 20, _split_q4_1),
@@ -194,4 +194,4 @@ _ALL = (
     Format("IQ4_XS", 12, 4, _IQ4, 256, 32, (*_SCALE, (_I8, 8)), 136, _split_iq4_xs),
     Format("MXFP4", 13, 4, _MXFP4, 32, 32, ((_U8, 1),), 17, _split_mxfp4),
 )
-FORMATS = {entry.name: entry for entry in _ALL}
+FORMATS = {entry.name: entry for entry in _ALL_FORMATS}

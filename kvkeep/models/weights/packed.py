@@ -29,34 +29,34 @@ from kvkeep.models.weights.packed_file import (
     write_packed,
 )
 from kvkeep.models.weights.packing import (
-    ROUNDED,
+    QUANTISED_FORMATS,
     Matrix,
     MatrixBits,
     as_tensor,
+    is_packable,
     pack,
-    packable,
     quantise,
     row_chunks,
 )
 from kvkeep.models.weights.tensors import is_router, matrices
 
-WEIGHTS = ("bf16", "int8", "int4")  # values of the option `weights`
+WEIGHT_FORMATS = ("bf16", "int8", "int4")  # values of the option `weights`
 
 
-def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
+def quantised_formats(spec: ModelSpec, weight_format: str) -> dict[str, Format]:
     """Return the format of each matrix to round: 8 bits for the head. Raises InvalidArgument."""
-    bits: MatrixBits = 4 if weights == "int4" else 8
+    bits: MatrixBits = 4 if weight_format == "int4" else 8
     formats = {}
     for name, (rows, columns) in matrices(spec).items():
         if is_router(name):
             continue
-        weight_format = FORMATS[ROUNDED[8 if name == LM_HEAD else bits]]
-        if not packable(weight_format, rows, columns):
+        packed_format = FORMATS[QUANTISED_FORMATS[8 if name == LM_HEAD else bits]]
+        if not is_packable(packed_format, rows, columns):
             raise InvalidArgument(
-                f'weights="{weights}" packs groups of {weight_format.span} columns, and {name} has '
-                f'{columns}: use weights="bf16"'
+                f'weights="{weight_format}" packs groups of {packed_format.tile_width} columns, '
+                f'and {name} has {columns}: use weights="bf16"'
             )
-        formats[name] = weight_format
+        formats[name] = packed_format
     return formats
 
 
@@ -72,51 +72,51 @@ def converted_file(folder: Path) -> Path | None:
 
 def load_converted(path: Path, spec: ModelSpec) -> dict[str, Matrix]:
     """Return all tensors of a converted model, memory-mapped and verified. Raises BadModelFile."""
-    loaded = read_packed(path, tensor_shapes(spec))
-    if checksum_of(loaded) != read_checksum(path):
+    loaded_matrices = read_packed(path, tensor_shapes(spec))
+    if checksum_of(loaded_matrices) != read_checksum(path):
         raise BadModelFile(
             f"{path} is damaged: it is not what was written when the model was converted. Remove "
             f"the folder {path.parent}, and the model is fetched or converted again"
         )
-    return loaded
+    return loaded_matrices
 
 
-def load_rounded(
-    folder: Path, spec: ModelSpec, weights: str, tensors: Mapping[str, Tensor], progress: bool
+def load_quantised(
+    folder: Path, spec: ModelSpec, weight_format: str, tensors: Mapping[str, Tensor], progress: bool
 ) -> dict[str, Matrix]:
     """Return a model's matrices rounded and packed, memory-mapped and verified.
 
     They are packed from `tensors` if no file has them, or if it is damaged. Raises InvalidArgument,
     ModelError, BadModelFile.
     """
-    formats, path = rounded_formats(spec, weights), _rounded_path(folder, weights)
+    formats, path = quantised_formats(spec, weight_format), _quantised_path(folder, weight_format)
     shapes = {name: shape for name, shape in matrices(spec).items() if name in formats}
     if path.exists():
         with contextlib.suppress(BadModelFile):
-            loaded = read_packed(path, shapes)
-            if checksum_of(loaded) == read_checksum(path):
-                return loaded
+            loaded_matrices = read_packed(path, shapes)
+            if checksum_of(loaded_matrices) == read_checksum(path):
+                return loaded_matrices
         if read_checksum(path):  # otherwise another version has packed it
             message = f"{path} is damaged: it is packed anew from the model's tensors"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
-    def rounded(name: str) -> Iterator[Matrix]:
-        source = EMBEDDING if name == LM_HEAD and spec.tied_head else name
-        yield pack(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
+    def chunks(name: str) -> Iterator[Matrix]:
+        source_name = EMBEDDING if name == LM_HEAD and spec.tied_head else name
+        yield pack(quantise(tensors[source_name], 8 if formats[name].bits == 8 else 4))
 
     new_matrices = {
-        name: NewMatrix(formats[name], shape, rounded(name)) for name, shape in shapes.items()
+        name: NewMatrix(formats[name], shape, chunks(name)) for name, shape in shapes.items()
     }
     description = f"packing to {next(iter(formats.values())).name}"
     advice = ', or use weights="bf16"'
     checksum = _write_file(path, new_matrices, description, progress, "packed", advice)
-    loaded = read_packed(path, shapes)
-    if checksum_of(loaded) != checksum:
+    loaded_matrices = read_packed(path, shapes)
+    if checksum_of(loaded_matrices) != checksum:
         raise BadModelFile(
             f"{path} was written and is not what was written: the disk or memory fails. Set "
             'KVKEEP_HOME to a folder elsewhere, or use weights="bf16"'
         )
-    return loaded
+    return loaded_matrices
 
 
 def load_unpacked(
@@ -129,8 +129,8 @@ def load_unpacked(
 
     Raises ModelError, BadModelFile.
     """
-    state, shapes = converted.stat(), tensor_shapes(spec)
-    folder = f"{converted.parent.name}-{state.st_size}-{state.st_mtime_ns}"
+    status, shapes = converted.stat(), tensor_shapes(spec)
+    folder = f"{converted.parent.name}-{status.st_size}-{status.st_mtime_ns}"
     dtype_name = str(dtype).removeprefix("torch.")
     path = home() / "unpacked" / folder / f"{dtype_name}.safetensors"
     if path.exists():
@@ -139,10 +139,10 @@ def load_unpacked(
     for outdated in set(derived_folders("unpacked", converted.parent.name)) - {path.parent}:
         shutil.rmtree(outdated, ignore_errors=True)
 
-    def unpacked(name: str) -> Iterator[Matrix]:
+    def chunks(name: str) -> Iterator[Matrix]:
         return (as_tensor(rows, dtype) for rows in row_chunks(packed[name]))
 
-    new_matrices = {name: NewMatrix(dtype, shape, unpacked(name)) for name, shape in shapes.items()}
+    new_matrices = {name: NewMatrix(dtype, shape, chunks(name)) for name, shape in shapes.items()}
     _write_file(path, new_matrices, f"unpacking to {dtype_name}", progress, "unpacked")
     return _only_tensors(read_packed(path, shapes))
 
@@ -156,7 +156,7 @@ def _write_file(
     new_matrices: Mapping[str, NewMatrix],
     description: str,
     progress: bool,
-    form: str,
+    adjective: str,
     advice: str = "",
 ) -> str:
     """Write a file under kvkeep's home; return its checksum. Raises ModelError."""
@@ -165,16 +165,16 @@ def _write_file(
         return write_packed(path, new_matrices, description, progress)
     except (OSError, StoreError) as error:
         raise ModelError(
-            f"cannot write {form} weights to {path.parent} ({error}); free some space, or set "
+            f"cannot write {adjective} weights to {path.parent} ({error}); free some space, or set "
             f"KVKEEP_HOME to a folder that can be written{advice}"
         ) from error
 
 
-def _rounded_path(folder: Path, weights: str) -> Path:
+def _quantised_path(folder: Path, weight_format: str) -> Path:
     """Return the file for a model folder in its present state; the folder may be read-only."""
     files = sorted(folder.glob("*.safetensors"))
-    state = [f"{folder.resolve()}"] + [
+    file_facts = [f"{folder.resolve()}"] + [
         f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
     ]
-    digest = hashlib.sha256("\n".join(state).encode()).hexdigest()[:16]
-    return home() / "packed" / f"{folder.name}-{digest}" / f"{weights}.safetensors"
+    digest = hashlib.sha256("\n".join(file_facts).encode()).hexdigest()[:16]
+    return home() / "packed" / f"{folder.name}-{digest}" / f"{weight_format}.safetensors"

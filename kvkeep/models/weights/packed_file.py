@@ -27,7 +27,7 @@ from kvkeep.storage.files.atomic import write_atomic
 from kvkeep.storage.files.tensors import DTYPE_NAMES, TensorEntry, tensor_bytes, write_tensors
 
 _VERSION = "3"
-_KIND = "packed weights"
+_FILE_TYPE = "packed weights"
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class NewMatrix:
 
 def checksum_of(matrices: Mapping[str, Matrix]) -> str:
     """Return the BLAKE3 checksum of each tensor's name and bytes, as `write_packed` does."""
-    checksum = blake3(max_threads=blake3.AUTO)
+    hasher = blake3(max_threads=blake3.AUTO)
     for name, matrix in matrices.items():
         for tensor_name, tensor in _stored_tensors(name, matrix):
-            checksum.update(f"{tensor_name}\n".encode())
-            checksum.update(tensor_bytes(tensor))
-    return checksum.hexdigest()
+            hasher.update(f"{tensor_name}\n".encode())
+            hasher.update(tensor_bytes(tensor))
+    return hasher.hexdigest()
 
 
 def _stored_tensors(name: str, matrix: Matrix) -> list[tuple[str, Tensor]]:
@@ -102,34 +102,34 @@ def write_packed(
     for name, matrix in matrices.items():
         entries |= matrix.entries(name)
     bar = byte_bar(sum(entry.nbytes for entry in entries.values()), description, progress)
-    checksum, hashed_names = blake3(max_threads=blake3.AUTO), set[str]()
+    hasher, hashed_names = blake3(max_threads=blake3.AUTO), set[str]()
 
-    def hashed(name: str, tensor: Tensor) -> bytes:
+    def hashed_bytes(name: str, tensor: Tensor) -> bytes:
         if name not in hashed_names:
             hashed_names.add(name)
-            checksum.update(f"{name}\n".encode())
-        data = tensor_bytes(tensor)
-        checksum.update(data)
-        bar.update(len(data))
-        return data
+            hasher.update(f"{name}\n".encode())
+        tensor_data = tensor_bytes(tensor)
+        hasher.update(tensor_data)
+        bar.update(len(tensor_data))
+        return tensor_data
 
     def pieces() -> Iterator[bytes]:
         for name, matrix in matrices.items():
             all_scales = []
             for chunk in matrix.chunks:
-                first, *scales = _stored_tensors(name, chunk)
+                codes, *scales = _stored_tensors(name, chunk)
                 all_scales += scales
-                yield hashed(*first)
-            yield from (hashed(*scales) for scales in all_scales)
+                yield hashed_bytes(*codes)
+            yield from (hashed_bytes(*scales) for scales in all_scales)
 
     formats = {n: m.format.name for n, m in matrices.items() if isinstance(m.format, Format)}
-    metadata = {"kvkeep": _KIND, "version": _VERSION, "formats": json.dumps(formats)}
+    metadata = {"kvkeep": _FILE_TYPE, "version": _VERSION, "formats": json.dumps(formats)}
     _checksum_path(path).unlink(missing_ok=True)  # before the file that it belongs to is replaced
     with bar:
         write_tensors(path, entries, pieces(), metadata)
     with contextlib.suppress(OSError, StoreError):  # without a checksum the file is not trusted
-        write_atomic(_checksum_path(path), f"{checksum.hexdigest()}\n".encode())
-    return checksum.hexdigest()
+        write_atomic(_checksum_path(path), f"{hasher.hexdigest()}\n".encode())
+    return hasher.hexdigest()
 
 
 def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
@@ -140,7 +140,7 @@ def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            if metadata.get("version") != _VERSION or metadata.get("kvkeep") != _KIND:
+            if metadata.get("version") != _VERSION or metadata.get("kvkeep") != _FILE_TYPE:
                 raise BadModelFile(f"{path} is of another version of kvkeep; remove it")
             formats = json.loads(metadata.get("formats", ""))
             if not isinstance(formats, dict) or not set(formats.values()) <= FORMATS.keys():
@@ -167,8 +167,8 @@ def _read_matrix(file: safe_open, name: str, packed: str | None, shape: tuple[in
     weight_format = FORMATS[packed]
     codes: Tensor = file.get_tensor(f"{name}.codes")  # type: ignore[no-untyped-call]
     scales: Tensor = file.get_tensor(f"{name}.scales")  # type: ignore[no-untyped-call]
-    stored = [(tuple(tensor.shape), tensor.dtype) for tensor in (codes, scales)]
-    if len(shape) != 2 or stored != [
+    stored_layout = [(tuple(tensor.shape), tensor.dtype) for tensor in (codes, scales)]
+    if len(shape) != 2 or stored_layout != [
         (x, torch.uint8) for x in packed_shapes(weight_format, *shape)
     ]:
         raise ValueError(f"{name} has another shape than the model's")

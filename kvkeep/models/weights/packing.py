@@ -24,7 +24,7 @@ from kvkeep.models.weights.formats import FORMATS, GROUP, Format, split_last
 BLOCK = 16  # rows
 
 MatrixBits = Literal[4, 8]
-ROUNDED: dict[MatrixBits, str] = {4: "Q4_1", 8: "Q8_0"}  # formats that kvkeep itself rounds to
+QUANTISED_FORMATS: dict[MatrixBits, str] = {4: "Q4_1", 8: "Q8_0"}  # that kvkeep quantises to
 _BLOCKS_PER_CHUNK = 64  # of `row_chunks`
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
@@ -33,17 +33,17 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f3
 class QuantisedMatrix:
     """A quantised matrix in row order.
 
-    codes: `[rows, columns]` uint8. parts: the stored parts of the scales, each
+    codes: `[rows, columns]` uint8. scale_parts: the stored parts of the scales, each
     `[rows, columns / span, n]`; see `Format`.
     """
 
     format: Format
     codes: Tensor
-    parts: tuple[Tensor, ...]
+    scale_parts: tuple[Tensor, ...]
 
     def values(self) -> Tensor:
         """Return `[rows, columns]` float32."""
-        return self.format.values(self.codes, self.parts)
+        return self.format.values(self.codes, self.scale_parts)
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class PackedMatrix:
     def unpacked(self) -> QuantisedMatrix:
         """Return the matrix in row order: the inverse of `pack`."""
         codes = _unpack_codes(self.data, self.format.bits)
-        parts, offset = [], 0
-        for dtype, count in self.format.parts:
-            size = BLOCK * count * dtype.itemsize
-            part = self.scales[..., offset : offset + size].contiguous().view(dtype)
+        scale_parts, offset = [], 0
+        for dtype, count in self.format.scale_parts:
+            part_bytes = BLOCK * count * dtype.itemsize
+            part = self.scales[..., offset : offset + part_bytes].contiguous().view(dtype)
             part = part.view(*self.scales.shape[:2], count, BLOCK).permute(0, 3, 1, 2)
-            parts.append(part.flatten(0, 1)[: self.rows])
-            offset += size
-        return QuantisedMatrix(self.format, codes[: self.rows], tuple(parts))
+            scale_parts.append(part.flatten(0, 1)[: self.rows])
+            offset += part_bytes
+        return QuantisedMatrix(self.format, codes[: self.rows], tuple(scale_parts))
 
     def values(self) -> Tensor:
         """Return `[rows, columns]` float32."""
@@ -108,8 +108,8 @@ def row_chunks(matrix: Matrix) -> Iterator[Matrix]:
         yield PackedMatrix(matrix.format, rows, matrix.data[blocks], matrix.scales[blocks])
 
 
-def packable(weight_format: Format, rows: int, columns: int) -> bool:
-    return rows > 0 and columns > 0 and columns % weight_format.span == 0
+def is_packable(weight_format: Format, rows: int, columns: int) -> bool:
+    return rows > 0 and columns > 0 and columns % weight_format.tile_width == 0
 
 
 def packed_shapes(
@@ -118,31 +118,31 @@ def packed_shapes(
     """Return the shapes of `data` and `scales`."""
     blocks = -(-rows // BLOCK)
     data = (blocks, columns // GROUP, weight_format.group_bytes)
-    return data, (blocks, columns // weight_format.span, weight_format.tile_bytes)
+    return data, (blocks, columns // weight_format.tile_width, weight_format.tile_bytes)
 
 
 def quantise(weights: Tensor, bits: MatrixBits) -> QuantisedMatrix:
     """Quantise `weights: [rows, columns]` to the nearest values, group by group: Q4_1 or Q8_0."""
-    grouped = split_last(weights.float(), -1, GROUP)
-    weight_format = FORMATS[ROUNDED[bits]]
+    groups = split_last(weights.float(), -1, GROUP)
+    weight_format = FORMATS[QUANTISED_FORMATS[bits]]
     if bits == 8:
-        scales = (grouped.abs().amax(-1, keepdim=True) / 127).half()
-        codes = _rounded_quotient(grouped, scales).clamp(-127, 127).to(torch.int8).view(torch.uint8)
+        scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
+        codes = _rounded_quotient(groups, scales).clamp(-127, 127).to(torch.int8).view(torch.uint8)
         return QuantisedMatrix(weight_format, codes.flatten(1), (scales,))
-    low, high = grouped.aminmax(dim=-1, keepdim=True)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
     minima = low.half()
     scales = ((high - minima.float()) / 15).half()
-    codes = _rounded_quotient(grouped - minima.float(), scales).clamp(0, 15).to(torch.uint8)
+    codes = _rounded_quotient(groups - minima.float(), scales).clamp(0, 15).to(torch.uint8)
     return QuantisedMatrix(weight_format, codes.flatten(1), (scales, minima))
 
 
-def _rounded_quotient(grouped: Tensor, scales: Tensor) -> Tensor:
-    return (grouped / torch.where(scales == 0, 1, scales).float()).round()
+def _rounded_quotient(groups: Tensor, scales: Tensor) -> Tensor:
+    return (groups / torch.where(scales == 0, 1, scales).float()).round()
 
 
 def from_gguf(weight_format: Format, data: Tensor) -> QuantisedMatrix:
     """Return a matrix of GGUF blocks without loss. data: `[rows, bytes]` uint8."""
-    codes, parts = weight_format.split_block(split_last(data, -1, weight_format.block))
+    codes, parts = weight_format.split_block(split_last(data, -1, weight_format.block_bytes))
     return QuantisedMatrix(weight_format, codes.flatten(1), parts)
 
 
@@ -150,15 +150,15 @@ def pack(matrix: QuantisedMatrix) -> PackedMatrix:
     """Return a matrix in kernel order."""
     rows, columns = matrix.codes.shape
     blocks, weight_format = -(-rows // BLOCK), matrix.format
-    codes = _padded(matrix.codes, blocks).view(blocks, BLOCK, columns // GROUP, GROUP)
+    codes = _pad_rows(matrix.codes, blocks).view(blocks, BLOCK, columns // GROUP, GROUP)
     scales = [
-        _padded(part, blocks)
-        .view(blocks, BLOCK, columns // weight_format.span, count)
+        _pad_rows(part, blocks)
+        .view(blocks, BLOCK, columns // weight_format.tile_width, count)
         .permute(0, 2, 3, 1)
         .contiguous()
         .view(torch.uint8)
         .flatten(2)
-        for part, (_, count) in zip(matrix.parts, weight_format.parts, strict=True)
+        for part, (_, count) in zip(matrix.scale_parts, weight_format.scale_parts, strict=True)
     ]
     return PackedMatrix(
         weight_format, rows, _pack_codes(codes, weight_format.bits), torch.cat(scales, -1)
@@ -172,8 +172,8 @@ def _pack_codes(codes: Tensor, bits: int) -> Tensor:
         return pairs.flatten(2)
     # Four pairs make a word: pairs 0 and 1 are the nibbles of its first byte, 2 and 3 of its
     # second.
-    four = (pairs & 15).reshape(*pairs.shape[:2], 4, 2, 2, *pairs.shape[3:])
-    words = (four[..., 0, :, :] | four[..., 1, :, :] << 4).permute(0, 1, 2, 4, 5, 3)
+    quads = (pairs & 15).reshape(*pairs.shape[:2], 4, 2, 2, *pairs.shape[3:])
+    words = (quads[..., 0, :, :] | quads[..., 1, :, :] << 4).permute(0, 1, 2, 4, 5, 3)
     planes, upper = [words.flatten(2)], pairs >> 4
     per_word = 16 // (bits - 4) if bits > 4 else 16  # pairs whose upper bits share a word
     for first in range(0, 16 if bits > 4 else 0, per_word):
@@ -191,8 +191,8 @@ def _unpack_codes(data: Tensor, bits: int) -> Tensor:
     else:
         words = data[..., :256].reshape(blocks, groups, 4, BLOCK, 2, 2)  # part, row, j, byte
         words = words.permute(0, 1, 2, 5, 3, 4).contiguous()
-        four = torch.stack((words & 15, words >> 4), 4)
-        pairs = four.view(blocks, groups, 16, BLOCK, 2)
+        quads = torch.stack((words & 15, words >> 4), 4)
+        pairs = quads.view(blocks, groups, 16, BLOCK, 2)
         per_word = 16 // (bits - 4) if bits > 4 else 16
         planes = data[..., 256:].contiguous().view(torch.int16).int()
         for first in range(0, 16 if bits > 4 else 0, per_word):
@@ -209,8 +209,8 @@ def _upper_bit_shifts(pairs: int) -> Tensor:
     return 16 // pairs * (pair // 4 * 2 + pair % 2) + pair % 4 // 2 * 8
 
 
-def _padded(x: Tensor, blocks: int) -> Tensor:
-    missing = blocks * BLOCK - x.shape[0]
-    if not missing:
+def _pad_rows(x: Tensor, blocks: int) -> Tensor:
+    missing_rows = blocks * BLOCK - x.shape[0]
+    if not missing_rows:
         return x
-    return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+    return torch.cat((x, x.new_zeros(missing_rows, *x.shape[1:])))

@@ -100,16 +100,16 @@ class Stack:
     def split(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         """Return the decoder's tensors in the stack `name`. Shapes were checked before."""
         parts: dict[str, Tensor] = {}
-        for part, index, row_range in self.parts():
+        for part_name, index, row_range in self.parts():
             matrix = tensors[name][index]
             rows = slice(row_range.start, row_range.stop, row_range.step)
             if self.scales:
                 values = _mxfp4_values(matrix[rows], tensors[self.scales][index][rows])
-                parts[part] = values.to(tensors[NORM].dtype)
+                parts[part_name] = values.to(tensors[NORM].dtype)
             elif self.transposed:  # biases have one dimension, and stay as they are
-                parts[part] = matrix.t()[rows].contiguous()
+                parts[part_name] = matrix.t()[rows].contiguous()
             else:
-                parts[part] = matrix[rows]
+                parts[part_name] = matrix[rows]
         return parts
 
     def parts(self) -> Iterator[tuple[str, tuple[int, ...], range]]:
@@ -126,29 +126,29 @@ def find_stack(spec: ModelSpec, name: str, columns: Shape = ()) -> Stack | None:
 
     columns: the shape of one row of a fused matrix, which `check_tensors` checks.
     """
-    layer = _LAYER_TENSOR.fullmatch(name)
-    if layer is None:
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is None:
         return None
-    prefix, stored = layer.groups()
+    prefix, stored = match.groups()
     return _expert_stack(spec, prefix, stored) or _fused_stack(spec, prefix, stored, columns)
 
 
 def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
     """Return the modules in each fused matrix of a layer, and their row counts."""
-    family, keys = FAMILIES[spec.architecture], spec.kv_heads * spec.head_dim
+    family, key_rows = FAMILIES[spec.architecture], spec.kv_heads * spec.head_dim
     query, key, value = (f"self_attn.{x}_proj" for x in "qkv")
     fused = {
-        family.fused_qkv: {query: spec.heads * spec.head_dim, key: keys, value: keys},
+        family.fused_qkv: {query: spec.heads * spec.head_dim, key: key_rows, value: key_rows},
         family.fused_gate_up: dict.fromkeys(
             ("mlp.gate_proj", "mlp.up_proj"), spec.intermediate_size
         ),
     }
-    return {matrix: modules for matrix, modules in fused.items() if matrix}
+    return {name: modules for name, modules in fused.items() if name}
 
 
 def _fused_stack(spec: ModelSpec, prefix: str, stored: str, columns: Shape) -> Stack | None:
-    matrix, _, ending = stored.rpartition(".")
-    modules = fused_modules(spec).get(matrix)
+    fused_name, _, ending = stored.rpartition(".")
+    modules = fused_modules(spec).get(fused_name)
     if modules is None or ending not in ("weight", "bias"):
         return None
     rows, first = {}, 0
@@ -168,12 +168,12 @@ def _expert_stack(spec: ModelSpec, prefix: str, stored: str) -> Stack | None:
         is_stack = submodule == ("mlp." if clamped else "") and not linear
     if not is_stack or (suffix and not clamped):
         return None
-    inner, columns = spec.expert_size, spec.hidden_size
-    rows = {"gate_proj": range(inner), "up_proj": range(inner, 2 * inner)}
+    width, columns = spec.expert_size, spec.hidden_size
+    rows = {"gate_proj": range(width), "up_proj": range(width, 2 * width)}
     if clamped:
-        rows = {"gate_proj": range(0, 2 * inner, 2), "up_proj": range(1, 2 * inner, 2)}
+        rows = {"gate_proj": range(0, 2 * width, 2), "up_proj": range(1, 2 * width, 2)}
     if projection == "down" or linear == "output":
-        rows, columns = {"down_proj": range(spec.hidden_size)}, inner
+        rows, columns = {"down_proj": range(spec.hidden_size)}, width
     is_bias = suffix == "_bias"
     return Stack(
         f"{prefix}mlp.experts.",
@@ -188,10 +188,10 @@ def _expert_stack(spec: ModelSpec, prefix: str, stored: str) -> Stack | None:
 
 def expert_name(spec: ModelSpec, name: str) -> str:
     """Return the decoder's name of an expert's matrix or a router; any other name unchanged."""
-    layer = _LAYER_TENSOR.fullmatch(name)
-    if not spec.experts or layer is None:
+    match = _LAYER_TENSOR.fullmatch(name)
+    if not spec.experts or match is None:
         return name
-    prefix, stored = layer.groups()
+    prefix, stored = match.groups()
     if spec.experts_beside:
         return prefix + _GEMMA_ROUTER.get(stored, stored)
     if router := _ROUTER.fullmatch(stored):
@@ -203,10 +203,10 @@ def expert_name(spec: ModelSpec, name: str) -> str:
 
 def stored_expert_name(spec: ModelSpec, name: str) -> str:
     """Return the checkpoint's name of a decoder's tensor; the stack's if it is part of one."""
-    layer = _LAYER_TENSOR.fullmatch(name)
-    if not spec.experts or layer is None:
+    match = _LAYER_TENSOR.fullmatch(name)
+    if not spec.experts or match is None:
         return name
-    prefix, layer_tensor = layer.groups()
+    prefix, layer_tensor = match.groups()
     stored, expert = layer_tensor, _EXPERT.fullmatch(layer_tensor)
     index, matrix, suffix = expert.groups() if expert else ("", "", "")
     stack = "down" if matrix == "down" else "gate_up"

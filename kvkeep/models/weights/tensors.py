@@ -18,7 +18,7 @@ from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.runtime.signals import interrupts_deferred
 
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(
@@ -26,7 +26,7 @@ def read_tensors(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
-    wanted: Callable[[str], bool] = lambda name: True,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
     """Read the wanted tensors of a model, by Hugging Face name.
 
@@ -35,23 +35,23 @@ def read_tensors(
 
     Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
     """
-    located = {
-        path: list(filter(wanted, names)) for path, names in _tensors_by_file(folder).items()
+    names_by_file = {
+        path: list(filter(is_wanted, names)) for path, names in _tensors_by_file(folder).items()
     }
     tensors: dict[str, Tensor] = {}
     with tqdm(
-        total=sum(len(names) for names in located.values()),
+        total=sum(len(names) for names in names_by_file.values()),
         desc="loading weights",
         unit=" tensors",
         disable=None if progress else True,
         leave=False,
     ) as bar:
-        for path, names in located.items():
+        for path, names in names_by_file.items():
             with _open_safetensors(path) as file:
                 for name in names:
                     tensor = _read_tensor(file, path, name)
-                    target = dtype if tensor.is_floating_point() else tensor.dtype  # MXFP4 blocks
-                    tensors[name] = tensor.to(device=device, dtype=target)
+                    target_dtype = dtype if tensor.is_floating_point() else tensor.dtype  # MXFP4
+                    tensors[name] = tensor.to(device=device, dtype=target_dtype)
                     bar.update()
     return tensors
 
@@ -77,13 +77,13 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
     Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
     the forward pass would not use. source: for messages.
     """
-    asked, minimum = f"{spec.layers} layers", spec.layers
+    requirement, minimum = f"{spec.layers} layers", spec.layers
     if minimum <= len(shapes) and any(map(spec.has_experts, range(spec.layers))):
-        asked, minimum = f"{asked} and {spec.experts} experts", spec.experts
+        requirement, minimum = f"{requirement} and {spec.experts} experts", spec.experts
     if minimum > len(shapes):  # checked before that many names are generated
         raise BadModelFile(
             f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
-            f"{asked}; fetch the model again"
+            f"{requirement}; fetch the model again"
         )
     expected = tensor_shapes(spec)
     if spec.tied_head and LM_HEAD in shapes:  # a copy of the embedding: see `check_tied`
@@ -138,22 +138,22 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:
-    single, index = folder / _SINGLE, folder / _INDEX
-    if single.exists():
-        with _open_safetensors(single) as file:
-            return {single: list(file.keys())}
-    if not index.exists():
+    single_path, index_path = folder / _SINGLE_FILE, folder / _INDEX_FILE
+    if single_path.exists():
+        with _open_safetensors(single_path) as file:
+            return {single_path: list(file.keys())}
+    if not index_path.exists():
         raise BadModelFile(
-            f"{folder} has neither {_SINGLE} nor {_INDEX}; kvkeep reads weights from safetensors "
-            "or a .gguf file: fetch the model in one of these formats"
+            f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; kvkeep reads weights from "
+            "safetensors or a .gguf file: fetch the model in one of these formats"
         )
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadModelFile(f"{index} has no weight_map; fetch the model again")
-    located: dict[Path, list[str]] = {}
+        raise BadModelFile(f"{index_path} has no weight_map; fetch the model again")
+    names_by_file: dict[Path, list[str]] = {}
     for name, file_name in weight_map.items():
-        located.setdefault(folder / str(file_name), []).append(name)
-    return located
+        names_by_file.setdefault(folder / str(file_name), []).append(name)
+    return names_by_file
 
 
 def _read_tensor(file: safe_open, path: Path, name: str) -> Tensor:
