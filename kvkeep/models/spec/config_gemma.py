@@ -108,7 +108,7 @@ def gemma4_fields(
 
 
 def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) -> Mapping[str, Any]:
-    """Return the fields that `per_layer` states, alike, for every global layer."""
+    """Return the fields that `per_layer_config` states, alike, for every global layer."""
     per_layer = config.get("per_layer_config") or {}
     first, *others = per_layer.values() if isinstance(per_layer, dict) and per_layer else [{}]
     if (
