@@ -23,9 +23,9 @@ METHOD_NAMES = (
     *("average", "sum", "pick_heads", "kvzip", "kvzip+", "kvzap"),
 )
 BEST_METHOD = METHOD_NAMES[0]
-UNCALIBRATED = tuple(name for name in METHOD_NAMES if name != "kvzap")  # need no calibration
+UNCALIBRATED_METHODS = tuple(name for name in METHOD_NAMES if name != "kvzap")
 BUDGET_NAMES = ("heads", "uniform")
-UNCALIBRATED_ARCHIVE = (
+UNCALIBRATED_ARCHIVE_HINT = (
     "the archive was compressed without a calibration; with one it keeps far more of the text's "
     "facts: kvkeep pull --calibrate makes one, once for a model"
 )
@@ -40,8 +40,8 @@ def float_in_range(minimum: float, maximum: float = math.inf) -> Callable[[str],
         except ValueError:
             raise click.BadParameter(f"expected a number, found {value!r}") from None
         if not minimum <= parsed <= maximum or math.isinf(parsed):
-            end = "or more" if math.isinf(maximum) else f"to {maximum:g}"
-            raise click.BadParameter(f"expected {minimum:g} {end}, found {value}")
+            bound = "or more" if math.isinf(maximum) else f"to {maximum:g}"
+            raise click.BadParameter(f"expected {minimum:g} {bound}, found {value}")
         return parsed
 
     return parse
@@ -70,7 +70,7 @@ def method_and_budget(value: str) -> str:
 def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
     """Raise UsageError if a METHOD[:BUDGET] needs a calibration and no file was given."""
     for name in (method.partition(":")[0] for method in methods):
-        if calibration is None and name not in UNCALIBRATED:
+        if calibration is None and name not in UNCALIBRATED_METHODS:
             raise click.UsageError(
                 f"{name} decides by a calibration: add --calibration FILE (`kvkeep calibrate` "
                 "makes one, once for a model)"
@@ -119,8 +119,8 @@ def calibrate(
     content = read_nonempty(text)
     if output is not None:
         check_output_path(output, "calibration")
-    loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
-    measure_calibration(loaded, content, output, quiet)
+    loaded_model = load_named(model, dtype, device, weights=None, progress=not quiet)
+    measure_calibration(loaded_model, content, output, quiet)
 
 
 def measure_calibration(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
@@ -137,18 +137,18 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
                 f"{output.parent} cannot be created: {error.strerror or error}"
             ) from error
         check_output_path(output, "calibration")
-    unfinished = output.with_name(f"{output.name}.unfinished")
+    unfinished_path = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)
-    total = measure.calibration_tokens(model, len(ids))
-    with progress_bar(total, not quiet, desc="measuring", unit="tok", leave=False) as bar:
+    total_tokens = measure.calibration_tokens(model, len(ids))
+    with progress_bar(total_tokens, not quiet, desc="measuring", unit="tok", leave=False) as bar:
 
-        def progress(tokens: int) -> None:
-            bar.update(tokens)
+        def report_progress(token_count: int) -> None:
+            bar.update(token_count)
 
-        calibration = measure.calibrate(model, ids, progress, unfinished)
-    size = calibration.save(output)
+        calibration = measure.calibrate(model, ids, report_progress, unfinished_path)
+    size_bytes = calibration.save(output)
     if not quiet:
         say(
-            f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on "
+            f"{output}: {size_bytes / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on "
             f"held-out text: {calibration.r_squared:.2f}"
         )

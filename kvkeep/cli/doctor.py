@@ -51,21 +51,21 @@ def doctor(
     if as_json:
         echo_json(asdict(findings))
     else:
-        echo_facts(_facts(findings))
+        echo_facts(_labelled_facts(findings))
 
 
-def _facts(findings: "Findings") -> _Facts:
+def _labelled_facts(findings: "Findings") -> _Facts:
     yield "kvkeep", f"{findings.kvkeep}; Python {findings.python}; {findings.system}"
     features = findings.processor.features
-    listed = "the system lists no features" if features is None else " ".join(features)
-    yield "processor", f"{findings.processor.name}: {listed or 'no feature that matters'}"
+    feature_list = "the system lists no features" if features is None else " ".join(features)
+    yield "processor", f"{findings.processor.name}: {feature_list or 'no feature that matters'}"
     yield from _kernel_facts(findings.kernels)
-    yield "threads", _threads(findings.threads)
+    yield "threads", _threads_text(findings.threads)
     memory = findings.memory
-    reads = f"{megabytes(memory.read_size)} are read at {_gigabytes(memory.read_per_s)}"
-    yield "memory", f"{megabytes(memory.total)}, {megabytes(memory.available)} of it free; {reads}"
-    yield "torch", _torch(findings.torch)
-    yield "CUDA", _cuda(findings.cuda)
+    speed = f"{megabytes(memory.read_size)} are read at {_gigabytes(memory.read_per_s)}"
+    yield "memory", f"{megabytes(memory.total)}, {megabytes(memory.available)} of it free; {speed}"
+    yield "torch", _torch_text(findings.torch)
+    yield "CUDA", _cuda_text(findings.cuda)
     if findings.model is None:
         yield "model", findings.no_model
     else:
@@ -78,7 +78,7 @@ def _kernel_facts(kernels: "Kernels") -> _Facts:
     yield from (("", f"{name}={value}") for name, value in kernels.environment.items())
 
 
-def _threads(threads: "Threads") -> str:
+def _threads_text(threads: "Threads") -> str:
     parts = [f"{threads.used} on {threads.cores} cores"]
     if threads.load is not None:
         parts[0] += f", load {threads.load:g}"
@@ -87,7 +87,7 @@ def _threads(threads: "Threads") -> str:
     return "; ".join([*parts, *(f"{k}={v}" for k, v in threads.environment.items())])
 
 
-def _torch(torch: "Torch") -> str:
+def _torch_text(torch: "Torch") -> str:
     libraries = ", ".join(torch.libraries) or "neither MKL nor oneDNN"
     bf16 = {
         True: "oneDNN multiplies bfloat16",
@@ -98,7 +98,7 @@ def _torch(torch: "Torch") -> str:
     return f"{torch.version} with {libraries}, for {torch.capability}; {bf16}; {prompts}"
 
 
-def _cuda(cuda: "Cuda") -> str:
+def _cuda_text(cuda: "Cuda") -> str:
     if cuda.devices:
         return f"{', '.join(cuda.devices)}: unused without `--device cuda`"
     return "no GPU found" if cuda.built_for else "none: this torch was built without it"
@@ -107,34 +107,34 @@ def _cuda(cuda: "Cuda") -> str:
 def _model_facts(model: "Outlook", bandwidth: float) -> _Facts:
     yield "model", f"{model.name}: written by {model.decode}"
     read = f"{megabytes(model.bytes_per_token)} are read for each token"
-    most = f"at most {model.most_tokens_per_s:,.0f} tokens/s at {_gigabytes(bandwidth)}"
-    yield "", f"{read}: {most}, few tokens being held"
+    max_speed = f"at most {model.most_tokens_per_s:,.0f} tokens/s at {_gigabytes(bandwidth)}"
+    yield "", f"{read}: {max_speed}, few tokens being held"
     if model.measured_tokens_per_s is not None:
         yield "", f"measured: {model.measured_tokens_per_s:,.0f} tokens/s"
 
 
-def _gigabytes(rate: float) -> str:
-    return f"{rate / 1e9:,.1f} GB/s"
+def _gigabytes(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:,.1f} GB/s"
 
 
 @command()
 def disk(as_json: bool = JSON) -> None:
     """Say what kvkeep takes on disk, by kind, and what makes room."""
-    folder = session_folder()
-    size = sum(path.stat().st_size for path in folder.newest())
-    rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(folder.root))]
-    other = folder_bytes(home())
-    for kind, (what, remedy) in _DISK_FOLDERS.items():
-        size = folder_bytes(home() / kind)
-        rows.append((kind, size, what, remedy, str(home() / kind)))
-        other -= size
-    if folder.root.is_relative_to(home()):
-        other -= folder_bytes(folder.root)
-    rows.append(("other", max(0, other), "locks and the like", "", str(home())))
+    sessions = session_folder()
+    size = sum(path.stat().st_size for path in sessions.newest())
+    rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(sessions.root))]
+    other_bytes = folder_bytes(home())
+    for folder_name, (description, remedy) in _DISK_FOLDERS.items():
+        size = folder_bytes(home() / folder_name)
+        rows.append((folder_name, size, description, remedy, str(home() / folder_name)))
+        other_bytes -= size
+    if sessions.root.is_relative_to(home()):
+        other_bytes -= folder_bytes(sessions.root)
+    rows.append(("other", max(0, other_bytes), "locks and the like", "", str(home())))
     if as_json:
         names = ("kind", "bytes", "what", "remedy", "place")
         click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
         return
-    for kind, size, what, remedy, _ in rows:
-        click.echo(f"{kind:<12}  {megabytes(size):>10}  {what:<39}  {remedy}".rstrip())
+    for kind, size, description, remedy, _ in rows:
+        click.echo(f"{kind:<12}  {megabytes(size):>10}  {description:<39}  {remedy}".rstrip())
     click.echo(f"{'all':<12}  {megabytes(sum(row[1] for row in rows)):>10}  in {home()}")

@@ -12,7 +12,7 @@ from typing import Any, Never
 from tqdm import tqdm
 
 from kvkeep import Sampling
-from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, gains_from_calibration
+from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE_HINT, gains_from_calibration
 from kvkeep.cli.memory import warn_without_prefixes
 from kvkeep.cli.options import OutputChoice, is_given
 from kvkeep.cli.output import Screen, counted, megabytes, progress_bar, say
@@ -143,7 +143,7 @@ class Run:
             outcome = self.writer.outcome if self.writer else ""
             say(_closing_line(numbers) + (f" | {outcome}" if outcome else ""))
             if gains_from_calibration(self.session) and not is_given("method"):
-                say(UNCALIBRATED_ARCHIVE)
+                say(UNCALIBRATED_ARCHIVE_HINT)
         if self.output.report is not None:
             text = json.dumps(numbers, indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.output.report, f"{text}\n".encode())

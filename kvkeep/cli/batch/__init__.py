@@ -44,7 +44,7 @@ def batch(
     max_tokens: int = integer_option("-n", default=256, help="Most tokens of an answer."),
     at_once: int = integer_option(default=16, help="Requests decoded together."),
     memory_bytes: int = size_option(default="4GB", help="Memory for the cells of all requests."),
-    choice: SessionChoice = session_options(keep_option()),
+    options: SessionChoice = session_options(keep_option()),
     output: OutputChoice = OUTPUT,
 ) -> None:
     """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.
@@ -57,7 +57,7 @@ def batch(
     if (file is None) == (folder is None) or (folder is None) != (question is None):
         raise InvalidArgument("give FILE.jsonl, or --each FOLDER with --ask TEXT")
     output.check()
-    choice.check()
+    options.check()
     if file is not None:
         requests = read_jsonl(file)
     else:
@@ -67,42 +67,42 @@ def batch(
     from kvkeep.cli.batch.run import BatchReport, open_results, run_batch
 
     with open_results(out, requests, again) as results:
-        remaining = [request for request in requests if request.digest not in results.done]
+        remaining = [r for r in requests if r.digest not in results.answered_digests]
         report = BatchReport(len(requests), before=len(requests) - len(remaining))
         if remaining:
-            model = choice.memory.load(output.progress)
+            model = options.memory.load(output.progress)
             # With a fixed seed, so that a resumed batch samples the same.
-            sampling = choice.sampling.resolve(model.default_sampling, saved_seed=0)
+            sampling = options.sampling.resolve(model.default_sampling, saved_seed=0)
             prepared = [(r, r.generation_request(model, sampling, max_tokens)) for r in remaining]
-            _require_memory(model, choice, [request for _, request in prepared], memory_bytes)
-            with _open_engine(model, choice, memory_bytes, at_once) as engine:
+            _require_memory(model, options, [request for _, request in prepared], memory_bytes)
+            with _open_engine(model, options, memory_bytes, at_once) as engine:
                 run_batch(engine, prepared, at_once, results, report, output)
         report.close(output)
         if report.failed:
             raise InvalidArgument(f"{counted(report.failed, 'request')} failed; see above")
 
 
-def _open_engine(model: "Model", choice: SessionChoice, max_bytes: int, at_once: int) -> "Engine":
+def _open_engine(model: "Model", options: SessionChoice, max_bytes: int, at_once: int) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
-    use_prefixes = uses_prefixes(choice.memory, choice.prefixes.prefix_cache)
-    store = choice.prefixes.open_store(model) if use_prefixes else None
+    use_prefixes = uses_prefixes(options.memory, options.prefixes.prefix_cache)
+    store = options.prefixes.open_store(model) if use_prefixes else None
     return Engine(
         model,
-        settings=choice.memory.settings(model),
+        settings=options.memory.settings(model),
         limits=Limits(memory=max_bytes, running=at_once, running_per_owner=at_once),
         stores=None if store is None else lambda owner: store,
     )
 
 
 def _require_memory(
-    model: "Model", choice: SessionChoice, requests: "Sequence[GenerationRequest]", max_bytes: int
+    model: "Model", options: SessionChoice, requests: "Sequence[GenerationRequest]", max_bytes: int
 ) -> None:
     """Raise InvalidArgument if even the smallest request needs more than `max_bytes`."""
     from kvkeep.engine.record import max_session_bytes
 
-    tokens = min(len(request.prompt) + (request.max_tokens or 0) for request in requests)
-    needed = max_session_bytes(choice.memory.session(model), tokens)
+    token_count = min(len(request.prompt) + (request.max_tokens or 0) for request in requests)
+    needed = max_session_bytes(options.memory.session(model), token_count)
     if needed > max_bytes:
         raise InvalidArgument(
             f"the smallest request takes up to {shown_bytes(needed)}, and --memory-bytes is "

@@ -31,37 +31,37 @@ _DEFAULT_ONLY_FIELDS = {"n": 1, "stream": False, "logprobs": False, "tools": [],
 class BatchRequest:
     """One prompt with its parameters.
 
-    name: its id, or else its line number. location: its file and line, for error messages. body:
-    the fields of an OpenAI request. chat: whether the prompt is a list of messages. openai: whether
-    the request, and so its result, has the format of an OpenAI batch.
+    id: its own, or else its line number. location: its file and line, for error messages. body:
+    the fields of an OpenAI request. is_chat: whether the prompt is a list of messages. is_openai:
+    whether the request, and so its result, has the format of an OpenAI batch.
     """
 
-    name: str
+    id: str
     location: str
     body: Mapping[str, Any]
-    chat: bool
-    openai: bool = False
+    is_chat: bool
+    is_openai: bool = False
 
     @cached_property
     def digest(self) -> str:
-        """A hash of name and body. A resumed batch finds earlier results by it."""
-        text = json.dumps([self.name, self.body], sort_keys=True, ensure_ascii=True)
+        """A hash of id and body. A resumed batch finds earlier results by it."""
+        text = json.dumps([self.id, self.body], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def generation_request(
-        self, model: "Model", sampling: "Sampling", max_tokens: int
+        self, model: "Model", default_sampling: "Sampling", default_max_tokens: int
     ) -> "GenerationRequest":
-        """Return the engine's request. sampling, max_tokens: defaults for missing fields."""
+        """Return the engine's request. The defaults are for fields that the body does not have."""
         from kvkeep.engine import GenerationRequest
 
         body, tokenizer = self.body, model.text
         try:
-            prompt = tokenizer.chat(body["messages"]) if self.chat else body["prompt"]
+            prompt = tokenizer.chat(body["messages"]) if self.is_chat else body["prompt"]
             ids = tokenizer.encode(prompt)
             if not ids:
                 raise InvalidArgument("the prompt is empty")
-            limit = body.get("max_completion_tokens") or body.get("max_tokens") or max_tokens
-            return GenerationRequest(tuple(ids), limit, self._sampling(sampling))
+            limit = next(filter(None, map(body.get, _MAX_TOKENS_FIELDS)), default_max_tokens)
+            return GenerationRequest(tuple(ids), limit, self._sampling(default_sampling))
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.location}: {error}") from error
 
@@ -81,11 +81,11 @@ class BatchRequest:
 def read_jsonl(path: Path) -> list[BatchRequest]:
     """Read a request from each line that is not empty. Raises InvalidArgument, naming the line."""
     requests = [
-        _parse_line(line, number, f"{path}, line {number}")
-        for number, line in enumerate(read_text_file(path).splitlines(), 1)
+        _parse_line(line, line_number, f"{path}, line {line_number}")
+        for line_number, line in enumerate(read_text_file(path).splitlines(), 1)
         if line.strip()
     ]
-    _require_unique_names(requests, path)
+    _require_unique_ids(requests, path)
     return requests
 
 
@@ -97,48 +97,49 @@ def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRe
             user = [{"role": "user", "content": f"{read_text_file(path).strip()}\n\n{question}"}]
             system_messages = [] if system is None else [{"role": "system", "content": system}]
             body = {"messages": [*system_messages, *user]}
-            requests.append(BatchRequest(path.name, str(path), body, chat=True))
-    _require_unique_names(requests, folder)
+            requests.append(BatchRequest(path.name, str(path), body, is_chat=True))
+    _require_unique_ids(requests, folder)
     return requests
 
 
-def _require_unique_names(requests: list[BatchRequest], source: Path) -> None:
-    """Raise InvalidArgument if there are no requests, or if two have the same name."""
+def _require_unique_ids(requests: list[BatchRequest], source: Path) -> None:
+    """Raise InvalidArgument if there are no requests, or if two have the same id."""
     if not requests:
         raise InvalidArgument(f"{source}: there is nothing to ask")
     locations: dict[str, str] = {}
     for request in requests:
-        name = request.name
-        if name in locations:
-            raise InvalidArgument(f"{request.location} has the name of {locations[name]}: {name!r}")
-        locations[name] = request.location
+        if request.id in locations:
+            raise InvalidArgument(
+                f"{request.location} has the name of {locations[request.id]}: {request.id!r}"
+            )
+        locations[request.id] = request.location
 
 
-def _parse_line(line: str, number: int, location: str) -> BatchRequest:
+def _parse_line(line: str, line_number: int, location: str) -> BatchRequest:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{location}: not JSON ({error})") from None
     if not isinstance(entry, dict):
         raise InvalidArgument(f"{location}: a request is a JSON object")
-    openai = "body" in entry
-    body = entry["body"] if openai else entry
-    name = str(entry.get("custom_id" if openai else "id") or number)
+    is_openai = "body" in entry
+    body = entry["body"] if is_openai else entry
+    request_id = str(entry.get("custom_id" if is_openai else "id") or line_number)
     if not isinstance(body, dict):
         raise InvalidArgument(f"{location}: the body is a JSON object")
-    url = entry.get("url", _CHAT) if openai else ""
-    if openai and url not in (_CHAT, _COMPLETION):
+    url = entry.get("url", _CHAT) if is_openai else ""
+    if is_openai and url not in (_CHAT, _COMPLETION):
         raise InvalidArgument(f"{location}: the url is {_CHAT} or {_COMPLETION}; found {url!r}")
-    chat = "messages" in body
-    _check_body(body, location, chat)
-    return BatchRequest(name, location, body, chat, openai)
+    is_chat = "messages" in body
+    _check_body(body, location, is_chat)
+    return BatchRequest(request_id, location, body, is_chat, is_openai)
 
 
-def _check_body(body: Mapping[str, Any], location: str, chat: bool) -> None:
+def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
     """Raise InvalidArgument for fields that are missing, unsupported or of the wrong type."""
-    if chat == ("prompt" in body):
+    if is_chat == ("prompt" in body):
         raise InvalidArgument(f"{location}: give messages, or a prompt")
-    if not chat and not isinstance(body["prompt"], str):
+    if not is_chat and not isinstance(body["prompt"], str):
         raise InvalidArgument(f"{location}: a prompt is text")
     for name, value in body.items():
         if name not in _SUPPORTED_FIELDS and (

@@ -33,19 +33,19 @@ PreparedRequest = tuple[BatchRequest, GenerationRequest]
 class BatchResults:
     """The open results file.
 
-    done: digests answered by an earlier run. answered: new answers without an error.
+    answered_digests: of an earlier run. new_answers: how many this run added without an error.
     """
 
-    def __init__(self, file: BinaryIO, done: set[str]):
-        self._file, self.done = file, done
-        self.answered = 0
+    def __init__(self, file: BinaryIO, answered_digests: set[str]):
+        self._file, self.answered_digests = file, answered_digests
+        self.new_answers = 0
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. It is on disk when this returns."""
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.answered += not line.get("error")
+        self.new_answers += not line.get("error")
 
 
 @contextmanager
@@ -76,68 +76,68 @@ def open_results(
 def _successful_lines(content: bytes, path: Path, digests: set[str]) -> list[tuple[str, bytes]]:
     """Return the digest and the line of each successful answer. digests: of the batch."""
     *lines, _ = content.split(b"\n")  # the last item is empty, or an incomplete line
-    successful = []
+    digest_lines = []
     for line in lines:
         try:
             entry = json.loads(line)
-            digest, failed = entry["request"], entry.get("error")
+            digest, error = entry["request"], entry.get("error")
         except (ValueError, LookupError, TypeError, AttributeError):
-            digest, failed = None, None
+            digest, error = None, None
         if digest not in digests:
             raise InvalidArgument(
                 f"{path} contains lines that are not answers to these requests: name another "
                 "file, or start again with --again"
             )
-        if not failed:
-            successful.append((digest, line))
-    return successful
+        if not error:
+            digest_lines.append((digest, line))
+    return digest_lines
 
 
 @dataclass
 class BatchAnswer:
-    """A request and its answer so far. A failed one has an `error` and no `end`."""
+    """A request and its answer so far. A failed one has an `error` and no `finished`."""
 
     request: BatchRequest
-    generation: GenerationRequest
+    generation_request: GenerationRequest
     text: str = ""
-    end: Finished | None = None
+    finished: Finished | None = None
     error: BaseException | None = None
 
     def result_line(self, model: str) -> dict[str, Any]:
         """Return the line for the results file, in OpenAI's format for OpenAI requests."""
-        request, digest = self.request, {"request": self.request.digest}
-        if self.end is None:
+        request, digest_field = self.request, {"request": self.request.digest}
+        if self.finished is None:
             error = {"code": type(self.error).__name__, "message": str(self.error)}
-            name = {"custom_id": request.name} if request.openai else {"id": request.name}
-            return {**name, "response": None, "error": error, **digest}
-        reason = "stop" if self.end.reason in ("eos", "stop") else "length"
+            id_field = {"custom_id": request.id} if request.is_openai else {"id": request.id}
+            return {**id_field, "response": None, "error": error, **digest_field}
+        finish_reason = "stop" if self.finished.reason in ("eos", "stop") else "length"
         usage = {
-            "prompt_tokens": self.end.usage.prompt,
-            "completion_tokens": self.end.usage.generated,
-            "total_tokens": self.end.usage.prompt + self.end.usage.generated,
-            "prompt_tokens_details": {"cached_tokens": self.end.usage.reuse.tokens},
+            "prompt_tokens": self.finished.usage.prompt,
+            "completion_tokens": self.finished.usage.generated,
+            "total_tokens": self.finished.usage.prompt + self.finished.usage.generated,
+            "prompt_tokens_details": {"cached_tokens": self.finished.usage.reuse.tokens},
         }
-        if not request.openai:
-            answer = {"text": self.text, "finish_reason": reason, "usage": usage}
-            return {"id": request.name, **answer, **digest}
+        if not request.is_openai:
+            answer = {"text": self.text, "finish_reason": finish_reason, "usage": usage}
+            return {"id": request.id, **answer, **digest_field}
         message = {"message": {"role": "assistant", "content": self.text}}
-        content = message if request.chat else {"text": self.text}
+        content = message if request.is_chat else {"text": self.text}
         body = {
             "id": f"chatcmpl-{request.digest}",
             "created": int(time.time()),
             "model": model,
-            "object": "chat.completion" if request.chat else "text_completion",
-            "choices": [{"index": 0, **content, "finish_reason": reason}],
+            "object": "chat.completion" if request.is_chat else "text_completion",
+            "choices": [{"index": 0, **content, "finish_reason": finish_reason}],
             "usage": usage,
         }
         response = {"status_code": 200, "request_id": request.digest, "body": body}
-        ids = {"id": f"batch_req_{request.digest}", "custom_id": request.name}
-        return {**ids, "response": response, "error": None, **digest}
+        ids = {"id": f"batch_req_{request.digest}", "custom_id": request.id}
+        return {**ids, "response": response, "error": None, **digest_field}
 
 
 @dataclass
 class BatchReport:
-    """The closing numbers of a batch. before: answers of an earlier run."""
+    """The numbers of answers and tokens of a batch. before: answers of an earlier run."""
 
     requests: int
     before: int
@@ -150,12 +150,12 @@ class BatchReport:
     finish_reason: str = "end"
 
     def count(self, answer: BatchAnswer) -> None:
-        if answer.end is None:
+        if answer.finished is None:
             self.failed += 1
             say(f"{answer.request.location}: {answer.error}")
         else:
-            self.prompt_tokens += answer.end.usage.prompt
-            self.reused_tokens += answer.end.usage.reuse.tokens
+            self.prompt_tokens += answer.finished.usage.prompt
+            self.reused_tokens += answer.finished.usage.reuse.tokens
 
     def closing_line(self) -> str:
         done = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
@@ -196,7 +196,7 @@ def run_batch(
         report.finish_reason = "interrupt"
         raise
     finally:
-        report.seconds, report.answered = time.perf_counter() - start, results.answered
+        report.seconds, report.answered = time.perf_counter() - start, results.new_answers
         if report.finish_reason == "interrupt":
             report.close(output)
             say("the same command goes on from here")
@@ -212,16 +212,16 @@ def _answers(
     """
     waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)  # the next one last
     events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
-    running, prefilling = 0, None
+    running, prefilling_answer = 0, None
 
     def listener_for(answer: BatchAnswer) -> Callable[[GenerationEvent], None]:
         return lambda event: events.put((answer, event))
 
     while waiting or running:
-        if waiting and prefilling is None and running < at_once:
+        if waiting and prefilling_answer is None and running < at_once:
             answer = BatchAnswer(*waiting[-1])
             try:
-                engine.submit(answer.generation, listener=listener_for(answer)).result()
+                engine.submit(answer.generation_request, listener=listener_for(answer)).result()
             except Exception as error:
                 if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
                     waiting.pop()  # this request cannot be answered; others can
@@ -230,17 +230,17 @@ def _answers(
                     continue
             else:
                 waiting.pop()
-                running, prefilling = running + 1, answer
+                running, prefilling_answer = running + 1, answer
         answer, event = events.get()
-        if answer is prefilling and not (
+        if answer is prefilling_answer and not (
             isinstance(event, PrefillProgress) and event.done < event.total
         ):
-            prefilling = None
+            prefilling_answer = None
         report.generated_tokens += isinstance(event, GeneratedToken)
         if isinstance(event, (GeneratedToken, Finished)):
             answer.text += event.text
         if isinstance(event, (Finished, Failed)):
             running -= 1
-            answer.end = event if isinstance(event, Finished) else None
+            answer.finished = event if isinstance(event, Finished) else None
             answer.error = event.error if isinstance(event, Failed) else None
             yield answer

@@ -28,7 +28,7 @@ def chat(
         shell_complete=session_names,
         help="Resume this chat, or start it; saved after each turn.",
     ),
-    resumed: bool = options.option(
+    continue_latest: bool = options.option(
         *("-c", "--continue"), is_flag=True, help="Resume the chat that was saved last."
     ),
     system: str | None = options.option(metavar="TEXT", help="System prompt; never evicted."),
@@ -41,7 +41,7 @@ def chat(
     max_tokens: int = options.integer_option(
         "-n", minimum=-1, default=1024, help="Most tokens of an answer; -1: no limit."
     ),
-    choice: SessionChoice = session_options(keep_option(default=None)),
+    session_options: SessionChoice = session_options(keep_option(default=None)),
     output: options.OutputChoice = options.OUTPUT,
 ) -> None:
     """Talk with a model, for as long as you like.
@@ -57,17 +57,17 @@ def chat(
     if system is not None:
         options.require_utf8(system, "the system prompt")
     output.check()
-    choice.check()
-    limit = None if max_tokens < 0 else max_tokens
+    session_options.check()
+    token_limit = None if max_tokens < 0 else max_tokens
     if server is not None:
         from kvkeep.cli.chat.remote import chat_at_server
 
-        settings = ChatSettings(choice.sampling, limit)
-        chat_at_server(server, api_key, session, system, choice.memory, settings)
+        settings = ChatSettings(session_options.sampling, token_limit)
+        chat_at_server(server, api_key, session, system, session_options.memory, settings)
         return
-    store = choice.prefixes.store
-    if resumed:
-        session = _latest(store, session)
+    store = session_options.prefixes.store
+    if continue_latest:
+        session = _latest_chat_name(store, session)
     with ExitStack() as locks:
         session_file = None
         if session is not None:
@@ -76,21 +76,22 @@ def chat(
         from kvkeep.cli.run import Run
 
         source = session_file if session_file is not None and session_file.exists() else None
-        opened, conversation = _open(source, system, choice, output.progress)
-        settings = ChatSettings(choice.sampling, limit, opened.seed, opened.model.default_sampling)
+        opened, conversation = _open_conversation(source, system, session_options, output.progress)
+        defaults = opened.model.default_sampling
+        settings = ChatSettings(session_options.sampling, token_limit, opened.seed, defaults)
         run = Run("chat", opened, output, settings.resolved.seed)
         if session_file is not None:
             label = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
             run.writer.follow(opened.session, {CHAT: conversation.notes})
         if source is not None:
-            apply_keep(opened, choice.memory.keep)
+            apply_keep(opened, session_options.memory.keep)
         with run.reported():
             LocalChat(run, conversation, settings, store, locks).talk()
         run.close("end")
 
 
-def _latest(store: str | None, session: str | None) -> str:
+def _latest_chat_name(store: str | None, session: str | None) -> str:
     """Return the name of the chat that was saved last. session: of `--session`, to be None."""
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
@@ -106,17 +107,17 @@ def _latest(store: str | None, session: str | None) -> str:
     )
 
 
-def _open(
-    source: Source | None, system: str | None, choice: SessionChoice, progress: bool
+def _open_conversation(
+    source: Source | None, system: str | None, session_options: SessionChoice, progress: bool
 ) -> tuple[OpenedSession, Conversation]:
     """Open the session in `source`, or else a new one, and its conversation."""
-    memory, saved_system = choice.memory, system
+    memory, saved_system = session_options.memory, system
     if source is None:
         model = memory.load(progress)
         memory.require_room_for_a_chat(model)
         keep = _tokens_to_keep(memory, model, system)
         opened = OpenedSession(
-            model, memory.session(model, keep, choice.prefixes.open_store(model))
+            model, memory.session(model, keep, session_options.prefixes.open_store(model))
         )
     else:
         opened = resume(source, memory, progress)

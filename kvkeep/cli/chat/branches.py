@@ -8,16 +8,16 @@ from kvkeep.cli.output import counted, megabytes
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.conversation import Conversation
 
-_FIRST = "main"
-_MAX_NAME = 90  # characters of a session's name, before a number is appended
+_FIRST_BRANCH = "main"
+_MAX_NAME_LENGTH = 90  # characters of a session's name, before a number is appended
 
 
 class Branches:
     """The branches of a chat: forks of one conversation, one of which is current."""
 
     def __init__(self, conversation: Conversation):
-        self.current_name = _FIRST
-        self.conversations = {_FIRST: conversation}
+        self.current_name = _FIRST_BRANCH
+        self.conversations = {_FIRST_BRANCH: conversation}
 
     @property
     def current(self) -> Conversation:
@@ -62,6 +62,6 @@ class Branches:
 
 def branch_session_names(session: str, branch: str) -> Iterator[str]:
     """Yield names for the session of a branch. The first unused one is to be taken."""
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_MAX_NAME]
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_MAX_NAME_LENGTH]
     yield name
     yield from (f"{name}-{number}" for number in count(2))

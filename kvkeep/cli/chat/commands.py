@@ -135,7 +135,7 @@ class ChatCommands(ABC):
     def do_pin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
         self.branches.current.session.pin(passage.start, passage.end)
-        return f"{passage.description} is never forgotten: {counted(passage.tokens, 'token')}"
+        return f"{passage.description} is never forgotten: {counted(passage.token_count, 'token')}"
 
     def do_unpin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
@@ -146,15 +146,14 @@ class ChatCommands(ABC):
         conversation = self.branches.current
         session, passage = conversation.session, find_passage(conversation, argument)
         remaining = passage.with_words("") if passage.words else ""
-        count = len(session.tokens)
+        old_count = len(session.tokens)
         if remaining.strip():
             session.replace(passage.start, passage.end, remaining)
         else:
             session.delete(passage.start, passage.end)
         self._update_system(passage)
-        return (
-            f"{passage.description} is forgotten: {counted(count - len(session.tokens), 'token')}"
-        )
+        forgotten = counted(old_count - len(session.tokens), "token")
+        return f"{passage.description} is forgotten: {forgotten}"
 
     def do_edit(self, argument: str) -> str:
         reference, text = split_reference(argument)
@@ -167,13 +166,13 @@ class ChatCommands(ABC):
             raise InvalidArgument("/edit takes what to change and its new text, as /help shows")
         session = self.branches.current.session
         passage = find_passage(self.branches.current, reference, text_alone=True)
-        count, new_text = len(session.tokens), passage.with_words(text)
+        old_count, new_text = len(session.tokens), passage.with_words(text)
         start, end = passage.start, passage.end
         report = session.replace(start, end, new_text, "suffix" if exact else "none")
         self._update_system(passage)
-        new_tokens = counted(passage.tokens + len(session.tokens) - count, "token")
+        new_count = counted(passage.token_count + len(session.tokens) - old_count, "token")
         return (
-            f"{passage.description} is changed: {new_tokens} in the place of {passage.tokens}, "
+            f"{passage.description} is changed: {new_count} in the place of {passage.token_count}, "
             f"{report.tokens_evaluated} evaluated in {report.seconds:.2f} s"
         )
 

@@ -38,7 +38,7 @@ class LocalChat(ChatLoop):
         locks: ExitStack,
     ):
         self.run, self._store, self._locks = run, store, locks
-        self._saved: dict[str, _SavedBranch] = {}  # branches that are not current
+        self._saved_branches: dict[str, _SavedBranch] = {}  # branches that are not current
         super().__init__(Branches(conversation), settings)
 
     def title(self) -> str:
@@ -46,7 +46,7 @@ class LocalChat(ChatLoop):
         tokens = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
         return f"{self.run.model.name}{name}{tokens}"
 
-    def turn(self, message: str) -> None:
+    def run_turn(self, message: str) -> None:
         conversation = self.branches.current
         try:
             ids = conversation.begin_turn(message)
@@ -57,9 +57,9 @@ class LocalChat(ChatLoop):
         self.warn_if_forgotten()
         self._generate()
 
-    def regenerate_turn(self, turn: int) -> None:
+    def regenerate_turn(self, number: int) -> None:
         session = self.branches.current.session
-        start, _ = session.span_ranges.get(f"turn {turn} answer", (len(session.tokens), 0))
+        start, _ = session.span_ranges.get(f"turn {number} answer", (len(session.tokens), 0))
         try:
             session.rewind(len(session.tokens) - start)
         except InvalidArgument as error:
@@ -99,7 +99,7 @@ class LocalChat(ChatLoop):
             say(str(error))  # saving is tried again at the next turn
             return
         # The current branch is in the chat's own file now, so its former file is removed.
-        if saved := self._saved.pop(self.branches.current_name, None):
+        if saved := self._saved_branches.pop(self.branches.current_name, None):
             saved.lock.close()
             with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
                 saved_sessions(self._store).remove(saved.session_name)
@@ -116,27 +116,27 @@ class LocalChat(ChatLoop):
         writer.follow(self.run.session, {CHAT: self.branches.current.notes})
         say(f"branch {self.branches.current_name} is {writer.label}")
         for branch in self.branches.other_names:
-            saved = self._saved.get(branch)
+            saved = self._saved_branches.get(branch)
             say(f"branch {branch} is {saved.writer.label if saved else 'not saved'}")
 
-    def _save_others(self, chat: SessionWriter) -> None:
+    def _save_others(self, chat_writer: SessionWriter) -> None:
         """Save each changed branch that is not current. Raises StoreError."""
         for branch in self.branches.other_names:
             conversation = self.branches.conversations[branch]
-            notes = {**chat.notes, CHAT: conversation.notes}
-            if saved := self._saved.get(branch):
+            notes = {**chat_writer.notes, CHAT: conversation.notes}
+            if saved := self._saved_branches.get(branch):
                 saved.writer.follow(conversation.session, notes)
                 saved.writer.save()
             else:
-                name = chat.label.removeprefix("session ")
-                self._saved[branch] = self._save_as_new(name, branch, conversation, notes)
-                say(f"branch {branch} is saved as {self._saved[branch].writer.label}")
+                name = chat_writer.label.removeprefix("session ")
+                self._saved_branches[branch] = self._save_as_new(name, branch, conversation, notes)
+                say(f"branch {branch} is saved as {self._saved_branches[branch].writer.label}")
 
     def _save_as_new(
-        self, chat: str, branch: str, conversation: Conversation, notes: dict[str, Any]
+        self, chat_name: str, branch_name: str, conversation: Conversation, notes: dict[str, Any]
     ) -> _SavedBranch:
         """Save a branch under the first unused name, and keep its lock."""
-        for name in branch_session_names(chat, branch):
+        for name in branch_session_names(chat_name, branch_name):
             with ExitStack() as lock:
                 try:
                     file = lock.enter_context(saved_sessions(self._store).lock(name))

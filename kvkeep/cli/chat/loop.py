@@ -13,7 +13,7 @@ from kvkeep.cli.output import Screen, counted, say
 from kvkeep.cli.terminal import termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
-_MAX_LINES = 20  # of the last question, shown when a chat is resumed
+_MAX_SHOWN_LINES = 20  # of the last question, shown when a chat is resumed
 _STOPPED = "[stopped]"
 
 
@@ -38,11 +38,11 @@ class ChatLoop(ChatCommands):
         """Return the model or session, and the tokens so far, for the first line."""
 
     @abstractmethod
-    def turn(self, message: str) -> None:
+    def run_turn(self, message: str) -> None:
         """Answer a question. Raises `PrefillAborted` if it is not in memory afterwards."""
 
     @abstractmethod
-    def regenerate_turn(self, turn: int) -> None:
+    def regenerate_turn(self, number: int) -> None:
         """Generate the newest turn's answer again. Raises KvkeepError if this is impossible."""
 
     @abstractmethod
@@ -75,9 +75,9 @@ class ChatLoop(ChatCommands):
     def _handle_input(self) -> None:
         status = self._status_line()
         while (message := self.prompt.read(status)) is not None:
-            with self.prompt.busy():
+            with self.prompt.hold_keys():
                 try:
-                    if self.prompt.interrupted():
+                    if self.prompt.ctrl_c_pressed():
                         self.prompt.offer(message)
                         say(_STOPPED)
                     elif is_command(message):
@@ -93,7 +93,7 @@ class ChatLoop(ChatCommands):
 
     def ask(self, message: str, line: str | None = None) -> None:
         try:
-            self.turn(message)
+            self.run_turn(message)
         except PrefillAborted as aborted:
             if not self.interactive or termination_signal():
                 raise aborted.cause from None
@@ -122,10 +122,10 @@ class ChatLoop(ChatCommands):
         """Print a warning if the newest question alone exceeded the memory."""
         session, turns = self.branches.current.session, self.branches.current.turns
         spans = session.span_ranges
-        name = f"turn {turns[-1]} question" if turns else ""
-        if name not in spans:
+        span_name = f"turn {turns[-1]} question" if turns else ""
+        if span_name not in spans:
             return
-        start, end = spans[name]
+        start, end = spans[span_name]
         forgotten = end - start - session.remembered(start, end)
         if forgotten > 0:
             earlier = f", and the {counted(len(turns) - 1, 'turn')} before it" if turns[1:] else ""
@@ -146,7 +146,7 @@ class ChatLoop(ChatCommands):
             start, end = spans.get(f"turn {turns[-1]} {part}", (0, 0))
             return conversation.codec.decode(tokens[start:end]).strip()
 
-        say("\n".join(f"> {line}" for line in text_of("question").splitlines()[:_MAX_LINES]))
+        say("\n".join(f"> {line}" for line in text_of("question").splitlines()[:_MAX_SHOWN_LINES]))
         screen = self.screen()
         screen.write(text_of("answer"))
         with suppress(OSError):

@@ -22,7 +22,7 @@ class Passage:
     words: str = ""  # the quoted words, if any
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return self.end - self.start
 
     def with_words(self, words: str) -> str:
@@ -50,10 +50,10 @@ def find_passage(conversation: Conversation, reference: str, text_alone: bool = 
         name = _span_name(conversation, reference, text_alone)
         spans = conversation.session.span_ranges
         if name not in spans:
-            missing = f"there is no {reference} here" if reference else "what is missing"
-            raise InvalidArgument(f"{missing}; there is: {_known_passages(conversation)}")
+            problem = f"there is no {reference} here" if reference else "what is missing"
+            raise InvalidArgument(f"{problem}; there is: {_known_passages(conversation)}")
         passage = Passage(_span_description(name), *spans[name])
-    if conversation.session.remembered(passage.start, passage.end) < passage.tokens:
+    if conversation.session.remembered(passage.start, passage.end) < passage.token_count:
         raise InvalidArgument(f"{passage.description} is not remembered any more, or not whole")
     return passage
 
@@ -75,7 +75,7 @@ def _span_name(conversation: Conversation, reference: str, text_alone: bool) -> 
 def _find_words(conversation: Conversation, words: str) -> Passage:
     """Find the fewest tokens with the words, in the newest question, answer or system prompt."""
     session, decode = conversation.session, conversation.codec.decode
-    newest_first = sorted(session.span_ranges.items(), key=lambda place: -place[1][0])
+    newest_first = sorted(session.span_ranges.items(), key=lambda item: -item[1][0])
     for name, (start, end) in newest_first:
         if not name.endswith((" text", "question", "answer")):
             continue

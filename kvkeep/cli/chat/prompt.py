@@ -30,7 +30,7 @@ from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text
 
 _QUOTES = '"""'
-_HINT = "Ctrl-D ends the chat, and so does /quit; /help lists what else can be done"
+_EXIT_HINT = "Ctrl-D ends the chat, and so does /quit; /help lists what else can be done"
 
 
 class Prompt:
@@ -46,12 +46,12 @@ class Prompt:
     def offer(self, message: str) -> None:
         """Put a message into the next prompt, for editing."""
 
-    def busy(self) -> AbstractContextManager[None]:
+    def hold_keys(self) -> AbstractContextManager[None]:
         """Hold back keys typed during the block, for the next prompt."""
         return nullcontext()
 
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C was pressed between the end of `read` and the start of `busy`."""
+    def ctrl_c_pressed(self) -> bool:
+        """Whether Ctrl-C was pressed between the end of `read` and the start of `hold_keys`."""
         return False
 
 
@@ -69,7 +69,7 @@ class PlainPrompt(Prompt):
                 say("")
                 if termination_signal():
                     raise
-                say(_HINT)
+                say(_EXIT_HINT)
                 continue
             except OSError:  # the terminal was closed
                 return None
@@ -86,7 +86,7 @@ class EditedPrompt(Prompt):
     interactive = True
 
     def __init__(self, branches: Branches):
-        self._offered, self._status = "", ""
+        self._offered_text, self._status = "", ""
         self._session: PromptSession[str] = PromptSession(
             "> ",
             multiline=True,
@@ -94,7 +94,7 @@ class EditedPrompt(Prompt):
             completer=ChatCompleter(branches),
             complete_while_typing=False,
             history=_history(),
-            key_bindings=_keys(),
+            key_bindings=_key_bindings(),
             bottom_toolbar=lambda: ANSI(self._status) if self._status else None,
             style=Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack"}),
             output=None if sys.stdout.isatty() else create_output(sys.stderr),
@@ -103,37 +103,37 @@ class EditedPrompt(Prompt):
     def read(self, status: str = "") -> str | None:
         self._status = status
         while True:
-            default, self._offered = self._offered, ""
+            default, self._offered_text = self._offered_text, ""
             try:
                 # Ctrl-C is a key here. A SIGINT comes from another program.
                 message = self._session.prompt(default=default, handle_sigint=False)
             except _EmptyLineInterrupted:
-                say(_HINT)
+                say(_EXIT_HINT)
             except KeyboardInterrupt:
                 if termination_signal():
                     raise
-                say(_HINT)
+                say(_EXIT_HINT)
             except (EOFError, OSError):  # Ctrl-D, or the terminal was closed
                 return None
             else:
                 if _is_utf8(message):
-                    return _without_quotes(message)
+                    return _without_triple_quotes(message)
 
     def offer(self, message: str) -> None:
-        self._offered = message
+        self._offered_text = message
 
-    def busy(self) -> AbstractContextManager[None]:
+    def hold_keys(self) -> AbstractContextManager[None]:
         return type_ahead()
 
-    def interrupted(self) -> bool:
+    def ctrl_c_pressed(self) -> bool:
         # The terminal is still in raw mode then, and Ctrl-C a key among those typed ahead.
-        source = self._session.input
-        keys = get_typeahead(source)
+        terminal_input = self._session.input
+        keys = get_typeahead(terminal_input)
         with suppress(OSError):
-            if is_foreground(source.fileno()):
-                keys += source.read_keys()
+            if is_foreground(terminal_input.fileno()):
+                keys += terminal_input.read_keys()
         held_back = [pressed for pressed in keys if pressed.key != Keys.ControlC]
-        store_typeahead(source, held_back)
+        store_typeahead(terminal_input, held_back)
         return len(held_back) < len(keys)
 
 
@@ -150,33 +150,33 @@ def make_prompt(branches: Branches) -> Prompt:
     return PlainPrompt()
 
 
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
+def _key_bindings() -> KeyBindings:
+    bindings = KeyBindings()
 
-    @keys.add("enter")
+    @bindings.add("enter")
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        state = buffer.complete_state
-        if state is not None and state.current_completion is not None:
+        completion_state = buffer.complete_state
+        if completion_state is not None and completion_state.current_completion is not None:
             buffer.complete_state = None  # Enter accepts the completion without sending the message
         elif buffer.text.lstrip().startswith(_QUOTES) and buffer.text.count(_QUOTES) < 2:
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "enter")
+    @bindings.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    @keys.add("c-c")
-    @keys.add("<sigint>")
+    @bindings.add("c-c")
+    @bindings.add("<sigint>")
     def _(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()
         else:
             event.app.exit(exception=_EmptyLineInterrupted())
 
-    return keys
+    return bindings
 
 
 class _LenientHistory(FileHistory):
@@ -198,7 +198,7 @@ def _history() -> History:
     return _LenientHistory(str(path))
 
 
-def _without_quotes(text: str) -> str:
+def _without_triple_quotes(text: str) -> str:
     """Remove the three quotes around a message, if any."""
     match = re.fullmatch(rf"\s*{_QUOTES}(.*){_QUOTES}\s*", text, re.DOTALL)
     return match[1].strip("\n") if match else text
@@ -236,10 +236,10 @@ class ChatCompleter(Completer):
             path = Document(argument, len(argument))
             yield from self._paths.get_completions(path, complete_event)
         else:
-            *words, beginning = argument.split(" ")
+            *words, prefix = argument.split(" ")
             for candidate in self._candidates(name, words):
-                if candidate.startswith(beginning):
-                    yield Completion(candidate, -len(beginning))
+                if candidate.startswith(prefix):
+                    yield Completion(candidate, -len(prefix))
 
     def _candidates(self, name: str, words: list[str]) -> Iterator[str]:
         """Yield candidates for the word that follows `words` in a command's argument."""

@@ -20,17 +20,17 @@ from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
 from kvkeep.session.conversation import Conversation, turns_in
 
-_LOCAL_ONLY = (  # options that a session on a server does not have
+_LOCAL_OPTIONS = (  # options that a session on a server does not have
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
-    *("prefix_cache", "prefix_cache_bytes", "store", "secret_file", "report", "resumed"),
+    *("prefix_cache", "prefix_cache_bytes", "store", "secret_file", "report", "continue_latest"),
 )
 _SESSION_OPTIONS = (
     *("policy", "max_kv_size", "keep", "discard", "group", "window", "method", "ratio"),
     *("kv_bits", "far_bits"),
 )
-_API_PARAMETERS = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
-_NO_LIMIT = 1_000_000  # the most tokens that a server generates for one request
-_MAX_TEXT_TOKENS = 4096  # in a response of `text`
+_API_NAMES = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
+_SERVER_MAX_TOKENS = 1_000_000  # the most tokens that a server generates for one request
+_MAX_TEXT_TOKENS = 4096  # that one `text` request returns
 
 
 def chat_at_server(
@@ -42,28 +42,26 @@ def chat_at_server(
     settings: ChatSettings,
 ) -> None:
     """Run a chat in a session on a server."""
-    unused = [option for option in _LOCAL_ONLY if is_given(option)]
-    if unused:
-        options = ", ".join(map(_flag, unused))
-        raise InvalidArgument(f"{options}: not with --server, whose model and sessions are its own")
+    refused_options = [option for option in _LOCAL_OPTIONS if is_given(option)]
+    if refused_options:
+        flags = ", ".join(map(_flag, refused_options))
+        raise InvalidArgument(f"{flags}: not with --server, whose model and sessions are its own")
     requested = {name: getattr(memory, name) for name in _SESSION_OPTIONS if is_given(name)}
     with Client(url, api_key) as client:
         name = _open_session(client, session_name, requested)
         RemoteChat(client, name, system, settings, is_named=session_name is not None).talk()
 
 
-def _open_session(client: Client, name: str | None, settings: dict[str, Any]) -> str:
+def _open_session(client: Client, name: str | None, options: dict[str, Any]) -> str:
     """Find or create a session, and return its name. name: None to create an unnamed one."""
     if name is not None:
         with suppress(NoSuchSession):
             client.session(name).info()
-            if settings:
-                options = ", ".join(map(_flag, settings))
-                raise InvalidArgument(
-                    f"{options}: session {name} is there, with settings of its own"
-                )
+            if options:
+                flags = ", ".join(map(_flag, options))
+                raise InvalidArgument(f"{flags}: session {name} is there, with settings of its own")
             return name
-    return str(client.create(name, **settings).name)
+    return str(client.create(name, **options).name)
 
 
 def _retry_while_busy(call: Callable[[], object]) -> None:
@@ -80,16 +78,14 @@ def _retry_while_busy(call: Callable[[], object]) -> None:
 
 
 def _flag(option: str) -> str:
-    return "--" + {"resumed": "continue"}.get(option, option.replace("_", "-"))
+    return "--" + {"continue_latest": "continue"}.get(option, option.replace("_", "-"))
 
 
 def _sampling_parameters(settings: ChatSettings) -> dict[str, Any]:
     """Return the sampling parameters under their names in the server's API."""
     options = asdict(settings.sampling).items()
-    parameters = {
-        _API_PARAMETERS.get(name, name): value for name, value in options if value is not None
-    }
-    limit = _NO_LIMIT if settings.max_tokens is None else settings.max_tokens
+    parameters = {_API_NAMES.get(name, name): value for name, value in options if value is not None}
+    limit = _SERVER_MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
     return {**parameters, "max_tokens": limit}
 
 
@@ -169,7 +165,7 @@ class RemoteChat(ChatLoop):
         conversation = cast(Conversation, RemoteConversation(client, session_name))
         super().__init__(Branches(conversation), settings)
         self._client, self._system, self._is_named = client, system, is_named
-        self._left_sessions = list[str]()  # deleted at the end of the chat
+        self._temporary_sessions = list[str]()  # deleted at the end of the chat
         self._kept_sessions = set[str]()  # not deleted at the end of the chat
         self._chat_name = session_name if is_named else ""  # "": the chat is deleted at its end
 
@@ -190,7 +186,7 @@ class RemoteChat(ChatLoop):
         branches = self.branches.conversations.items()
         return {name: cast(RemoteConversation, chat).session for name, chat in branches}
 
-    def turn(self, message: str) -> None:
+    def run_turn(self, message: str) -> None:
         """Run a turn on the server. Ctrl-C also stops it there; the text so far stays."""
         sampling, screen, has_started = _sampling_parameters(self.settings), self.screen(), False
         events = self._session.stream_turn(message, self._system, **sampling)
@@ -208,11 +204,11 @@ class RemoteChat(ChatLoop):
             screen.end()
         self.warn_if_forgotten()
 
-    def regenerate_turn(self, turn: int) -> None:
-        start, end = self._session.span_ranges[f"turn {turn} question"]
+    def regenerate_turn(self, number: int) -> None:
+        start, end = self._session.span_ranges[f"turn {number} question"]
         question = self._conversation.codec.decode(self._session.tokens[start:end])
         self._conversation.undo()
-        self.turn(question)
+        self.run_turn(question)
 
     def do_save(self, argument: str) -> str:
         session, name = self._session, argument
@@ -222,7 +218,7 @@ class RemoteChat(ChatLoop):
         conversation = self._conversation.fork(name)
         conversation.session.save()
         if not self._is_named:
-            self._left_sessions.append(session.name)
+            self._temporary_sessions.append(session.name)
         self._kept_sessions.add(name)
         self._chat_name = self._chat_name or name
         self.branches.conversations[self.branches.current_name] = cast(Conversation, conversation)
@@ -230,11 +226,11 @@ class RemoteChat(ChatLoop):
 
     def memory_status(self) -> str:
         memory = self._session.memory()
-        return status_line(_token_status(memory), _cells(memory))
+        return status_line(_token_status(memory), _cells_text(memory))
 
     def do_memory(self, argument: str) -> str:
         memory = self._session.memory()
-        description = f"{_cells(memory)}; policy {memory['policy']}"
+        description = f"{_cells_text(memory)}; policy {memory['policy']}"
         return "\n".join([*draw_map(_token_status(memory)), description])
 
     def do_branches(self, argument: str) -> str:
@@ -255,7 +251,7 @@ class RemoteChat(ChatLoop):
         unnamed = (
             [] if self._is_named else [session.name for session in self._branch_sessions().values()]
         )
-        for name in [*self._left_sessions, *unnamed]:
+        for name in [*self._temporary_sessions, *unnamed]:
             if name not in self._kept_sessions:
                 with suppress(KvkeepError):  # the session or the server is gone
                     _retry_while_busy(partial(self._client.delete, name))
@@ -273,7 +269,7 @@ class RemoteChat(ChatLoop):
             self._kept_sessions.add(session.name)
             say(str(error))
             return session.name
-        self._left_sessions.append(session.name)
+        self._temporary_sessions.append(session.name)
         self._kept_sessions.add(name)
         return name
 
@@ -282,7 +278,7 @@ def _token_status(memory: dict[str, Any]) -> list[Any]:
     return [run["standing"] for run in memory["runs"] for _ in range(run["count"])]
 
 
-def _cells(memory: dict[str, Any]) -> str:
+def _cells_text(memory: dict[str, Any]) -> str:
     shared = f" ({megabytes(memory['bytes_shared'])} shared)" if memory["bytes_shared"] else ""
     size = megabytes(memory["bytes"])
     return f"{memory['cells']:,} of {memory['max_kv_size']:,} cells, {size}{shared}"

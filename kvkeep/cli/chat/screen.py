@@ -47,7 +47,7 @@ class WrappedScreen(Screen):
 
     def _pop_word(self, open_ended: bool = False) -> list[str]:
         """Take the current word, in parts as wide as lines. open_ended: leave the last part."""
-        width = _columns()
+        width = _terminal_columns()
         parts = chop_cells(self._word, width) if self._word else []
         self._word = ""
         if open_ended and parts and (len(parts) > 1 or cell_len(parts[-1]) < width):
@@ -56,13 +56,13 @@ class WrappedScreen(Screen):
 
     def _break_before(self, part: str, width: int) -> str:
         """Return a word, after a newline if it does not fit on the current line."""
-        size = cell_len(part)
-        breaks = self._column > 0 and self._column + size > width
-        self._column = size if breaks else self._column + size
+        part_width = cell_len(part)
+        breaks = self._column > 0 and self._column + part_width > width
+        self._column = part_width if breaks else self._column + part_width
         return "\n" + part if breaks else part
 
     def _add_space(self, space: str) -> str:
-        if space == "\n" or self._column + 1 >= _columns():
+        if space == "\n" or self._column + 1 >= _terminal_columns():
             self._column = 0
             return "\n"
         self._column += 1
@@ -99,7 +99,7 @@ class MarkdownScreen(Screen):
     def _draw_preview(self) -> None:
         console = _console()
         lines = _render(console, self._text)[-max(1, console.height - 2) :]
-        write_flushed(f"{self._erase_preview()}{_NO_WRAP}{_encode(console, lines)}{_WRAP}")
+        write_flushed(f"{self._erase_preview()}{_NO_WRAP}{_to_ansi(console, lines)}{_WRAP}")
         self._preview = [Segment.get_line_length(line) for line in lines]
         self._width, self._suspensions = console.width, suspensions()
         self._drawn_at = time.monotonic()
@@ -108,7 +108,7 @@ class MarkdownScreen(Screen):
         output = self._erase_preview()
         if text.strip():
             console, separator = _console(), "\n" if self._has_blocks else ""
-            output += separator + _encode(console, _render(console, text))
+            output += separator + _to_ansi(console, _render(console, text))
             self._has_blocks = True
         if output:
             write_flushed(output)
@@ -130,16 +130,16 @@ def _render(console: Console, text: str) -> list[list[Segment]]:
     """Render Markdown to lines, without empty ones at the beginning and the end."""
     markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     lines = console.render_lines(markdown, pad=False)
-    filled = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
-    return lines[filled[0] : filled[-1] + 1] if filled else []
+    nonblank = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
+    return lines[nonblank[0] : nonblank[-1] + 1] if nonblank else []
 
 
-def _encode(console: Console, lines: list[list[Segment]]) -> str:
+def _to_ansi(console: Console, lines: list[list[Segment]]) -> str:
     """Return lines, each with a newline, as text with the terminal's control codes."""
-    with console.capture() as captured:
+    with console.capture() as capture:
         for line in lines:
             console.print(Segments([*line, Segment.line()]), end="")
-    return captured.get()
+    return capture.get()
 
 
 def _terminal_reflows() -> bool:
@@ -169,5 +169,5 @@ def _split_blocks(text: str) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def _columns() -> int:
+def _terminal_columns() -> int:
     return max(20, shutil.get_terminal_size().columns)

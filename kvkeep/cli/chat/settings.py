@@ -76,28 +76,28 @@ class ChatSettings:
         return ", ".join(map(repr, value)) or "none" if name == "stop" else str(value)
 
 
-def _switch(text: str) -> bool:
+def _parse_switch(text: str) -> bool:
     if text.lower() not in (*_ON, *_OFF):
         raise ValueError(text)
     return text.lower() in _ON
 
 
-def _max_tokens(text: str) -> int:
+def _parse_max_tokens(text: str) -> int:
     count = int(text)
     if count < -1:
         raise ValueError(text)
     return count
 
 
-def _stop(text: str) -> tuple[str, ...]:
+def _parse_stop(text: str) -> tuple[str, ...]:
     return (text,) if text else ()
 
 
 _EXPECTED: dict[Callable[[str], Any], str] = {
     float: "a number",
     int: "a whole number",
-    _max_tokens: "a whole number; -1 for no limit",
-    _switch: "on or off",
+    _parse_max_tokens: "a whole number; -1 for no limit",
+    _parse_switch: "on or off",
 }
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": float,
@@ -107,7 +107,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     "repetition-penalty": float,
     "repetition-window": int,
     "seed": int,
-    "stop": _stop,
-    "max-tokens": _max_tokens,
-    **dict.fromkeys(SWITCHES, _switch),
+    "stop": _parse_stop,
+    "max-tokens": _parse_max_tokens,
+    **dict.fromkeys(SWITCHES, _parse_switch),
 }

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.compression import check_calibrated, load_calibration_file
-from kvkeep.cli.evaluate.grid_options import GridChoice, GridFiles, options_json, with_saved_options
-from kvkeep.cli.evaluate.options import ModelChoice, load_haystack
+from kvkeep.cli.evaluate.grid_options import GridFiles, GridOptions, options_json, restore_options
+from kvkeep.cli.evaluate.options import ModelOptions, load_haystack
 from kvkeep.cli.options import NO_PROGRESS, command, option_group
 from kvkeep.cli.output import progress_bar
 from kvkeep.errors import InvalidArgument
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @command(short_help="Measure all methods of compression on all tasks.")
 def grid(
-    plan: GridChoice = option_group(GridChoice),
+    plan: GridOptions = option_group(GridOptions),
     files: GridFiles = option_group(GridFiles),
-    choice: ModelChoice = option_group(ModelChoice),
+    options: ModelOptions = option_group(ModelOptions),
     no_progress: bool = NO_PROGRESS,
 ) -> None:
     """Measure every method of compression at every ratio on every task.
@@ -41,34 +41,34 @@ def grid(
     --resume goes on.
     """
     files.check()
-    if files.earlier:
-        earlier, *others = [_load_grid(path) for path in files.earlier]
+    if files.earlier_paths:
+        merged, *others = [_load_grid(path) for path in files.earlier_paths]
         for other in others:
-            earlier.merge(other)
-        _show(earlier, files)
+            merged.merge(other)
+        _show(merged, files)
         return
     if files.resume and files.out is not None and files.out.is_file():
         saved = _load_grid(files.out).options
-        plan, choice = with_saved_options(plan, saved), with_saved_options(choice, saved)
-    check_calibrated(plan.methods, choice.calibration)
-    passkeys = plan.passkey_datasets()
-    model = choice.load(not no_progress)
-    results = _open_grid(files.out, plan, choice, model.name)
+        plan, options = restore_options(plan, saved), restore_options(options, saved)
+    check_calibrated(plan.methods, options.calibration)
+    passkey_datasets = plan.passkey_datasets()
+    model = options.load(not no_progress)
+    grid_results = _open_grid(files.out, plan, options, model.name)
     try:
-        datasets = dict(passkeys)
-        if any(task not in passkeys for task in plan.tasks):
+        datasets = dict(passkey_datasets)
+        if any(task not in passkey_datasets for task in plan.tasks):
             datasets |= plan.text_datasets(load_haystack(plan.haystack, model))
-        _measure(results, model, plan, choice, datasets, files.out, progress=not no_progress)
+        _measure(grid_results, model, plan, options, datasets, files.out, progress=not no_progress)
     finally:
-        if results.results:
-            _show(results, files)
+        if grid_results.results:
+            _show(grid_results, files)
 
 
 def _measure(
-    results: "Grid",
+    grid: "Grid",
     model: "Model",
-    plan: GridChoice,
-    choice: ModelChoice,
+    plan: GridOptions,
+    options: ModelOptions,
     datasets: Mapping[str, Dataset],
     out: Path | None,
     progress: bool,
@@ -79,32 +79,34 @@ def _measure(
     """
     from kvkeep.evaluate.grid import measure_sample
 
-    calibration = load_calibration_file(choice.calibration, model)
+    calibration = load_calibration_file(options.calibration, model)
     total = plan.samples * len(plan.tasks)
     with progress_bar(total, progress, desc="measuring", unit=" samples", leave=False) as bar:
         for index, task in itertools.product(range(plan.samples), plan.tasks):
-            if missing := results.missing(task, plan.seed, index, plan.methods, plan.ratios):
+            if missing := grid.missing(task, plan.seed, index, plan.methods, plan.ratios):
                 sample = datasets[task].sample(index)
-                measured = measure_sample(
-                    model, sample, missing, calibration, choice.prefill_step, plan.kv_bits
+                new_results = measure_sample(
+                    model, sample, missing, calibration, options.prefill_step, plan.kv_bits
                 )
                 try:
-                    for result in measured:
-                        results.add(result)
+                    for result in new_results:
+                        grid.add(result)
                 finally:
-                    write_json(out, results.as_json())
+                    write_json(out, grid.as_json())
             bar.update(1)
 
 
-def _open_grid(out: Path | None, plan: GridChoice, choice: ModelChoice, model: str) -> "Grid":
+def _open_grid(
+    out: Path | None, plan: GridOptions, options: ModelOptions, model_name: str
+) -> "Grid":
     """Return the grid in the output file, or a new one. Raises InvalidArgument."""
     from kvkeep.evaluate.grid import Grid
 
     metadata = {
-        "model": model,
-        "dtype": choice.dtype,
-        "weights": choice.weights,
-        "calibration": choice.calibration.name if choice.calibration else None,
+        "model": model_name,
+        "dtype": options.dtype,
+        "weights": options.weights,
+        "calibration": options.calibration.name if options.calibration else None,
         "junk": plan.junk,
         "tokens": plan.tokens,
         "haystack": plan.haystack,
@@ -112,7 +114,7 @@ def _open_grid(out: Path | None, plan: GridChoice, choice: ModelChoice, model: s
     }
     grid = Grid(metadata) if out is None or not out.is_file() else _load_grid(out)
     grid.require_same_metadata(metadata)
-    grid.options = options_json(plan, choice)
+    grid.options = options_json(plan, options)
     return grid
 
 

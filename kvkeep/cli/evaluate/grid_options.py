@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-from kvkeep.cli.compression import METHOD_NAMES, UNCALIBRATED, method_and_budget, ratio
-from kvkeep.cli.evaluate.options import HAYSTACK, ModelChoice, comma_separated
+from kvkeep.cli.compression import METHOD_NAMES, UNCALIBRATED_METHODS, method_and_budget, ratio
+from kvkeep.cli.evaluate.options import HAYSTACK, ModelOptions, comma_separated
 from kvkeep.cli.memory import BIT_NAMES
 from kvkeep.cli.options import choice_option, file_option, integer_option, is_given, option
 from kvkeep.errors import InvalidArgument
@@ -20,15 +20,15 @@ from kvkeep.evaluate.tasks import TASKS
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.types import BitsName
 
-PASSKEYS = {  # key type and task
+PASSKEY_TASKS = {  # key type and task
     "passkey-number": ("number", "single"),
     "passkey-words": ("words", "single"),
     "several": ("number", "several"),
     "second": ("number", "second"),
 }
-NEEDLES = {"needle": "single"} | {f"needle-{task}": task for task in TASKS if task != "single"}
+NEEDLE_TASKS = {"needle": "single"} | {f"needle-{task}": task for task in TASKS if task != "single"}
 PERPLEXITY = "perplexity"  # of a continuation
-GRID_TASKS = (*PASSKEYS, *NEEDLES, PERPLEXITY)
+GRID_TASKS = (*PASSKEY_TASKS, *NEEDLE_TASKS, PERPLEXITY)
 
 
 def grid_task(name: str) -> str:
@@ -39,13 +39,13 @@ def grid_task(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class GridChoice:
+class GridOptions:
     """The options for what a grid measures."""
 
     methods: tuple[str, ...] = option(
         metavar="NAME[:BUDGET],...",
         type=comma_separated(method_and_budget),
-        default=",".join(UNCALIBRATED),
+        default=",".join(UNCALIBRATED_METHODS),
         show_default="all that need no calibration",
         help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
     )
@@ -76,17 +76,17 @@ class GridChoice:
     def passkey_datasets(self) -> dict[str, Dataset]:
         """Return the datasets without a real text, by task. Raises InvalidArgument."""
         return {
-            name: PasskeyDataset(self.junk, *PASSKEYS[name], seed=self.seed)
+            name: PasskeyDataset(self.junk, *PASSKEY_TASKS[name], seed=self.seed)
             for name in self.tasks
-            if name in PASSKEYS
+            if name in PASSKEY_TASKS
         }
 
     def text_datasets(self, haystack: Haystack) -> dict[str, Dataset]:
         """Return the datasets over a real text, by task."""
         datasets: dict[str, Dataset] = {
-            name: NeedleDataset(haystack, self.tokens, task=NEEDLES[name], seed=self.seed)
+            name: NeedleDataset(haystack, self.tokens, task=NEEDLE_TASKS[name], seed=self.seed)
             for name in self.tasks
-            if name in NEEDLES
+            if name in NEEDLE_TASKS
         }
         if PERPLEXITY in self.tasks:
             datasets[PERPLEXITY] = ContinuationDataset(haystack, self.tokens, self.seed)
@@ -97,7 +97,7 @@ class GridChoice:
 class GridFiles:
     """The options for the files of a grid."""
 
-    earlier: tuple[Path, ...] = file_option(
+    earlier_paths: tuple[Path, ...] = file_option(
         "--from",
         metavar="FILE.json",
         exists=True,
@@ -123,7 +123,7 @@ class GridFiles:
 
     def check(self) -> None:
         """Raise InvalidArgument, before hours of work, if results cannot be written."""
-        if self.earlier and (self.out or self.resume):
+        if self.earlier_paths and (self.out or self.resume):
             raise InvalidArgument("--from measures nothing: leave --out and --resume out")
         if self.resume and self.out is None:
             raise InvalidArgument("--resume goes on with the file of --out: name it")
@@ -140,25 +140,25 @@ class GridFiles:
             page_with_grid(self.page, None)
 
 
-EitherChoice = TypeVar("EitherChoice", GridChoice, ModelChoice)
+GridOrModelOptions = TypeVar("GridOrModelOptions", GridOptions, ModelOptions)
 
 
-def options_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
+def options_json(*records: GridOptions | ModelOptions) -> dict[str, Any]:
     """Return options as JSON values, to be saved with the results."""
-    options = {name: value for choice in choices for name, value in asdict(choice).items()}
+    options = {name: value for record in records for name, value in asdict(record).items()}
     return {
         name: str(value.absolute()) if isinstance(value, Path) else value
         for name, value in options.items()
     }
 
 
-def with_saved_options(choice: EitherChoice, saved: Mapping[str, Any]) -> EitherChoice:
+def restore_options(options: GridOrModelOptions, saved: Mapping[str, Any]) -> GridOrModelOptions:
     """Take the options that were not given from an earlier run."""
     values: dict[str, Any] = {}
-    for field in fields(choice):
+    for field in fields(options):
         if field.name in saved and not is_given(field.name):
             value = saved[field.name]
             if field.name == "calibration" and value is not None:
                 value = Path(value)
             values[field.name] = tuple(value) if isinstance(value, list) else value
-    return replace(choice, **values)
+    return replace(options, **values)

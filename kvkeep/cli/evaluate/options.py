@@ -32,8 +32,8 @@ def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[obj
 
 
 @dataclass(frozen=True)
-class ModelChoice:
-    """The options for the model."""
+class ModelOptions:
+    """The options for the model. weights: the format to compute its matrices in, or None."""
 
     model: str = MODEL
     dtype: DtypeName = DTYPE
@@ -49,7 +49,7 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class RecallChoice:
+class RecallOptions:
     """The options for hidden facts and compression. Commands declare those for `task`."""
 
     task: str
@@ -87,9 +87,9 @@ class RecallChoice:
         metavar="FILE.png", help="Draw how many are found at each depth."
     )
 
-    def check(self, choice: ModelChoice) -> None:
+    def check(self, model_options: ModelOptions) -> None:
         """Check what can be checked without the model. Raises UsageError."""
-        check_calibrated([self.method], choice.calibration)
+        check_calibrated([self.method], model_options.calibration)
         if self.max_kv_size is not None and not self.streaming:
             raise click.UsageError(
                 "--max-kv-size bounds a memory that is compressed while it reads: "
@@ -120,6 +120,6 @@ def load_haystack(name: str, model: "Model") -> Haystack:
 
 
 def recall_options(tasks: Iterable[str], help: str) -> Any:
-    """Declare the options of a `RecallChoice`. tasks, help: for `--task`."""
+    """Declare the options of a `RecallOptions`. tasks, help: for `--task`."""
     task = choice_option(tuple(tasks), help, default="single")
-    return option_group(RecallChoice, task=task)
+    return option_group(RecallOptions, task=task)

@@ -2,8 +2,8 @@
 
 from kvkeep.cli.evaluate.options import (
     HAYSTACK,
-    ModelChoice,
-    RecallChoice,
+    ModelOptions,
+    RecallOptions,
     load_haystack,
     recall_options,
 )
@@ -12,7 +12,7 @@ from kvkeep.evaluate.datasets import PASSKEY_TASKS, NeedleDataset, PasskeyDatase
 from kvkeep.evaluate.samples import KEY_TYPES
 from kvkeep.evaluate.tasks import TASKS
 
-NEEDLE_RATIO = 2.0  # the default of `needle`
+DEFAULT_NEEDLE_RATIO = 2.0  # the default of `needle`
 
 
 @command(short_help="Hide a key in a long text, compress, ask for it.")
@@ -24,10 +24,10 @@ def passkey(
     group: int = integer_option(
         minimum=2, default=2, help="Cells that become one, where --ratio is not given."
     ),
-    recall: RecallChoice = recall_options(
+    recall: RecallOptions = recall_options(
         PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
     ),
-    choice: ModelChoice = option_group(ModelChoice),
+    options: ModelOptions = option_group(ModelOptions),
     output: OutputChoice = OUTPUT,
 ) -> None:
     """Hide a key in a long text, compress what was read, and ask for the key.
@@ -35,27 +35,27 @@ def passkey(
     The text is that of llama.cpp's example of this name. The question comes after compression, so
     that nothing can look ahead to it. The same text is also asked for the key uncompressed.
     """
-    keys = recall.keys or KEY_TYPES[0]
-    dataset = PasskeyDataset(junk, keys, recall.task, recall.placement(pos), recall.seed)
-    recall.check(choice)
+    key_type = recall.keys or KEY_TYPES[0]
+    dataset = PasskeyDataset(junk, key_type, recall.task, recall.placement(pos), recall.seed)
+    recall.check(options)
     output.check()
 
     from kvkeep.cli.evaluate.recall_runner import RecallRun
 
-    model = choice.load(output.progress)
-    settings = {"keys": keys, "junk": junk, "pos": pos}
+    model = options.load(output.progress)
+    task_settings = {"keys": key_type, "junk": junk, "pos": pos}
     ratio = recall.ratio or float(group)
-    RecallRun("passkey", dataset, settings, model, choice, recall, ratio, output).run()
+    RecallRun("passkey", dataset, task_settings, model, options, recall, ratio, output).run()
 
 
 @command(short_help="Hide a sentence in real text, compress, ask for it.")
 def needle(
     tokens: int = integer_option(minimum=16, default=4000, help="Of the text, about."),
     haystack: str = HAYSTACK,
-    recall: RecallChoice = recall_options(
+    recall: RecallOptions = recall_options(
         TASKS, "What is hidden, and how it is asked for: see docs/compression-measurements.md."
     ),
-    choice: ModelChoice = option_group(ModelChoice),
+    options: ModelOptions = option_group(ModelOptions),
     output: OutputChoice = OUTPUT,
 ) -> None:
     """Hide made-up facts in a real text, compress what was read, and ask for them.
@@ -63,15 +63,15 @@ def needle(
     Each sample is a stretch of the text from anywhere on, with each fact between two sentences.
     The question comes after compression. The same text is also asked for it uncompressed.
     """
-    keys = task_key_type(recall.task, recall.keys)
-    recall.check(choice)
+    key_type = task_key_type(recall.task, recall.keys)
+    recall.check(options)
     output.check()
 
     from kvkeep.cli.evaluate.recall_runner import RecallRun
 
-    model = choice.load(output.progress)
+    model = options.load(output.progress)
     text = load_haystack(haystack, model)
-    dataset = NeedleDataset(text, tokens, keys, recall.task, recall.placement(), recall.seed)
-    settings = {"keys": keys, "haystack": haystack, "text_tokens": tokens}
-    ratio = recall.ratio or NEEDLE_RATIO
-    RecallRun("needle", dataset, settings, model, choice, recall, ratio, output).run()
+    dataset = NeedleDataset(text, tokens, key_type, recall.task, recall.placement(), recall.seed)
+    task_settings = {"keys": key_type, "haystack": haystack, "text_tokens": tokens}
+    ratio = recall.ratio or DEFAULT_NEEDLE_RATIO
+    RecallRun("needle", dataset, task_settings, model, options, recall, ratio, output).run()

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from kvkeep import Model
 from kvkeep.cli.compression import load_calibration_file
-from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice
+from kvkeep.cli.evaluate.options import ModelOptions, RecallOptions
 from kvkeep.cli.options import OutputChoice
 from kvkeep.cli.output import megabytes, progress_bar, say
 from kvkeep.errors import KvkeepError
@@ -38,8 +38,8 @@ class RecallRun:
     dataset: Dataset
     settings: dict[str, Any]
     model: Model
-    choice: ModelChoice
-    recall: RecallChoice
+    choice: ModelOptions
+    recall: RecallOptions
     ratio: float
     output: OutputChoice
     results: list[RecallResult] = field(default_factory=list)
