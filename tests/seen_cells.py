@@ -30,7 +30,7 @@ class SeenCells:
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self.token, self.time = memory.tokens[-1], cache.time - 1
         held = [segment.read(0, segment.length) for segment in cache.segments]
-        plain = [cells.dequantised(torch.float32) for cells in held]
+        plain = [cells.dequantise(torch.float32) for cells in held]
         assert int(held[-1].serials[-1]) == memory.serials[-1]
         self.keys, self.values, self.bias, self.where = ({} for _ in range(4))
         for place in itertools.product(range(self.spec.layers), range(self.spec.kv_heads)):

@@ -66,9 +66,9 @@ def segment_state(segment: Segment) -> Whole:
         "frozen": segment.frozen,
         "sealed": segment.sealed,
         "lazy_growth": segment.lazy_growth,
-        "arriving": segment.arriving,
+        "arriving": segment.arriving_count,
         "limit": segment.limit,
-        "place": segment.place,
+        "place": segment.first_place,
         "length": segment.length,
     }
 

@@ -195,7 +195,7 @@ def test_methods_that_use_queries_see_cells_at_their_edited_positions() -> None:
     assert segment.map.offset == -30
     cells = segment.read(4, 246)
     moved_cells = Cells(
-        session.cache.rope.shifted(cells.keys, torch.tensor([30])),
+        session.cache.rope.shift(cells.keys, torch.tensor([30])),
         cells.values,
         cells.positions + 30,
         cells.serials,

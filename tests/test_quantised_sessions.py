@@ -57,7 +57,7 @@ def with_restored_cells(session: Session) -> Session:
     for segment in memory.cache.segments:
         segment.layout = memory.cache.layout
         segment.block = copy.copy(segment.block)
-        segment.block.slots = segment.block.slots.dequantised(torch.float32)
+        segment.block.slots = segment.block.slots.dequantise(torch.float32)
     return plain
 
 
@@ -66,7 +66,7 @@ def require_kept_as_asked(session: Session, bits: Bits) -> None:
         layout = segment.layout
         assert layout == session.cache.layout_for(segment.anchor)
         slots = segment.block.slots
-        assert slots.in_layout(layout) is slots
+        assert slots.to_layout(layout) is slots
         assert slots.quantised == (segment.anchor or bits.kv is not None)
 
 

@@ -153,8 +153,8 @@ def merge_into_one_segment(session: Session) -> None:
     cache, layout = session.cache, session.cache.layout.plain
     parts = [
         segment.read(0, segment.length)
-        .dequantised(layout.dtype)
-        .shifted(cache.rope, torch.tensor([-segment.map.offset]))
+        .dequantise(layout.dtype)
+        .shift(cache.rope, torch.tensor([-segment.map.offset]))
         for segment in cache.segments
     ]
     cache.segments = [Segment.from_cells(layout, Cells.concatenate(parts), PositionMap(), False)]

@@ -36,7 +36,7 @@ def test_shifting_cells_keeps_the_keys_of_unrotated_layers(kind: str) -> None:
     if kind == "ragged":
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3
         cells = Ragged.select_from(cells, mask)
-    shifted = cells.shifted(rope, torch.full_like(cells.positions, -3))
+    shifted = cells.shift(rope, torch.full_like(cells.positions, -3))
     unrotated = Candidates(cells, rope, 1.0).unrotated_keys
     for layer in range(4):
         part = slice(layer, layer + 1)

@@ -92,7 +92,7 @@ def attend_cells(
         `[1, kv_heads, groups, ...]`: the heads that share a KV head are rows of one product, so
         each key is read once.
     """
-    transformed = isinstance(values, Quantised)
+    is_transformed = isinstance(values, Quantised)
     dtype, (n, heads, head_dim) = q.dtype, q.shape
     if isinstance(keys, Quantised):
         q, keys = hadamard(q).to(dtype), keys.dequantise_transformed(dtype)
@@ -113,7 +113,7 @@ def attend_cells(
         out, log_sum = attend_densely(
             q, keys, values, scale=scale, bias=bias, causal=causal, softcap=softcap
         )
-    return Part(hadamard(out) if transformed else out, log_sum)
+    return Part(hadamard(out) if is_transformed else out, log_sum)
 
 
 def range_bias(ranks: Tensor, visible: Sequence[tuple[int, int]], device: torch.device) -> Tensor:

@@ -93,39 +93,39 @@ class Cells:
         """Whether keys or values are stored in fewer bits than they were evaluated in."""
         return isinstance(self.stored_keys, Quantised) or isinstance(self.stored_values, Quantised)
 
-    def dequantised(self, dtype: torch.dtype) -> "Cells":
+    def dequantise(self, dtype: torch.dtype) -> "Cells":
         """Return plain cells; themselves if they are plain."""
         if not self.quantised:
             return self
         keys, values = dequantise(self.stored_keys, dtype), dequantise(self.stored_values, dtype)
         return replace(self, stored_keys=keys, stored_values=values)
 
-    def shifted(self, rope: Rope, shifts: Tensor) -> "Cells":
+    def shift(self, rope: Rope, shifts: Tensor) -> "Cells":
         """Return the cells moved by a number of positions each, keys rotated, stored as before.
 
         shifts: of the shape of `positions`, or `[1]`.
         """
         keys, key_shifts = self.stored_keys, self.key_shifts(rope, shifts)
         if isinstance(keys, Quantised):
-            exact = rope.shifted(dequantise(keys, torch.float32), key_shifts)
-            keys = quantise(exact, keys.bits)
+            shifted_keys = rope.shift(dequantise(keys, torch.float32), key_shifts)
+            keys = quantise(shifted_keys, keys.bits)
         else:
-            keys = rope.shifted(keys, key_shifts)
+            keys = rope.shift(keys, key_shifts)
         return replace(self, stored_keys=keys, positions=self.positions + shifts)
 
     def key_shifts(self, rope: Rope, shifts: Tensor) -> Tensor:
         """Return how many positions to rotate each key by: `shifts`, or 0 in layers without RoPE.
 
-        shifts: as in `shifted`. The result broadcasts to `[layers, kv_heads, n]`; for ragged cells
+        shifts: as in `shift`. The result broadcasts to `[layers, kv_heads, n]`; for ragged cells
         to `[total]`.
         """
-        if not rope.unrotated:
+        if not rope.unrotated_layers:
             return shifts
         key_shifts = shifts.expand(*self.stored_keys.shape[:2], -1).clone()
-        key_shifts[list(rope.unrotated)] = 0
+        key_shifts[list(rope.unrotated_layers)] = 0
         return key_shifts
 
-    def in_layout(self, layout: Layout) -> "Cells":
+    def to_layout(self, layout: Layout) -> "Cells":
         """Return the cells quantised as a layout says; themselves if they are already."""
         keys = requantise(self.stored_keys, layout.key_bits, layout.dtype)
         values = requantise(self.stored_values, layout.value_bits, layout.dtype)
@@ -138,14 +138,14 @@ class Cells:
         """Whether each KV head has selected cells of its own, which belong to no single token."""
         return self.bias is not None
 
-    def as_compressed(self) -> "Cells":
-        """Return compressed cells; plain ones get positions and a bias of 0 for each KV head."""
+    def to_compressed_format(self) -> "Cells":
+        """Return cells with positions and a bias of each KV head; the bias of plain cells is 0."""
         if self.bias is not None:
             return self
-        heads, device = self.stored_keys.shape[:3], self.stored_keys.device
-        bias = torch.zeros(heads, dtype=torch.float32, device=device)
+        shape, device = self.stored_keys.shape[:3], self.stored_keys.device
+        bias = torch.zeros(shape, dtype=torch.float32, device=device)
         serials = torch.full_like(self.serials, NO_TOKEN)
-        return replace(self, positions=self.positions.expand(heads), serials=serials, bias=bias)
+        return replace(self, positions=self.positions.expand(shape), serials=serials, bias=bias)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return keys and values, and the biases and positions of compressed cells."""
@@ -206,15 +206,19 @@ class Block:
 
     shared_slots: how many of the first slots other blocks use as well; this block never writes to
         them again (copy-on-write).
-    origin: the place of slot 0; see `Segment`.
+    place_offset: the place of slot 0, which is added to a slot's number; see `Segment`.
     """
 
     def __init__(
-        self, slots: Cells, shared_slots: int = 0, origin: int = 0, storage: Storage | None = None
+        self,
+        slots: Cells,
+        shared_slots: int = 0,
+        place_offset: int = 0,
+        storage: Storage | None = None,
     ):
         self.slots = slots
         self.shared_slots = shared_slots
-        self.origin = origin
+        self.place_offset = place_offset
         self.storage = storage or Storage(slots)
         self.storage.blocks.add(self)
 
@@ -225,7 +229,7 @@ class Block:
     def part(self, slot_range: slice) -> "Block":
         """Return a read-only block of some of the slots, in the same storage and places."""
         slots = self.slots.part(slot_range)
-        return Block(slots, len(slots), self.origin + slot_range.start, self.storage)
+        return Block(slots, len(slots), self.place_offset + slot_range.start, self.storage)
 
     def tail(self, first: int) -> "Block":
         """Return a block of the slots from `first` on, whose places are renumbered from 0.
@@ -242,7 +246,7 @@ class Block:
 
     def copy(self) -> "Block":
         """Return the same slots in a storage of their own."""
-        return Block(self.slots.clone(), origin=self.origin)
+        return Block(self.slots.clone(), place_offset=self.place_offset)
 
 
 class UndoLog:
@@ -279,8 +283,8 @@ class ProtectedCells:
     def record(self, slot_ranges: list[slice]) -> None:
         """Log each range of slots that has a protected cell."""
         for slots in slot_ranges:
-            first = (slots.start - self.start) % self.block.capacity
-            if first < self.length or first + slots.stop - slots.start > self.block.capacity:
+            index = (slots.start - self.start) % self.block.capacity
+            if index < self.length or index + slots.stop - slots.start > self.block.capacity:
                 self.log.record(self.block.slots.part(slots))
 
     def tail(self, block: Block, first: int) -> "ProtectedCells":

@@ -40,7 +40,7 @@ class KVCache:
     time: of the next token. The newest segment sees it at that position; every token adds 1.
     serial: the serial number of the next token; no number is used twice.
     observer: records the newest queries, if a method needs them.
-    recurrent: states of layers that have no cells (linear attention, convolution), by name. They
+    recurrent_states: of layers that have no cells (linear attention, convolution), by name. They
         summarise all tokens so far, and no token can be removed from them.
     """
 
@@ -62,7 +62,7 @@ class KVCache:
         self.window = Window()
         self.time = 0
         self.serial = 0
-        self.recurrent: Mapping[str, Tensor] = {}
+        self.recurrent_states: Mapping[str, Tensor] = {}
         self._undo_log = UndoLog()
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states in memory, idle storage included."""
-        states = sum(state.nbytes for state in self.recurrent.values())
+        states = sum(state.nbytes for state in self.recurrent_states.values())
         return nbytes(self.all_segments) + states
 
     @property
@@ -120,7 +120,7 @@ class KVCache:
         sampled: whether the one token was sampled by the model itself; see `Step`.
         """
         step = self._open_step(count)
-        step.sampled, step.recurrent = sampled, self.recurrent
+        step.sampled, step.recurrent_states = sampled, self.recurrent_states
         if self.observer is not None:
             layout = self.layout
             shape = (layout.layers, count, self.attention.heads, layout.head_dim)
@@ -148,11 +148,11 @@ class KVCache:
         step.commit(self.serial)
         if self.observer is not None and step.queries is not None:
             self.observer.add(self.time, step.queries)
-        self.recurrent = step.recurrent
+        self.recurrent_states = step.recurrent_states
         self.time += count
         self.serial += count
         for segment in self.segments:
-            segment.arriving = 0
+            segment.arriving_count = 0
         self.drop_empty_segments()
 
     def drop_empty_segments(self) -> None:
@@ -176,11 +176,11 @@ class KVCache:
 
     def read(self, first: int, count: int) -> list[tuple[Segment, Cells]]:
         """Return copies of the `count` cells from the `first`-oldest on, with their segments."""
-        return _read(self.segments, first, count)
+        return _read_cells(self.segments, first, count)
 
     def read_window(self, count: int) -> list[tuple[Segment, Cells]]:
         """Return copies of the `count` oldest cells that are not anchors, with their segments."""
-        return _read([segment for segment in self.segments if not segment.anchor], 0, count)
+        return _read_cells([segment for segment in self.segments if not segment.anchor], 0, count)
 
     def drop_newest(self, count: int) -> None:
         """Remove the newest `count` cells and set the clock back.
@@ -254,7 +254,7 @@ class KVCache:
         segments = tuple(segment.share() for segment in self.segments)
         local = () if self.local is None else self.local.state().segments
         return CacheState(
-            segments, self.window, self.time, self.serial, observed, local, self.recurrent
+            segments, self.window, self.time, self.serial, observed, local, self.recurrent_states
         )
 
     def restore(self, state: CacheState) -> "KVCache":
@@ -270,7 +270,8 @@ class KVCache:
             cache.local._require_capacity(state.local)
             cache.local.segments = [s.share().normalise().to(device) for s in state.local]
         cache.window, cache.time, cache.serial = state.window, state.time, state.serial
-        cache.recurrent = {name: value.to(device) for name, value in state.recurrent.items()}
+        states = state.recurrent_states
+        cache.recurrent_states = {name: value.to(device) for name, value in states.items()}
         if state.observed is not None:
             queries = state.observed.values.to(device)
             cache.observe(Queries(queries, state.observed.times))
@@ -299,7 +300,7 @@ class KVCache:
         is_anchor: called with a cell's rank among all cells and its serial.
         """
         segments: list[Segment] = []
-        for segment, anchor, first, count in self.runs(is_anchor):
+        for segment, anchor, first, count in self.split_by(is_anchor):
             layout = self.layout_for(anchor)
             if layout != segment.layout:
                 cells = segment.read(first, count)
@@ -313,28 +314,28 @@ class KVCache:
             segments += parts
         self.segments = merge_small_segments(segments)
 
-    def runs(self, matches: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
+    def split_by(self, matches: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
         """Return runs of a segment's cells, each as (segment, whether they match, first, count).
 
         matches: called with a cell's rank among all cells and its serial.
         """
         runs, rank = [], 0
         for segment in self.segments:
-            matching = [matches(rank + i, serial) for i, serial in enumerate(segment.serials())]
-            rank, first = rank + len(matching), 0
-            for is_match, run in groupby(matching):
+            matched = [matches(rank + i, serial) for i, serial in enumerate(segment.serials())]
+            rank, first = rank + len(matched), 0
+            for is_match, run in groupby(matched):
                 count = len(list(run))
                 runs.append((segment, is_match, first, count))
                 first += count
         return runs
 
 
-def _read(segments: Sequence[Segment], first: int, count: int) -> list[tuple[Segment, Cells]]:
+def _read_cells(segments: Sequence[Segment], first: int, count: int) -> list[tuple[Segment, Cells]]:
     parts = []
     for segment in segments:
-        inside = min(segment.length - first, count)
-        if inside > 0:
-            parts.append((segment, segment.read(first, inside)))
-            count -= inside
+        count_here = min(segment.length - first, count)
+        if count_here > 0:
+            parts.append((segment, segment.read(first, count_here)))
+            count -= count_here
         first = max(0, first - segment.length)
     return parts

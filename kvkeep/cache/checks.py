@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Torch checks tensors of up to this size in one thread: starting more takes longer than the check.
-_SINGLE_THREADED = 1 << 14
+# Elements that torch checks in one thread: starting more takes longer than the check.
+_SINGLE_THREAD_NUMEL = 1 << 14
 
 
 def require(condition: bool, message: str) -> None:
@@ -14,7 +14,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_whole(name: str, value: Any, minimum: int, maximum: int) -> None:
+def require_int(name: str, value: Any, minimum: int, maximum: int) -> None:
     """Require a Python int in the closed range."""
     require(
         type(value) is int and minimum <= value <= maximum,
@@ -22,7 +22,7 @@ def require_whole(name: str, value: Any, minimum: int, maximum: int) -> None:
     )
 
 
-def require_flag(name: str, value: Any) -> None:
+def require_bool(name: str, value: Any) -> None:
     require(type(value) is bool, f"{name} must be true or false; found {value!r}")
 
 
@@ -45,7 +45,7 @@ def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | Non
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    parts = torch.split(tensor.flatten(), _SINGLE_THREADED)
+    parts = torch.split(tensor.flatten(), _SINGLE_THREAD_NUMEL)
     finite = all(bool(part.isfinite().all()) for part in parts)
     require(finite, f"{name} must be finite; found NaN or infinity")
 

@@ -23,8 +23,8 @@ from kvkeep.cache.view import View
 class RowView(NamedTuple):
     """One cache's view of stored cells."""
 
-    cache: int  # index of the cache
-    row: int  # index of the query
+    cache_index: int
+    row: int  # of the query, in the forward's batch
     view: View
 
 
@@ -85,29 +85,29 @@ class GroupAttention:
     def __init__(self, steps: Sequence[DecodeStep]):
         self._steps = steps
         self._config = steps[0].attention
-        layout = steps[0].newest.layout
+        layout = steps[0].newest_segment.layout
         device, self._kv_heads = layout.device, layout.kv_heads
-        self._groups = self._config.heads // layout.kv_heads
+        self._heads_per_kv_head = self._config.heads // layout.kv_heads
         # For each row, the cache of its query, and its position.
         rows = [(index, step.query_positions[0][0]) for index, step in enumerate(steps)]
         for index, step in enumerate(steps):
             rows += [(index, positions[0]) for positions in step.query_positions[1:]]
-        row_caches, positions = zip(*rows, strict=True)
-        self._row_caches = torch.tensor(row_caches, dtype=torch.int64, device=device)
+        row_cache_indices, positions = zip(*rows, strict=True)
+        self._row_cache_indices = torch.tensor(row_cache_indices, dtype=torch.int64, device=device)
         self._rotation = self._config.rope.at(list(positions))
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
-        shared = shared_views(steps)
+        views = shared_views(steps)
         # Each view, seen by one query of n times as many heads, and the rows of its n queries.
         self._views = []
-        for view in shared:
+        for view in views:
             bias, indices = view.bias, _indices([reader.row for reader in view.readers], device)
             if bias is not None:
-                bias = bias.repeat_interleave(self._groups, 0)
+                bias = bias.repeat_interleave(self._heads_per_kv_head, 0)
             self._views.append((view if bias is None else replace(view, bias=bias), indices))
-        part_caches = [reader.cache for view in shared for reader in view.readers]
-        self._part_indices, self._padding_bias = _parts_by_cache(part_caches, len(steps), device)
+        cache_indices = [reader.cache_index for view in views for reader in view.readers]
+        self._part_indices, self._padding_bias = _parts_by_cache(cache_indices, len(steps), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attend as `Step.attend` does, with one row for each cache."""
@@ -118,18 +118,18 @@ class GroupAttention:
             keys = torch.split(rope.rotate_layer(layer, k, self._key_rotation), 1)
             for step, key, value in zip(self._steps, keys, torch.split(v, 1), strict=True):
                 step.write(layer, key, value)
-        queries = rope.rotate_layer(layer, q[self._row_caches], self._rotation)
+        queries = rope.rotate_layer(layer, q[self._row_cache_indices], self._rotation)
         parts = [
             view.attend(layer, self._as_one_query(queries[rows]), self._config)
             for view, rows in self._views
         ]
-        # All parts, in the order of the shared views: [kv_heads, parts, groups, ...].
-        shape = (self._kv_heads, -1, self._groups)
+        # All parts, in the order of the shared views: [kv_heads, parts, heads per KV head, ...].
+        shape = (self._kv_heads, -1, self._heads_per_kv_head)
         outs = torch.cat([part.out[0].float() for part in parts], 1).view(*shape, q.shape[2])
         log_sums = torch.cat([part.log_sum[0] for part in parts], 1).view(shape)
         log_sums = log_sums[:, self._part_indices] + self._padding_bias
         if self._config.sinks is not None:  # one more part of each cache, without a value
-            sinks = self._config.sinks[layer].view(self._kv_heads, 1, 1, self._groups)
+            sinks = self._config.sinks[layer].view(self._kv_heads, 1, 1, self._heads_per_kv_head)
             shares = torch.cat((log_sums, sinks.expand(-1, len(self._steps), -1, -1)), 2)
             shares = shares.softmax(2)[:, :, :-1]
         else:
@@ -138,15 +138,15 @@ class GroupAttention:
         return out.transpose(0, 1).flatten(1).to(q.dtype)
 
     def _as_one_query(self, queries: Tensor) -> Tensor:
-        """Reshape `[n, heads, head_dim]` to `[1, kv_heads * n * groups, head_dim]`.
+        """Reshape `[n, heads, head_dim]` to `[1, kv_heads * n * heads_per_kv_head, head_dim]`.
 
         As one query of n times as many heads, they read each key once.
         """
         n, _, head_dim = queries.shape
         if n == 1:
             return queries
-        by_head = queries.view(n, self._kv_heads, -1, head_dim).transpose(0, 1)
-        return by_head.reshape(1, -1, head_dim)
+        queries_by_kv_head = queries.view(n, self._kv_heads, -1, head_dim).transpose(0, 1)
+        return queries_by_kv_head.reshape(1, -1, head_dim)
 
 
 def _group_by_storage(readers: list[RowView]) -> list[list[RowView]]:
@@ -155,7 +155,7 @@ def _group_by_storage(readers: list[RowView]) -> list[list[RowView]]:
         slots = reader.view.slots
         stored = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
         addresses = tuple(n for x in stored for n in (x.data_ptr(), *x.stride()))
-        groups.setdefault((reader.view.origin, *addresses), []).append(reader)
+        groups.setdefault((reader.view.place_offset, *addresses), []).append(reader)
     return list(groups.values())
 
 
@@ -164,13 +164,13 @@ def _shared_view(readers: list[RowView]) -> SharedView:
     views = [reader.view for reader in readers]
     if len(views) == 1:
         view = views[0]
-        return SharedView(view.slots, view.slot_range, 0, view.bias, view.origin, readers)
+        return SharedView(view.slots, view.slot_range, 0, view.bias, view.place_offset, readers)
     slot_range = slice(
         min(v.slot_range.start for v in views), max(v.slot_range.stop for v in views)
     )
     slots: Cells = max((view.slots for view in views), key=len)
     bias = _bias_of_readers(views, slot_range, slots.stored_keys.device)
-    return SharedView(slots, slot_range, 0, bias, views[0].origin, readers)
+    return SharedView(slots, slot_range, 0, bias, views[0].place_offset, readers)
 
 
 def _bias_of_readers(views: list[View], slot_range: slice, device: torch.device) -> Tensor | None:
@@ -194,7 +194,7 @@ def _indices(rows: list[int], device: torch.device) -> slice | Tensor:
 
 
 def _parts_by_cache(
-    part_caches: list[int], cache_count: int, device: torch.device
+    cache_indices: list[int], cache_count: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the indices of each cache's parts, padded to one width, and a bias that hides padding.
 
@@ -203,7 +203,7 @@ def _parts_by_cache(
     [[0, 0], [0, HIDDEN]].
     """
     by_cache: list[list[int]] = [[] for _ in range(cache_count)]
-    for part, cache in enumerate(part_caches):
+    for part, cache in enumerate(cache_indices):
         by_cache[cache].append(part)
     width = max(map(len, by_cache))
     indices = [parts + [0] * (width - len(parts)) for parts in by_cache]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvkeep.cache.quantised import SCALE, KVTensor, Quantised, scale_count
+from kvkeep.cache.quantised import SCALE_DTYPE, KVTensor, Quantised, scale_count
 
-BITS = {"8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # of keys, and of values
+BITS = {"8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # bits of keys, and of values
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Layout:
     def _vector_bytes(self, bits: int) -> int:
         if bits == 16:
             return self.head_dim * self.dtype.itemsize
-        return self.head_dim * bits // 8 + scale_count(self.head_dim, bits) * SCALE.itemsize
+        return self.head_dim * bits // 8 + scale_count(self.head_dim, bits) * SCALE_DTYPE.itemsize
 
     def zeros(self, count: int, bits: int) -> KVTensor:
         """Return zeros for `count` keys or values, `[layers, kv_heads, count, head_dim]`."""

@@ -52,17 +52,17 @@ class Observer:
     def __len__(self) -> int:
         return sum(queries.shape[1] for _, queries in self._steps)
 
-    def add(self, time: int, queries: Tensor) -> None:
-        """Record the queries `[layers, n, heads, head_dim]` of the tokens from `time` on."""
+    def add(self, first_time: int, queries: Tensor) -> None:
+        """Record the queries `[layers, n, heads, head_dim]` of the tokens from `first_time` on."""
         excess = queries.shape[1] - MAX_QUERIES
         if excess > 0:
-            time, queries = time + excess, queries[:, excess:].clone()
-        self._steps.append((time, queries))
+            first_time, queries = first_time + excess, queries[:, excess:].clone()
+        self._steps.append((first_time, queries))
         excess = len(self) - MAX_QUERIES
         while excess > 0:
-            first, oldest = self._steps.pop(0)
+            time, oldest = self._steps.pop(0)
             if oldest.shape[1] > excess:
-                self._steps.insert(0, (first + excess, oldest[:, excess:]))
+                self._steps.insert(0, (time + excess, oldest[:, excess:]))
             excess -= oldest.shape[1]
 
     def drop_from(self, time: int) -> None:

@@ -18,8 +18,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-GROUP = 32  # numbers that share a scale and a minimum in 4 bits
-SCALE = torch.bfloat16  # exact in every dtype that cells are dequantised to
+GROUP_SIZE = 32  # numbers that share a scale and a minimum in 4 bits
+SCALE_DTYPE = torch.bfloat16  # exact in every dtype that cells are dequantised to
 _Index: TypeAlias = int | slice | Tensor | tuple[int | slice | None, ...] | None
 
 
@@ -45,7 +45,7 @@ class Quantised:
         dtype, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
         return cls(
             torch.zeros(*leading, width, dtype=dtype, device=device),
-            torch.zeros(*leading, scale_count(head_dim, bits), dtype=SCALE, device=device),
+            torch.zeros(*leading, scale_count(head_dim, bits), dtype=SCALE_DTYPE, device=device),
         )
 
     @property
@@ -83,10 +83,10 @@ class Quantised:
         """Return the numbers, still Hadamard-transformed."""
         if self.bits == 8:
             return self.data.to(dtype).mul_(self.scale)
-        halves = torch.cat((self.data & 15, self.data >> 4), -1)
+        nibbles = torch.cat((self.data & 15, self.data >> 4), -1)
         scale, minimum = self.scale.to(dtype).unsqueeze(-1).chunk(2, -2)
-        numbers = halves.to(dtype).view(*scale.shape[:-1], -1)
-        return torch.addcmul(minimum, numbers, scale).view(halves.shape)
+        numbers = nibbles.to(dtype).view(*scale.shape[:-1], -1)
+        return torch.addcmul(minimum, numbers, scale).view(nibbles.shape)
 
 
 KVTensor: TypeAlias = Tensor | Quantised
@@ -100,13 +100,13 @@ def quantise(x: Tensor, bits: int) -> Quantised:
     """
     numbers = hadamard(x)
     if bits == 8:
-        scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE)
+        scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE_DTYPE)
         units = numbers / scale.masked_fill(scale == 0, 1)
         return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
     group_count = scale_count(x.shape[-1], bits) // 2
     groups = numbers.view(*x.shape[:-1], group_count, x.shape[-1] // group_count)
-    minimum = groups.amin(-1, keepdim=True).to(SCALE)
-    scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE)
+    minimum = groups.amin(-1, keepdim=True).to(SCALE_DTYPE)
+    scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE_DTYPE)
     units = (groups - minimum) / scale.masked_fill(scale == 0, 1)
     low, high = units.round_().clamp_(0, 15).to(torch.uint8).flatten(-2).chunk(2, -1)
     return Quantised(low | high << 4, torch.cat((scale, minimum), -2).squeeze(-1))
@@ -134,8 +134,8 @@ def copy_stored(target: KVTensor, source: KVTensor) -> None:
         target.copy_(dequantise(source, target.dtype))
         return
     source = requantise(source, target.bits, torch.float32)
-    for numbers, converted in zip(tensors(target), tensors(source), strict=True):
-        numbers.copy_(converted)
+    for stored, converted in zip(tensors(target), tensors(source), strict=True):
+        stored.copy_(converted)
 
 
 def tensors(stored: KVTensor) -> tuple[Tensor, ...]:
@@ -144,13 +144,13 @@ def tensors(stored: KVTensor) -> tuple[Tensor, ...]:
 
 def map_stored(function: Callable[..., Tensor], *stored: KVTensor) -> KVTensor:
     """Apply a function of tensors to vectors stored alike: if quantised, to data and to scales."""
-    results = [function(*numbers) for numbers in zip(*map(tensors, stored), strict=True)]
+    results = [function(*parts) for parts in zip(*map(tensors, stored), strict=True)]
     return results[0] if len(results) == 1 else Quantised(*results)
 
 
 def scale_count(head_dim: int, bits: int) -> int:
     """Return how many scales a vector has, minima included."""
-    return 1 if bits == 8 else 2 * (head_dim // math.gcd(head_dim, GROUP))
+    return 1 if bits == 8 else 2 * (head_dim // math.gcd(head_dim, GROUP_SIZE))
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ class Ragged(Cells):
         """Return ragged cells as they are, and others as a row of equal counts."""
         if isinstance(cells, Ragged):
             return cells
-        cells = cells.as_compressed()
-        heads = cells.stored_keys.shape[:2]
-        counts = torch.full(heads, len(cells), dtype=torch.int64, device="cpu")
+        cells = cells.to_compressed_format()
+        head_shape = cells.stored_keys.shape[:2]
+        counts = torch.full(head_shape, len(cells), dtype=torch.int64, device="cpu")
         return cls._from_parts([cells], lambda x: x.flatten(0, 2), counts)
 
     @classmethod
@@ -62,7 +62,7 @@ class Ragged(Cells):
         """
         if isinstance(cells, Ragged):
             return cls.select_and_concatenate([cells], [mask])
-        parts = [cells.as_compressed()]
+        parts = [cells.to_compressed_format()]
         return cls._from_parts(parts, lambda x: _select(x, mask), mask.cpu().sum(-1))
 
     def clone(self) -> "Ragged":
@@ -83,9 +83,9 @@ class Ragged(Cells):
         masks: for each part bool `[total]`.
         """
         selected = torch.cat([mask.cpu() for mask in masks]).nonzero()[:, 0]
-        heads = torch.cat([part.head_indices for part in parts])[selected]
-        indices = selected[heads.argsort(stable=True)] if len(parts) > 1 else selected
-        counts = heads.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
+        head_indices = torch.cat([part.head_indices for part in parts])[selected]
+        indices = selected[head_indices.argsort(stable=True)] if len(parts) > 1 else selected
+        counts = head_indices.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
         part_scores = [part.scores for part in parts if part.scores is not None]
         scores = _gather(*part_scores, indices=indices) if len(part_scores) == len(parts) else None
         return cls._from_parts(parts, partial(_gather, indices=indices), counts, scores)
@@ -94,20 +94,20 @@ class Ragged(Cells):
     def _from_parts(
         cls,
         parts: Sequence[Cells],
-        as_row: Callable[..., Tensor],
+        to_row: Callable[..., Tensor],
         counts: Tensor,
         scores: Tensor | None = None,
     ) -> "Ragged":
         """Return the cells of compressed parts in one row.
 
-        as_row: makes one tensor of the parts' keys, and likewise of values, positions and biases.
+        to_row: makes one tensor of the parts' keys, and likewise of values, positions and biases.
         """
         return cls(
-            map_stored(as_row, *(part.stored_keys for part in parts)),
-            map_stored(as_row, *(part.stored_values for part in parts)),
-            as_row(*(part.positions for part in parts)),
-            _no_tokens(-(-int(counts.sum()) // counts.numel())),
-            as_row(*(part.bias for part in parts if part.bias is not None)),
+            map_stored(to_row, *(part.stored_keys for part in parts)),
+            map_stored(to_row, *(part.stored_values for part in parts)),
+            to_row(*(part.positions for part in parts)),
+            _no_token_serials(-(-int(counts.sum()) // counts.numel())),
+            to_row(*(part.bias for part in parts if part.bias is not None)),
             counts,
             scores,
         )
@@ -155,7 +155,7 @@ class Ragged(Cells):
             self.stored_keys[row_slice][None, None],
             self.stored_values[row_slice][None, None],
             self.positions[None, None, row_slice],
-            _no_tokens(row_slice.stop - row_slice.start),
+            _no_token_serials(row_slice.stop - row_slice.start),
             self.bias[None, None, row_slice],
         )
 
@@ -172,12 +172,12 @@ class Ragged(Cells):
         return self
 
     def key_shifts(self, rope: Rope, shifts: Tensor) -> Tensor:
-        if not rope.unrotated:
+        if not rope.unrotated_layers:
             return shifts
         layers, kv_heads = self.counts.shape
-        rotated = torch.ones(layers, dtype=torch.int64, device="cpu")
-        rotated[list(rope.unrotated)] = 0
-        return shifts * rotated[self.head_indices // kv_heads]
+        is_rotated = torch.ones(layers, dtype=torch.int64, device="cpu")
+        is_rotated[list(rope.unrotated_layers)] = 0
+        return shifts * is_rotated[self.head_indices // kv_heads]
 
     def attend(self, layer: int, q: Tensor, scale: float, softcap: float = 0.0) -> Part:
         """Attend with every query to every cell of its KV head; see `attend_cells`.
@@ -248,5 +248,5 @@ def _gather(*parts: Tensor, indices: Tensor) -> Tensor:
     return rows
 
 
-def _no_tokens(count: int) -> Tensor:
+def _no_token_serials(count: int) -> Tensor:
     return torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu")

@@ -35,9 +35,9 @@ class PositionMap:
     def __call__(self, time: int) -> int:
         return time // self.group + self.offset
 
-    def closer(self, cells: int) -> "PositionMap":
-        """Return the map after so many cells before the query were removed; negative: inserted."""
-        return PositionMap(self.offset - cells, self.group)
+    def closer(self, removed_cells: int) -> "PositionMap":
+        """Return the map after cells before the query were removed; a negative number: inserted."""
+        return PositionMap(self.offset - removed_cells, self.group)
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Rope:
     inverse_frequencies: radians per position for each pair, `[head_dim / 2]`; float64 on the CPU,
         because some devices lack float64.
     device: where rotations are returned.
-    unrotated: indices of the cache's layers without RoPE (NoPE, arXiv:2305.19466).
+    unrotated_layers: indices of the cache's layers without RoPE (NoPE, arXiv:2305.19466).
     """
 
     def __init__(
         self,
         inverse_frequencies: tuple[float, ...],
         device: torch.device,
-        unrotated: Collection[int] = (),
+        unrotated_layers: Collection[int] = (),
     ):
-        self.unrotated = frozenset(unrotated)
+        self.unrotated_layers = frozenset(unrotated_layers)
         self.inverse_frequencies = torch.tensor(
             inverse_frequencies, dtype=torch.float64, device="cpu"
         )
@@ -74,36 +74,37 @@ class Rope:
 
     def at(self, positions: list[int] | range | Tensor) -> Rotation:
         """Return the rotation to the given positions (of either sign), `[..., n]` of them."""
-        exact = torch.as_tensor(positions, dtype=torch.float64, device="cpu")
-        angles = exact[..., None, None] * self.inverse_frequencies
+        float_positions = torch.as_tensor(positions, dtype=torch.float64, device="cpu")
+        angles = float_positions[..., None, None] * self.inverse_frequencies
         cosine, sine = angles.cos().float(), angles.sin().float()
         return Rotation(
             torch.cat((cosine, cosine), -1).to(self._device),
             torch.cat((-sine, sine), -1).to(self._device),
         )
 
-    def shifted(self, keys: Tensor, shifts: Tensor) -> Tensor:
+    def shift(self, keys: Tensor, shifts: Tensor) -> Tensor:
         """Return keys `[layers, kv_heads, n, head_dim]` rotated by `shifts` further positions.
 
-        shifts: `[n]` or `[layers, kv_heads, n]`, applied in every layer, `unrotated` ones included;
-        see `Cells.key_shifts`.
+        shifts: `[n]` or `[layers, kv_heads, n]`, applied in every layer, even without RoPE; see
+        `Cells.key_shifts`.
         """
         return rotate(keys.unsqueeze(-2), self.at(shifts)).squeeze(-2)
 
     def for_layers(self, layers: range) -> "Rope":
         """Return the table for a cache that has only these layers."""
         rope = shallow_copy(self)
-        rope.unrotated = frozenset(i for i, layer in enumerate(layers) if layer in self.unrotated)
+        unrotated = self.unrotated_layers
+        rope.unrotated_layers = frozenset(i for i, layer in enumerate(layers) if layer in unrotated)
         return rope
 
     def rotate_layer(self, layer: int, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotate one layer's queries or keys, `[..., n, heads, head_dim]`."""
-        return x if layer in self.unrotated else rotate(x, rotation)
+        return x if layer in self.unrotated_layers else rotate(x, rotation)
 
     def rotate_layers(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotate the queries or keys of all layers, `[layers, ..., n, heads, head_dim]`."""
         rotated = rotate(x, rotation)
-        for layer in self.unrotated:
+        for layer in self.unrotated_layers:
             rotated[layer] = x[layer]
         return rotated
 

@@ -21,23 +21,23 @@ class Segment:
         first.
     limit: the most cells it may hold; storage grows up to it.
     anchor: whether its cells stay when the window is full; others are then evicted, oldest first.
-    frozen: takes no new cells; see `reopen`.
-    sealed: will never take new cells: other segments continue after its cells.
+    frozen: takes no new cells unless `reopen` allows them again.
+    sealed: `reopen` refuses, because other segments continue after its cells.
     lazy_growth: storage is allocated only as it fills, because other segments of the window still
         hold cells.
-    arriving: how many of its newest cells are copies of window cells that the next step evicts.
+    arriving_count: how many of its newest cells copy window cells that the next step evicts.
     protected: in a successor, the cells that a rollback must restore.
 
-    Each cell has a *place*, its slot number plus the block's origin, and keeps it. Kernels sum over
-    blocks of places. Therefore the last bit of a sum depends only on places, and storage can be
-    moved, cut and shared freely.
+    Each cell keeps a *place*, its slot plus the block's place_offset: a logical slot. Kernels sum
+    over blocks of places. Therefore the last bit of a sum depends only on places, and storage can
+    be moved, cut and shared freely.
 
     Places begin at 0 and stay below the limit: there a segment becomes a ring, in which a new cell
     takes the place of the oldest. With a limit of 6:
 
         five cells, places 0 1 2 3 4
-        two are evicted     2 3 4        (cut to three slots: origin 2)
-        four are added      2 3 4 5 0 1  (a ring of six slots: origin 0, start 2)
+        two are evicted     2 3 4        (cut to three slots: offset 2)
+        four are added      2 3 4 5 0 1  (a ring of six slots: offset 0, start 2)
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Segment:
         self.frozen = False
         self.sealed = False
         self.lazy_growth = False
-        self.arriving = 0
+        self.arriving_count = 0
         self.protected: ProtectedCells | None = None
         self.start = 0
         self.length = 0
@@ -67,7 +67,7 @@ class Segment:
     ) -> "Segment":
         """Return a frozen segment of exactly these cells, copied only if the layout differs."""
         segment = cls(layout, len(cells), position_map, anchor)
-        block = Block(cells.in_layout(layout))
+        block = Block(cells.to_layout(layout))
         segment.block, segment.length, segment.frozen = block, len(cells), True
         return segment
 
@@ -76,9 +76,9 @@ class Segment:
         return self.block.capacity
 
     @property
-    def place(self) -> int:
+    def first_place(self) -> int:
         """The place of the oldest cell."""
-        return self.block.origin + self.start
+        return self.block.place_offset + self.start
 
     @property
     def wrapped(self) -> bool:
@@ -110,14 +110,14 @@ class Segment:
         ranges = self.slot_ranges(first, count)
         return self.block.slots.part(ranges[0]) if len(ranges) == 1 else self.read(first, count)
 
-    def select_live(self, numbers: Tensor) -> Tensor:
-        """Return the live cells' numbers, `[..., length]` of `[..., slots]`, oldest first.
+    def select_live(self, slot_values: Tensor) -> Tensor:
+        """Return the values of live cells, `[..., length]` of `[..., slots]`, oldest first.
 
         Those of ragged cells, `[total]`, are returned as they are.
         """
         if isinstance(self.block.slots, Ragged):
-            return numbers
-        return torch.cat([numbers[..., s] for s in self.slot_ranges(0, self.length)], -1)
+            return slot_values
+        return torch.cat([slot_values[..., s] for s in self.slot_ranges(0, self.length)], -1)
 
     def serials(self) -> list[int]:
         """Return the serials of the live cells' tokens, oldest first."""
@@ -137,25 +137,26 @@ class Segment:
         Storage that exists grows by more than is needed, so that appending cell by cell rarely
         copies them.
         """
-        if self.place + count > self.limit:
+        place = self.first_place
+        if place + count > self.limit:
             if not self._is_ring:
-                self._relocate(self.limit, self.place % self.limit, origin=0)
+                self._relocate(self.limit, place % self.limit, place_offset=0)
         elif self.start + count > self.capacity:
             growth = max(GROWTH, self.capacity // 8) if self.capacity else 0
             growth = self.slack if self.lazy_growth else growth
-            grown = max(count, self.capacity - self.start + growth)
-            self._relocate(min(grown, self.limit - self.place), 0, origin=self.place)
+            new_capacity = max(count, self.capacity - self.start + growth)
+            self._relocate(min(new_capacity, self.limit - place), 0, place_offset=place)
 
     @property
     def _is_ring(self) -> bool:
         """Whether it has all the storage that the limit allows, so that places are slots."""
-        return self.capacity == self.limit and not self.block.origin
+        return self.capacity == self.limit and not self.block.place_offset
 
-    def _relocate(self, capacity: int, start: int, origin: int) -> None:
+    def _relocate(self, capacity: int, start: int, place_offset: int) -> None:
         """Move the live cells to new storage, from slot `start` on; all of them or none."""
         cells, moved = self.view(0, self.length), shallow_copy(self)
         slots = Cells.zeros(self.layout, capacity, self.compressed)
-        moved.block, moved.start = Block(slots, origin=origin), start
+        moved.block, moved.start = Block(slots, place_offset=place_offset), start
         moved._write(cells, 0)
         self.block, self.start = moved.block, start
 
@@ -229,7 +230,7 @@ class Segment:
         Does nothing unless its cells begin at place 0, as in a freshly evaluated text: only then is
         a continuation the same to the bit.
         """
-        if self.place == 0 and not self.compressed:
+        if self.first_place == 0 and not self.compressed:
             self.sealed = False
 
     def part(self, first: int, count: int) -> "list[Segment]":
@@ -239,7 +240,7 @@ class Segment:
             part = shallow_copy(self)
             part.block, part.start = self.block.part(slots), 0
             part.length = slots.stop - slots.start
-            part.limit = part.place + part.length
+            part.limit = part.first_place + part.length
             part.frozen = part.sealed = True
             part.lazy_growth, part.protected = False, None
             parts.append(part)
@@ -249,7 +250,7 @@ class Segment:
         """Return its cells from index `first` on; they take new cells if this segment does."""
         if not first:
             return [self]
-        if self.frozen or self.wrapped or self.place + self.length == self.limit:
+        if self.frozen or self.wrapped or self.first_place + self.length == self.limit:
             return self.part(first, self.length - first)
         tail, begin = shallow_copy(self), self.start + first
         tail.block, tail.start, tail.length = self.block.tail(begin), 0, self.length - first
@@ -262,7 +263,7 @@ class Segment:
         if isinstance(self.block.slots, Ragged):
             self.block = self.block.copy()
             return
-        self._relocate(self.length, 0, origin=self.place)
+        self._relocate(self.length, 0, place_offset=self.first_place)
 
     def successor(self, log: UndoLog) -> "Segment":
         """Return a segment of the same cells and storage, whose writes can be rolled back."""
@@ -285,7 +286,7 @@ class Segment:
         It is sealed if this one can still grow: the fork's new cells go to another segment.
         """
         fork = self.share()
-        if self.frozen or (self.place == 0 and self.length < self.limit):
+        if self.frozen or (self.first_place == 0 and self.length < self.limit):
             fork.frozen = fork.sealed = True
         return fork
 
@@ -296,20 +297,20 @@ class Segment:
         """
         if not self._is_ring:
             if self.places_wrap:
-                self._relocate(self.limit, self.place % self.limit, origin=0)
+                self._relocate(self.limit, self.first_place % self.limit, place_offset=0)
             elif self.wrapped:
-                self._relocate(self.length, 0, origin=0)
+                self._relocate(self.length, 0, place_offset=0)
         return self
 
     @property
     def places_wrap(self) -> bool:
         """Whether its newest cells have begun again at place 0."""
-        return not self.frozen and self.place + self.length > self.limit
+        return not self.frozen and self.first_place + self.length > self.limit
 
     def to(self, device: torch.device) -> "Segment":
         """Move its storage to a device; returns self."""
         slots = self.block.slots.to(device)
         if slots is not self.block.slots:
-            self.block = Block(slots, self.block.shared_slots, self.block.origin)
+            self.block = Block(slots, self.block.shared_slots, self.block.place_offset)
         self.layout = replace(self.layout, device=device)
         return self

@@ -11,21 +11,21 @@ from torch import Tensor
 from kvkeep.cache.block import NO_TOKEN, Cells
 from kvkeep.cache.checks import (
     require,
+    require_bool,
     require_finite,
-    require_flag,
     require_instance,
+    require_int,
     require_tensor,
-    require_whole,
     require_within,
 )
 from kvkeep.cache.layout import Layout
 from kvkeep.cache.observer import MAX_QUERIES, Queries
-from kvkeep.cache.quantised import SCALE, KVTensor, Quantised, scale_count
+from kvkeep.cache.quantised import SCALE_DTYPE, KVTensor, Quantised, scale_count
 from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
-MAX_NUMBER = 2**53  # of times, positions and serials: float64 represents every integer up to it
+MAX_EXACT_INT = 2**53  # of times, positions and serials: float64 represents every integer up to it
 MAX_CELLS = 2**30  # of a segment: kernels index its places with 32 bits
 
 
@@ -34,7 +34,7 @@ class CacheState:
     """The contents of a cache; see `KVCache`.
 
     observed: the newest queries, if the cache records them. local: the segments of local layers.
-    recurrent: the states of layers that have no cells, by name.
+    recurrent_states: of layers that have no cells, by name.
     """
 
     segments: tuple[Segment, ...]
@@ -43,7 +43,7 @@ class CacheState:
     serial: int
     observed: Queries | None
     local: tuple[Segment, ...] = ()
-    recurrent: Mapping[str, Tensor] = field(default_factory=dict)
+    recurrent_states: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check(
         self, layout: Layout, far_layout: Layout, heads: int, local: Layout | None = None
@@ -52,25 +52,25 @@ class CacheState:
 
         heads: number of query heads. local: the layout of local layers; None if there are none.
         """
-        require_whole("the serial", self.serial, 0, MAX_NUMBER)
-        require_whole("the clock", self.time, -MAX_NUMBER, self.serial)
+        require_int("the serial", self.serial, 0, MAX_EXACT_INT)
+        require_int("the clock", self.time, -MAX_EXACT_INT, self.serial)
         if self.window.size is not None:
-            require_whole("the window's size", self.window.size, 0, MAX_CELLS)
-        require_whole("the window's discard", self.window.discard, 1, MAX_CELLS)
-        require_flag("the window's moves", self.window.moves)
+            require_int("the window's size", self.window.size, 0, MAX_CELLS)
+        require_int("the window's discard", self.window.discard, 1, MAX_CELLS)
+        require_bool("the window's moves", self.window.moves)
         for index, segment in enumerate(self.segments):
-            with _errors_name(f"segment {index}"):
+            with _error_prefix(f"segment {index}"):
                 self._check_segment(segment, layout, far_layout)
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
         for index, segment in enumerate(self.local):
             require(local is not None, "cells of local layers, of which the model has none")
             assert local is not None
-            with _errors_name(f"segment {index} of local layers"):
+            with _error_prefix(f"segment {index} of local layers"):
                 self._check_segment(segment, local, local)
                 plain = not segment.anchor and not segment.compressed
                 require(plain and segment.map.group == 1, "cells that are not a window's")
-        for name, state in self.recurrent.items():
+        for name, state in self.recurrent_states.items():
             require_finite(f"the state {name!r}", state)
 
     def serials(self) -> Tensor:
@@ -81,19 +81,19 @@ class CacheState:
     def _check_segment(self, segment: Segment, layout: Layout, far_layout: Layout) -> None:
         require_instance("it", segment, Segment)
         for name in ("anchor", "frozen", "sealed"):
-            require_flag(name, getattr(segment, name))
-        require(not segment.arriving, "cells of a step that is not finished")
-        require_whole("a map's group", segment.map.group, 1, MAX_CELLS)
-        require_whole("a map's offset", segment.map.offset, -MAX_NUMBER, MAX_NUMBER)
-        require_whole("the limit", segment.limit, 1, MAX_CELLS)
-        require_whole("the length", segment.length, 1, min(segment.limit, segment.capacity))
-        require_whole("the first slot", segment.start, 0, segment.capacity - 1)
-        require_whole("the first place", segment.place, 0, MAX_CELLS)
+            require_bool(name, getattr(segment, name))
+        require(not segment.arriving_count, "cells of a step that is not finished")
+        require_int("a map's group", segment.map.group, 1, MAX_CELLS)
+        require_int("a map's offset", segment.map.offset, -MAX_EXACT_INT, MAX_EXACT_INT)
+        require_int("the limit", segment.limit, 1, MAX_CELLS)
+        require_int("the length", segment.length, 1, min(segment.limit, segment.capacity))
+        require_int("the first slot", segment.start, 0, segment.capacity - 1)
+        require_int("the first place", segment.first_place, 0, MAX_CELLS)
         cells = segment.block.slots
         if isinstance(cells, Ragged):
-            complete = segment.length == segment.capacity == segment.limit and not segment.place
+            whole = segment.length == segment.capacity == segment.limit and not segment.first_place
             message = "a part of ragged cells, or ragged cells that grow"
-            require(complete and segment.frozen, message)
+            require(whole and segment.frozen, message)
         check_cells(cells, far_layout if segment.anchor else layout, segment.capacity)
         serials = segment.select_live(cells.serials)
         if cells.bias is not None:
@@ -104,40 +104,40 @@ class CacheState:
         else:
             require_within("serials", serials, 0, self.serial - 1)
         now = segment.map(self.time)
-        require_within("positions", segment.positions(), -MAX_NUMBER, now)
+        require_within("positions", segment.positions(), -MAX_EXACT_INT, now)
 
 
 @contextmanager
-def _errors_name(checked: str) -> Iterator[None]:
-    """Put the name of what is checked in front of a ValueError's message."""
+def _error_prefix(prefix: str) -> Iterator[None]:
+    """Put the name of the checked object in front of a ValueError's message."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{checked}: {error}") from None
+        raise ValueError(f"{prefix}: {error}") from None
 
 
 def check_cells(cells: Cells, layout: Layout, count: int) -> None:
     """Check that these are `count` cells of a layout. Raises ValueError."""
     require_tensor("serials", cells.serials, torch.int64, count)
-    heads = (layout.layers, layout.kv_heads)
-    vectors: tuple[int, ...] = (*heads, count)
+    head_shape = (layout.layers, layout.kv_heads)
+    vector_shape: tuple[int, ...] = (*head_shape, count)
     if isinstance(cells, Ragged):
-        vectors = (_checked_total(cells, heads, count),)
-    numbers = (count,) if cells.bias is None else vectors  # shape of positions and biases
-    _check_stored("keys", cells.stored_keys, layout, layout.key_bits, vectors)
-    _check_stored("values", cells.stored_values, layout, layout.value_bits, vectors)
-    require_tensor("positions", cells.positions, torch.int64, *numbers)
+        vector_shape = (_checked_total(cells, head_shape, count),)
+    position_shape = (count,) if cells.bias is None else vector_shape  # and of biases
+    _check_stored("keys", cells.stored_keys, layout, layout.key_bits, vector_shape)
+    _check_stored("values", cells.stored_values, layout, layout.value_bits, vector_shape)
+    require_tensor("positions", cells.positions, torch.int64, *position_shape)
     if cells.bias is not None:
-        require_tensor("bias", cells.bias, torch.float32, *numbers)
+        require_tensor("bias", cells.bias, torch.float32, *position_shape)
     if isinstance(cells, Ragged) and cells.scores is not None:
-        require_tensor("scores", cells.scores, torch.float32, *numbers)
+        require_tensor("scores", cells.scores, torch.float32, *position_shape)
 
 
-def _checked_total(cells: Ragged, heads: tuple[int, int], count: int) -> int:
+def _checked_total(cells: Ragged, head_shape: tuple[int, int], count: int) -> int:
     """Return the total of ragged cells' counts. count: their stated mean, rounded up."""
-    require_tensor("counts", cells.counts, torch.int64, *heads)
+    require_tensor("counts", cells.counts, torch.int64, *head_shape)
     require_within("counts", cells.counts, 0, MAX_CELLS)
-    total, head_count = int(cells.counts.sum()), math.prod(heads)
+    total, head_count = int(cells.counts.sum()), math.prod(head_shape)
     matches = (count - 1) * head_count < total <= count * head_count
     require(matches, f"{total} cells are not {count} for each head")
     return total
@@ -155,15 +155,15 @@ def _check_stored(
     assert isinstance(stored, Quantised)
     dtype = torch.int8 if bits == 8 else torch.uint8
     require_tensor(f"{name}.int{bits}", stored.data, dtype, *shape, width * bits // 8)
-    require_tensor(f"{name}.scale", stored.scale, SCALE, *shape, scale_count(width, bits))
+    require_tensor(f"{name}.scale", stored.scale, SCALE_DTYPE, *shape, scale_count(width, bits))
 
 
 def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> None:
     require_instance("the observed queries", observed, Queries)
     require_tensor("query times", observed.times, torch.int64, None)
-    require_whole("the number of queries", len(observed), 1, MAX_QUERIES)
+    require_int("the number of queries", len(observed), 1, MAX_QUERIES)
     shape = (layout.layers, heads, len(observed), layout.head_dim)
     require_tensor("queries", observed.values, layout.dtype, *shape)
     require_finite("queries", observed.values)
-    require_within("query times", observed.times, -MAX_NUMBER, time - 1)
+    require_within("query times", observed.times, -MAX_EXACT_INT, time - 1)
     require(bool((observed.times.diff() > 0).all()), "query times must increase")

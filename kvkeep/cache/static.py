@@ -33,9 +33,9 @@ class StaticStep(DecodeStep):
 
     def __init__(self, step: DecodeStep):
         vars(self).update(vars(step))  # the views, which every step of this geometry has
-        written = step.newest.block.slots
-        self._keys, self._values, device = written.keys, written.values, written.keys.device
-        shape = (len(step.query_positions), 1, written.keys.shape[-1])
+        slots = step.newest_segment.block.slots
+        self._keys, self._values, device = slots.keys, slots.values, slots.keys.device
+        shape = (len(step.query_positions), 1, slots.keys.shape[-1])
         self.slot_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.cosine = torch.zeros(shape, dtype=torch.float32, device=device)
         self.sine = torch.zeros(shape, dtype=torch.float32, device=device)

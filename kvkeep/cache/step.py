@@ -55,18 +55,18 @@ class Step:
     """Times, rotations and views of stored cells, which decode and chunk steps share.
 
     Window cells are numbered by rank, 0 for the oldest held. The i-th new token evicts the first
-    `evicted[i]` of them: they are hidden from it, and anchors before them come that much closer.
+    `evicted_counts[i]` of them: it does not see them, and anchors before them come as much closer.
 
     For example, a cache of the anchor 0 and a window of three holds tokens 3, 4, 5, and a chunk
     adds tokens 6 and 7. The anchor's map is m(t) = t - 2, because 1 and 2 are gone:
 
-        evicted          [1, 2]              query 6 sees 4, 5 and itself; 7 sees 5, 6 and itself
+        evicted_counts   [1, 2]              query 6 sees 4, 5 and itself; 7 sees 5, 6 and itself
         query_positions  [[6, 7], [3, 3]]    towards the anchor 6 - 2 - 1 and 7 - 2 - 2
         views            the anchor by rotation 1; cells 4 and 5 by rotation 0, 4 hidden from 7
 
     query_positions: lists of a position for each query. The first has the new tokens' own; the
         others are those that the queries take towards segments with other position maps.
-    views: the segments as the queries see them. attended: `views`, and a chunk's new cells.
+    views: the segments as the queries see them. all_views: `views`, and a chunk's new cells.
     queries: `[layers, n, heads, head_dim]` to record the queries in; None if none are wanted.
     log_sums: `[layers, heads, n]` float32 to store the natural log of the sum in each query's
         softmax denominator; None if it is not wanted.
@@ -74,39 +74,39 @@ class Step:
         choose other weights by it; the cache does not depend on it.
     local: the step of the local layers' cache, if the decoder has such layers.
     placements: for each decoder layer, the cache and layer that has its cells.
-    recurrent: states of layers without cells, by name. The executor replaces them and never writes
+    recurrent_states: of layers without cells, by name. The executor replaces them and never writes
         to one.
     """
 
     sampled = False
     local: "Step | None" = None
     placements: Sequence[LayerPlacement] = ()
-    recurrent: Mapping[str, Tensor] = MappingProxyType({})
+    recurrent_states: Mapping[str, Tensor] = MappingProxyType({})
     queries: Tensor | None = None
     log_sums: Tensor | None = None
-    _written = 0  # new cells that are in the newest segment's storage already
+    _written_count = 0  # new cells that are in the newest segment's storage already
 
     def __init__(
         self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig
     ):
         self.segments = segments
-        self.newest = segments[-1]
+        self.newest_segment = segments[-1]
         self.window = window
         self.times = times
         self.count = len(times)
         self.attention = attention
         self._window_cells = sum(s.length for s in segments if not s.anchor)
-        added = [0 if self.newest.anchor else i + 1 for i in range(self.count)]  # to the window
-        self.evicted = [window.evicted(self._window_cells + n) for n in added]
-        self.query_positions: list[list[int]] = [[self.newest.map(t) for t in times]]
+        added_counts = [0 if self.newest_segment.anchor else i + 1 for i in range(self.count)]
+        self.evicted_counts = [window.evicted_count(self._window_cells + n) for n in added_counts]
+        self.query_positions: list[list[int]] = [[self.newest_segment.map(t) for t in times]]
         self.views: list[View] = []
-        preceding = 0  # window cells in segments before this one
+        preceding_cells = 0  # window cells in segments before this one
         for segment in segments:
-            view = self._view_segment(segment, preceding)
+            view = self._view_segment(segment, preceding_cells)
             if view is not None:
                 self.views.append(view)
-            preceding += 0 if segment.anchor else segment.length
-        self.attended = self.views
+            preceding_cells += 0 if segment.anchor else segment.length
+        self.all_views = self.views
 
     @property
     def layer_attention(self) -> LayerAttention:
@@ -117,30 +117,30 @@ class Step:
     def rotations(self) -> list[Rotation]:
         return [self.attention.rope.at(positions) for positions in self.query_positions]
 
-    def _view_segment(self, segment: Segment, preceding: int) -> View | None:
+    def _view_segment(self, segment: Segment, preceding_cells: int) -> View | None:
         """Return what the queries see of a segment; None if they see none of it.
 
-        preceding: the number of window cells in the segments before it. Further evicted cells are
+        preceding_cells: number of window cells in the segments before it. Further evicted cells are
         of this segment or, if it is an anchor, were between it and the queries, which come closer
         by as many positions, unless `window.moves`.
         """
-        length = segment.length + (self._written if segment is self.newest else 0)
-        evicted = [max(0, n - preceding) for n in self.evicted]
+        length = segment.length + (self._written_count if segment is self.newest_segment else 0)
+        evicted_here = [max(0, n - preceding_cells) for n in self.evicted_counts]
         positions = [segment.map(time) for time in self.times]
         first, visible = 0, None
         if not segment.anchor:
             # In the example above the window has 3 cells, evicted is [1, 2], and the view is of
             # the 2 newest.
-            first = evicted[0]
-            visible = [(n, length) for n in evicted] if evicted[-1] > first else None
+            first = evicted_here[0]
+            visible = [(n, length) for n in evicted_here] if evicted_here[-1] > first else None
         else:
             if not self.window.moves:
-                positions = [p - n for p, n in zip(positions, evicted, strict=True)]
-            if segment.arriving:
+                positions = [p - n for p, n in zip(positions, evicted_here, strict=True)]
+            if segment.arriving_count:
                 # Of arriving cells, a query sees those that are evicted before it: with 10 cells,
                 # 2 of them arriving, and evicted [1, 2], the first sees 9 and the second 10.
-                settled = length - segment.arriving
-                visible = [(0, settled + n) for n in self.evicted]
+                settled_count = length - segment.arriving_count
+                visible = [(0, settled_count + n) for n in self.evicted_counts]
         if length <= first:
             return None
         if positions not in self.query_positions:
@@ -160,7 +160,7 @@ class Step:
         if k is not None and v is not None:
             self.write(layer, attention.rope.rotate_layer(layer, k, self.rotations[0]), v)
         queries = [attention.rope.rotate_layer(layer, q, rotation) for rotation in self.rotations]
-        parts = [view.attend(layer, queries[view.rotation], attention) for view in self.attended]
+        parts = [view.attend(layer, queries[view.rotation], attention) for view in self.all_views]
         part = attention.with_sinks(layer, combine(parts), self.count)
         if self.log_sums is not None:
             self.log_sums[layer] = part.log_sum.transpose(0, 1).flatten(0, 1)
@@ -188,7 +188,7 @@ class DecodeStep(Step):
     overwrites_oldest: whether the slot is that of the oldest cell, as in a full ring.
     """
 
-    _written = 1
+    _written_count = 1
 
     def __init__(
         self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig
@@ -210,8 +210,8 @@ class DecodeStep(Step):
         copy_stored(value_slots[layer], values[0])
 
     def commit(self, serial: int) -> None:
-        self.window.evict(self.segments, max(0, self.evicted[-1] - self.window.spare))
-        self.newest.occupy(self.slot, self.query_positions[0][0], serial)
+        self.window.evict(self.segments, max(0, self.evicted_counts[-1] - self.window.spare))
+        self.newest_segment.occupy(self.slot, self.query_positions[0][0], serial)
 
 
 class ChunkStep(Step):
@@ -224,14 +224,14 @@ class ChunkStep(Step):
         self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig
     ):
         super().__init__(segments, window, times, attention)
-        self.new_cells = Cells.zeros(self.newest.layout.plain, self.count)
+        self.new_cells = Cells.zeros(self.newest_segment.layout.plain, self.count)
         bias = None  # each query sees all new tokens before it, unless the chunk fills the window
-        if self.evicted[-1] > self._window_cells:
+        if self.evicted_counts[-1] > self._window_cells:
             ranks = torch.arange(self.count, dtype=torch.int64, device="cpu")
-            seen = [(n - self._window_cells, i + 1) for i, n in enumerate(self.evicted)]
-            bias = range_bias(ranks, seen, self.newest.layout.device)
-        new = View(self.new_cells, slice(0, self.count), 0, bias, 0, causal=bias is None)
-        self.attended = [new, *self.views]
+            visible = [(n - self._window_cells, i + 1) for i, n in enumerate(self.evicted_counts)]
+            bias = range_bias(ranks, visible, self.newest_segment.layout.device)
+        new_view = View(self.new_cells, slice(0, self.count), 0, bias, 0, causal=bias is None)
+        self.all_views = [new_view, *self.views]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.new_cells.keys[layer].copy_(keys.transpose(0, 1))
@@ -240,11 +240,13 @@ class ChunkStep(Step):
     def commit(self, serial: int) -> None:
         positions = torch.tensor(self.query_positions[0], dtype=torch.int64, device="cpu")
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
-        dropped = max(0, self.evicted[-1] - self.window.spare)
-        self.window.evict(self.segments, min(dropped, self._window_cells))
-        dropped_new = max(0, dropped - self._window_cells)  # of a chunk longer than the window
+        evict_count = max(0, self.evicted_counts[-1] - self.window.spare)
+        self.window.evict(self.segments, min(evict_count, self._window_cells))
+        dropped_new = max(
+            0, evict_count - self._window_cells
+        )  # a chunk may be longer than the window
         new = Cells(self.new_cells.keys, self.new_cells.values, positions, serials)
-        self.newest.append(new.part(slice(dropped_new, None)))
+        self.newest_segment.append(new.part(slice(dropped_new, None)))
         for segment in self.segments:
             if segment.anchor:
                 segment.map = segment.map.closer(dropped_new)

@@ -8,8 +8,8 @@ import torch
 from kvkeep.cache.block import Cells, Storage
 from kvkeep.cache.segment import Segment
 
-IDLE_SHARE = 8  # an eighth of a budget's cells may be idle
-SMALL = 256  # cells: copying these takes less time than evaluating a token
+IDLE_DIVISOR = 8  # an eighth of a budget's cells may be idle
+MAX_SMALL_CELLS = 256  # copying these takes less time than evaluating a token
 MAX_BORDERS = 16  # between segments that could be merged: each makes later tokens a little slower
 
 
@@ -40,21 +40,17 @@ def merge_segments(segments: Sequence[Segment], max_cells: int | None = None) ->
 
 
 def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbours of together at most `SMALL` cells; all of them, if too many would remain.
+    """Merge neighbours of at most `MAX_SMALL_CELLS` in all; or all, if too many would remain.
 
     Thus cells are rarely copied, and small edits do not make ever more segments.
     """
-    merged = merge_segments(segments, SMALL)
+    merged = merge_segments(segments, MAX_SMALL_CELLS)
     borders = sum(_mergeable(left, right) for left, right in itertools.pairwise(merged))
     return merge_segments(merged) if borders > MAX_BORDERS else merged
 
 
 def _mergeable(left: Segment, right: Segment) -> bool:
-    return (
-        left.map == right.map
-        and left.anchor == right.anchor
-        and left.compressed == right.compressed
-    )
+    return (left.map, left.anchor, left.compressed) == (right.map, right.anchor, right.compressed)
 
 
 def trim(segments: Sequence[Segment], budget: int) -> None:
@@ -68,13 +64,13 @@ def trim(segments: Sequence[Segment], budget: int) -> None:
     if not any(segment.frozen for segment in segments):
         return
     storages = {s: users for s, users in _users_by_storage(segments).items() if _movable(s, users)}
-    idle = {storage: storage.capacity - _live_cells(users) for storage, users in storages.items()}
-    excess = _live_cells(segments) + sum(idle.values()) - budget - budget // IDLE_SHARE
-    for storage in sorted(storages, key=lambda storage: -idle[storage]):
+    idle_slots = {s: s.capacity - _live_cells(users) for s, users in storages.items()}
+    excess = _live_cells(segments) + sum(idle_slots.values()) - budget - budget // IDLE_DIVISOR
+    for storage in sorted(storages, key=lambda storage: -idle_slots[storage]):
         users = storages[storage]
-        left_by_drops = idle[storage] - sum(_unfilled_slots(segment) for segment in users)
-        if idle[storage] and (left_by_drops > _live_cells(users) or excess > 0):
-            excess -= idle[storage]
+        dropped_slots = idle_slots[storage] - sum(_unfilled_slots(segment) for segment in users)
+        if idle_slots[storage] and (dropped_slots > _live_cells(users) or excess > 0):
+            excess -= idle_slots[storage]
             with torch.inference_mode():
                 for segment in users:
                     segment.compact()

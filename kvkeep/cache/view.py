@@ -17,7 +17,7 @@ from kvkeep.cache.segment import Segment
 class View:
     """Stored cells as the queries of one step see them.
 
-    slots, slot_range: the storage of the cells, and their range in it. origin: the place of slot 0.
+    slots, slot_range: the storage of the cells and their range. place_offset: the place of slot 0.
     rotation: index of the step's rotation that the queries take towards these cells.
     bias: `[n, cells]` float32, or None where every query sees every cell, as with ragged cells.
     causal: whether query i sees cells 0 ... i only; there is no bias then.
@@ -27,7 +27,7 @@ class View:
     slot_range: slice
     rotation: int
     bias: Tensor | None
-    origin: int
+    place_offset: int
     causal: bool = field(default=False, kw_only=True)
 
     @classmethod
@@ -53,7 +53,7 @@ class View:
             # step has the highest, also in a ring where it takes the slot of an evicted cell.
             ranks = (slots - segment.start - first) % segment.capacity + first
             bias = range_bias(ranks, visible or [(first, end)], segment.layout.device)
-        return cls(segment.block.slots, slot_range, rotation, bias, segment.block.origin)
+        return cls(segment.block.slots, slot_range, rotation, bias, segment.block.place_offset)
 
     @cached_property
     def keys(self) -> tuple[KVTensor, ...]:

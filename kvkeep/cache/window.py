@@ -22,7 +22,7 @@ class Window:
     moves: bool = False
     spare: int = 0
 
-    def evicted(self, cells: int) -> int:
+    def evicted_count(self, cells: int) -> int:
         """Return how many of the oldest cells queries no longer see after `cells` were added.
 
         With size 4 and discard 2: 0 of 4 cells, 2 of 5, 2 of 6, 4 of 7.

@@ -19,7 +19,7 @@ def layer_attention(step: AnyStep) -> LayerAttention:
     kernels = c.library()
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
-    layouts = [group_step.newest.layout for group_step in (step, step.local) if group_step]
+    layouts = [group_step.newest_segment.layout for group_step in (step, step.local) if group_step]
     readable = all(
         layout.device.type == "cpu"
         and layout.dtype is torch.bfloat16
@@ -86,10 +86,10 @@ class ChunkAttention:
         q = q.contiguous()
         k, v = (None if x is None else x.contiguous() for x in (k, v))
         require((k is None) == (v is None), "keys with values, or neither", (k, v))
-        views = [_describe_view(view, layer, new_shape) for view in step.attended]
+        views = [_describe_view(view, layer, new_shape) for view in step.all_views]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
         rotations, attention = len(step.query_positions), step.attention
-        angles = self._zero_angles if layer in attention.rope.unrotated else self._angles
+        angles = self._zero_angles if layer in attention.rope.unrotated_layers else self._angles
         angles_address = address(angles, "angles", torch.float32, (rotations, n, head_dim))
         sinks = None if attention.sinks is None else attention.sinks[layer]
         chunk = c.CChunk(

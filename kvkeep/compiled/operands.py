@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Ragged
-from kvkeep.cache.quantised import SCALE, KVTensor, scale_count
+from kvkeep.cache.quantised import SCALE_DTYPE, KVTensor, scale_count
 from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.layers.network import tensor_shapes
@@ -55,7 +55,7 @@ def stored_cells(stored: KVTensor, shape: tuple[int, ...], *outer_strides: int) 
     vectors, scales = shape[:-1], scale_count(head_dim, bits)
     return c.CStoredCells(
         strided_address(stored.data, "quantised cells", dtype, (*vectors, width)),
-        strided_address(stored.scale, "their scales", SCALE, (*vectors, scales)),
+        strided_address(stored.scale, "their scales", SCALE_DTYPE, (*vectors, scales)),
         c.CStrides(*outer_strides, *stored.data.stride()[:-1]),
         c.CStrides(*outer_strides, *stored.scale.stride()[:-1]),
         bits,

@@ -118,7 +118,7 @@ def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
         first,
         end - first,
         readers,
-        view.origin,
+        view.place_offset,
         None if bias is None else address(bias, "a bias", torch.float32, (readers, end - first)),
         None if cell_bias is None else cell_bias_address(cell_bias, vectors),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),

@@ -196,7 +196,7 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
         return 0, "compressed"
     if cache.layout.quantised or cache.far_layout.quantised:
         return 0, "quantised"
-    if cache.cells < len(session.tokens) or cache.local is not None or cache.recurrent:
+    if cache.cells < len(session.tokens) or cache.local is not None or cache.recurrent_states:
         return 0, "forgotten"
     window = next((segment.length for segment in cache.segments if not segment.anchor), 0)
     anchors = sum(segment.length for segment in cache.segments if segment.anchor)

@@ -253,7 +253,7 @@ class Archive(Policy):
             assert isinstance(method, Eviction)
             results.append(compress_and_join(method, list(map(new_candidates, parts)), count))
         else:
-            merged = Cells.concatenate([cells.as_compressed() for cells in parts])
+            merged = Cells.concatenate([cells.to_compressed_format() for cells in parts])
             results.extend(compress(method, new_candidates(merged), count))
         for cells, _ in results:
             if len(cells):

@@ -29,10 +29,10 @@ def cells_at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) 
     """
     moved_cells = []
     for segment, cells in parts:
-        dequantised, offset = cells.dequantised(cache.layout.dtype), segment.map.offset
+        dequantised, offset = cells.dequantise(cache.layout.dtype), segment.map.offset
         if offset:
             shift = torch.tensor([-offset], dtype=torch.int64, device=dequantised.positions.device)
-            dequantised = dequantised.shifted(cache.rope, shift)
+            dequantised = dequantised.shift(cache.rope, shift)
         moved_cells.append(dequantised)
     return moved_cells[0] if len(moved_cells) == 1 else Cells.concatenate(moved_cells)
 
@@ -49,7 +49,7 @@ def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, lim
         new_cells: Cells = cells
         if newest is not None and newest.length + len(cells) <= SEGMENT_CELLS:
             archived.pop()
-            new_cells = Cells.concatenate([newest.read(0, newest.length), cells.in_layout(layout)])
+            new_cells = Cells.concatenate([newest.read(0, newest.length), cells.to_layout(layout)])
         archived.append(Segment.from_cells(layout, new_cells, PositionMap(), anchor=True))
         return
     if newest is None or newest.frozen or newest.length + len(cells) > newest.limit:
@@ -90,8 +90,9 @@ def _halve_distances_to(segment: Segment, boundary: int, cache: KVCache) -> None
         cells = segment.block.slots
         seen = cells.positions - segment.map.offset
         positions = torch.where(seen < boundary, boundary - (boundary - seen + 1) // 2, seen)
-        moved = cells.shifted(cache.rope, positions - cells.positions)
-        segment.block, segment.map = Block(moved, origin=segment.block.origin), PositionMap()
+        moved = cells.shift(cache.rope, positions - cells.positions)
+        segment.block = Block(moved, place_offset=segment.block.place_offset)
+        segment.map = PositionMap()
         return
     newest = int(segment.positions()[-1]) - segment.map.offset
     if newest < boundary:

@@ -124,5 +124,5 @@ class SelfExtend(Policy):
         cells = Cells.concatenate([cells for _, cells in parts])
         # After an edit, cells are not seen at the positions of their keys.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in parts])
-        far.append(cells.shifted(cache.rope, seen // self.group - cells.positions))
-        far.arriving = count
+        far.append(cells.shift(cache.rope, seen // self.group - cells.positions))
+        far.arriving_count = count

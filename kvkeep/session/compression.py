@@ -203,7 +203,7 @@ def _split_into_runs(
     recent = plan.recent_cells(cells, len(pins))
     if max_recent is not None and plan.recent is None:
         recent = min(recent, max_recent)
-    runs = memory.cache.runs(
+    runs = memory.cache.split_by(
         lambda rank, serial: (
             serial != NO_TOKEN and (rank < SINKS or rank >= cells - recent or serial in pins)
         )
@@ -244,7 +244,7 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
 
 def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
     cache, (segment, _, first, count) = memory.cache, run
-    plain = segment.view(first, count).dequantised(cache.layout.dtype)
+    plain = segment.view(first, count).dequantise(cache.layout.dtype)
     return Candidates(plain, cache.rope, cache.scale, statistics=plan.statistics, seed=plan.seed)
 
 

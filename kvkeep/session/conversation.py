@@ -119,7 +119,8 @@ class Conversation:
             return encode_pieces(self.codec, [opening, *rest])[0]
         closing = self.codec.encode_sealed(self._answer_end)
         ids, _ = encode_pieces(self.codec, [self._answer_end + opening, *rest])
-        if tokens[-1] in self._eos and tokens[-1] != ids[0] and not self.session.cache.recurrent:
+        ended_otherwise = tokens[-1] in self._eos and tokens[-1] != ids[0]
+        if ended_otherwise and not self.session.cache.recurrent_states:
             # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)
         return ids[overlap(self.session.tokens, ids[: len(closing)]) :]

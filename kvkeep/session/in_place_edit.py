@@ -223,7 +223,7 @@ def _move_compressed(cache: KVCache, segment: Segment, end_position: int, growth
         segment.map, segment.frozen = segment.map.closer(-growth), True
         return segment
     cells = segment.read(0, segment.length)
-    cells = cells.shifted(cache.rope, torch.where(seen < end_position, -growth, 0))
+    cells = cells.shift(cache.rope, torch.where(seen < end_position, -growth, 0))
     return Segment.from_cells(segment.layout, cells, segment.map, segment.anchor)
 
 

@@ -113,7 +113,7 @@ class Memory:
 
     def require_no_recurrent_states(self, operation: str) -> None:
         """Raise InvalidArgument if layers keep states. operation: a participle, as "edited"."""
-        if self.cache.recurrent:
+        if self.cache.recurrent_states:
             raise InvalidArgument(
                 f"this memory cannot be {operation}: some layers of the model keep states of all "
                 "tokens so far in place of cells, and no token can be removed from these; fork or "
@@ -139,13 +139,13 @@ class Memory:
 
         0 if layers keep states, which exist after the last token alone.
         """
-        return 0 if self.cache.recurrent else count_newest_held(self.cache, self.serials)
+        return 0 if self.cache.recurrent_states else count_newest_held(self.cache, self.serials)
 
     @property
     def holds_all(self) -> bool:
         """Whether `beginning` can return a copy with all tokens."""
         total = len(self.tokens)
-        held = bool(self.cache.recurrent) or self.rewindable == total
+        held = bool(self.cache.recurrent_states) or self.rewindable == total
         return held and _holds_local_window(self.cache, total, 0)
 
     # Tokens

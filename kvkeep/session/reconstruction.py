@@ -123,7 +123,7 @@ def _score_chunk(
         rotation = rotations[id(segment)]
         row_rotation = Rotation(rotation.cosine[rows], rotation.sine[rows])
         rotated = prefix.rope.rotate_layers(queries, row_rotation)
-        plain = cells.dequantised(rotated.dtype)
+        plain = cells.dequantise(rotated.dtype)
         if norms is None:
             scores.append(_largest_log_weights(plain.keys, rotated, log_sums, step.attention.scale))
             continue

@@ -63,7 +63,7 @@ def dequantised_copy(cache: KVCache) -> KVCache:
     for segment in cache.segments:
         plain = Segment(PLAIN, segment.limit)
         plain.__dict__.update(segment.__dict__ | {"layout": PLAIN, "block": plain.block})
-        plain.block.slots = segment.block.slots.dequantised(torch.float32)
+        plain.block.slots = segment.block.slots.dequantise(torch.float32)
         plain_cache.segments.append(plain)
     return plain_cache
 
@@ -126,7 +126,7 @@ def test_cells_take_the_bytes_of_their_layout(bits: str, size: int) -> None:
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_cells_of_one_layout_are_copied_bit_for_bit(bits: str) -> None:
-    first = some_cells(9).in_layout(layout(bits))
+    first = some_cells(9).to_layout(layout(bits))
     second = Cells.zeros(layout(bits), 20)
     second.write(slice(4, 13), first)
     joined = Cells.concatenate([first, second.part(slice(4, 13))])
@@ -139,7 +139,7 @@ def test_cells_of_one_layout_are_copied_bit_for_bit(bits: str) -> None:
             assert isinstance(other, Quantised)
             assert torch.equal(one.data, other.data)
             assert torch.equal(one.scale, other.scale)
-    assert first.in_layout(layout(bits)) is first
+    assert first.to_layout(layout(bits)) is first
 
 
 @pytest.mark.parametrize("source", [None, "8", "4"])
@@ -147,7 +147,7 @@ def test_cells_of_one_layout_are_copied_bit_for_bit(bits: str) -> None:
 def test_cells_convert_between_any_two_layouts(source: str | None, target: str | None) -> None:
     kinds = [PLAIN if each is None else layout(each) for each in (source, target)]
     cells = some_cells(9)
-    converted = cells.in_layout(kinds[0]).in_layout(kinds[1]).dequantised(torch.float32)
+    converted = cells.to_layout(kinds[0]).to_layout(kinds[1]).dequantise(torch.float32)
     most = 0.15 if "4" in (source, target) else 0.02
     for before, after in ((cells.keys, converted.keys), (cells.values, converted.values)):
         assert float((before - after).norm() / before.norm()) <= most
@@ -155,18 +155,18 @@ def test_cells_convert_between_any_two_layouts(source: str | None, target: str |
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_shifting_rotates_keys_and_keeps_values(bits: str) -> None:
-    cells = some_cells(9).in_layout(layout(bits))
+    cells = some_cells(9).to_layout(layout(bits))
     by = torch.arange(9) * 3
-    shifted = cells.shifted(ROPE, by)
-    exact = ROPE.shifted(cells.dequantised(torch.float32).keys, by)
+    shifted = cells.shift(ROPE, by)
+    exact = ROPE.shift(cells.dequantise(torch.float32).keys, by)
     assert shifted.stored_values is cells.stored_values
     assert torch.equal(shifted.positions, cells.positions + by)
-    off = shifted.dequantised(torch.float32).keys - exact
+    off = shifted.dequantise(torch.float32).keys - exact
     assert float(off.norm() / exact.norm()) < (0.1 if bits == "4" else 0.01)
 
 
 def test_quantised_cells_have_no_plain_keys() -> None:
-    cells = some_cells(3).in_layout(layout("8/4"))
+    cells = some_cells(3).to_layout(layout("8/4"))
     with pytest.raises(AssertionError, match="dequantised first"):
         _ = cells.keys
 
@@ -177,8 +177,8 @@ def test_quantised_cells_have_no_plain_keys() -> None:
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("n", [1, 7])
 def test_attention_equals_that_over_dequantised_cells(bits: str, n: int) -> None:
-    cells = some_cells(40).in_layout(layout(bits))
-    plain = cells.dequantised(torch.float32)
+    cells = some_cells(40).to_layout(layout(bits))
+    plain = cells.dequantise(torch.float32)
     bias = torch.where(random(n, 40) > 0, 0.0, HIDDEN)
     for cell_bias in (None, random(2, 40, seed=5)):
         for layer in range(2):
@@ -208,10 +208,10 @@ def test_a_chunk_sees_stored_cells_quantised_and_its_own_exactly(
     for segment, plain_segment in zip(cache.segments, plain_cache.segments, strict=True):
         expected = (
             plain_segment.read(0, plain_segment.length)
-            .in_layout(cache.layout)
-            .dequantised(torch.float32)
+            .to_layout(cache.layout)
+            .dequantise(torch.float32)
         )
-        actual = segment.read(0, segment.length).dequantised(torch.float32)
+        actual = segment.read(0, segment.length).dequantise(torch.float32)
         new = slice(segment.length - 5, None)
         assert torch.equal(actual.keys[:, :, new], expected.keys[:, :, new])
         assert torch.equal(actual.values[:, :, new], expected.values[:, :, new])
@@ -227,9 +227,7 @@ def test_a_decoded_token_sees_all_cells_quantised(bits: str, window: int | None)
     for layer in range(2):
         segment = plain_cache.segments[0]
         cells = segment.block.slots.part(slice(0, segment.length))
-        q = ROPE.shifted(
-            random(1, HEADS, 16, seed=50 + 9 * layer + HEADS)[None], torch.tensor([20])
-        )
+        q = ROPE.shift(random(1, HEADS, 16, seed=50 + 9 * layer + HEADS)[None], torch.tensor([20]))
         keys, values = cells.keys[layer], cells.values[layer]
         exact = attend_cells(
             q[0].view(1, HEADS, 16), keys, values, scale=0.3, bias=None, causal=False

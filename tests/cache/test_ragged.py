@@ -21,8 +21,7 @@ from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Layout, PositionMap, Ragged, Rope, Segment
 from kvkeep.cache.attention import HIDDEN
-from kvkeep.cache.quantised import SCALE as SCALE_DTYPE
-from kvkeep.cache.quantised import Quantised, dequantise, quantise, scale_count
+from kvkeep.cache.quantised import SCALE_DTYPE, Quantised, dequantise, quantise, scale_count
 
 ROPE = Rope(FREQUENCIES, torch.device("cpu"))
 LAYOUT = Layout(LAYERS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
@@ -159,7 +158,7 @@ def test_cells_are_concatenated_head_by_head(parts: list[list[int]], count: int)
 @given(COUNTS, st.integers(-50, 50))
 def test_shifted_cells_are_rotated_in_every_head(counts: list[int], by: int) -> None:
     found = random_lists(counts)
-    moved = ragged(found).shifted(ROPE, torch.tensor([by]))
+    moved = ragged(found).shift(ROPE, torch.tensor([by]))
     assert isinstance(moved, Ragged)
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
@@ -172,7 +171,7 @@ def test_shifted_cells_are_rotated_in_every_head(counts: list[int], by: int) -> 
 def test_each_cell_can_be_shifted_by_its_own_number() -> None:
     found = random_lists([3, 0, 4, 2])
     by = torch.arange(9) - 3
-    moved, numbers = ragged(found).shifted(ROPE, by), iter(by.tolist())
+    moved, numbers = ragged(found).shift(ROPE, by), iter(by.tolist())
     assert isinstance(moved, Ragged)
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
@@ -186,7 +185,7 @@ def test_quantising_equals_quantising_each_head_alone(
     bits: tuple[int, int], counts: list[int]
 ) -> None:
     found, layout = random_lists(counts), replace(LAYOUT, key_bits=bits[0], value_bits=bits[1])
-    quantised = ragged(found).in_layout(layout)
+    quantised = ragged(found).to_layout(layout)
     for layer, head, own in quantised.heads():
         alone = one_head(found[layer, head])
         for stored, plain, each in (
@@ -200,10 +199,10 @@ def test_quantising_equals_quantising_each_head_alone(
                 assert torch.equal(stored.scale, expected.scale)
             else:
                 assert torch.equal(stored, plain)
-    assert quantised.in_layout(layout) is quantised
+    assert quantised.to_layout(layout) is quantised
     assert quantised.counts.tolist() == ragged(found).counts.tolist()
-    plain = quantised.dequantised(torch.float32)
-    again = quantised.in_layout(LAYOUT)
+    plain = quantised.dequantise(torch.float32)
+    again = quantised.to_layout(LAYOUT)
     assert isinstance(plain, Ragged)
     assert torch.equal(again.keys, plain.keys)
     assert torch.equal(plain.keys, dequantise(quantised.stored_keys, torch.float32))
@@ -213,15 +212,15 @@ def test_quantising_equals_quantising_each_head_alone(
 def test_quantised_cells_are_selected_and_concatenated_as_plain_ones(bits: int) -> None:
     found, layout = random_lists([3, 0, 4, 2]), replace(LAYOUT, key_bits=bits, value_bits=bits)
     mask = torch.tensor([True, False, True, True, True, False, False, True, True])
-    cells = ragged(found).in_layout(layout)
+    cells = ragged(found).to_layout(layout)
     for one, other in (
         (
             Ragged.select_from(cells, mask),
-            Ragged.select_from(ragged(found), mask).in_layout(layout),
+            Ragged.select_from(ragged(found), mask).to_layout(layout),
         ),
         (
             Ragged.concatenate([cells, cells]),
-            Ragged.concatenate([ragged(found)] * 2).in_layout(layout),
+            Ragged.concatenate([ragged(found)] * 2).to_layout(layout),
         ),
     ):
         assert isinstance(one, Ragged)
@@ -239,7 +238,7 @@ def test_nbytes_counts_the_cells_that_exist(bits: int, counts: list[int]) -> Non
         vector = WIDTH * bits // 8 + scale_count(WIDTH, bits) * SCALE_DTYPE.itemsize
     each = 2 * vector + 8 + 4  # a key, a value, a position, a bias
     own = 8 * len(HEAD_INDICES)  # the counts of the heads
-    assert ragged(random_lists(counts)).in_layout(layout).nbytes == sum(counts) * each + own
+    assert ragged(random_lists(counts)).to_layout(layout).nbytes == sum(counts) * each + own
 
 
 def reference_attention(q: Tensor, cells: list[Listed]) -> tuple[Tensor, float]:
@@ -256,8 +255,8 @@ def test_attention_equals_a_softmax_over_each_heads_cells(
     counts: list[int], n: int, bits: int
 ) -> None:
     layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
-    cells = ragged(random_lists(counts)).in_layout(layout)
-    plain = cells.dequantised(torch.float32)
+    cells = ragged(random_lists(counts)).to_layout(layout)
+    plain = cells.dequantise(torch.float32)
     assert isinstance(plain, Ragged)
     groups = HEADS // KV_HEADS
     q = torch.randn(n, HEADS, WIDTH, generator=torch.Generator().manual_seed(n))

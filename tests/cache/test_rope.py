@@ -40,7 +40,7 @@ def test_no_float64_is_computed_on_the_device() -> None:
     keys = torch.zeros(2, 3, 5, 64, dtype=torch.bfloat16, device="meta")
     with Float64Recorder("meta") as mode:
         rotation = rope.at(range(3))
-        moved = rope.shifted(keys, by)
+        moved = rope.shift(keys, by)
     assert mode.operations == []
     assert rotation.cosine.device.type == rotation.sine.device.type == "meta"
     assert (moved.device.type, moved.dtype) == ("meta", torch.bfloat16)

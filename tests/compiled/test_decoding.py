@@ -218,7 +218,7 @@ def test_new_cells_are_quantised_as_by_torch(
     sessions = [over_the_same_cells(each, session, kv_bits) for each in models]
     for one in sessions:
         one.feed(WRITTEN[:1])
-    there, here = (s.cache.segments[-1].read(0, 1).dequantised(torch.float32) for s in sessions)
+    there, here = (s.cache.segments[-1].read(0, 1).dequantise(torch.float32) for s in sessions)
     for x, y in ((here.keys, there.keys), (here.values, there.values)):
         assert (x - y).square().mean() <= most * y.square().mean()
 

@@ -84,7 +84,7 @@ MADE: dict[str, Callable[[Model], Session]] = {
 def cells(session: Session) -> list[Tensor]:
     actual = []
     for segment in session.cache.segments:
-        read = segment.read(0, segment.length).dequantised(torch.float32)
+        read = segment.read(0, segment.length).dequantise(torch.float32)
         actual += [read.keys, read.values, read.positions]
     return actual
 

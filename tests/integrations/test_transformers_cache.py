@@ -119,14 +119,14 @@ def test_recurrent_states_are_saved_and_forked_but_not_edited(name: str, tmp_pat
     model, ids = small_model(name), random_ids(60)
     cache = KvkeepCache(model, 24, 2)
     logits_of(model, cache, ids)
-    assert cache.session.cache.recurrent
+    assert cache.session.cache.recurrent_states
     cache.snapshot().save(tmp_path / "cache")
     fork, restored = cache.fork(), KvkeepCache.load(model, tmp_path / "cache")
     expected = greedy_logits(model, cache, 12)
     for other in (fork, restored):
         assert torch.equal(greedy_logits(model, other, 12), expected)
     with pytest.raises(InvalidSnapshot, match="states"):
-        KvkeepCache.restore(model, altered(cache.snapshot(), recurrent={}))
+        KvkeepCache.restore(model, altered(cache.snapshot(), recurrent_states={}))
     before, full = list(cache.tokens), KvkeepCache(model, 64, policy="full")
     logits_of(model, full, ids)
     for edit in (

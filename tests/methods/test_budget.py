@@ -95,7 +95,7 @@ def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
     new = replace(old, cells=random_candidates(20, seed=1).cells)
     newest = max(int(run.cells.positions.max()) for run in (old, new))
     old, new = (replace(run, ageing=True, newest_position=newest) for run in (old, new))
-    joined = replace(old, cells=Cells.concatenate([old.cells, new.cells.as_compressed()]))
+    joined = replace(old, cells=Cells.concatenate([old.cells, new.cells.to_compressed_format()]))
     method = make_method(name)
     assert isinstance(method, Eviction)
     ((expected, _),) = compress_across_heads(method, [joined], 15)

@@ -38,7 +38,7 @@ def cells_with_words(
     positions = torch.tensor(positions_given or [3 * i + 2 for i in range(len(words))])
     keys = (4 * torch.eye(WIDTH)[words]).expand(*HEADS, -1, -1)
     cells = Cells(
-        ROPE.shifted(keys, positions),
+        ROPE.shift(keys, positions),
         values.expand(*HEADS, -1, -1).clone(),
         positions,
         torch.arange(len(words)),
@@ -163,7 +163,7 @@ def test_keys_that_no_query_distinguishes_are_merged() -> None:
     keys = torch.eye(WIDTH)[[1, 1]] + 3 * torch.eye(WIDTH)[[6, 7]]
     cells = replace_keys(
         candidates_with_words.cells,
-        ROPE.shifted(keys.expand(*HEADS, -1, -1), candidates_with_words.cells.positions),
+        ROPE.shift(keys.expand(*HEADS, -1, -1), candidates_with_words.cells.positions),
     )
     blind = torch.eye(WIDTH)
     blind[6, 6] = blind[7, 7] = 0

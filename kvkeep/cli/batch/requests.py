@@ -108,10 +108,8 @@ def _require_unique_ids(requests: list[BatchRequest], source: Path) -> None:
         raise InvalidArgument(f"{source}: there is nothing to ask")
     locations: dict[str, str] = {}
     for request in requests:
-        if request.id in locations:
-            raise InvalidArgument(
-                f"{request.location} has the name of {locations[request.id]}: {request.id!r}"
-            )
+        if other := locations.get(request.id):
+            raise InvalidArgument(f"{request.location} has the name of {other}: {request.id!r}")
         locations[request.id] = request.location
 
 

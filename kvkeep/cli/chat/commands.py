@@ -23,7 +23,6 @@ _HELP_KEYS = """\
 Alt-Enter begins another line, and so does Enter within three quotes (\"\"\"). Tab completes. Ctrl-C
 stops an answer or clears the line; Ctrl-D ends the chat."""
 
-
 _QUIT = ("/quit", "end the chat, as Ctrl-D and /exit do")
 # By name: the usage and the meaning, as help shows them. `ChatCommands.do_NAME` runs a command.
 COMMANDS: dict[str, tuple[str, str]] = {

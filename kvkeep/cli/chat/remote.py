@@ -248,9 +248,7 @@ class RemoteChat(ChatLoop):
         if self._chat_name and self.branches.other_names:
             for branch, session in self._branch_sessions().items():
                 say(f"branch {branch} is session {self._keep_branch(branch, session)}")
-        unnamed = (
-            [] if self._is_named else [session.name for session in self._branch_sessions().values()]
-        )
+        unnamed = [] if self._is_named else [s.name for s in self._branch_sessions().values()]
         for name in [*self._temporary_sessions, *unnamed]:
             if name not in self._kept_sessions:
                 with suppress(KvkeepError):  # the session or the server is gone

@@ -33,7 +33,7 @@ def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[obj
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options for the model. weights: the format to compute its matrices in, or None."""
+    """The options for the model. weights: the format that decode reads; None: as in the file."""
 
     model: str = MODEL
     dtype: DtypeName = DTYPE

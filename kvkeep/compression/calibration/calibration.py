@@ -15,8 +15,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.cache import Layout
-from kvkeep.cache.checks import require, require_finite, require_tensor, require_whole
-from kvkeep.cache.state import MAX_NUMBER
+from kvkeep.cache.checks import require, require_finite, require_int, require_tensor
+from kvkeep.cache.state import MAX_EXACT_INT
 from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import CorruptFile
 from kvkeep.loaded_model import LoadedModel
@@ -123,7 +123,7 @@ def _from_saved(
     # Files of format 1 store the whole matrix, later ones its upper half.
     moment = tensors["moment"] if "moment" in tensors else _full_moment(tensors["moment_half"])
     statistics = Statistics(tensors["mean"], moment, tensors["tolerance"], surrogate)
-    require_whole("tokens", document["tokens"], 1, MAX_NUMBER)
+    require_int("tokens", document["tokens"], 1, MAX_EXACT_INT)
     require(isinstance(document["model"], str), "the model must be a name")
     r_squared = document.get("r_squared")
     require(r_squared is None or isinstance(r_squared, float), "r_squared must be a number")

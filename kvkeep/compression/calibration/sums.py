@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, KVCache, Layout
-from kvkeep.cache.checks import require_finite, require_tensor, require_whole
+from kvkeep.cache.checks import require_finite, require_int, require_tensor
 from kvkeep.compression.methods.attention import group_by_kv_head, output_error
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.fitted import Fitted
@@ -167,7 +167,7 @@ class CalibrationSums:
             container = read_container(path, KIND, FORMAT)
             if container.document["of"] != digest:
                 return sums
-            require_whole("done", container.document["done"], 1, parts)
+            require_int("done", container.document["done"], 1, parts)
             for name, tensor in sums.tensors().items():
                 stored = container.tensors[name]
                 require_tensor(name, stored, tensor.dtype, *tensor.shape)

@@ -150,7 +150,7 @@ def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
 def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> Compressed:
     if quota:
         return method.compress(chunk, quota)
-    return Compressed(chunk.cells.part(slice(0, 0)).as_compressed())
+    return Compressed(chunk.cells.part(slice(0, 0)).to_compressed_format())
 
 
 def _compress_ragged(

@@ -168,7 +168,7 @@ def _mean_rotation(candidates: Candidates) -> Tensor:
     """
     first = int(candidates.positions.max()) + 1
     rotation = candidates.rope.at(range(first, first + FUTURE_POSITIONS))
-    width, unrotated = rotation.cosine.shape[-1], list(candidates.rope.unrotated)
+    width, unrotated = rotation.cosine.shape[-1], list(candidates.rope.unrotated_layers)
     identity = torch.eye(width, dtype=torch.float32, device=rotation.cosine.device)
     matrix = torch.diag(rotation.cosine.mean((0, 1)))
     matrix = matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * identity.roll(width // 2, 1)

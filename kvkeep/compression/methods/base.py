@@ -101,12 +101,12 @@ class Candidates:
     @cached_property
     def positions(self) -> Tensor:
         """`[layers, kv_heads, n]` int64."""
-        return self.cells.as_compressed().positions
+        return self.cells.to_compressed_format().positions
 
     @cached_property
     def bias(self) -> Tensor:
         """`[layers, kv_heads, n]` float32."""
-        bias = self.cells.as_compressed().bias
+        bias = self.cells.to_compressed_format().bias
         assert bias is not None
         return bias
 
@@ -125,7 +125,7 @@ class Candidates:
     @cached_property
     def unrotated_keys(self) -> Tensor:
         """Keys before rotation, which do not depend on positions; float32."""
-        return self.rope.shifted(self.keys, self.cells.key_shifts(self.rope, -self.cells.positions))
+        return self.rope.shift(self.keys, self.cells.key_shifts(self.rope, -self.cells.positions))
 
     def select(self, indices: Tensor) -> Cells:
         """Copy some cells of each KV head. indices: `[layers, kv_heads, m]`, ascending."""

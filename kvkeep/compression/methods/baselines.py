@@ -93,7 +93,7 @@ class RunMerging(Method):
         positions = candidates.positions[..., last]
         cells, rope = candidates.cells, candidates.rope
         shifts = cells.key_shifts(rope, positions[..., run] - candidates.positions)
-        keys = rope.shifted(cells.keys.float(), shifts)
+        keys = rope.shift(cells.keys.float(), shifts)
         device = keys.device
         weights = self.weights(candidates, run, sizes.float()).to(device).unsqueeze(-1)
 

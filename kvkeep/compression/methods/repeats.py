@@ -43,11 +43,11 @@ def compress_repeats(
     candidates: n cells of one token each. repeats: `[n]` bool.
     """
     unique, repeated = (~repeats).nonzero()[:, 0], repeats.nonzero()[:, 0]
-    parts = [_select_cells(candidates.cells, unique).as_compressed()]
+    parts = [_select_cells(candidates.cells, unique).to_compressed_format()]
     reports = [Compression(len(unique), len(unique), 0.0, 0.0)]
     others = replace(candidates, cells=_select_cells(candidates.cells, repeated))
     for cells, report in compress(Fitted(), others, count):
-        parts.append(replace(cells, bias=None).as_compressed())
+        parts.append(replace(cells, bias=None).to_compressed_format())
         reports.append(report)
     joined = replace(candidates, cells=Cells.concatenate(parts))
     if not len(joined):

@@ -42,7 +42,7 @@ class StepRunner:
         layers = new_cache_layers(config) if recurrent else adapted.cache_layers
         self.cache = StepCache(layers, length)
         if recurrent:
-            load_states([step.recurrent for step in self._steps], self.cache)
+            load_states([step.recurrent_states for step in self._steps], self.cache)
 
     def finish(self) -> None:
         """Pass the forward's recurrent states to the step.
@@ -57,7 +57,7 @@ class StepRunner:
         if self._adapted.spec.recurrent:
             all_states = read_states(self.cache, len(self._steps))
             for step, states in zip(self._steps, all_states, strict=True):
-                step.recurrent = states
+                step.recurrent_states = states
 
     def make_mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
         return None  # the step determines what each of its tokens sees

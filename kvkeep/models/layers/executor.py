@@ -95,7 +95,7 @@ class DecodeGraph:
 
     def __init__(self, network: Network, step: DecodeStep):
         self._static = StaticStep(step)
-        device = step.newest.layout.device
+        device = step.newest_segment.layout.device
         self._tokens = torch.zeros(1, dtype=torch.int64, device=device)
         self._forward = partial(network.forward, self._tokens, self._static)
         self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its hidden states

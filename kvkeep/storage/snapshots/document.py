@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from kvkeep.cache import Layout
-from kvkeep.cache.checks import require, require_flag, require_whole
-from kvkeep.cache.state import MAX_CELLS, MAX_NUMBER
+from kvkeep.cache.checks import require, require_bool, require_int
+from kvkeep.cache.state import MAX_CELLS, MAX_EXACT_INT
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OBJECTS = ("fingerprint", "policy", "settings", "sampler", "layout", "coding")
@@ -27,8 +27,8 @@ def check_document(document: Mapping[str, Any]) -> None:
     for name in ("bits", "notes", "arithmetic"):
         _require_type(name, document.get(name, {}), dict)
     for name in ("tokens", "serial"):
-        require_whole(name, document[name], 0, MAX_NUMBER)
-    require_whole("clock", document["clock"], -MAX_NUMBER, MAX_NUMBER)
+        require_int(name, document[name], 0, MAX_EXACT_INT)
+    require_int("clock", document["clock"], -MAX_EXACT_INT, MAX_EXACT_INT)
     created = document["created"]
     require(
         type(created) in (int, float) and 0 <= created <= _MAX_TIME,
@@ -38,7 +38,7 @@ def check_document(document: Mapping[str, Any]) -> None:
         for value in document.get(name, {}).values():
             _require_type(name, value, str)
     _require_type("the policy's name", document["policy"]["name"], str)
-    require_whole("max_kv_size", document["policy"]["max_kv_size"], 1, MAX_CELLS)
+    require_int("max_kv_size", document["policy"]["max_kv_size"], 1, MAX_CELLS)
     check_settings(document["settings"], document["tokens"])
     for entry in document["segments"]:
         _check_segment(entry)
@@ -51,16 +51,16 @@ def check_document(document: Mapping[str, Any]) -> None:
 
 def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
     """Check the settings of a session with so many tokens. Raises as `check_document`."""
-    require_whole("prefill_step", settings["prefill_step"], 1, MAX_NUMBER)
-    require_flag("keep_whole_prompt", settings["keep_whole_prompt"])
+    require_int("prefill_step", settings["prefill_step"], 1, MAX_EXACT_INT)
+    require_bool("keep_whole_prompt", settings["keep_whole_prompt"])
     pins, spans = settings.get("pins", []), settings.get("spans", {})
     _require_type("pins", pins, list)
     _require_type("spans", spans, dict)
     for name, span in spans.items():
         _require_type("a span's name", name, str)
         require(len(span) == 2, f"span {name!r} must have a start and an end; found {span!r:.80}")
-        require_whole(f"the start of span {name!r}", span[0], 0, tokens)
-        require_whole(f"the end of span {name!r}", span[1], span[0], tokens)
+        require_int(f"the start of span {name!r}", span[0], 0, tokens)
+        require_int(f"the end of span {name!r}", span[1], span[0], tokens)
     _require_type("the window", settings.get("window", {}), dict)
 
 
@@ -69,7 +69,7 @@ def layout_of(entry: Mapping[str, Any]) -> Layout:
     _require_type("a layout", entry, dict)
     sizes = {name: entry[name] for name in _LAYOUT_SIZES}
     for name, size in sizes.items():
-        require_whole(name, size, 1, _MAX_SIZE)
+        require_int(name, size, 1, _MAX_SIZE)
     return Layout(**sizes, dtype=dtype_of(entry["dtype"]), device=torch.device("cpu"))
 
 
@@ -89,17 +89,17 @@ def _check_segment(entry: Any) -> None:
         entry["map"].keys() == {"offset", "group"},
         f"a map has an offset and a group; found {list(entry['map'])}",
     )
-    require_whole("a map's offset", entry["map"]["offset"], -MAX_NUMBER, MAX_NUMBER)
-    require_whole("a map's group", entry["map"]["group"], 1, MAX_CELLS)
+    require_int("a map's offset", entry["map"]["offset"], -MAX_EXACT_INT, MAX_EXACT_INT)
+    require_int("a map's group", entry["map"]["group"], 1, MAX_CELLS)
     for name in ("limit", "capacity", "length"):
-        require_whole(name, entry[name], 1, MAX_CELLS)
-    require_whole("start", entry["start"], 0, entry["capacity"] - 1)
+        require_int(name, entry[name], 1, MAX_CELLS)
+    require_int("start", entry["start"], 0, entry["capacity"] - 1)
     require(entry["length"] <= entry["capacity"], "a segment longer than its storage")
     require(entry["length"] <= entry["limit"], "a segment longer than its limit")
     for name in ("anchor", "frozen", "slot_order"):
-        require_flag(name, entry[name])
+        require_bool(name, entry[name])
     for name in ("sealed", "compressed", "ragged", "worth", "local"):
-        require_flag(name, entry.get(name, False))
+        require_bool(name, entry.get(name, False))
     is_full = entry["length"] == entry["capacity"]
     if entry.get("ragged", False):
         require(entry["compressed"] and entry["frozen"], "ragged cells of tokens")
@@ -114,7 +114,7 @@ def _check_coding(name: str, coding: Any) -> None:
     dtype_of(coding["dtype"])
     _require_type("shape", coding["shape"], list)
     for size in coding["shape"]:
-        require_whole(f"the shape of {name}", size, 0, MAX_CELLS)
+        require_int(f"the shape of {name}", size, 0, MAX_CELLS)
 
 
 def _require_type(name: str, value: Any, expected: type) -> None:

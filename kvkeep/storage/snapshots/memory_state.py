@@ -11,8 +11,8 @@ from kvkeep.cache import CacheState, Layout
 from kvkeep.cache.checks import (
     require,
     require_finite,
+    require_int,
     require_tensor,
-    require_whole,
     require_within,
 )
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -63,6 +63,6 @@ class MemoryState:
             require(known, "there are cells of no token")
             require(bool((indices[positions].diff() > 0).all()), "cells are not in token order")
         for pin in self.pins:
-            require_whole("a pin", pin, 0, self.cache.serial - 1)
+            require_int("a pin", pin, 0, self.cache.serial - 1)
         require(len(set(self.pins)) == len(self.pins), "a token is pinned twice")
         require(set(self.pins) <= set(cell_serials.tolist()), "a token is pinned that has no cell")

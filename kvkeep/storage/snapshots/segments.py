@@ -49,9 +49,9 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
         "anchor": segment.anchor,
         "frozen": segment.frozen,
         "sealed": segment.sealed,
-        "start": segment.place,
+        "start": segment.first_place,
         "length": segment.length,
-        "capacity": segment.limit if wraps else segment.place + segment.length,
+        "capacity": segment.limit if wraps else segment.first_place + segment.length,
         "slot_order": _in_slot_order(segment),
         "compressed": segment.compressed,
         **{name: True for name, is_set in optional.items() if is_set},
@@ -82,7 +82,7 @@ def read_segment(
     if entry["slot_order"]:
         segment.block, segment.start = Block(cells), entry["start"]
     else:
-        segment.block = Block(cells, origin=entry["start"])
+        segment.block = Block(cells, place_offset=entry["start"])
     return segment
 
 
@@ -100,4 +100,4 @@ def _read_kv(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
 
 def _in_slot_order(segment: Segment) -> bool:
     """Whether to save cells in slot order, as for a full ring: another order changes rounding."""
-    return segment.length == segment.capacity and (segment.wrapped or not segment.place)
+    return segment.length == segment.capacity and (segment.wrapped or not segment.first_place)

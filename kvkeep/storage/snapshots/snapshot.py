@@ -100,7 +100,7 @@ class Snapshot:
     @property
     def recurrent(self) -> Mapping[str, Tensor]:
         """The states of layers that have no cells."""
-        return self.memory.cache.recurrent
+        return self.memory.cache.recurrent_states
 
     @property
     def observed(self) -> Queries | None:
@@ -139,7 +139,7 @@ class Snapshot:
             tensors |= {"hidden": memory.hidden, "logits": memory.logits}
         if cache.observed is not None:
             tensors |= {"queries": cache.observed.values, "query_times": cache.observed.times}
-        tensors |= {f"{_RECURRENT}{name}": state for name, state in cache.recurrent.items()}
+        tensors |= {f"{_RECURRENT}{name}": state for name, state in cache.recurrent_states.items()}
         stored, coding = encode(tensors, codec)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
@@ -266,7 +266,7 @@ def _cache_state(
         serial=document["serial"],
         observed=None if queries is None else Queries(queries, tensors["query_times"]),
         local=tuple(segments[True]),
-        recurrent={
+        recurrent_states={
             name.removeprefix(_RECURRENT): state
             for name, state in tensors.items()
             if name.startswith(_RECURRENT)
