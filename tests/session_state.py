@@ -35,7 +35,7 @@ def whole_state(session: Session) -> Whole:
         "time": cache.time,
         "serial": cache.serial,
         "window": cache.window,
-        "queries": None if queries is None else (queries.values.clone(), queries.times.clone()),
+        "queries": None if queries is None else (queries.vectors.clone(), queries.times.clone()),
         "hidden": None if memory.hidden is None else memory.hidden.clone(),
         "logits": session.logits,
         "segments": [segment_state(segment) for segment in cache.all_segments],

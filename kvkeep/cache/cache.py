@@ -272,9 +272,9 @@ class KVCache:
         cache.window, cache.time, cache.serial = state.window, state.time, state.serial
         states = state.recurrent_states
         cache.recurrent_states = {name: value.to(device) for name, value in states.items()}
-        if state.observed is not None:
-            queries = state.observed.values.to(device)
-            cache.observe(Queries(queries, state.observed.times))
+        if state.observed_queries is not None:
+            queries = state.observed_queries.vectors.to(device)
+            cache.observe(Queries(queries, state.observed_queries.times))
         return cache
 
     def _require_capacity(self, segments: Sequence[Segment]) -> None:

@@ -14,26 +14,26 @@ MAX_QUERIES = 128  # that an observer keeps
 class Queries:
     """Unrotated queries, oldest first.
 
-    values: `[layers, heads, n, head_dim]`. times: `[n]` int64 on the CPU, the time of each token.
+    vectors: `[layers, heads, n, head_dim]`. times: `[n]` int64 on the CPU, the time of each token.
     """
 
-    values: Tensor
+    vectors: Tensor
     times: Tensor
 
     def __len__(self) -> int:
         return self.times.shape[0]
 
     def newest(self, count: int) -> "Queries":
-        return Queries(self.values[:, :, -count:], self.times[-count:])
+        return Queries(self.vectors[:, :, -count:], self.times[-count:])
 
     def every(self, stride: int) -> "Queries":
         """Return every `stride`-th query, the newest included."""
         first = (len(self) - 1) % stride
-        return Queries(self.values[:, :, first::stride], self.times[first::stride])
+        return Queries(self.vectors[:, :, first::stride], self.times[first::stride])
 
     def seen_from(self, position_map: PositionMap) -> "Queries":
         """Return the queries at times shifted by the map's offset; the map's group is 1."""
-        return Queries(self.values, self.times + position_map.offset)
+        return Queries(self.vectors, self.times + position_map.offset)
 
 
 class Observer:
@@ -45,9 +45,9 @@ class Observer:
     def __init__(self, earlier: Queries | None = None):
         self._steps: list[tuple[int, Tensor]] = []  # time of the first; [layers, n, heads, d]
         if earlier is not None:
-            values = earlier.values.transpose(1, 2)
+            vectors = earlier.vectors.transpose(1, 2)
             for index, time in enumerate(earlier.times.tolist()):
-                self._steps.append((time, values[:, index : index + 1]))
+                self._steps.append((time, vectors[:, index : index + 1]))
 
     def __len__(self) -> int:
         return sum(queries.shape[1] for _, queries in self._steps)
@@ -75,14 +75,14 @@ class Observer:
         """Return all recorded queries, at most `MAX_QUERIES`; None if there are none."""
         if not self._steps:
             return None
-        values = torch.cat([queries for _, queries in self._steps], 1).transpose(1, 2)
+        vectors = torch.cat([queries for _, queries in self._steps], 1).transpose(1, 2)
         times = torch.cat(
             [
                 torch.arange(first, first + queries.shape[1], dtype=torch.int64, device="cpu")
                 for first, queries in self._steps
             ]
         )
-        return Queries(values, times)
+        return Queries(vectors, times)
 
     def fork(self) -> "Observer":
         """Return an observer that shares all recorded queries and records its own from now on."""

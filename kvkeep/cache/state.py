@@ -33,7 +33,7 @@ MAX_CELLS = 2**30  # of a segment: kernels index its places with 32 bits
 class CacheState:
     """The contents of a cache; see `KVCache`.
 
-    observed: the newest queries, if the cache records them. local: the segments of local layers.
+    observed_queries: the newest, if the cache records them. local: the segments of local layers.
     recurrent_states: of layers that have no cells, by name.
     """
 
@@ -41,7 +41,7 @@ class CacheState:
     window: Window
     time: int
     serial: int
-    observed: Queries | None
+    observed_queries: Queries | None
     local: tuple[Segment, ...] = ()
     recurrent_states: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -61,8 +61,8 @@ class CacheState:
         for index, segment in enumerate(self.segments):
             with _error_prefix(f"segment {index}"):
                 self._check_segment(segment, layout, far_layout)
-        if self.observed is not None:
-            _check_queries(self.observed, layout, heads, self.time)
+        if self.observed_queries is not None:
+            _check_queries(self.observed_queries, layout, heads, self.time)
         for index, segment in enumerate(self.local):
             require(local is not None, "cells of local layers, of which the model has none")
             assert local is not None
@@ -163,7 +163,7 @@ def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> 
     require_tensor("query times", observed.times, torch.int64, None)
     require_int("the number of queries", len(observed), 1, MAX_QUERIES)
     shape = (layout.layers, heads, len(observed), layout.head_dim)
-    require_tensor("queries", observed.values, layout.dtype, *shape)
-    require_finite("queries", observed.values)
+    require_tensor("queries", observed.vectors, layout.dtype, *shape)
+    require_finite("queries", observed.vectors)
     require_within("query times", observed.times, -MAX_EXACT_INT, time - 1)
     require(bool((observed.times.diff() > 0).all()), "query times must increase")

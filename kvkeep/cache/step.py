@@ -242,9 +242,7 @@ class ChunkStep(Step):
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
         evict_count = max(0, self.evicted_counts[-1] - self.window.spare)
         self.window.evict(self.segments, min(evict_count, self._window_cells))
-        dropped_new = max(
-            0, evict_count - self._window_cells
-        )  # a chunk may be longer than the window
+        dropped_new = max(0, evict_count - self._window_cells)  # of a chunk that exceeds the window
         new = Cells(self.new_cells.keys, self.new_cells.values, positions, serials)
         self.newest_segment.append(new.part(slice(dropped_new, None)))
         for segment in self.segments:

@@ -117,7 +117,7 @@ def test_observed_queries_equal_those_of_torch_to_bfloat16_rounding(
             queries = one.cache.observer.queries()
             assert queries is not None
             assert queries.times.tolist() == list(range(55))
-            results.append(queries.values.float())
+            results.append(queries.vectors.float())
     for here, there in zip(results[:2], results[2:], strict=True):
         assert (here - there).square().mean() <= 1e-3 * there.square().mean()
 

@@ -87,7 +87,7 @@ def attention_shares(
     for index in range(len(queries) - count, len(queries)):
         time, mean = int(queries.times[index]), [0.0] * n
         for group in range(GROUPS):
-            query = rotated(queries.values[layer, head * GROUPS + group, index], time)
+            query = rotated(queries.vectors[layer, head * GROUPS + group, index], time)
             weights = []
             for cell in range(n):
                 product = float(query @ candidates.cells.keys[layer, head, cell].double())

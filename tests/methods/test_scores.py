@@ -164,7 +164,7 @@ def distribution(
         return mean, moment - torch.outer(mean, mean)
     assert candidates.queries is not None
     queries_of_both_heads = (
-        candidates.queries.values[layer, 2 * head : 2 * head + 2].double().flatten(0, 1)
+        candidates.queries.vectors[layer, 2 * head : 2 * head + 2].double().flatten(0, 1)
     )
     mean = sum(queries_of_both_heads) / len(queries_of_both_heads)
     return mean, sum(torch.outer(q - mean, q - mean) for q in queries_of_both_heads) / len(

@@ -94,7 +94,7 @@ def state(session: Session) -> list[object]:
     cache = session.cache
     observed = cache.observer.queries() if cache.observer else None
     parts: list[object] = [session.tokens, cache.time, session.keep, session.logits]
-    parts += [] if observed is None else [observed.values, observed.times]
+    parts += [] if observed is None else [observed.vectors, observed.times]
     for segment in cache.segments:
         cells = segment.read(0, segment.length)
         parts += [cells.keys, cells.values, cells.positions, cells.serials, cells.bias]

@@ -366,7 +366,7 @@ def test_describe_refuses_an_invalid_document(tmp_path: Path) -> None:
         {"settings": {}},
         {"policy": {"name": "sliding"}},
         {"sampler": {"seed": 3}},
-        {"observed": "queries"},
+        {"observed_queries": "queries"},
         {"bits": None},
     ],
     ids=str,

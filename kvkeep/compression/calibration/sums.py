@@ -46,7 +46,7 @@ class QuerySums:
         assert cache.observer is not None
         queries = cache.observer.queries()
         assert queries is not None
-        samples = group_by_kv_head(queries.values, cache.layout.kv_heads).cpu()
+        samples = group_by_kv_head(queries.vectors, cache.layout.kv_heads).cpu()
         self.queries += samples.shape[2]
         self.sum += samples.sum(2)
         self.outer += samples.transpose(-1, -2) @ samples

@@ -115,7 +115,7 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
     """
     kv_heads, rope = cells.keys.shape[1], candidates.rope
     rotation = rope.at(queries.times)
-    rotated = rope.rotate_layers(queries.values.float().unsqueeze(-2), rotation).squeeze(-2)
+    rotated = rope.rotate_layers(queries.vectors.float().unsqueeze(-2), rotation).squeeze(-2)
     rows = group_by_kv_head(rotated, kv_heads)
     products = (rows @ cells.keys.float().transpose(-1, -2)) * candidates.scale
     scores = products.view(*products.shape[:2], -1, len(queries), len(cells))
@@ -155,7 +155,7 @@ def _query_distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
     if statistics is not None:
         outer = statistics.mean.unsqueeze(-1) * statistics.mean.unsqueeze(-2)
         return statistics.mean, statistics.moment - outer
-    samples = group_by_kv_head(newest_queries(candidates, MAX_QUERIES).values, candidates.shape[1])
+    samples = group_by_kv_head(newest_queries(candidates, MAX_QUERIES).vectors, candidates.shape[1])
     mean = samples.mean(2)
     centred = samples - mean.unsqueeze(2)
     return mean, centred.transpose(-1, -2) @ centred / samples.shape[2]

@@ -75,9 +75,9 @@ class Candidates:
         """Return candidates of one layer and KV head. cells: that head's, `[1, 1, n, ...]`."""
         queries, statistics = self.queries, self.statistics
         if queries is not None:
-            groups = queries.values.shape[1] // self.layers_and_heads[1]
+            groups = queries.vectors.shape[1] // self.layers_and_heads[1]
             heads = slice(head * groups, (head + 1) * groups)
-            queries = Queries(queries.values[layer : layer + 1, heads], queries.times)
+            queries = Queries(queries.vectors[layer : layer + 1, heads], queries.times)
         return replace(
             self,
             cells=cells,

@@ -105,7 +105,7 @@ class Snapshot:
     @property
     def observed(self) -> Queries | None:
         """The newest queries, if the policy decides by them."""
-        return self.memory.cache.observed
+        return self.memory.cache.observed_queries
 
     @property
     def hidden(self) -> Tensor | None:
@@ -137,8 +137,8 @@ class Snapshot:
         tensors |= {"tokens": memory.tokens, "serials": memory.serials}
         if memory.hidden is not None and memory.logits is not None:
             tensors |= {"hidden": memory.hidden, "logits": memory.logits}
-        if cache.observed is not None:
-            tensors |= {"queries": cache.observed.values, "query_times": cache.observed.times}
+        if (observed := cache.observed_queries) is not None:
+            tensors |= {"queries": observed.vectors, "query_times": observed.times}
         tensors |= {f"{_RECURRENT}{name}": state for name, state in cache.recurrent_states.items()}
         stored, coding = encode(tensors, codec)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
@@ -236,8 +236,8 @@ def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
         logits=tensors.get("logits"),
         cache=_cache_state(document, tensors, layouts),
     )
-    observed = memory.cache.observed
-    memory.cache.check(near, far, observed.values.shape[1] if observed else 0, local)
+    observed = memory.cache.observed_queries
+    memory.cache.check(near, far, observed.vectors.shape[1] if observed else 0, local)
     memory.check_consistency()
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
     later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
@@ -264,7 +264,7 @@ def _cache_state(
         window=Window(**document["settings"].get("window", {})),
         time=document["clock"],
         serial=document["serial"],
-        observed=None if queries is None else Queries(queries, tensors["query_times"]),
+        observed_queries=None if queries is None else Queries(queries, tensors["query_times"]),
         local=tuple(segments[True]),
         recurrent_states={
             name.removeprefix(_RECURRENT): state
