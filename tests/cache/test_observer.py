@@ -55,7 +55,7 @@ def test_the_newest_queries_are_recorded_unrotated(step: int, tokens: int) -> No
         queries_passed_to_attention(tokens)[:, :, -MAX_QUERIES:],
     )
     assert actual.times.tolist() == list(range(max(0, tokens - MAX_QUERIES), tokens))
-    torch.testing.assert_close(actual.values, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.vectors, expected, rtol=1e-4, atol=1e-4)
 
 
 ACTIONS = st.lists(
@@ -88,19 +88,19 @@ def test_queries_follow_rewinds_failures_and_forks(
         elif kind == "fork":
             session.fork().feed(TEXT[:amount])
         assert queries(session).times.tolist() == times
-        assert queries(session).values.shape[2] == len(times)
+        assert queries(session).vectors.shape[2] == len(times)
 
 
 def test_a_fork_records_its_own_queries() -> None:
     session = observing(tokens=60)
     fork, before = session.fork(), queries(session)
     fork.feed(TEXT[200:210])
-    assert torch.equal(queries(session).values, before.values)
+    assert torch.equal(queries(session).vectors, before.vectors)
     session.feed(TEXT[60:70])
     alone = observing(tokens=60)
     alone.feed(TEXT[60:70])
-    torch.testing.assert_close(queries(session).values, queries(alone).values)
-    assert not torch.equal(queries(fork).values[:, :, -1], queries(session).values[:, :, -1])
+    torch.testing.assert_close(queries(session).vectors, queries(alone).vectors)
+    assert not torch.equal(queries(fork).vectors[:, :, -1], queries(session).vectors[:, :, -1])
 
 
 def test_sessions_of_a_group_record_their_own_queries() -> None:
@@ -111,7 +111,7 @@ def test_sessions_of_a_group_record_their_own_queries() -> None:
     for session, other in zip(sessions, alone, strict=True):
         assert torch.equal(queries(session).times, queries(other).times)
         torch.testing.assert_close(
-            queries(session).values, queries(other).values, rtol=1e-4, atol=1e-4
+            queries(session).vectors, queries(other).vectors, rtol=1e-4, atol=1e-4
         )
 
 
@@ -123,4 +123,4 @@ def test_a_restored_session_has_the_same_queries() -> None:
         each.rewind(60)
         each.feed(TEXT[300:310])
     assert torch.equal(queries(session).times, queries(restored).times)
-    assert torch.equal(queries(session).values, queries(restored).values)
+    assert torch.equal(queries(session).vectors, queries(restored).vectors)
