@@ -53,7 +53,7 @@ class Admission:
         samplings: of the generations; by default the request's. All but the first generation fork
         the prefilled session.
         """
-        self._policy.admit(owner, self.scheduler.running, self.scheduler.step_seconds)
+        self._policy.require_slot(owner, self.scheduler.running, self.scheduler.step_seconds)
         if session is None:
             assert isinstance(request, GenerationRequest)
             self._check_prompt(request, session_length=0)
@@ -61,18 +61,18 @@ class Admission:
         else:
             record, reuse = self._registry.load_idle(session, owner, revision), Reuse()
             if callable(request):
-                length = len(record.live.tokens)
+                length_before = len(record.live.tokens)
                 request = request(record)
-                record.note_truncation(length)
+                record.note_truncation(length_before)
             self._check_prompt(request, session_length=len(record.live.tokens))
         try:
             samplings = samplings or [request.sampling]
-            require_own_constraints(samplings, self._admitted_samplings())
-            prompt, limit = request.prompt, request.max_tokens
-            new_tokens = None if limit is None else len(prompt) + limit
+            require_own_constraints(samplings, self._samplings_in_progress())
+            prompt, max_tokens = request.prompt, request.max_tokens
+            new_tokens = None if max_tokens is None else len(prompt) + max_tokens
             self._registry.reserve(record, new_tokens, len(samplings))
-            remaining = prompt[reuse.tokens :]
-            feeding = record.live.feeding(remaining) if remaining else None
+            unreused = prompt[reuse.tokens :]
+            feeding = record.live.feeding(unreused) if unreused else None
             first, *followers = [
                 Generation(replace(request, sampling=sampling), record, listener)
                 for sampling, listener in zip(samplings, listeners, strict=True)
@@ -105,30 +105,30 @@ class Admission:
 
     def _session_for_prompt(self, prompt: Sequence[int], owner: str) -> tuple[SessionRecord, Reuse]:
         """Return an unnamed session for a prompt, and the part of the prompt that it holds."""
-        empty = self._new_session(owner)
-        match = best_match(prompt, self._registry.of(owner), empty)
+        empty_session = self._new_session(owner)
+        match = best_match(prompt, self._registry.owned_by(owner), empty_session)
         if not match.resumes_session:
             self.cache_misses[owner].appendleft(explain(prompt, match, next(_miss_numbers)))
-        reuse, source = match.reuse(prompt), match.record
-        if source and match.resumes_session and not source.named:
-            source.live.draw_anew()
-            return source, reuse
-        record = self._registry.add(match.build_session(empty), owner, named=False)
+        reuse, source_record = match.reuse(prompt), match.record
+        if source_record and match.resumes_session and not source_record.named:
+            source_record.live.draw_anew()
+            return source_record, reuse
+        record = self._registry.add(match.build_session(empty_session), owner, named=False)
         record.parent = reuse.session
-        match.note_origin(record)
+        match.set_token_counts(record)
         return record, reuse
 
     def _check_prompt(self, request: GenerationRequest, session_length: int) -> None:
-        limit = self._policy.limits.prompt_tokens
+        max_prompt = self._policy.limits.prompt_tokens
         if not request.prompt and not session_length:
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
-        if len(request.prompt) > limit:
+        if len(request.prompt) > max_prompt:
             raise InvalidArgument(
-                f"a prompt has at most {limit:,} tokens here; found "
+                f"a prompt has at most {max_prompt:,} tokens here; found "
                 f"{len(request.prompt):,}: feed a session in parts"
             )
 
-    def _admitted_samplings(self) -> Iterator[Sampling]:
+    def _samplings_in_progress(self) -> Iterator[Sampling]:
         waiting = itertools.chain(*self._followers.values())
         for generation in (*self.scheduler.running, *waiting):
             yield generation.request.sampling
@@ -138,7 +138,7 @@ class Admission:
     def _fork_followers(self, generation: Generation) -> None:
         """Fork the prefilled session for each generation that shares the prompt."""
         record, followers = generation.record, self._followers.pop(generation, ())
-        record.reserved //= 1 + len(followers)
+        record.reserved_bytes //= 1 + len(followers)
         for follower in followers:
             if follower.cancelled:
                 follower.fail(Cancelled(CANCELLED))
@@ -149,10 +149,10 @@ class Admission:
             except Exception as error:
                 follower.fail(error)
                 continue
-            fork.exact_tokens, fork.activity = record.exact_tokens, "generating"
+            fork.step_aligned_tokens, fork.activity = record.step_aligned_tokens, "generating"
             follower.record = fork
-            reused = len(follower.request.prompt)
-            follower.start(None, Reuse(reused, "session", session=record.name))
+            reused_tokens = len(follower.request.prompt)
+            follower.start(None, Reuse(reused_tokens, "session", session=record.name))
             self.scheduler.running.append(follower)
 
     def _release_session(self, generation: Generation) -> None:
@@ -164,15 +164,15 @@ class Admission:
         if generation.generated:
             record.sampled_length = len(record.live.tokens)
         if (on_end := generation.request.on_end) is not None:
-            length = len(record.live.tokens)
-            prefilled = len(generation.request.prompt) - generation.unprefilled
+            length_before = len(record.live.tokens)
+            prefilled = len(generation.request.prompt) - generation.unprefilled_tokens
             try:
                 on_end(record.live, prefilled, len(generation.generated))
             except Exception:  # the generation is complete: an error of its caller changes nothing
                 _log.exception("on_end of a generation in session %r failed", record.name)
-            record.note_truncation(length)
+            record.note_truncation(length_before)
         record.activity = "idle"
-        record.reserved = 0
+        record.reserved_bytes = 0
         if not record.named and record.live.cache.cells == 0:
             self._registry.remove(record)
             return
@@ -184,7 +184,7 @@ class Admission:
         usage, totals = generation.usage, self._totals
         self._end_reasons[generation.end_reason] += 1
         # A prompt that was cancelled counts as far as it was prefilled.
-        totals.prefilled += max(0, usage.evaluated - generation.unprefilled)
+        totals.prefilled += max(0, usage.evaluated - generation.unprefilled_tokens)
         totals.reused += usage.reuse.tokens
         totals.generated += usage.generated
         totals.prefill_seconds += usage.prefill_seconds

@@ -13,13 +13,13 @@ from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import Operation, OperationLog, Totals
-from kvkeep.engine.record import PREFILL_STEP, SessionRecord
+from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
 from kvkeep.engine.reuse import CacheMiss, StepAlignedCache
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_files import SnapshotLabels
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
-from kvkeep.engine.thread import EngineThread, flatten
+from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
@@ -70,20 +70,20 @@ class Engine(AbstractContextManager["Engine"]):
         prefix stores, or a function that returns an owner's store; None for no stores. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`."""
         self.model = model
-        self.settings = {"prefill_step": PREFILL_STEP, **(settings or {})}
+        self.settings = {"prefill_step": DEFAULT_PREFILL_STEP, **(settings or {})}
         self.limits = limits or Limits()
         session_folder = None if folder is None else validation.path("folder", folder)
-        self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
+        self._stores = stores if callable(stores) or stores is None else _prefix_stores_in(stores)
         self._new_session("0")  # invalid settings are refused here, not at the first request
         policy = SchedulingPolicy(self.limits)
         self._registry = SessionRegistry(model, session_folder, policy, snapshots)
-        self.losses = self._registry.losses
-        self._log = OperationLog()
+        self.losses = self._registry.losses  # messages about unsaved changes
+        self._operation_log = OperationLog()
         step_interval = self.limits.save_idle_after / 2 + 0.05
-        self._thread = EngineThread(self._step, step_interval, self._end)
+        self._thread = EngineThread(self._step, step_interval, self._save_and_unlock)
         self._saver = SessionSaver(self._registry, self._thread.post)
-        self._operations = SessionOperations(self._registry, self._log, self._new_session)
-        self._admission = Admission(self._registry, self._log, self._new_session)
+        self._operations = SessionOperations(self._registry, self._operation_log, self._new_session)
+        self._admission = Admission(self._registry, self._operation_log, self._new_session)
         self._scheduler = self._admission.scheduler
         self._shutdown_deadline = 0.0
         self.borrowed = BorrowedSessions(self._registry, self._discard)
@@ -147,14 +147,14 @@ class Engine(AbstractContextManager["Engine"]):
     def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
         """Save a session; the result is the revision on disk. Raises StoreError."""
         registry, save = self._registry, self._saver.save
-        return flatten(self.call(lambda: save(registry.find(name, owner, revision))))
+        return flatten_future(self.call(lambda: save(registry.find(name, owner, revision))))
 
     def snapshot(
         self, name: str, label: str, owner: str = "0", revision: int | None = None
     ) -> Future[int]:
         """Write a labelled snapshot; the result is its size in bytes. Raises as `snapshots`."""
         load, write = self._registry.load_existing, self._saver.snapshot
-        return flatten(self.call(lambda: write(load(name, owner, revision), label)))
+        return flatten_future(self.call(lambda: write(load(name, owner, revision), label)))
 
     def discard(self, name: str, owner: str = "0") -> Future[None]:
         """Remove a session, and cancel its generation."""
@@ -182,7 +182,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def operations(self, owner: str = "0") -> Future[list[Operation]]:
         """Return the recent operations, the newest first."""
-        return self.call(lambda: list(self._log.recent[owner]))
+        return self.call(lambda: list(self._operation_log.recent[owner]))
 
     def totals(self) -> Future[Totals]:
         """Return counts of the work since the start, and of the present work."""
@@ -190,7 +190,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
         """Add a listener to operations, called in the engine's thread; return its remover."""
-        return self._log.watch(listener)
+        return self._operation_log.watch(listener)
 
     # The thread
 
@@ -217,7 +217,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._saver.save_idle(self.limits.save_idle_after)
         return len(self._scheduler.running) > 0
 
-    def _end(self) -> None:
+    def _save_and_unlock(self) -> None:
         self._saver.save_all()
         self._registry.close()
 
@@ -238,6 +238,6 @@ class Engine(AbstractContextManager["Engine"]):
         return self.model.session(store=store, **settings)
 
 
-def _stores_in(stores: str | Path) -> Callable[[str], PrefixCache]:
-    folder = validation.path("stores", stores)
+def _prefix_stores_in(path: str | Path) -> Callable[[str], PrefixCache]:
+    folder = validation.path("stores", path)
     return lambda owner: PrefixStore(folder / owner)

@@ -25,8 +25,8 @@ from kvkeep.session.streaming import TextStream
 # "waiting": until another generation has prefilled the prompt that they share.
 Phase = Literal["waiting", "prefill", "decode", "done"]
 
-CANCELLED = "the answer was cancelled"
-_LEAST_LOGPROB = -9999.0
+CANCELLED = "the answer was cancelled"  # message of `Cancelled`
+_MIN_LOGPROB = -9999.0
 _generation_numbers = itertools.count(1)
 
 
@@ -152,8 +152,8 @@ class Generation(Iterator[GenerationEvent]):
         self.error: BaseException | None = None
         self.end_reason = ""  # "failed" for an error, "" before the end
         self.generated: list[int] = []  # token ids
-        self.unprefilled = 0  # prompt tokens that were not prefilled when it ended
-        self.age = 0  # tokens that were prefilled for other prompts while this one waited
+        self.unprefilled_tokens = 0  # prompt tokens that were not prefilled when it ended
+        self.waited_tokens = 0  # tokens that were prefilled for other prompts while this one waited
         self._feeding: Feeding | None = None
         self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
         self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
@@ -192,7 +192,7 @@ class Generation(Iterator[GenerationEvent]):
     def start(self, feeding: Feeding | None, reuse: Reuse) -> None:
         """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
         self._feeding, self.reuse = feeding, reuse
-        self._step_aligned = self.record.exact_tokens == len(self.record.live.tokens)
+        self._step_aligned = self.record.step_aligned_tokens == len(self.record.live.tokens)
         if feeding is None:
             self.phase = "decode"
             self._prefill_start = self._prefill_end = time.perf_counter()
@@ -210,7 +210,7 @@ class Generation(Iterator[GenerationEvent]):
         if step.reused:
             self.reuse = replace(self.reuse, tokens=self.reuse.tokens + step.tokens, source="store")
         if self._step_aligned:
-            self.record.exact_tokens = self.record.end_of_last_step(len(session.tokens))
+            self.record.step_aligned_tokens = self.record.end_of_last_step(len(session.tokens))
         self._emit_progress()
         if not self.prefill_remaining:
             self._feeding, self.phase = None, "decode"
@@ -224,7 +224,7 @@ class Generation(Iterator[GenerationEvent]):
             self.finish("full")
         return self.phase == "decode"
 
-    def store_logprobs(self) -> None:
+    def compute_logprobs(self) -> None:
         logits = None if self.request.logprobs is None else self.record.live.logits
         if logits is not None:
             self._logprobs = torch.log_softmax(logits.float().cpu(), -1)
@@ -249,9 +249,9 @@ class Generation(Iterator[GenerationEvent]):
     def finish(self, reason: EndReason) -> None:
         """End it; a stop string in the text that was held back overrides the reason."""
         stream = self._text_stream
-        rest = stream.flush()
+        held_back_text = stream.flush()
         reason = "stop" if stream.stopped else reason
-        self._end(Finished(reason, rest, self.usage, stream.stop_found), reason)
+        self._end(Finished(reason, held_back_text, self.usage, stream.stop_found), reason)
 
     def fail(self, error: BaseException) -> None:
         self.error = self.error or error
@@ -260,21 +260,21 @@ class Generation(Iterator[GenerationEvent]):
     @property
     def usage(self) -> Usage:
         now = time.perf_counter()
-        began = now if self._prefill_start is None else self._prefill_start
-        ended = now if self._prefill_end is None else self._prefill_end
+        prefill_start = now if self._prefill_start is None else self._prefill_start
+        prefill_end = now if self._prefill_end is None else self._prefill_end
         return Usage(
             len(self.request.prompt),
             len(self.generated),
             self.reuse,
-            max(0.0, began - self._submit_time),
-            max(0.0, ended - began),
-            max(0.0, now - ended),
+            max(0.0, prefill_start - self._submit_time),
+            max(0.0, prefill_end - prefill_start),
+            max(0.0, now - prefill_end),
         )
 
     def _end(self, event: Finished | Failed, reason: str) -> None:
         if self.phase != "done":
             self.phase, self.end_reason = "done", reason
-            self.unprefilled, self._feeding = self.prefill_remaining, None
+            self.unprefilled_tokens, self._feeding = self.prefill_remaining, None
             self._emit(event)
 
     def _emit(self, event: GenerationEvent) -> None:
@@ -294,7 +294,7 @@ class Generation(Iterator[GenerationEvent]):
         if logprobs is None:
             return None, ()
         value = float(logprobs[token])  # JSON cannot express minus infinity
-        logprob = TokenLogprob(token, value if math.isfinite(value) else _LEAST_LOGPROB)
+        logprob = TokenLogprob(token, value if math.isfinite(value) else _MIN_LOGPROB)
         values, ids = logprobs.topk(min(self.request.logprobs or 0, logprobs.shape[0]))
         top = zip(ids.tolist(), values.tolist(), strict=True)
         return logprob, [TokenLogprob(*pair) for pair in top]

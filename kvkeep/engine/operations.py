@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvkeep.engine.record import SessionRecord
 
-_MAX_LOGGED = 200  # operations of one owner
+_MAX_OPERATIONS = 200  # operations of one owner
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class OperationLog:
 
     def __init__(self) -> None:
         # By owner, the newest first.
-        self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_MAX_LOGGED))
+        self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_MAX_OPERATIONS))
         self._listeners: dict[Callable[[Operation], None], None] = {}
 
     def add(self, record: SessionRecord, what: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """Log an operation and pass it to the listeners. One that raises is removed."""
         if not record.removed:
-            record.mark_unsaved()
+            record.mark_unsaved()  # each logged operation is a change
         nbytes = record.session.cache.nbytes if record.session else 0
         operation = Operation(
             record.owner, record.name, what, record.revision, tokens, seconds, nbytes

@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvkeep.cache.segment import GROWTH
-from kvkeep.engine.session_files import NOTES, SessionFile
+from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.session import Session
 
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
 # forked. Growing storage exceeds the held cells by no more than that, or by a few cells.
 _STORAGE_FACTOR = 9 / 8
-PREFILL_STEP = 128  # default, in tokens: running generations decode a token between two steps
-_SHALLOW_STEPS = 12  # prefill steps after which the step size is halved
+DEFAULT_PREFILL_STEP = 128  # tokens: running generations decode a token between two steps
+_FULL_SIZE_STEPS = 12  # prefill steps after which the step size is halved
 
 Activity = Literal["idle", "generating", "changing"]
 
 # Fields that a snapshot's notes hold, by their keys there, which are part of the file format.
 _NOTED_FIELDS = {
-    "evaluated": "exact_tokens",
+    "evaluated": "step_aligned_tokens",
     "sampled": "sampled_length",
-    "changed": "edit",
+    "changed": "first_edit",
     "parent": "parent",
     "pinned": "pinned",
     "created": "created",
@@ -46,17 +46,17 @@ class SessionRecord:
     parent: str | None = None  # the session that it was forked from
     # How many of the first tokens were evaluated in whole prefill steps. Any text that begins with
     # them would get the same cells, to the bit.
-    exact_tokens: int = 0
+    step_aligned_tokens: int = 0
     sampled_length: int = 0  # tokens held when the newest one was sampled; 0 for none
-    edit: str = ""  # the first operation that did more than append; "" for none
+    first_edit: str = ""  # the first operation that did more than append; "" for none
     lost_revision: int | None = None  # unsaved, in an engine that was killed
     borrowed: bool = False  # its home is a shared store
-    leases: int = 0  # callers that need it to stay in this engine
+    lease_count: int = 0  # callers that need it to stay in this engine
     ephemeral: bool = False  # named, but neither saved nor protected from eviction
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values of its creator
     removed: bool = False  # deleted
     activity: Activity = "idle"
-    reserved: int = 0  # bytes that it can take while it is busy
+    reserved_bytes: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)
 
@@ -83,7 +83,7 @@ class SessionRecord:
     @property
     def evictable(self) -> bool:
         """Whether it is idle in memory, and may be lost or can be loaded again."""
-        if self.session is None or self.busy or self.leases:
+        if self.session is None or self.busy or self.lease_count:
             return False
         if self.may_be_lost:
             return True
@@ -92,27 +92,28 @@ class SessionRecord:
     def snapshot_notes(self) -> dict[str, Any]:
         """Return the notes of a snapshot, from which another record can `resume`."""
         fields = {key: getattr(self, name) for key, name in _NOTED_FIELDS.items()}
-        return {**self.notes, NOTES: {"name": self.name, "revision": self.revision, **fields}}
+        engine_notes = {"name": self.name, "revision": self.revision, **fields}
+        return {**self.notes, ENGINE_NOTES_KEY: engine_notes}
 
     def resume(self, notes: Mapping[str, Any]) -> None:
         """Restore the record from the notes of the session's own snapshot."""
-        fields = self._split_notes(notes)
+        fields = self._restore_notes(notes)
         self.revision = self.saved_revision = fields.get("revision", 0)
         for key, name in _NOTED_FIELDS.items():
             setattr(self, name, fields.get(key, getattr(self, name)))
 
     def derive_from(self, notes: Mapping[str, Any]) -> None:
         """Fill in the record of a new session that is restored from another one's snapshot."""
-        fields = self._split_notes(notes)
-        self.exact_tokens = fields.get("evaluated", 0)
+        fields = self._restore_notes(notes)
+        self.step_aligned_tokens = fields.get("evaluated", 0)
         self.sampled_length = fields.get("sampled", 0)
-        self.edit = fields.get("changed", "")
+        self.first_edit = fields.get("changed", "")
         self.parent = fields.get("name")
 
-    def _split_notes(self, notes: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _restore_notes(self, notes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Keep the creator's values of a snapshot's notes; return the engine's fields."""
-        self.notes = {key: value for key, value in notes.items() if key != NOTES}
-        fields: Mapping[str, Any] = notes.get(NOTES, {})
+        self.notes = {key: value for key, value in notes.items() if key != ENGINE_NOTES_KEY}
+        fields: Mapping[str, Any] = notes.get(ENGINE_NOTES_KEY, {})
         return fields
 
     def require_file(self) -> SessionFile:
@@ -143,26 +144,26 @@ class SessionRecord:
                 f"for {expected}: look at it again"
             )
 
-    def end_of_last_step(self, tokens: int) -> int:
+    def end_of_last_step(self, token_count: int) -> int:
         """Return the end of the last whole prefill step: for 500 tokens in steps of 128, 384."""
-        step = prefill_step_at(self.live.prefill_step, tokens)
-        return tokens // step * step
+        step = prefill_step_at(self.live.prefill_step, token_count)
+        return token_count // step * step
 
     def note_truncation(self, length_before: int) -> None:
         """Correct the fields if the session was truncated: its last token was evaluated alone."""
-        tokens = len(self.live.tokens)
-        if tokens >= length_before:
+        length = len(self.live.tokens)
+        if length >= length_before:
             return
-        if tokens <= self.exact_tokens:
-            self.exact_tokens = self.end_of_last_step(max(0, tokens - 1))
-        if tokens <= self.sampled_length:
+        if length <= self.step_aligned_tokens:
+            self.step_aligned_tokens = self.end_of_last_step(max(0, length - 1))
+        if length <= self.sampled_length:
             self.sampled_length = 0
 
     def mark_changed(self, edit: str = "") -> None:
         """Increase the revision. edit: the operation, if it did more than append."""
         self.revision += 1
         self.last_used = time.monotonic()
-        self.edit = self.edit or edit
+        self.first_edit = self.first_edit or edit
 
 
 def prefill_step_at(step: int, position: int) -> int:
@@ -173,20 +174,20 @@ def prefill_step_at(step: int, position: int) -> int:
     larger than the default. The size depends only on the position, so that a prompt is always
     evaluated in the same steps.
     """
-    halved = step <= PREFILL_STEP and step % 2 == 0 and position >= _SHALLOW_STEPS * step
-    return step // 2 if halved else step
+    may_halve = step <= DEFAULT_PREFILL_STEP and step % 2 == 0
+    return step // 2 if may_halve and position >= _FULL_SIZE_STEPS * step else step
 
 
-def max_session_bytes(session: Session, tokens: int | None) -> int:
-    """Return the bytes that a session's cells can take with `tokens` more; None for any number."""
+def max_session_bytes(session: Session, new_tokens: int | None) -> int:
+    """Return the bytes that a session's cells can take with `new_tokens`; None for any number."""
     cache, budget = session.cache, session.max_kv_size
-    cells = budget if tokens is None else cache.cells + tokens
+    cells = budget if new_tokens is None else cache.cells + new_tokens
     slots = min(_STORAGE_FACTOR * cells + GROWTH, _STORAGE_FACTOR * budget)
     cell_bytes = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
     step_bytes = session.prefill_step * cache.layout.plain.cell_bytes
     total = math.ceil(slots * cell_bytes) + step_bytes
     if cache.local is not None:
-        window, cell_bytes = cache.local.window.size or budget, cache.local.layout.cell_bytes
-        total += math.ceil(min(budget, window + 128) * cell_bytes * _STORAGE_FACTOR)
-        total += session.prefill_step * cell_bytes
+        window, local_bytes = cache.local.window.size or budget, cache.local.layout.cell_bytes
+        total += math.ceil(min(budget, window + 128) * local_bytes * _STORAGE_FACTOR)
+        total += session.prefill_step * local_bytes
     return max(total, cache.nbytes)

@@ -40,7 +40,7 @@ class SessionRegistry:
         """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`."""
         self.model, self.policy = model, policy
-        self._folder, self._snapshots = folder, snapshots
+        self._folder, self._labelled_snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
         # One thread writes all files, so that an older save never ends after a newer one.
         self.writer = ThreadPoolExecutor(1, "kvkeep-save")
@@ -60,14 +60,14 @@ class SessionRegistry:
                 self.losses.append(f"{file.path} is left where it is: {error}")
                 continue
             file.lock()  # before the marker is read: the engine that holds the lock writes it
-            record = SessionRecord(name, owner, True, file, None)
+            record = SessionRecord(name, owner, named=True, file=file, session=None)
             record.resume(notes)
-            unsaved = file.marked_revision()
-            if unsaved > record.revision:
-                record.lost_revision = unsaved
+            unsaved_revision = file.marked_revision()
+            if unsaved_revision > record.revision:
+                record.lost_revision = unsaved_revision
                 self.losses.append(
                     f"session {name!r} goes on from revision {record.revision}: what came "
-                    f"after it, up to {unsaved}, was not saved"
+                    f"after it, up to {unsaved_revision}, was not saved"
                 )
             file.clear_marker()
             self._records[owner, name] = record
@@ -79,7 +79,7 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[SessionRecord]:
         return iter(list(self._records.values()))
 
-    def of(self, owner: str) -> list[SessionRecord]:
+    def owned_by(self, owner: str) -> list[SessionRecord]:
         records = [record for record in self if record.owner == owner]
         return sorted(records, key=lambda record: record.last_used, reverse=True)
 
@@ -99,7 +99,7 @@ class SessionRegistry:
     ) -> SessionRecord:
         """Register a session; generate a missing name. Raises InvalidArgument, NoRoom, Locked."""
         if named:
-            self.policy.admit_session(self.of(owner))
+            self.policy.require_session_slot(self.owned_by(owner))
         if not is_valid_owner(owner):
             raise InvalidArgument(f"an owner is 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or f"s-{secrets.token_hex(8)}"
@@ -110,7 +110,7 @@ class SessionRegistry:
             raise InvalidArgument(f"there is a session {name!r} already")
         record = SessionRecord(name, owner, named, file, session)
         # With snapshots in a store and sessions in memory only, unsaved sessions may be lost.
-        record.ephemeral = named and file is None and self._snapshots is not None
+        record.ephemeral = named and file is None and self._labelled_snapshots is not None
         self.reserve(record, 0)
         if file is not None:
             file.lock()
@@ -133,17 +133,17 @@ class SessionRegistry:
         """Bytes reserved for busy sessions and held by idle ones; shared storage counts once."""
         idle = (record for record in self if record.session is not None and not record.busy)
         held = nbytes([segment for record in idle for segment in record.live.cache.all_segments])
-        return held + sum(record.reserved for record in self if record.busy)
+        return held + sum(record.reserved_bytes for record in self if record.busy)
 
     def shared_bytes(self, record: SessionRecord) -> int:
-        others = {
+        other_storages = {
             segment.block.storage
             for other in self
             if other is not record and other.session is not None
             for segment in other.session.cache.all_segments
         }
         storages = {segment.block.storage for segment in record.live.cache.all_segments}
-        return sum(storage.nbytes for storage in storages & others)
+        return sum(storage.nbytes for storage in storages & other_storages)
 
     def reserve(self, record: SessionRecord, tokens: int | None, copies: int = 1) -> None:
         """Reserve the bytes that a session can take with `tokens` more; None for any number.
@@ -152,19 +152,20 @@ class SessionRegistry:
         NoRoom, StoreError.
         """
         session = self.load(record)
-        requested, limit = copies * max_session_bytes(session, tokens), self.policy.limits.memory
-        self.policy.admit_bytes(requested)
+        requested_bytes = copies * max_session_bytes(session, tokens)
+        limit = self.policy.limits.memory
+        self.policy.require_fits_memory(requested_bytes)
         registered = self.get(record.name, record.owner) is record
-        counted = session.cache.nbytes if registered and not record.busy else 0  # in `nbytes`
-        while self.nbytes - counted + requested > limit:
+        counted_bytes = session.cache.nbytes if registered and not record.busy else 0  # in `nbytes`
+        while self.nbytes - counted_bytes + requested_bytes > limit:
             victim = self.policy.victim(self, requester=record)
             if victim is None:
                 raise NoRoom(
-                    f"{requested / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "
+                    f"{requested_bytes / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "
                     f"{self.nbytes / 1e6:,.0f} are taken by sessions that are busy or pinned"
                 )
             self.evict(victim)
-        record.reserved = requested
+        record.reserved_bytes = requested_bytes
 
     def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
         """Find a session and load it; it may be busy. Raises as `find` and `reserve`."""
@@ -212,8 +213,8 @@ class SessionRegistry:
 
     def snapshots_of(self, owner: str) -> SnapshotLabels:
         """Return an owner's labelled snapshots. Raises InvalidArgument if there is no folder."""
-        if self._snapshots is not None:
-            return self._snapshots(owner)
+        if self._labelled_snapshots is not None:
+            return self._labelled_snapshots(owner)
         if self._folder is None:
             raise InvalidArgument("the engine has no folder for snapshots")
         return SessionFolder(self._folder / owner / "snapshots")
@@ -232,38 +233,38 @@ class SessionSaver:
         self._registry, self._post = registry, post
         # Uploads of snapshots must not delay an eviction, which waits for the registry's writer.
         self._uploader = ThreadPoolExecutor(1, "kvkeep-snapshot")
-        self._pending = 0
+        self._pending_saves = 0
 
     def save(self, record: SessionRecord) -> Future[int]:
         """Begin to save a session; the result is the saved revision. Raises InvalidArgument."""
-        file, result = record.require_file().path, Future[int]()
+        path, saved = record.require_file().path, Future[int]()
         snapshot, revision = self._registry.snapshot(record), record.revision
         record.saving_revision = revision
-        self._pending += 1
+        self._pending_saves += 1
 
         def write() -> None:
             if not record.removed:
-                snapshot.save(file)
+                snapshot.save(path)
             if record.removed:  # meanwhile; a new session of that name is saved after this
-                file.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
         def on_written(writing: Future[None]) -> None:
             error = writing.exception()
             self._post(lambda: self._note_saved(record, revision, error))
-            result.set_result(revision) if error is None else result.set_exception(error)
+            saved.set_result(revision) if error is None else saved.set_exception(error)
 
         self._registry.writer.submit(write).add_done_callback(on_written)
-        return result
+        return saved
 
     def save_idle(self, seconds: float) -> None:
         """Begin to save one changed session that has been idle for `seconds`, if there is one."""
-        if self._pending:
+        if self._pending_saves:
             return
-        idle_since = time.monotonic() - seconds
+        idle_before = time.monotonic() - seconds
         for record in self._registry:
-            unsaved = record.dirty and record.saving_revision != record.revision
-            idle = not record.busy and record.last_used < idle_since
-            if unsaved and idle and record.file is not None:
+            has_unsaved = record.dirty and record.saving_revision != record.revision
+            is_idle = not record.busy and record.last_used < idle_before
+            if has_unsaved and is_idle and record.file is not None:
                 self.save(record)
                 return
 
@@ -288,7 +289,7 @@ class SessionSaver:
     def _note_saved(
         self, record: SessionRecord, revision: int, error: BaseException | None
     ) -> None:
-        self._pending -= 1
+        self._pending_saves -= 1
         if error is None:
             record.mark_saved(revision)
         else:  # tried again when it has changed, or when it is evicted

@@ -59,26 +59,27 @@ class Match:
     """The session of which a prompt can reuse most tokens."""
 
     record: SessionRecord | None = None  # None for no session
-    tokens: int = 0  # how many of its first tokens are reused
-    resumes_session: bool = False  # the prompt continues after the session's last, sampled token
+    reused_tokens: int = 0  # the first ones of its text
     common_tokens: int = 0  # how many of the first tokens the nearest text shares with the prompt
     reason: MissReason = "cold"
-    nearest: Sequence[int] | None = None  # the nearest text; None if none begins like the prompt
+    nearest_text: Sequence[int] | None = None  # None if none begins like the prompt
+    resumes_session: bool = False  # the prompt continues after the session's last, sampled token
 
     def reuse(self, prompt: Sequence[int]) -> Reuse:
         differs_at = self.common_tokens if self.common_tokens < len(prompt) else None
         if self.record is None:
             return Reuse(0, "", self.reason, differs_at)
-        return Reuse(self.tokens, "session", self.reason, differs_at, self.record.name)
+        return Reuse(self.reused_tokens, "session", self.reason, differs_at, self.record.name)
 
-    def build_session(self, empty: Session) -> Session:
-        """Return a new session that holds the reused tokens; `empty` if there are none."""
-        return self.record.live.beginning(self.tokens) if self.record else empty
+    def build_session(self, empty_session: Session) -> Session:
+        """Return a new session that holds the reused tokens; `empty_session` if there are none."""
+        return self.record.live.beginning(self.reused_tokens) if self.record else empty_session
 
-    def note_origin(self, record: SessionRecord) -> None:
+    def set_token_counts(self, record: SessionRecord) -> None:
         """Note in the record of a session from `build_session` how its tokens were evaluated."""
-        record.exact_tokens = min(self.record.exact_tokens, self.tokens) if self.record else 0
-        record.sampled_length = self.tokens if self.resumes_session else 0
+        step_aligned_tokens = self.record.step_aligned_tokens if self.record else 0
+        record.step_aligned_tokens = min(step_aligned_tokens, self.reused_tokens)
+        record.sampled_length = self.reused_tokens if self.resumes_session else 0
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,13 @@ class StepAlignedCache:
 def best_match(
     prompt: Sequence[int],
     candidates: Iterable[SessionRecord],
-    empty: Session,
+    empty_session: Session,
     target: SessionRecord | None = None,
 ) -> Match:
     """Return the match with the session of which the prompt can reuse most tokens.
 
-    candidates: the sessions of the prompt's owner; those on disk are skipped. empty: has the
-    settings that a match must have. target: the session that will hold the prompt; None if any
+    candidates: the sessions of the prompt's owner; those on disk are skipped. empty_session: has
+    the settings that a match must have. target: the session that will hold the prompt; None if any
     unnamed session may.
     """
     ids = np.asarray(prompt, dtype=np.int32)
@@ -145,52 +146,52 @@ def best_match(
         if record.session is None:
             continue
         may_take_over = record is target if target is not None else not record.named
-        match = _match_record(ids, record, empty, may_take_over)
-        if (match.tokens, match.common_tokens) > (best.tokens, best.common_tokens):
-            best = replace(match, nearest=record.live.tokens)
+        match = _match_record(ids, record, empty_session, may_take_over)
+        if (match.reused_tokens, match.common_tokens) > (best.reused_tokens, best.common_tokens):
+            best = replace(match, nearest_text=record.live.tokens)
     return best
 
 
 def explain(prompt: Sequence[int], match: Match, number: int = 0) -> CacheMiss:
     """Report how much of a prompt a match reuses, and how its text differs from the nearest one."""
-    at, difference = match.common_tokens, None
-    if match.nearest is not None and at < len(prompt):
-        start = max(0, at - _CONTEXT_TOKENS)
-        context = slice(start, at + _CONTEXT_TOKENS)
-        texts = tuple(prompt[context]), tuple(match.nearest[context])
-        difference = TextDifference(start, at, *texts)
+    differs_at, difference = match.common_tokens, None
+    if match.nearest_text is not None and differs_at < len(prompt):
+        start = max(0, differs_at - _CONTEXT_TOKENS)
+        context = slice(start, differs_at + _CONTEXT_TOKENS)
+        texts = tuple(prompt[context]), tuple(match.nearest_text[context])
+        difference = TextDifference(start, differs_at, *texts)
     return CacheMiss(number, time.time(), len(prompt), match.reuse(prompt), difference)
 
 
 def _match_record(
-    ids: NDArray[np.int32], record: SessionRecord, empty: Session, may_take_over: bool
+    ids: NDArray[np.int32], record: SessionRecord, empty_session: Session, may_take_over: bool
 ) -> Match:
     """may_take_over: whether the session itself may hold the prompt, rather than a copy."""
     session = record.live
     # The session's text may be much longer than the prompt.
     session_ids = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
-    differs = ids[: len(session_ids)] != session_ids
-    common = int(differs.argmax()) if differs.any() else len(session_ids)
-    if common == 0:
+    is_different = ids[: len(session_ids)] != session_ids
+    common_tokens = int(is_different.argmax()) if is_different.any() else len(session_ids)
+    if common_tokens == 0:
         return Match()
-    if _settings(session) != _settings(empty):
-        return Match(common_tokens=common, reason="settings")
-    resumable = not record.busy and not record.edit
+    if _reuse_settings(session) != _reuse_settings(empty_session):
+        return Match(common_tokens=common_tokens, reason="settings")
+    resumable = not record.busy and not record.first_edit
     # The session's last token was sampled. At least one token of the prompt is left to evaluate.
-    continues = common == record.sampled_length == len(session.tokens) < len(ids)
-    if resumable and continues and (may_take_over or session.holds_all):
-        return Match(record, common, True, common, "differs")
-    reusable, reason = _reusable_tokens(record, min(common, len(ids) - 1))
-    tokens = record.end_of_last_step(reusable)
+    follows_sampled = common_tokens == record.sampled_length == len(session.tokens) < len(ids)
+    if resumable and follows_sampled and (may_take_over or session.holds_all):
+        return Match(record, common_tokens, common_tokens, "differs", resumes_session=True)
+    reusable_tokens, reason = _reusable_tokens(record, min(common_tokens, len(ids) - 1))
+    tokens = record.end_of_last_step(reusable_tokens)
     if not tokens:
-        return Match(common_tokens=common, reason=reason or "below_step")
-    return Match(record, tokens, False, common, reason or "differs")
+        return Match(common_tokens=common_tokens, reason=reason or "below_step")
+    return Match(record, tokens, common_tokens, reason or "differs")
 
 
 def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:
     """Return how many of the first `limit` cells depend on their tokens alone, and why not all."""
     session, cache = record.live, record.live.cache
-    if record.edit:
+    if record.first_edit:
         return 0, "edited"
     if any(segment.compressed for segment in cache.segments):
         return 0, "compressed"
@@ -202,10 +203,10 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
     anchors = sum(segment.length for segment in cache.segments if segment.anchor)
     limit = min(limit, window + anchors)
     # The last step of a prompt is rarely whole; its tokens do not count as sampled ones.
-    has_sampled_tokens = limit >= record.exact_tokens + session.prefill_step
-    return min(limit, record.exact_tokens), "written" if has_sampled_tokens else ""
+    has_sampled_tokens = limit >= record.step_aligned_tokens + session.prefill_step
+    return min(limit, record.step_aligned_tokens), "written" if has_sampled_tokens else ""
 
 
-def _settings(session: Session) -> tuple[object, ...]:
+def _reuse_settings(session: Session) -> tuple[object, ...]:
     keep = session.keep if session.keep >= 0 else None
     return (session.core.memory.policy, session.bits, session.prefill_step, keep)

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.engine.generation import CANCELLED, Generation, Phase
-from kvkeep.engine.record import PREFILL_STEP, SessionRecord
+from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord
 from kvkeep.errors import Cancelled, NoRoom
 from kvkeep.session.group import SessionGroup
 
 _MAX_ROWS = 64  # of one forward pass: more of them delay each token and save nothing
-_AGING = 0.5  # tokens that a waiting prompt gains for each token prefilled for another
-_PRIORITY_TOKENS = 2048  # tokens that one step of priority is worth
+_AGING_RATE = 0.5  # tokens that a waiting prompt gains for each token prefilled for another
+_TOKENS_PER_PRIORITY = 2048  # tokens that one step of priority is worth
 _TYPICAL_TOKENS = 512  # assumed of a generation without max_tokens
 
 
@@ -33,11 +33,11 @@ class SchedulingPolicy:
     def __init__(self, limits: Limits):
         self.limits = limits
 
-    def admit(self, owner: str, running: Sequence[Generation], step_seconds: float) -> None:
+    def require_slot(self, owner: str, running: Sequence[Generation], step_seconds: float) -> None:
         """Raise NoRoom, with a time to retry, if another generation would exceed the limits."""
         running_of_owner = sum(generation.record.owner == owner for generation in running)
-        full = len(running) >= self.limits.running
-        if full or running_of_owner >= self.limits.running_per_owner:
+        is_full = len(running) >= self.limits.running
+        if is_full or running_of_owner >= self.limits.running_per_owner:
             steps_left = (_steps_left(generation) for generation in running)
             raise NoRoom(
                 f"{len(running)} answers are being made, {running_of_owner} of them yours: "
@@ -45,17 +45,17 @@ class SchedulingPolicy:
                 max(1.0, min(steps_left, default=0) * step_seconds),
             )
 
-    def admit_session(self, records: Iterable[SessionRecord]) -> None:
+    def require_session_slot(self, records: Iterable[SessionRecord]) -> None:
         """Raise NoRoom if an owner, who has `records`, may not add a named session."""
         count = sum(record.named and not record.may_be_lost for record in records)
         if count >= self.limits.sessions_per_owner:
             raise NoRoom(f"there are {count} sessions already: delete some", float("inf"))
 
-    def admit_bytes(self, requested: int) -> None:
+    def require_fits_memory(self, requested_bytes: int) -> None:
         """Raise NoRoom if the bytes would not fit even with every other session evicted."""
-        if requested > self.limits.memory:
+        if requested_bytes > self.limits.memory:
             raise NoRoom(
-                f"the session could take {requested / 1e6:,.0f} MB, and the engine has "
+                f"the session could take {requested_bytes / 1e6:,.0f} MB, and the engine has "
                 f"{self.limits.memory / 1e6:,.0f} MB for all: take a smaller max_kv_size, or fewer "
                 "tokens",
                 retry_after=float("inf"),
@@ -70,7 +70,8 @@ class SchedulingPolicy:
         """
 
         def rank(generation: Generation) -> tuple[float, int]:
-            bonus = _AGING * generation.age + _PRIORITY_TOKENS * generation.request.priority
+            bonus = _AGING_RATE * generation.waited_tokens
+            bonus += _TOKENS_PER_PRIORITY * generation.request.priority
             return generation.prefill_remaining - bonus, generation.number
 
         return min(prefilling, key=rank)
@@ -125,7 +126,7 @@ class Scheduler:
     def _decode(self, generations: Sequence[Generation]) -> None:
         ready = [generation for generation in generations if generation.check_can_decode()]
         for generation in ready:
-            generation.store_logprobs()
+            generation.compute_logprobs()
         try:
             tokens = _next_tokens(ready)
         except Exception as error:
@@ -143,20 +144,21 @@ class Scheduler:
         if not prefilling:
             return
         generation = self._policy.next_prefill(prefilling)
-        remaining = generation.prefill_remaining
+        remaining_before = generation.prefill_remaining
         try:
             generation.prefill_next_step()
         except Exception as error:
             generation.fail(error)
             return
+        prefilled = remaining_before - generation.prefill_remaining
         for other in prefilling:
-            other.age += 0 if other is generation else remaining - generation.prefill_remaining
+            other.waited_tokens += 0 if other is generation else prefilled
         if generation.phase == "decode":
             self._on_prefilled(generation)
 
     def _remove_ended(self) -> None:
         ended = self._in_phase("done")
-        self.running = [running for running in self.running if running.phase != "done"]
+        self.running = [generation for generation in self.running if generation.phase != "done"]
         for generation in ended:
             self._on_end(generation)
 
@@ -166,7 +168,7 @@ class Scheduler:
 
 def _steps_left(generation: Generation) -> float:
     tokens = (generation.request.max_tokens or _TYPICAL_TOKENS) - len(generation.generated)
-    return tokens + generation.prefill_remaining / PREFILL_STEP
+    return tokens + generation.prefill_remaining / DEFAULT_PREFILL_STEP
 
 
 def _next_tokens(generations: Sequence[Generation]) -> list[int]:

@@ -14,7 +14,7 @@ from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.folder import SessionFolder
 from kvkeep.storage.sessions.interface import SnapshotStore
 
-NOTES = "engine"  # key of the engine's fields in a snapshot's notes
+ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
 MARKER_SUFFIX = ".unsaved"
 _OWNER = re.compile(r"[a-z0-9]{1,64}")
 SnapshotLabels = SnapshotStore[Path | ObjectPath]  # one owner's snapshots by label

@@ -13,7 +13,7 @@ from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
-_NO_EDITS = ("span", "rewind")  # changes that leave the remaining cells as they were
+_CELL_PRESERVING = ("span", "rewind")  # operations that leave the remaining cells as they were
 
 
 class SessionOperations:
@@ -23,11 +23,11 @@ class SessionOperations:
         self, registry: SessionRegistry, log: OperationLog, new_session: Callable[..., Session]
     ):
         """new_session: creates one for an owner, with settings that override the engine's."""
-        self._registry, self._log, self._new_session = registry, log, new_session
+        self._registry, self._operation_log, self._new_session = registry, log, new_session
 
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
         """Return an owner's named sessions, or all of them: read-only, the last used first."""
-        return [record for record in self._registry.of(owner) if record.named or unnamed]
+        return [record for record in self._registry.owned_by(owner) if record.named or unnamed]
 
     def find(self, name: str, owner: str = "0") -> SessionRecord:
         """Return a session, in memory or not; read-only. Raises NoSuchSession."""
@@ -35,7 +35,7 @@ class SessionOperations:
 
     def explain(self, prompt: Sequence[int], owner: str = "0") -> CacheMiss:
         """Return how much of a prompt would be reused, and why not more."""
-        match = best_match(prompt, self._registry.of(owner), self._new_session(owner))
+        match = best_match(prompt, self._registry.owned_by(owner), self._new_session(owner))
         return explain(prompt, match)
 
     def create(
@@ -54,7 +54,7 @@ class SessionOperations:
             raise InvalidArgument("the engine has that session already; give it a fork of it")
         record = self._registry.add(session, owner, name)
         record.notes = notes or {}
-        self._log.add(record, "create")
+        self._operation_log.add(record, "create")
         return record
 
     def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> int:
@@ -63,22 +63,22 @@ class SessionOperations:
         Takes the longest beginning that a session of the owner lends (`kvkeep.engine.reuse`).
         Creates the session if it is missing. Returns its length in tokens.
         """
-        empty = self._new_session(owner)
+        empty_session = self._new_session(owner)
         existing = self._registry.get(name, owner)
         if existing:
             self._registry.load_idle(name, owner)
-        target = existing or SessionRecord("", owner, False, None, empty)
-        match = best_match(prompt, self._registry.of(owner), empty, target)
+        target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
+        match = best_match(prompt, self._registry.owned_by(owner), empty_session, target)
         if match.resumes_session and match.record is target:
             target.live.draw_anew()
-            return match.tokens
-        session = match.build_session(empty)
+            return match.reused_tokens
+        session = match.build_session(empty_session)
         record = existing or self._registry.add(session, owner, name)
         if existing:
-            record.session, record.edit = session, ""
+            record.session, record.first_edit = session, ""
             record.mark_changed()
-        match.note_origin(record)
-        return match.tokens
+        match.set_token_counts(record)
+        return match.reused_tokens
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
         """Add JSON values to a session's notes; they replace values of the same keys."""
@@ -114,16 +114,16 @@ class SessionOperations:
         sessions continue. Raises Busy, NoSuchSession, WrongRevision, NoRoom.
         """
         record = self._registry.load_idle(name, owner, revision, adds)
-        start, length = time.perf_counter(), len(record.live.tokens)
+        start, length_before = time.perf_counter(), len(record.live.tokens)
         record.activity = "changing"
         try:
             result = function(record.live)
         finally:
             record.activity = "idle"
-        record.mark_changed("" if what in _NO_EDITS else what)
-        record.note_truncation(length)
-        added = len(record.live.tokens) - length
-        self._log.add(record, what, added, time.perf_counter() - start)
+        record.mark_changed("" if what in _CELL_PRESERVING else what)
+        record.note_truncation(length_before)
+        added = len(record.live.tokens) - length_before
+        self._operation_log.add(record, what, added, time.perf_counter() - start)
         return result
 
     def fork(
@@ -139,10 +139,11 @@ class SessionOperations:
         record = self._registry.load_existing(name, owner, revision)
         fork = self._registry.add(record.live.fork(at), owner, new)
         fork.notes = dict(record.notes) if notes is None else notes
-        fork.parent, fork.edit = record.name, record.edit
-        fork.exact_tokens, fork.sampled_length = record.exact_tokens, record.sampled_length
+        fork.parent, fork.first_edit = record.name, record.first_edit
+        fork.step_aligned_tokens = record.step_aligned_tokens
+        fork.sampled_length = record.sampled_length
         fork.note_truncation(len(record.live.tokens))
-        self._log.add(fork, "fork")
+        self._operation_log.add(fork, "fork")
         return fork
 
     def restore(
@@ -162,24 +163,24 @@ class SessionOperations:
         record = self._registry.get(name, owner) if replace and name else None
         if record:
             record.require_idle()
-            previous, record.session = record.session, session
+            previous_session, record.session = record.session, session
             try:
                 self._registry.reserve(record, 0)
             except BaseException:
-                record.session = previous
+                record.session = previous_session
                 raise
             record.mark_changed()
         else:
             record = self._registry.add(session, owner, name)
         record.derive_from(snapshot.notes)
-        self._log.add(record, "restore")
+        self._operation_log.add(record, "restore")
         return record
 
     def delete(self, name: str, owner: str = "0", revision: int | None = None) -> None:
         """Delete a session, also on disk. Raises Busy while it has a generation."""
         record = self._registry.find(name, owner, revision)
         self._registry.remove(record)
-        self._log.add(record, "delete")
+        self._operation_log.add(record, "delete")
 
 
 class BorrowedSessions:
@@ -205,22 +206,22 @@ class BorrowedSessions:
             self._registry.remove(previous)
         record = self._registry.add(session, owner, name)
         record.resume(snapshot.notes)
-        record.borrowed, record.leases = True, 1
+        record.borrowed, record.lease_count = True, 1
         return record
 
     def acquire(self, record: SessionRecord) -> bool:
         """Add a lease; returns False if the session is no longer in the engine."""
-        record.leases += not record.removed
+        record.lease_count += not record.removed
         return not record.removed
 
     def release(self, record: SessionRecord) -> None:
-        record.leases = max(0, record.leases - 1)
+        record.lease_count = max(0, record.lease_count - 1)
 
     def adopt(self, name: str, owner: str) -> SessionRecord | None:
         """Make a session of this engine a borrowed one, with a lease; None if there is none."""
         record = self._registry.get(name, owner)
         if record is not None:
-            record.borrowed, record.leases = True, record.leases + 1
+            record.borrowed, record.lease_count = True, record.lease_count + 1
         return record
 
     def snapshot(self, record: SessionRecord) -> tuple[Snapshot, int]:

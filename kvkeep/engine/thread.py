@@ -101,7 +101,7 @@ class EngineThread:
         return self._calls.get(timeout=self._idle_seconds)
 
 
-def flatten(outer: Future[Future[T]]) -> Future[T]:
+def flatten_future(outer: Future[Future[T]]) -> Future[T]:
     """Return a future with the result of the future that `outer` results in."""
     flat: Future[T] = Future()
 

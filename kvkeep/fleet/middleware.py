@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.engine import SessionRecord
-from kvkeep.engine.session_files import NOTES
+from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevision
 from kvkeep.fleet.exchange import Exchange, RecordedResponse, SessionKey, WithheldResponse
 from kvkeep.fleet.leases import LeasedSession, SessionLeases
@@ -203,7 +203,7 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     try:
         notes = describe(path)["notes"]
         record = SessionRecord(path.stem, "", True, None, None)
-        record.resume({NOTES: notes[NOTES]})
+        record.resume({ENGINE_NOTES_KEY: notes[ENGINE_NOTES_KEY]})
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None

@@ -130,7 +130,7 @@ class _Listener:
             result.ended, result.reuse = event.reason, event.usage.reuse
         generation = self.generations[self.at]
         result.name, result.written = generation.record.name, list(generation.generated)
-        result.read = len(generation.request.prompt) - generation.unprefilled
+        result.read = len(generation.request.prompt) - generation.unprefilled_tokens
         result.tokens = tuple(generation.record.live.tokens)
         result.logits = generation.record.live.logits
         self.over.put(None)

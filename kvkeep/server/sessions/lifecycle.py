@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.engine import Engine
-from kvkeep.engine.session_files import NOTES
+from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import StoreError
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody
 from kvkeep.server.service import ContextDep
@@ -149,7 +149,7 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
             entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
             session = None
             with suppress(StoreError):  # restoring it reports that it is damaged
-                name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
+                name = describe(file).get("notes", {}).get(ENGINE_NOTES_KEY, {}).get("name")
                 session = name if isinstance(name, str) else None
             entries.append({**entry, "session": session})
     return entries
