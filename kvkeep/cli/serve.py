@@ -149,7 +149,7 @@ def _serve_shared(serving: ServingChoice, store: str, allow_edit: bool) -> None:
         secret,
         settings=serving.session_settings(model),
         limits=Limits(memory=serving.max_bytes),
-        prefixes=serving.uses_prefixes(),
+        share_prefixes=serving.uses_prefixes(),
     )
     with server.engine:
         keys = ApiKeys.read(serving.api_key_file, secret)

@@ -18,15 +18,15 @@ from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
 from kvkeep.server.idempotency import replay
 from kvkeep.storage.sessions.interface import is_name
 
-HEADER = b"x-session-id"
-CALLBACK = f"{__name__}:middlewares"
+_ID_HEADER = b"x-session-id"
+MIDDLEWARES_IMPORT_PATH = f"{__name__}:middlewares"
 _OPENAI = ("/chat/completions", "/completions", "/responses")
-_KEYED_PATHS = frozenset(
+_PROMPT_PATHS = frozenset(
     (*_OPENAI, *(f"/v1{path}" for path in _OPENAI), "/completion", "/v1/messages", SESSIONS_PATH)
 )
-_MAX_BODY = 1 << 20  # bytes; requests with larger bodies get no header
-_MAX_INLINE = 1 << 16  # bytes; larger bodies are parsed in a thread
-_KEY_TOKENS, _KEY_CHARACTERS = 256, 1024  # of a prompt without turns; the rest is not hashed
+_MAX_BODY_BYTES = 1 << 20  # bytes; requests with larger bodies get no header
+_MAX_INLINE_BYTES = 1 << 16  # bytes; larger bodies are parsed in a thread
+_PREFIX_TOKENS, _PREFIX_CHARACTERS = 256, 1024  # of a prompt without turns; the rest is not hashed
 
 
 class Affinity:
@@ -36,21 +36,21 @@ class Affinity:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or any(name == HEADER for name, _ in scope["headers"]):
+        if scope["type"] != "http" or any(name == _ID_HEADER for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
-        key = session_target(scope["method"], scope["path"]).name
-        if not key and scope["method"] == "POST" and scope["path"] in _KEYED_PATHS:
+        session_id = session_target(scope["method"], scope["path"]).name
+        if not session_id and scope["method"] == "POST" and scope["path"] in _PROMPT_PATHS:
             messages = await _read_messages(receive)
             receive = replay(messages, receive)
             body = b"".join(message.get("body", b"") for message in messages)
-            compute_key = partial(affinity_key, scope["path"], body, _credentials(scope))
-            if len(body) <= _MAX_INLINE:
-                key = compute_key()
-            elif len(body) <= _MAX_BODY:
-                key = await asyncio.to_thread(compute_key)
-        if key:
-            scope = {**scope, "headers": [*scope["headers"], (HEADER, key.encode())]}
+            compute_id = partial(affinity_session_id, scope["path"], body, _credentials(scope))
+            if len(body) <= _MAX_INLINE_BYTES:
+                session_id = compute_id()
+            elif len(body) <= _MAX_BODY_BYTES:
+                session_id = await asyncio.to_thread(compute_id)
+        if session_id:
+            scope = {**scope, "headers": [*scope["headers"], (_ID_HEADER, session_id.encode())]}
         await self._app(scope, receive, send)
 
 
@@ -61,7 +61,7 @@ def middlewares() -> list[Any]:
     return [Middleware(Affinity)]
 
 
-def affinity_key(path: str, body: bytes, credentials: bytes = b"") -> str:
+def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str:
     """Return the session id for a POST request, or "" if it has none.
 
     credentials: of the client; each client's prompts have their own ids.
@@ -78,8 +78,8 @@ def affinity_key(path: str, body: bytes, credentials: bytes = b"") -> str:
     prefix = _stable_prefix(request)
     if not prefix:
         return ""
-    text = json.dumps(_without_cache_control(prefix), sort_keys=True).encode()
-    return blake3(text, key=blake3(credentials).digest()).hexdigest()[:32]
+    prefix_json = json.dumps(_without_cache_control(prefix), sort_keys=True).encode()
+    return blake3(prefix_json, key=blake3(credentials).digest()).hexdigest()[:32]
 
 
 def _stable_prefix(request: dict[str, Any]) -> list[Any]:
@@ -88,12 +88,12 @@ def _stable_prefix(request: dict[str, Any]) -> list[Any]:
     system = [request[name] for name in ("system", "instructions", "tools") if name in request]
     if isinstance(turns, str):
         if "prompt" in request:
-            return [*system, turns[:_KEY_CHARACTERS]]
+            return [*system, turns[:_PREFIX_CHARACTERS]]
         return [*system, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
     if "prompt" in request:  # token ids, or several prompts
-        return [*system, *turns[:_KEY_TOKENS]]
+        return [*system, *turns[:_PREFIX_TOKENS]]
     for index, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") == "user":
             return [*system, *turns[: index + 1]]
@@ -114,9 +114,9 @@ def _credentials(scope: Scope) -> bytes:
 
 
 async def _read_messages(receive: Receive) -> list[Message]:
-    """Receive until the body ends or exceeds _MAX_BODY."""
+    """Receive until the body ends or exceeds _MAX_BODY_BYTES."""
     messages, size, more_body = list[Message](), 0, True
-    while more_body and size <= _MAX_BODY:
+    while more_body and size <= _MAX_BODY_BYTES:
         message = await receive()
         messages.append(message)
         size += len(message.get("body", b""))

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvkeep.errors import InvalidArgument, ServerError
-from kvkeep.fleet.affinity import CALLBACK
+from kvkeep.fleet.affinity import MIDDLEWARES_IMPORT_PATH
 from kvkeep.fleet.setup import Scale, Setup
 
-NAME = "kvkeep"
+APPLICATION_NAME = "kvkeep"
 _RAY_OBJECT_STORE_BYTES = 128 << 20  # small, as it is not used
 # In a cluster that runs already, its operator must set the last one.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 is too short on a busy machine
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES_IMPORT_PATH,
 }
-ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+ROUTER_CLASS: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def require_ray() -> None:
@@ -61,23 +61,23 @@ def running_fleet(
         ray.shutdown()
 
 
-def _connect(threads: int, address: str | None) -> None:
-    """Connect to a Ray cluster, or start one here. threads: of all servers together."""
+def _connect(total_threads: int, address: str | None) -> None:
+    """Connect to a Ray cluster, or start one here. total_threads: of all servers together."""
     import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         ray.init(
             address="local",  # not a cluster that Ray would find by itself
             include_dashboard=False,
-            num_cpus=max(os.cpu_count() or 1, threads),
+            num_cpus=max(os.cpu_count() or 1, total_threads),
             object_store_memory=_RAY_OBJECT_STORE_BYTES,
-            **quiet,
+            **quiet_options,
         )
         return
     _require_listener(address)
     try:
-        ray.init(address=address, **quiet)
+        ray.init(address=address, **quiet_options)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ServerError(
             f"cannot join the Ray cluster at {address} ({error}): Python, Ray, "
@@ -105,7 +105,7 @@ def _serve(application: Any, host: str, port: int) -> None:
             http_options={"host": host, "port": port, "location": "EveryNode"},
             logging_config={"log_level": "ERROR", "enable_access_log": False},
         )
-        serve.run(application, name=NAME, route_prefix="/")
+        serve.run(application, name=APPLICATION_NAME, route_prefix="/")
     except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
         raise ServerError(
             f"the fleet did not start ({error}); see the logs of its servers, below "
@@ -119,23 +119,23 @@ def _application(setup: Setup, scale: Scale) -> Any:
 
     from kvkeep.fleet.replica import ReplicaServer
 
-    replicas: dict[str, Any] = {"num_replicas": scale.min_servers}
+    replica_options: dict[str, Any] = {"num_replicas": scale.min_servers}
     if scale.min_servers != scale.max_servers:
         autoscaling = AutoscalingConfig(
             min_replicas=scale.min_servers,
             max_replicas=scale.max_servers,
             target_ongoing_requests=scale.requests,
         )
-        replicas = {"autoscaling_config": autoscaling}
+        replica_options = {"autoscaling_config": autoscaling}
     deployment = serve.deployment(
-        name=NAME,
-        **replicas,
+        name=APPLICATION_NAME,
+        **replica_options,
         max_ongoing_requests=4 * scale.requests,
         graceful_shutdown_timeout_s=scale.grace,
         health_check_period_s=2,
         health_check_timeout_s=30,
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER,  # a server at its limit passes requests to others
+            request_router_class=ROUTER_CLASS,  # a server at its limit passes requests to others
             request_router_kwargs={"num_fallback_replicas": scale.max_servers - 1},
         ),
         ray_actor_options={

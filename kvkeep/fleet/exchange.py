@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -17,13 +17,13 @@ from starlette.types import Message, Receive, Scope, Send
 from kvkeep.fleet.session_target import SessionTarget, json_object
 from kvkeep.server.idempotency import MAX_KEY_LENGTH, bad_key_error
 
-NOTE = "answered"  # key in a snapshot's notes, part of the stored format
+_NOTES_KEY = "answered"  # key in a snapshot's notes, part of the stored format
 _ASGI = {"version": "3.0", "spec_version": "2.3"}  # starlette then watches for disconnects
-_MAX_BODY = 100_000  # bytes of a response that is recorded
-_SEND_TIMEOUT = 60.0  # seconds in which a client must take a message
+_MAX_BODY_BYTES = 100_000  # bytes of a response that is recorded
+_SEND_TIMEOUT_SECONDS = 60.0  # seconds in which a client must take a message
 _MAX_RECORDS = 256  # responses of a session, the newest
 _MAX_BODIES = 8  # of these, the newest keep their bodies
-_DONE, _FAILED = b"event: done", b"event: error"
+_DONE_EVENT, _ERROR_EVENT = b"event: done", b"event: error"
 
 
 class WithheldResponse:
@@ -32,10 +32,10 @@ class WithheldResponse:
     Of a stream of events only the last event is withheld; any other response is withheld whole.
     """
 
-    def __init__(self, send: Send, max_body: int = 0):
-        """max_body: bytes of the body up to which `body` keeps it."""
-        self._send, self._max_body, self._size = send, max_body, 0
-        self._withheld, self._parts = list[Message](), list[bytes]()
+    def __init__(self, send: Send, max_body_bytes: int = 0):
+        """max_body_bytes: a longer body is not kept for `body`."""
+        self._send, self._max_body_bytes, self._body_size = send, max_body_bytes, 0
+        self._withheld, self._body_parts = list[Message](), list[bytes]()
         self.status, self.headers = 0, Headers()
         self.started = False  # whether the client has received anything
         self._ended = False
@@ -49,7 +49,7 @@ class WithheldResponse:
     @property
     def body(self) -> bytes | None:
         """The body, or None if it was too long to keep."""
-        return b"".join(self._parts) if self._size <= self._max_body else None
+        return b"".join(self._body_parts) if self._body_size <= self._max_body_bytes else None
 
     async def send(self, message: Message) -> None:
         """Send or withhold a message of the application."""
@@ -58,12 +58,12 @@ class WithheldResponse:
             self.status, self.headers = message["status"], Headers(raw=message.get("headers", ()))
         is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
         if message["type"] == "http.response.body":
-            self._size += len(body)
-            if self._size <= self._max_body:
-                self._parts.append(body)
-            self._failed = self._failed or (is_stream and body.startswith(_FAILED))
+            self._body_size += len(body)
+            if self._body_size <= self._max_body_bytes:
+                self._body_parts.append(body)
+            self._failed = self._failed or (is_stream and body.startswith(_ERROR_EVENT))
             self._ended = self._ended or not message.get("more_body", False)
-        is_last = body.startswith((_DONE, _FAILED)) or self._ended
+        is_last = body.startswith((_DONE_EVENT, _ERROR_EVENT)) or self._ended
         if self._withheld or is_last or not is_stream:
             self._withheld.append(message)
         else:
@@ -87,7 +87,7 @@ class WithheldResponse:
             body = {"type": "http.response.body", "body": error_event, "more_body": False}
             await self._send(body)
         else:
-            await error_response({"type": "http"}, _disconnected, self._send)
+            await error_response({"type": "http"}, _receive_disconnect, self._send)
 
 
 class ReplayedBody:
@@ -107,27 +107,27 @@ class ReplayedBody:
     async def receive_rest(self) -> Message:
         """Wait for a message after the body: usually for the client to disconnect."""
         if not self.client_gone.is_set():
-            received = asyncio.ensure_future(self._receive())
-            gone = asyncio.ensure_future(self.client_gone.wait())
+            receive_task = asyncio.ensure_future(self._receive())
+            gone_task = asyncio.ensure_future(self.client_gone.wait())
             try:
-                await asyncio.wait((received, gone), return_when=asyncio.FIRST_COMPLETED)
-                if received.done() and received.result()["type"] != "http.disconnect":
-                    return received.result()
+                await asyncio.wait((receive_task, gone_task), return_when=asyncio.FIRST_COMPLETED)
+                if receive_task.done() and receive_task.result()["type"] != "http.disconnect":
+                    return receive_task.result()
             finally:
-                received.cancel()
-                gone.cancel()
+                receive_task.cancel()
+                gone_task.cancel()
             self.client_gone.set()
         return {"type": "http.disconnect"}
 
 
-async def _disconnected() -> Message:
+async def _receive_disconnect() -> Message:
     """Receive from a client that is gone."""
     return {"type": "http.disconnect"}
 
 
 async def _send_or_disconnect(send: Send, client_gone: asyncio.Event, message: Message) -> None:
     try:
-        await asyncio.wait_for(send(message), _SEND_TIMEOUT)
+        await asyncio.wait_for(send(message), _SEND_TIMEOUT_SECONDS)
     except Exception:  # TimeoutError too: the lease must not wait for a stalled client
         client_gone.set()
 
@@ -143,47 +143,47 @@ class Exchange:
 
     target: SessionTarget
     scope: Scope
-    content: bytes  # the body as sent
-    body: ReplayedBody  # the body for the application
+    raw_body: bytes
+    body: ReplayedBody  # of the raw body, or of another one, for the application
     response: WithheldResponse
 
     @classmethod
     def begin(
-        cls, target: SessionTarget, scope: Scope, content: bytes, receive: Receive, send: Send
+        cls, target: SessionTarget, scope: Scope, raw_body: bytes, receive: Receive, send: Send
     ) -> "Exchange":
-        body = ReplayedBody(content, receive)
-        has_key = b"idempotency-key" in dict(scope["headers"])
+        body = ReplayedBody(raw_body, receive)
+        has_idempotency_key = b"idempotency-key" in dict(scope["headers"])
         send = partial(_send_or_disconnect, send, body.client_gone)
-        response = WithheldResponse(send, _MAX_BODY if has_key else 0)
-        return cls(target, {**scope, "asgi": _ASGI}, content, body, response)
+        response = WithheldResponse(send, _MAX_BODY_BYTES if has_idempotency_key else 0)
+        return cls(target, {**scope, "asgi": _ASGI}, raw_body, body, response)
 
     @property
-    def session(self) -> SessionKey:
+    def session_key(self) -> SessionKey:
         return SessionKey(self.target.name, self.scope["owner"])  # set by SecurityMiddleware
 
     @cached_property
-    def idempotency_key(self) -> str | None:
-        """A digest of the header, which readers of the store must not learn. Raises ApiError."""
-        key = dict(self.scope["headers"]).get(b"idempotency-key")
-        if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
+    def idempotency_key_digest(self) -> str | None:
+        """A digest, since readers of the store must not learn the key. Raises ApiError."""
+        header = dict(self.scope["headers"]).get(b"idempotency-key")
+        if header is not None and not 0 < len(header) <= MAX_KEY_LENGTH:
             raise bad_key_error()
-        return None if key is None else _digest(self.scope["owner"].encode(), key)
+        return None if header is None else _digest(self.scope["owner"].encode(), header)
 
     @cached_property
     def request_digest(self) -> str:
         path = self.scope["path"].encode()
         if self.target.kind in ("create", "fork"):
-            return _digest(path, json.dumps(json_object(self.content)).encode())
-        return _digest(self.scope["method"].encode(), path, self.content)
+            return _digest(path, json.dumps(json_object(self.raw_body)).encode())
+        return _digest(self.scope["method"].encode(), path, self.raw_body)
 
-    def with_fields(self, fields: dict[str, Any]) -> "Exchange":
+    def with_json_body(self, fields: dict[str, Any]) -> "Exchange":
         """Return the exchange with another JSON body for the application."""
         body = ReplayedBody(json.dumps(fields).encode(), self.body.receive_rest)
         headers = [item for item in self.scope["headers"] if item[0].lower() != b"content-length"]
         return replace(self, body=body, scope={**self.scope, "headers": headers})
 
     async def respond(self, content: dict[str, Any]) -> None:
-        await JSONResponse(content)(self.scope, _disconnected, self.response.send)
+        await JSONResponse(content)(self.scope, _receive_disconnect, self.response.send)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
@@ -197,14 +197,14 @@ class RecordedResponse:
     body: str | None = None  # None if it was too long or is too old to be kept
 
     @classmethod
-    def of(cls, exchange: Exchange) -> "RecordedResponse | None":
+    def from_exchange(cls, exchange: Exchange) -> "RecordedResponse | None":
         """Record a response; None for a request without a key."""
-        key, response = exchange.idempotency_key, exchange.response
-        if key is None:
+        key_digest, response = exchange.idempotency_key_digest, exchange.response
+        if key_digest is None:
             return None
         headers = [item for item in response.headers.items() if item[0] != "content-length"]
         body = None if response.body is None else response.body.decode()
-        return cls(key, exchange.request_digest, response.status, headers, body)
+        return cls(key_digest, exchange.request_digest, response.status, headers, body)
 
     async def send(self, response: WithheldResponse) -> None:
         headers = [
@@ -215,20 +215,20 @@ class RecordedResponse:
         await response.send({"type": "http.response.body", "body": (self.body or "").encode()})
 
 
-def recorded_in(notes: Mapping[str, Any]) -> list[RecordedResponse]:
-    """Read the responses recorded in a snapshot's notes, skipping malformed entries."""
-    responses, entries = list[RecordedResponse](), notes.get(NOTE)
+def pop_responses(notes: dict[str, Any]) -> list[RecordedResponse]:
+    """Remove the recorded responses from a snapshot's notes; return those well-formed."""
+    responses, entries = list[RecordedResponse](), notes.pop(_NOTES_KEY, None)
     for entry in entries if isinstance(entries, list) else ():
         with suppress(TypeError, ValueError):
             responses.append(RecordedResponse(**entry))
     return responses
 
 
-def notes_of(responses: Sequence[RecordedResponse]) -> dict[str, Any]:
+def response_notes(responses: Sequence[RecordedResponse]) -> dict[str, Any]:
     """Return notes for a snapshot. Only the newest 8 responses keep their headers and bodies."""
-    older = responses[-_MAX_RECORDS:-_MAX_BODIES]
-    stripped = [replace(response, body=None, headers=[]) for response in older]
-    return {NOTE: [asdict(response) for response in (*stripped, *responses[-_MAX_BODIES:])]}
+    older_responses = responses[-_MAX_RECORDS:-_MAX_BODIES]
+    stripped = [replace(response, body=None, headers=[]) for response in older_responses]
+    return {_NOTES_KEY: [asdict(response) for response in (*stripped, *responses[-_MAX_BODIES:])]}
 
 
 def _digest(*parts: bytes) -> str:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
-from kvkeep.fleet.exchange import NOTE, RecordedResponse, SessionKey, notes_of, recorded_in
+from kvkeep.fleet.exchange import RecordedResponse, SessionKey, pop_responses, response_notes
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
@@ -26,7 +26,7 @@ T = TypeVar("T")
 LEASE_SECONDS = 2.0  # for which the sessions of a killed server stay leased
 _MAX_COPIES = 1_000
 _LOAD_ATTEMPTS = 5  # while others commit
-_IDLE_TIMEOUT = 30.0  # seconds that a step of a cancelled generation takes at most
+_IDLE_TIMEOUT_SECONDS = 30.0  # seconds that a step of a cancelled generation takes at most
 _POLL_SECONDS = 0.1  # between attempts to lease a session that another server holds
 _STORE_THREADS = 16
 
@@ -63,7 +63,7 @@ class SessionLeases:
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
         self._engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
         self._copies: OrderedDict[SessionKey, _EngineCopy] = OrderedDict()
-        self._being_written: dict[SessionKey, SessionRecord] = {}
+        self._records_being_written: dict[SessionKey, SessionRecord] = {}
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
         self.tasks = set[asyncio.Task[None]]()
@@ -73,10 +73,10 @@ class SessionLeases:
         while self.tasks:
             await asyncio.wait(set(self.tasks))
 
-    async def in_store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call_store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await wrap_future(self._threads.submit(function, *args, **kwargs))
 
-    async def _in_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _call_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await wrap_future(self._engine.call(function, *args, **kwargs))
 
     @asynccontextmanager
@@ -85,10 +85,10 @@ class SessionLeases:
 
         Without a commit it is rolled back. Raises InvalidArgument if it exists, HeldElsewhere.
         """
-        async with self._exclusive(key, patience=0.0):
+        async with self._lock_session(key, patience=0.0):
             sessions = self.sessions_of(key.owner)
-            lease = await self.in_store(sessions.create, key.name)
-            async with self._rolled_back(LeasedSession(key, lease)) as leased:
+            lease = await self.call_store(sessions.create, key.name)
+            async with self._roll_back_uncommitted(LeasedSession(key, lease)) as leased:
                 await self._drop_copy(key)  # of a session that another server deleted
                 yield leased
 
@@ -100,29 +100,29 @@ class SessionLeases:
         for another request of this server. If another server has the lease, this waits for as long
         as a killed server's lease lasts. Raises NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._exclusive(key, patience):
-            lease = await self._acquire(key)
-            async with self._rolled_back(LeasedSession(key, lease)) as leased:
-                copy = await self._load(key, lease.head)
+        async with self._lock_session(key, patience):
+            lease = await self._acquire_lease(key)
+            async with self._roll_back_uncommitted(LeasedSession(key, lease)) as leased:
+                copy = await self._load_copy(key, lease.head)
                 leased.record, leased.loaded_revision = copy.record, copy.revision
                 leased.responses = copy.responses
-                self._being_written[key] = copy.record
+                self._records_being_written[key] = copy.record
                 yield leased
 
     @asynccontextmanager
-    async def _rolled_back(self, leased: LeasedSession) -> AsyncIterator[LeasedSession]:
+    async def _roll_back_uncommitted(self, leased: LeasedSession) -> AsyncIterator[LeasedSession]:
         """After the block, roll back what was not committed, and release the lease."""
         try:
             yield leased
         finally:
-            self._being_written.pop(leased.key, None)
+            self._records_being_written.pop(leased.key, None)
             try:
                 if not leased.in_sync or leased.lease.loss is not None:
                     await self._roll_back(leased)
                 elif leased.record is not None:
-                    await self._in_engine(self._borrowed.release, leased.record)
+                    await self._call_engine(self._borrowed.release, leased.record)
             finally:
-                await self.in_store(leased.lease.release)
+                await self.call_store(leased.lease.release)
                 if leased.key in self._copies:
                     self._copies[leased.key].version = leased.lease.version
 
@@ -131,7 +131,7 @@ class SessionLeases:
         await self._drop_copy(leased.key)
         if leased.loaded_revision is None and not leased.lease.head.snapshot:
             with suppress(KvkeepError):
-                await self._in_engine(self._borrowed.discard, await self._engine_record(leased))
+                await self._call_engine(self._borrowed.discard, await self._engine_record(leased))
 
     @asynccontextmanager
     async def reading(
@@ -142,14 +142,14 @@ class SessionLeases:
         The session is as last committed, or as another request of this server is writing it; with
         `committed`, this waits for that request. Raises NoSuchSession.
         """
-        record = None if committed else self._being_written.get(key)
-        if record is None or not await self._in_engine(self._borrowed.acquire, record):
+        record = None if committed else self._records_being_written.get(key)
+        if record is None or not await self._call_engine(self._borrowed.acquire, record):
             async with self._locks.setdefault(key, asyncio.Lock()):
                 record = await self._load_latest(key)
         try:
             yield record
         finally:
-            await self._in_engine(self._borrowed.release, record)
+            await self._call_engine(self._borrowed.release, record)
 
     async def remove(self, key: SessionKey, check: Callable[[SessionPath], None]) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
@@ -157,19 +157,19 @@ class SessionLeases:
         check: called under the lease, before anything is removed. Raises the errors of `check`,
         NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._exclusive(key, patience=0.0):
-            lease = await self._acquire(key)
+        async with self._lock_session(key, patience=0.0):
+            lease = await self._acquire_lease(key)
             try:
-                await self.in_store(check, SessionPath(lease.objects))
-                await self.in_store(lease.remove)
+                await self.call_store(check, SessionPath(lease.objects))
+                await self.call_store(lease.remove)
                 await self._drop_copy(key)
             finally:
-                await self.in_store(lease.release)
+                await self.call_store(lease.release)
 
-    async def changed(self, leased: LeasedSession) -> bool:
+    async def has_changes(self, leased: LeasedSession) -> bool:
         """Whether there is anything to commit. Raises StoreError if the engine dropped it."""
         record = await self._engine_record(leased)
-        return await self._idle_revision(record) != leased.loaded_revision
+        return await self._wait_for_idle_revision(record) != leased.loaded_revision
 
     async def commit(self, leased: LeasedSession, response: RecordedResponse | None = None) -> None:
         """Commit a session, with the response to record, and release the lease.
@@ -177,26 +177,26 @@ class SessionLeases:
         Raises Moved if another server has taken the session, StoreError.
         """
         record = await self._engine_record(leased)
-        await self._idle_revision(record)
+        await self._wait_for_idle_revision(record)
         responses = [*leased.responses, *([response] if response else [])]
-        snapshot, revision = await self._in_engine(self._borrowed.snapshot, record)
-        snapshot = replace(snapshot, notes={**snapshot.notes, **notes_of(responses)})
-        target = SessionPath(leased.lease.objects, leased.lease, release=True)
-        await self.in_store(snapshot.save, target)
+        snapshot, revision = await self._call_engine(self._borrowed.snapshot, record)
+        snapshot = replace(snapshot, notes={**snapshot.notes, **response_notes(responses)})
+        session_path = SessionPath(leased.lease.objects, leased.lease, release=True)
+        await self.call_store(snapshot.save, session_path)
         version = leased.lease.version
         copy = _EngineCopy(record, version.head.snapshot, version, revision, responses)
         self._keep_copy(leased.key, copy)
-        await self._in_engine(record.mark_saved, revision)
+        await self._call_engine(record.mark_saved, revision)
         leased.in_sync = True
 
     @asynccontextmanager
-    async def _exclusive(self, key: SessionKey, patience: float) -> AsyncIterator[None]:
+    async def _lock_session(self, key: SessionKey, patience: float) -> AsyncIterator[None]:
         """Admit one request of this server at a time to a session. Raises Busy."""
         lock = self._locks.setdefault(key, asyncio.Lock())
-        if key in self._being_written and not patience:
+        if key in self._records_being_written and not patience:
             raise Busy(f"session {key.name!r} is busy; wait for it, or cancel it")
         try:
-            await asyncio.wait_for(lock.acquire(), patience or _IDLE_TIMEOUT)
+            await asyncio.wait_for(lock.acquire(), patience or _IDLE_TIMEOUT_SECONDS)
         except TimeoutError:
             raise Busy(f"session {key.name!r} is still at work on another request") from None
         try:
@@ -207,7 +207,7 @@ class SessionLeases:
     async def _engine_record(self, leased: LeasedSession) -> SessionRecord:
         """Return the engine's session, which may have been created under the lease."""
         if leased.record is None:
-            leased.record = await self._in_engine(self._borrowed.adopt, *leased.key)
+            leased.record = await self._call_engine(self._borrowed.adopt, *leased.key)
         if leased.record is None:
             raise StoreError(f"session {leased.key.name!r} went while it was made: send it again")
         return leased.record
@@ -216,25 +216,25 @@ class SessionLeases:
         """Load a session as committed now, or later if others commit meanwhile."""
         path = self.sessions_of(key.owner).path(key.name)
         for attempts_left in reversed(range(_LOAD_ATTEMPTS)):
-            head = await self.in_store(path.head)
+            head = await self.call_store(path.head)
             if head is None or not head.snapshot:
                 await self._drop_copy(key)
                 raise NoSuchSession(f"there is no session {key.name!r}")
             try:
-                return (await self._load(key, head)).record
+                return (await self._load_copy(key, head)).record
             except NoObject:  # another server has committed meanwhile
                 if not attempts_left:
                     raise
         raise AssertionError
 
-    async def _acquire(self, key: SessionKey) -> Lease:
+    async def _acquire_lease(self, key: SessionKey) -> Lease:
         """Acquire a lease; wait for as long as a killed server's lease lasts."""
         sessions, copy = self.sessions_of(key.owner), self._copies.get(key)
-        cached = copy.version if copy else None
+        head = copy.version if copy else None
         deadline = time.monotonic() + 1.5 * sessions.lease_seconds + 0.5
         while True:
             try:
-                lease = await self.in_store(sessions.acquire, key.name, False, cached)
+                lease = await self.call_store(sessions.acquire, key.name, create=False, cached=head)
                 break
             except NoObject:
                 await self._drop_copy(key)
@@ -242,27 +242,26 @@ class SessionLeases:
             except HeldElsewhere:
                 if time.monotonic() > deadline:
                     raise
-                cached = None
+                head = None
                 await asyncio.sleep(_POLL_SECONDS)
         if not lease.head.snapshot:  # its creator was killed before the first commit
-            await self.in_store(lease.release)
+            await self.call_store(lease.release)
             raise NoSuchSession(f"there is no session {key.name!r}")
         return lease
 
-    async def _load(self, key: SessionKey, head: SessionHead) -> _EngineCopy:
+    async def _load_copy(self, key: SessionKey, head: SessionHead) -> _EngineCopy:
         """Load the head's snapshot, unless the engine has it; it stays until it is released."""
         copy = self._copies.get(key)
         if copy is not None and copy.snapshot == head.snapshot:
-            present = await self._in_engine(self._borrowed.acquire, copy.record)
-            if present and copy.record.revision == copy.revision:
+            still_in_engine = await self._call_engine(self._borrowed.acquire, copy.record)
+            if still_in_engine and copy.record.revision == copy.revision:
                 return copy
-            await self._in_engine(self._borrowed.discard, copy.record)
+            await self._call_engine(self._borrowed.discard, copy.record)
         objects = self.sessions_of(key.owner).objects_of(key.name)
         path = ObjectPath(objects.store, objects.key(head.snapshot))
-        snapshot = await self.in_store(Snapshot.load, path)
-        responses = recorded_in(snapshot.notes)
-        snapshot.notes.pop(NOTE, None)
-        record = await self._in_engine(self._borrowed.load, snapshot, *key)
+        snapshot = await self.call_store(Snapshot.load, path)
+        responses = pop_responses(snapshot.notes)
+        record = await self._call_engine(self._borrowed.load, snapshot, *key)
         version = copy.version if copy else None
         copy = _EngineCopy(record, head.snapshot, version, record.revision, responses)
         self._keep_copy(key, copy)
@@ -274,12 +273,12 @@ class SessionLeases:
         while len(self._copies) > _MAX_COPIES:
             self._copies.popitem(last=False)
 
-    async def _idle_revision(self, record: SessionRecord) -> int:
+    async def _wait_for_idle_revision(self, record: SessionRecord) -> int:
         """Wait for a cancelled generation to end, and return the session's revision."""
-        deadline = time.monotonic() + _IDLE_TIMEOUT
+        deadline = time.monotonic() + _IDLE_TIMEOUT_SECONDS
         while True:
             try:
-                return await self._in_engine(self._borrowed.revision, record)
+                return await self._call_engine(self._borrowed.revision, record)
             except Busy:
                 if time.monotonic() > deadline:
                     raise
@@ -289,4 +288,4 @@ class SessionLeases:
         """Drop the engine's copy of a session, and cancel its generation."""
         copy = self._copies.pop(key, None)
         if copy is not None:
-            await self._in_engine(self._borrowed.discard, copy.record)
+            await self._call_engine(self._borrowed.discard, copy.record)

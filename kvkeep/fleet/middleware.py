@@ -30,7 +30,7 @@ from kvkeep.storage.sessions.shared import SessionPath
 from kvkeep.storage.snapshots.snapshot import describe
 
 _log = logging.getLogger("kvkeep.server")
-_SEEDS = 2**53  # JavaScript represents every integer below
+_SEED_COUNT = 2**53  # JavaScript represents every integer below
 _RETRY_PATIENCE = 10.0  # seconds that a retry waits for the first attempt
 
 
@@ -47,10 +47,10 @@ class SessionMiddleware:
         if target is None or target.kind == "none":
             await self._app(scope, receive, send)
             return
-        content = await read_body(receive)
-        if content is None:
+        raw_body = await read_body(receive)
+        if raw_body is None:
             return
-        exchange = Exchange.begin(target, scope, content, receive, send)
+        exchange = Exchange.begin(target, scope, raw_body, receive, send)
         # In a task: a client that disconnects cancels its generation, but not the commit.
         task = asyncio.create_task(self._respond(exchange))
         self._leases.tasks.add(task)
@@ -82,7 +82,7 @@ class SessionMiddleware:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         scope, body, response = exchange.scope, exchange.body, exchange.response
-        session, leases = exchange.session, self._leases
+        session_key, leases = exchange.session_key, self._leases
         match exchange.target.kind:
             case "unknown":
                 raise ApiError(404, "there is nothing of that name", "not_found_error")
@@ -91,20 +91,20 @@ class SessionMiddleware:
             case "create":
                 await self._create(exchange)
             case "fork" | "snapshot" as kind:
-                async with leases.reading(session, committed=True):
+                async with leases.reading(session_key, committed=True):
                     await (self._create if kind == "fork" else self._run)(exchange)
             case "events":
                 with suppress(NoSuchSession):
-                    async with leases.reading(session):
+                    async with leases.reading(session_key):
                         pass
                 await self._app(scope, body.receive, response.send_now)
             case "read":
                 await self._read(exchange)
             case "save":  # committed sessions are saved: respond with the session
-                async with leases.reading(session, committed=True):
-                    path = f"/v1/sessions/{session.name}"
-                    get = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
-                    await self._app(get, body.receive, response.send)
+                async with leases.reading(session_key, committed=True):
+                    path = f"/v1/sessions/{session_key.name}"
+                    get_scope = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
+                    await self._app(get_scope, body.receive, response.send)
             case "delete":
                 await self._delete(exchange)
             case _:
@@ -117,38 +117,38 @@ class SessionMiddleware:
         """Read a session of the store, or one local to this server, such as a stored response."""
         first_response = WithheldResponse(exchange.response.send)
         with suppress(NoSuchSession):
-            async with self._leases.reading(exchange.session):
+            async with self._leases.reading(exchange.session_key):
                 await self._run(replace(exchange, response=first_response))
             if first_response.status != 404:
                 await first_response.release()
                 return
             # It was rolled back between loading and reading: try once more.
-            async with self._leases.reading(exchange.session):
+            async with self._leases.reading(exchange.session_key):
                 await self._run(exchange)
             return
         await self._run(exchange)
 
     async def _create(self, exchange: Exchange) -> None:
         """Create a session and commit it before the response is released."""
-        fields, key = json_object(exchange.content), exchange.idempotency_key
-        generated = f"s-{key[:16]}" if key else f"s-{secrets.token_hex(8)}"
-        name = checked_new_name(fields.get("name") or generated)
-        session = exchange.session._replace(name=name)
-        if key and await self._repeat_creation(exchange, session):
+        fields, key_digest = json_object(exchange.raw_body), exchange.idempotency_key_digest
+        generated_name = f"s-{key_digest[:16]}" if key_digest else f"s-{secrets.token_hex(8)}"
+        name = checked_new_name(fields.get("name") or generated_name)
+        session_key = exchange.session_key._replace(name=name)
+        if key_digest and await self._repeat_creation(exchange, session_key):
             return
         try:
-            async with self._leases.creating(session) as leased:
-                await self._run(exchange.with_fields({**fields, "name": name}))
+            async with self._leases.creating(session_key) as leased:
+                await self._run(exchange.with_json_body({**fields, "name": name}))
                 if exchange.response.succeeded:
-                    await self._leases.commit(leased, RecordedResponse.of(exchange))
+                    await self._leases.commit(leased, RecordedResponse.from_exchange(exchange))
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
-            if not key or not await self._repeat_creation(exchange, session):
+            if not key_digest or not await self._repeat_creation(exchange, session_key):
                 raise
 
-    async def _repeat_creation(self, exchange: Exchange, session: SessionKey) -> bool:
+    async def _repeat_creation(self, exchange: Exchange, session_key: SessionKey) -> bool:
         """Repeat the response if this very request has created the session before."""
         try:
-            async with self._leases.writing(session, _RETRY_PATIENCE) as leased:
+            async with self._leases.writing(session_key, _RETRY_PATIENCE) as leased:
                 leased.in_sync = True
                 return await _repeat_response(leased, exchange)
         except NoSuchSession:
@@ -156,11 +156,11 @@ class SessionMiddleware:
 
     async def _write(self, exchange: Exchange) -> None:
         """Change a session under its lease, commit, and only then release the response."""
-        key = exchange.idempotency_key
-        if key and exchange.target.may_sample:
-            exchange = _with_seed(exchange, key)
-        patience = _RETRY_PATIENCE if key else 0.0
-        async with self._leases.writing(exchange.session, patience) as leased:
+        leases, key_digest = self._leases, exchange.idempotency_key_digest
+        if key_digest and exchange.target.may_sample:
+            exchange = _with_seed(exchange, key_digest)
+        patience = _RETRY_PATIENCE if key_digest else 0.0
+        async with leases.writing(exchange.session_key, patience) as leased:
             if await _repeat_response(leased, exchange):
                 leased.in_sync = True
                 return
@@ -170,30 +170,30 @@ class SessionMiddleware:
             await self._run(exchange)
             leased.lease.check()
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
-            commits = exchange.response.succeeded if key else await self._leases.changed(leased)
-            if commits:
-                await self._leases.commit(leased, RecordedResponse.of(exchange))
+            succeeded = exchange.response.succeeded
+            if succeeded if key_digest else await leases.has_changes(leased):
+                await leases.commit(leased, RecordedResponse.from_exchange(exchange))
 
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, which may be too damaged to be loaded."""
         if_match, name = Headers(scope=exchange.scope).get("if-match"), exchange.target.name
-        expected = parse_if_match(if_match or None)
+        revision = parse_if_match(if_match or None)
 
         def require_revision(path: SessionPath) -> None:
-            if expected is None:
+            if revision is None:
                 return
             entry = _stored_entry(path)
-            if entry is None or entry["revision"] != expected:
-                message = f"session {name!r} is not at revision {expected}: look at it again"
+            if entry is None or entry["revision"] != revision:
+                message = f"session {name!r} is not at revision {revision}: look at it again"
                 raise WrongRevision(message)
 
-        await self._leases.remove(exchange.session, require_revision)
+        await self._leases.remove(exchange.session_key, require_revision)
         await exchange.respond({"name": name, "object": "session", "deleted": True})
 
     async def _list(self, exchange: Exchange) -> None:
-        in_store, sessions = self._leases.in_store, self._leases.sessions_of(exchange.session.owner)
-        paths = await in_store(lambda: list(sessions.newest()))
-        entries = await asyncio.gather(*(in_store(_stored_entry, path) for path in paths))
+        leases, sessions = self._leases, self._leases.sessions_of(exchange.session_key.owner)
+        paths = await leases.call_store(lambda: list(sessions.newest()))
+        entries = await asyncio.gather(*(leases.call_store(_stored_entry, path) for path in paths))
         data = [entry for entry in entries if entry is not None]
         await exchange.respond({"object": "list", "data": data})
 
@@ -202,7 +202,7 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     """Return a session's JSON fields as last committed; None if it is gone or damaged."""
     try:
         notes = describe(path)["notes"]
-        record = SessionRecord(path.stem, "", True, None, None)
+        record = SessionRecord(path.stem, "", named=True, file=None, session=None)
         record.resume({ENGINE_NOTES_KEY: notes[ENGINE_NOTES_KEY]})
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
@@ -211,8 +211,8 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
 
 async def _repeat_response(leased: LeasedSession, exchange: Exchange) -> bool:
     """Repeat the recorded response to an earlier request with this key. False if there is none."""
-    key = exchange.idempotency_key
-    recorded = next((earlier for earlier in leased.responses if earlier.key == key), None)
+    key_digest = exchange.idempotency_key_digest
+    recorded = next((earlier for earlier in leased.responses if earlier.key == key_digest), None)
     if recorded is None:
         return False
     if recorded.request != exchange.request_digest:
@@ -229,13 +229,13 @@ async def _repeat_response(leased: LeasedSession, exchange: Exchange) -> bool:
     return True
 
 
-def _with_seed(exchange: Exchange, key: str) -> Exchange:
+def _with_seed(exchange: Exchange, key_digest: str) -> Exchange:
     """Derive a missing seed from the request's key, so that a retry samples the same tokens."""
     try:
-        fields = json_object(exchange.content)
+        fields = json_object(exchange.raw_body)
     except ApiError:  # the route reports it
         return exchange
     seed = fields.get("seed")
     if seed is None or (isinstance(seed, int) and seed < 0):
-        fields["seed"] = int(key[:16], 16) % _SEEDS
-    return exchange.with_fields(fields)
+        fields["seed"] = int(key_digest[:16], 16) % _SEED_COUNT
+    return exchange.with_json_body(fields)

@@ -26,24 +26,24 @@ class Replica:
     def __init__(
         self,
         model: Model,
-        store: str,
+        store_url: str,
         secret: bytes,
         *,
         settings: Mapping[str, Any],
         limits: Limits,
-        prefixes: bool,
-        lease: float = LEASE_SECONDS,
+        share_prefixes: bool,
+        lease_seconds: float = LEASE_SECONDS,
     ):
         """Open a store and start an engine over it.
 
-        store: URL. prefixes: whether to share prefilled prefixes of prompts. lease: seconds. Raises
-        InvalidArgument and StoreError for an unusable store.
+        share_prefixes: whether to share prefilled prefixes of prompts. Raises InvalidArgument
+        and StoreError for an unusable store.
         """
-        objects = open_object_store(store)
+        objects = open_object_store(store_url)
         # Unique to this process, even if containers share host names.
         self.writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         require_conditional_writes(objects)
-        shared = SharedPrefixCache(objects, secret, model.arithmetic) if prefixes else None
+        shared = SharedPrefixCache(objects, secret, model.arithmetic) if share_prefixes else None
         self.engine = Engine(
             model,
             settings=settings,
@@ -51,7 +51,7 @@ class Replica:
             stores=shared.for_owner if shared else None,
             snapshots=partial(SharedLabels, objects),
         )
-        sessions_of = partial(SharedSessions, objects, writer=self.writer, lease=lease)
+        sessions_of = partial(SharedSessions, objects, writer=self.writer, lease=lease_seconds)
         self.leases = SessionLeases(self.engine, sessions_of)
 
     def middleware(self, app: Any) -> SessionMiddleware:
@@ -61,16 +61,16 @@ class Replica:
 def require_conditional_writes(objects: ObjectStore) -> None:
     """Raise StoreError for a store that ignores If-Match and If-None-Match, or is unreachable."""
     key = f"checks/{secrets.token_hex(8)}"
-    tag = objects.put(key, b"first", if_absent=True)
+    etag = objects.put(key, b"first", if_absent=True)
     try:
-        new_tag = objects.put(key, b"second", if_match=tag)
-        refused = 0
-        for conditions in ({"if_absent": True}, {"if_match": tag}):
+        new_etag = objects.put(key, b"second", if_match=etag)
+        refusals = 0
+        for conditions in ({"if_absent": True}, {"if_match": etag}):
             try:
                 objects.put(key, b"third", **conditions)
             except Conflict:
-                refused += 1
-        if refused < 2 or objects.get(key) != (b"second", new_tag):
+                refusals += 1
+        if refusals < 2 or objects.get(key) != (b"second", new_etag):
             raise StoreError(
                 f"{objects.url} ignores If-Match and If-None-Match, without which two servers "
                 "could write one session: use a store that honours them"
@@ -99,11 +99,11 @@ class ReplicaServer:
             setup.secret,
             settings=setup.settings,
             limits=Limits(memory=setup.memory),
-            prefixes=setup.prefixes,
-            lease=setup.lease,
+            share_prefixes=setup.prefixes,
+            lease_seconds=setup.lease,
         )
-        name = setup.alias or model.name.rpartition("/")[2]
-        self._service = Service(self._replica.engine, name, setup.keys, int(time.time()))
+        model_name = setup.alias or model.name.rpartition("/")[2]
+        self._service = Service(self._replica.engine, model_name, setup.keys, int(time.time()))
         hosts = {*LOCAL_HOSTS, *setup.hosts}
         self._app = application(self._service, hosts, setup.origins, self._replica.middleware)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from kvkeep.fleet.affinity import Affinity, affinity_key
+from kvkeep.fleet.affinity import Affinity, affinity_session_id
 
 CHAT = "/v1/chat/completions"
 
@@ -17,7 +17,7 @@ def user_message(text: Any) -> dict[str, Any]:
 
 
 def key_for(path: str, credentials: bytes = b"", **body: Any) -> str:
-    return affinity_key(path, json.dumps(body).encode(), credentials)
+    return affinity_session_id(path, json.dumps(body).encode(), credentials)
 
 
 def test_turns_of_a_conversation_have_one_key() -> None:
@@ -62,8 +62,8 @@ def test_every_kind_of_prompt_is_keyed_by_its_prefix() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"messages": 1}', b"\xff"])
 def test_bodies_without_a_prefix_have_no_key(body: bytes) -> None:
-    assert affinity_key(CHAT, body) == ""
-    assert affinity_key("/v1/sessions", body) == ""
+    assert affinity_session_id(CHAT, body) == ""
+    assert affinity_session_id("/v1/sessions", body) == ""
 
 
 def forward(
@@ -101,7 +101,7 @@ def forward(
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_the_body_is_forwarded_whole_with_a_key(pieces: int) -> None:
     body = json.dumps({"messages": [user_message("one")]}).encode()
-    assert forward("POST", CHAT, body, pieces) == (affinity_key(CHAT, body), body)
+    assert forward("POST", CHAT, body, pieces) == (affinity_session_id(CHAT, body), body)
     new = b'{"name": "notes"}'
     assert forward("POST", "/v1/sessions", new, pieces) == ("notes", new)
     turn = b'{"content": "one"}'
