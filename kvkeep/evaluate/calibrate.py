@@ -23,10 +23,10 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import reconstruction
 from kvkeep.session.session import Session
 
-STEP = 512  # tokens evaluated at once
+STEP_TOKENS = 512  # tokens evaluated at once
 STEPS_PER_SESSION = 16  # in a `QueryPart`
 RECONSTRUCTION_TOKENS, MAX_RECONSTRUCTIONS = 1024, 20  # of a `ReconstructionPart`; of these parts
-HELD_BACK_STRIDE = 5  # every n-th reconstruction part evaluates the surrogate
+HELD_OUT_STRIDE = 5  # every n-th reconstruction part evaluates the surrogate
 MIN_SCORE = -27.6  # log of an attention weight of 1e-12; lower scores are clamped
 
 Progress = Callable[[int], None]
@@ -68,17 +68,17 @@ def calibrate(
         sums.parts_done += 1
         if unfinished is not None:
             sums.save(unfinished, digest)
-    measured, weights = sums.queries.statistics(), sums.fitted.weights()
-    statistics = replace(measured, surrogate=Surrogate.from_weights(weights))
+    query_statistics, weights = sums.queries.statistics(), sums.fitted.weights()
+    statistics = replace(query_statistics, surrogate=Surrogate.from_weights(weights))
     r_squared = sums.held_back.r_squared(weights)
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
     return Calibration(statistics, model.fingerprint.saved(), model.name, len(ids), r_squared)
 
 
-def calibration_tokens(model: LoadedModel, count: int) -> int:
+def calibration_tokens(model: LoadedModel, token_count: int) -> int:
     """Return how many tokens `calibrate` evaluates for a text. Raises InvalidArgument."""
-    return sum(part.tokens for part in _text_parts(model, count))
+    return sum(part.tokens for part in _text_parts(model, token_count))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ReconstructionPart:
 
     start: int
     end: int
-    held_back: bool  # whether it evaluates the surrogate, instead of fitting it
+    held_out: bool  # whether it evaluates the surrogate, instead of fitting it
 
     @property
     def tokens(self) -> int:
@@ -121,34 +121,34 @@ class ReconstructionPart:
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
         memory = Memory(model.decoder, Full(self.end - self.start))
-        for step in evaluate(memory, ids[self.start : self.end], STEP):
-            progress(step.hidden.shape[0])
+        for result in evaluate(memory, ids[self.start : self.end], STEP_TOKENS):
+            progress(result.hidden.shape[0])
         scores = reconstruction(memory, model.text, progress).clamp(min=MIN_SCORE).double().cpu()
-        cache, regression = memory.cache, sums.held_back if self.held_back else sums.fitted
+        cache, regression = memory.cache, sums.held_back if self.held_out else sums.fitted
         cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
-        unrotated = Candidates(cells, cache.rope, cache.scale).unrotated_keys
-        for layer, (keys, values) in enumerate(zip(unrotated, cells.values, strict=True)):
+        unrotated_keys = Candidates(cells, cache.rope, cache.scale).unrotated_keys
+        for layer, (keys, values) in enumerate(zip(unrotated_keys, cells.values, strict=True)):
             inputs = features(keys, values)[:, SINKS:].cpu()  # attention sinks are always kept
             regression.add(layer, inputs, scores[layer, :, SINKS:])
 
 
-def _text_parts(model: LoadedModel, count: int) -> list[QueryPart | ReconstructionPart]:
+def _text_parts(model: LoadedModel, token_count: int) -> list[QueryPart | ReconstructionPart]:
     step = _tokens_per_step(model)
-    if count < 3 * step:
-        raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {count}")
+    if token_count < 3 * step:
+        raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {token_count}")
     # A short remainder is joined to the last part: alone it would have no tokens before it.
-    starts = range(0, max(1, count - 2 * step), STEPS_PER_SESSION * step)
+    starts = range(0, max(1, token_count - 2 * step), STEPS_PER_SESSION * step)
     parts: list[QueryPart | ReconstructionPart] = [
-        QueryPart(start, end) for start, end in itertools.pairwise([*starts, count])
+        QueryPart(start, end) for start, end in itertools.pairwise([*starts, token_count])
     ]
-    length = min(RECONSTRUCTION_TOKENS, model.spec.max_positions // 2, count // 2)
-    reconstructions = min(MAX_RECONSTRUCTIONS, count // length)
-    for index in range(reconstructions):
-        start = index * (count - length) // (reconstructions - 1)
-        held_back = index % HELD_BACK_STRIDE == 1
-        parts.append(ReconstructionPart(start, start + length, held_back))
+    length = min(RECONSTRUCTION_TOKENS, model.spec.max_positions // 2, token_count // 2)
+    reconstruction_count = min(MAX_RECONSTRUCTIONS, token_count // length)
+    for index in range(reconstruction_count):
+        start = index * (token_count - length) // (reconstruction_count - 1)
+        held_out = index % HELD_OUT_STRIDE == 1
+        parts.append(ReconstructionPart(start, start + length, held_out))
     return parts
 
 
 def _tokens_per_step(model: LoadedModel) -> int:
-    return min(STEP, model.spec.max_positions // 4)
+    return min(STEP_TOKENS, model.spec.max_positions // 4)

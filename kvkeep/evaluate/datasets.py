@@ -15,7 +15,7 @@ from kvkeep.evaluate.samples import (
     insert_sentences,
     random_key,
     require_choice,
-    sample_random,
+    sample_rng,
 )
 from kvkeep.evaluate.tasks import TASKS
 from kvkeep.evaluate.words import NAMES
@@ -31,9 +31,9 @@ CONTINUATION_TOKENS = 512
 
 
 class Dataset(Protocol):
-    """Samples by index, without end. An index always gives the same sample."""
+    """An endless sequence of samples. An index always gives the same sample."""
 
-    def sample(self, index: int) -> Sample: ...
+    def sample(self, sample_index: int) -> Sample: ...
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class PasskeyDataset:
     def __post_init__(self) -> None:
         require_choice(self.task, PASSKEY_TASKS)
         require_choice(self.key_type, KEY_TYPES)
-        if self.junk < self._hidden:
+        if self.junk < self._key_count:
             raise InvalidArgument(
-                f"task {self.task!r} hides {self._hidden} keys in places of their own; "
+                f"task {self.task!r} hides {self._key_count} keys in places of their own; "
                 f"found {self.junk} repetitions"
             )
         position = self.placement.position
@@ -65,20 +65,20 @@ class PasskeyDataset:
                 f"repetitions; found {position}"
             )
 
-    def sample(self, index: int) -> Sample:
-        random = sample_random(self.seed, index)
-        subjects = PASSKEY_SUBJECTS[: self._hidden]
+    def sample(self, sample_index: int) -> Sample:
+        rng = sample_rng(self.seed, sample_index)
+        subjects = PASSKEY_SUBJECTS[: self._key_count]
         if self.task == "several":
-            subjects = tuple(f"pass key of {name}" for name in random.sample(NAMES, self._hidden))
-        facts = [_passkey_fact(subject, random_key(self.key_type, random)) for subject in subjects]
-        positions = self.placement.draw(index, self.junk, len(facts), random)
+            subjects = tuple(f"pass key of {name}" for name in rng.sample(NAMES, self._key_count))
+        facts = [_passkey_fact(subject, random_key(self.key_type, rng)) for subject in subjects]
+        positions = self.placement.draw(sample_index, self.junk, len(facts), rng)
         sentences = [fact.sentence for fact in facts]
-        _, asked = PASSKEY_TASKS[self.task]
-        sample = insert_sentences([JUNK] * self.junk, sentences, positions, facts[:asked])
+        _, asked_count = PASSKEY_TASKS[self.task]
+        sample = insert_sentences([JUNK] * self.junk, sentences, positions, facts[:asked_count])
         return dataclasses.replace(sample, text=PREFIX + sample.text)
 
     @property
-    def _hidden(self) -> int:
+    def _key_count(self) -> int:
         return PASSKEY_TASKS[self.task][0]
 
 
@@ -107,14 +107,14 @@ class NeedleDataset:
     def __post_init__(self) -> None:
         task_key_type(self.task, self.key_type)
 
-    def sample(self, index: int) -> Sample:
-        random = sample_random(self.seed, index)
+    def sample(self, sample_index: int) -> Sample:
+        rng = sample_rng(self.seed, sample_index)
         key_type = task_key_type(self.task, self.key_type)
-        instance = TASKS[self.task].generate(random, key_type)
-        count = len(instance.sentences)
-        passage = self.haystack.passage(self.tokens, max(2, count), random)
+        instance = TASKS[self.task].generate(rng, key_type)
+        sentence_count = len(instance.sentences)
+        passage = self.haystack.passage(self.tokens, max(2, sentence_count), rng)
         draw = self.placement.draw_ascending if instance.ordered else self.placement.draw
-        positions = draw(index, len(passage), count, random)
+        positions = draw(sample_index, len(passage), sentence_count, rng)
         return insert_sentences(passage, instance.sentences, positions, instance.facts)
 
 
@@ -135,7 +135,7 @@ class ContinuationDataset:
     tokens: int = 4000  # approximate length of a passage without its continuation
     seed: int = 0
 
-    def sample(self, index: int) -> Sample:
-        random = sample_random(self.seed, index)
-        passage = self.haystack.passage(self.tokens + CONTINUATION_TOKENS, 2, random)
+    def sample(self, sample_index: int) -> Sample:
+        rng = sample_rng(self.seed, sample_index)
+        passage = self.haystack.passage(self.tokens + CONTINUATION_TOKENS, 2, rng)
         return Sample("".join(passage), (), 0, len(passage), CONTINUATION_TOKENS)

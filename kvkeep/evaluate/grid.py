@@ -104,9 +104,9 @@ class Grid:
     def from_json(cls, content: dict[str, Any]) -> Self:
         """Return the grid of a JSON object. Raises KeyError, TypeError or AttributeError."""
         grid = cls(dict(content["about"]), options=dict(content.get("asked", {})))
-        names = [field.name for field in dataclasses.fields(GridSetting)]
+        setting_names = [item.name for item in dataclasses.fields(GridSetting)]
         for row in content["readings"]:
-            setting = GridSetting(**{name: row.pop(name) for name in names})
+            setting = GridSetting(**{name: row.pop(name) for name in setting_names})
             grid.add(GridResult(setting, **row))
         return grid
 
@@ -126,19 +126,19 @@ def measure_sample(
     """
     session = model.session(policy="full", prefill_step=prefill_step, kv_bits=kv_bits)
     ids = model.text.encode(sample.text)
-    context = len(ids) - sample.continuation
-    if context < 1:
+    context_tokens = len(ids) - sample.continuation_tokens
+    if context_tokens < 1:
         raise InvalidArgument(
-            f"the last {sample.continuation} tokens of a text are foretold; found one of "
+            f"the last {sample.continuation_tokens} tokens of a text are foretold; found one of "
             f"{len(ids)}: ask for more tokens"
         )
-    session.feed(ids[:context])
+    session.feed(ids[:context_tokens])
     for setting in settings:
         fork = session.fork()
         if setting.method != UNCOMPRESSED:
             seed = setting.seed + setting.sample
             CompressionSettings(setting.method, setting.ratio, seed, calibration).compress(fork)
-        yield _measure(fork, setting, sample, ids[context:])
+        yield _measure(fork, setting, sample, ids[context_tokens:])
 
 
 def _measure(

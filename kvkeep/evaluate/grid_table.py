@@ -52,24 +52,24 @@ def has_section(page: str, begin: str, end: str) -> bool:
 
 def replace_section(page: str, begin: str, end: str, content: str) -> str:
     """Return the page with `content` between its two markers."""
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
+    text_before, _, rest = page.partition(begin)
+    return f"{text_before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
 
 
 def _task_section(grid: "Grid", task: str) -> str:
     baseline = grid.baseline(task)
     rows = [[task]] + [[method] for method in grid.methods]
     for ratio in grid.ratios:
-        columns = [grid.select(task, method, ratio) for method in grid.methods]
-        size = _megabytes([result for results in columns for result in results])
+        results_by_method = [grid.select(task, method, ratio) for method in grid.methods]
+        size = _mean_size([result for results in results_by_method for result in results])
         rows[0].append(f"{ratio:g}×, {size}")
-        for row, results in zip(rows[1:], columns, strict=True):
-            row.append(_score(results, baseline))
-    footer = f"Uncompressed: {_score(baseline)}, {_megabytes(baseline)}. Samples: {len(baseline)}."
+        for row, results in zip(rows[1:], results_by_method, strict=True):
+            row.append(_entry(results, baseline))
+    footer = f"Uncompressed: {_entry(baseline)}, {_mean_size(baseline)}. Samples: {len(baseline)}."
     return f"{markdown_table(rows)}\n\n{footer}"
 
 
-def _megabytes(results: Sequence["GridResult"]) -> str:
+def _mean_size(results: Sequence["GridResult"]) -> str:
     """Return the mean size of keys and values, a range if methods differ by more than 1%."""
     if not results:
         return NO_RESULT
@@ -82,27 +82,27 @@ def _megabytes(results: Sequence["GridResult"]) -> str:
     return f"{fmean(means):.1f} MB"
 
 
-def _score(results: Sequence["GridResult"], baseline: Sequence["GridResult"] = ()) -> str:
+def _entry(results: Sequence["GridResult"], baseline: Sequence["GridResult"] = ()) -> str:
     """Return the entry of a table. baseline: the uncompressed results of the task."""
     if not results:
         return NO_RESULT
     if results[0].found is None:
-        return _perplexity(results, baseline)
+        return _perplexity_entry(results, baseline)
     solvable = {_sample_id(result) for result in baseline if result.found}
-    share = fmean(bool(result.found) for result in results)
+    found_share = fmean(bool(result.found) for result in results)
     log_probability = fmean(result.log_probability for result in results)
     solved = [bool(result.found) for result in results if _sample_id(result) in solvable]
     solved_share = f" / {fmean(solved):.0%}" if solved else ""
-    return f"{share:.0%}{solved_share} ({log_probability:.2f})".replace("-", "−")
+    return f"{found_share:.0%}{solved_share} ({log_probability:.2f})".replace("-", "−")
 
 
-def _perplexity(results: Sequence["GridResult"], baseline: Sequence["GridResult"]) -> str:
+def _perplexity_entry(results: Sequence["GridResult"], baseline: Sequence["GridResult"]) -> str:
     log_probability = fmean(result.log_probability for result in results)
-    samples = {_sample_id(result) for result in results}
-    same_samples = [result.log_probability for result in baseline if _sample_id(result) in samples]
+    sample_ids = {_sample_id(result) for result in results}
+    baseline_logprobs = [r.log_probability for r in baseline if _sample_id(r) in sample_ids]
     increase = ""
-    if same_samples:
-        increase = f" ({math.exp(fmean(same_samples) - log_probability) - 1:+.1%})"
+    if baseline_logprobs:
+        increase = f" ({math.exp(fmean(baseline_logprobs) - log_probability) - 1:+.1%})"
     return f"{math.exp(-log_probability):.2f}{increase}".replace("-", "−")
 
 

@@ -19,10 +19,10 @@ from kvkeep.errors import InvalidArgument
 
 SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s+[A-Z])")
 MAX_DRAWS = 100  # of a passage
-MIN_LENGTH = 0.75  # of a passage: the share of the requested tokens
+MIN_LENGTH_SHARE = 0.75  # of a passage: the share of the requested tokens
 
 RUN_WORDS = 8  # texts with a common run of so many words count as duplicates
-MIN_DOCSTRING = 200  # characters of a docstring that is used
+MIN_DOCSTRING_CHARACTERS = 200  # characters of a docstring that is used
 INTERPRETER_PROMPT = ">>>"
 _MODULES = """
     _pydecimal _pyio argparse asyncio/events asyncio/tasks codecs concurrent/futures/_base
@@ -40,31 +40,31 @@ class Haystack:
     """A long text as sentences, with the approximate number of tokens of each."""
 
     sentences: tuple[str, ...]
-    tokens: tuple[int, ...]
+    token_counts: tuple[int, ...]
 
     @classmethod
     def from_text(cls, text: str, count_tokens: Callable[[str], int]) -> Self:
         sentences = tuple(SENTENCE_END.split(text))
         return cls(sentences, tuple(count_tokens(sentence) for sentence in sentences))
 
-    def passage(self, tokens: int, min_sentences: int, random: Random) -> list[str]:
+    def passage(self, tokens: int, min_sentences: int, rng: Random) -> list[str]:
         """Return consecutive sentences from a random start, of about `tokens` tokens in all.
 
         A passage that ends far too early, before a long table or program, is drawn again.
         min_sentences: returned even if they have more tokens. Raises InvalidArgument if the whole
         text is shorter.
         """
-        ends = list(itertools.accumulate(self.tokens))
-        last_start = bisect_right(ends, ends[-1] - tokens)
-        if tokens > ends[-1] or len(self.sentences) - last_start < min_sentences:
+        sentence_ends = list(itertools.accumulate(self.token_counts))
+        last_start = bisect_right(sentence_ends, sentence_ends[-1] - tokens)
+        if tokens > sentence_ends[-1] or len(self.sentences) - last_start < min_sentences:
             raise InvalidArgument(
-                f"the text has {ends[-1]:,} tokens; found {tokens:,}: ask for fewer"
+                f"the text has {sentence_ends[-1]:,} tokens; found {tokens:,}: ask for fewer"
             )
         for _ in range(MAX_DRAWS):
-            start = random.randrange(last_start + 1)
-            tokens_before = ends[start] - self.tokens[start]
-            end = max(bisect_right(ends, tokens_before + tokens), start + min_sentences)
-            if ends[end - 1] - tokens_before >= MIN_LENGTH * tokens:
+            start = rng.randrange(last_start + 1)
+            tokens_before = sentence_ends[start] - self.token_counts[start]
+            end = max(bisect_right(sentence_ends, tokens_before + tokens), start + min_sentences)
+            if sentence_ends[end - 1] - tokens_before >= MIN_LENGTH_SHARE * tokens:
                 break
         return list(self.sentences[start:end])
 
@@ -108,17 +108,17 @@ MANUAL = "manual"
 
 def _docstrings(module: str) -> Iterator[str]:
     """Yield a module's long docstrings in the order of its file."""
-    file = Path(sysconfig.get_path("stdlib"), f"{module}.py")
+    path = Path(sysconfig.get_path("stdlib"), f"{module}.py")
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(path.read_bytes())
     except OSError as error:
         raise InvalidArgument(
-            f"docstrings are read from the sources of Python's library, and {file} is not there: "
+            f"docstrings are read from the sources of Python's library, and {path} is not there: "
             "take the manual instead"
         ) from error
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    documented_nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented_nodes)]
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
         docstring = ast.get_docstring(node)
-        if docstring and len(docstring) >= MIN_DOCSTRING:
+        if docstring and len(docstring) >= MIN_DOCSTRING_CHARACTERS:
             yield docstring

@@ -10,7 +10,7 @@ import torch
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.session import Session
 
-RECENT = 512  # tokens, of `PerplexityPoint.recent`
+RECENT_TOKENS = 512  # of `PerplexityPoint.recent`
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class PerplexityPoint:
     tokens: int  # evaluated so far
     scored: int  # how many of these are scored
     perplexity: float  # of all scored tokens; NaN before the first
-    recent: float  # perplexity of the last `RECENT` scored tokens
+    recent: float  # perplexity of the last `RECENT_TOKENS` scored tokens
     kv_cells: int  # held after the step
     kv_bytes: int
     rss_bytes: int  # of the process
 
 
 def perplexity_points(
-    session: Session, ids: Sequence[int], first: int = 1, written: bool = False
+    session: Session, ids: Sequence[int], first: int = 1, one_by_one: bool = False
 ) -> Iterator[PerplexityPoint]:
     """Yield the perplexity of a text after each prefill step of a new session.
 
@@ -35,7 +35,7 @@ def perplexity_points(
 
     Args:
         first: the index of the first token to score; those before are context.
-        written: evaluate each token by itself, as in decode; see `Session.score`.
+        one_by_one: evaluate each token by itself, as in decode; `written` of `Session.score`.
 
     Raises:
         InvalidArgument: `first` is not an index above 0 of `ids`, or the session is not new.
@@ -51,30 +51,30 @@ def perplexity_points(
             f"the first token to score must be 1 to {len(ids) - 1} in a text of {len(ids)} tokens "
             f"(nothing foretells token 0); found {first}"
         )
-    limit = session.room
-    if limit is not None and len(ids) > limit:
+    room = session.room
+    if room is not None and len(ids) > room:
         raise ContextFull(
-            f'policy "{session.policy}" holds at most {limit} tokens and the text has {len(ids)}; '
+            f'policy "{session.policy}" holds at most {room} tokens and the text has {len(ids)}; '
             'measure fewer of them, or take policy "sliding"'
         )
-    return _points(session, ids, first, written)
+    return _points(session, ids, first, one_by_one)
 
 
 def _points(
-    session: Session, ids: Sequence[int], first: int, written: bool
+    session: Session, ids: Sequence[int], first: int, one_by_one: bool
 ) -> Iterator[PerplexityPoint]:
-    process, total, scored = psutil.Process(), 0.0, 0
-    recent_scores = torch.empty(0, dtype=torch.float64, device="cpu")  # at most RECENT of them
+    process, log_likelihood, scored_count = psutil.Process(), 0.0, 0
+    recent_scores = torch.empty(0, dtype=torch.float64, device="cpu")  # at most RECENT_TOKENS
     for start in range(0, len(ids), session.prefill_step):
         chunk = ids[start : start + session.prefill_step]
-        scores = session.score(chunk, written=written)[max(0, first - start) :]
-        scored += len(scores)
-        total += float(scores.sum())
-        recent_scores = torch.cat((recent_scores, scores))[-RECENT:]
+        scores = session.score(chunk, written=one_by_one)[max(0, first - start) :]
+        scored_count += len(scores)
+        log_likelihood += float(scores.sum())
+        recent_scores = torch.cat((recent_scores, scores))[-RECENT_TOKENS:]
         yield PerplexityPoint(
             tokens=start + len(chunk),
-            scored=scored,
-            perplexity=_perplexity(total, scored),
+            scored=scored_count,
+            perplexity=_perplexity(log_likelihood, scored_count),
             recent=_perplexity(float(recent_scores.sum()), len(recent_scores)),
             kv_cells=session.cache.cells,
             kv_bytes=session.cache.nbytes,
@@ -82,10 +82,10 @@ def _points(
         )
 
 
-def _perplexity(total: float, count: int) -> float:
-    if not count:
+def _perplexity(log_likelihood: float, token_count: int) -> float:
+    if not token_count:
         return math.nan
     try:
-        return math.exp(-total / count)
+        return math.exp(-log_likelihood / token_count)
     except OverflowError:
         return math.inf

@@ -25,8 +25,8 @@ MAX_DEPTHS = 11  # more depths are grouped into tenths of the text
 # Colours that can be told apart with every kind of colour vision (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLES = ("-", "-.", ":")
-METHOD_SPREAD = 0.5  # octaves; the methods of one ratio lie side by side within it
+LINE_STYLES = ("-", "-.", ":")
+METHOD_SPREAD_OCTAVES = 0.5  # the methods of one ratio lie side by side within it
 
 
 def check_plottable(path: Path) -> None:
@@ -44,33 +44,33 @@ def draw_perplexity(points: Sequence["PerplexityPoint"], title: str, suffix: str
     """Return an image file: perplexity above, memory below, over tokens."""
     from matplotlib.figure import Figure
 
-    from kvkeep.evaluate.perplexity import RECENT
+    from kvkeep.evaluate.perplexity import RECENT_TOKENS
 
     figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    perplexity_axes, memory_axes = figure.subplots(2, 1, sharex=True)
     tokens = [point.tokens for point in points]
-    dashed = {"marker": "s", "ms": 4, "ls": "--", "mfc": "none"}
+    dashed_style = {"marker": "s", "ms": 4, "ls": "--", "mfc": "none"}
     figure.suptitle(title)
 
     perplexities, recent = [p.perplexity for p in points], [p.recent for p in points]
-    above.plot(tokens, perplexities, marker="o", ms=4, label="all scored tokens")
-    if recent != perplexities:  # equal for a text of at most RECENT tokens
-        above.plot(tokens, recent, label=f"last {RECENT}", **dashed)
-    above.set(ylabel="perplexity", xlim=(0, tokens[-1] * 1.02))
-    above.legend()
-    above.grid(alpha=0.3)
+    perplexity_axes.plot(tokens, perplexities, marker="o", ms=4, label="all scored tokens")
+    if recent != perplexities:  # equal for a text of at most RECENT_TOKENS tokens
+        perplexity_axes.plot(tokens, recent, label=f"last {RECENT_TOKENS}", **dashed_style)
+    perplexity_axes.set(ylabel="perplexity", xlim=(0, tokens[-1] * 1.02))
+    perplexity_axes.legend()
+    perplexity_axes.grid(alpha=0.3)
 
-    sizes, cells = [p.kv_bytes / 1e6 for p in points], [p.kv_cells for p in points]
-    below.plot(tokens, sizes, color="C2", marker="o", ms=4, label="memory (MB)")
-    size_limit = 1.08 * max(*sizes, 1e-6)
-    below.set(xlabel="tokens", ylabel="keys and values (MB)", ylim=(0, size_limit))
-    below.grid(alpha=0.3)
-    right = below.twinx()
-    right.plot(tokens, cells, color="C3", label="cells", **dashed)
+    megabytes, cells = [p.kv_bytes / 1e6 for p in points], [p.kv_cells for p in points]
+    memory_axes.plot(tokens, megabytes, color="C2", marker="o", ms=4, label="memory (MB)")
+    size_limit = 1.08 * max(*megabytes, 1e-6)
+    memory_axes.set(xlabel="tokens", ylabel="keys and values (MB)", ylim=(0, size_limit))
+    memory_axes.grid(alpha=0.3)
+    cell_axes = memory_axes.twinx()
+    cell_axes.plot(tokens, cells, color="C3", label="cells", **dashed_style)
     # The other limit keeps the curves apart, which would cover each other.
-    right.set(ylabel="cells", ylim=(0, 1.25 * max(*cells, 1)))
-    below.legend(handles=[*below.lines, *right.lines], loc="lower right")
-    return _image(figure, suffix)
+    cell_axes.set(ylabel="cells", ylim=(0, 1.25 * max(*cells, 1)))
+    memory_axes.legend(handles=[*memory_axes.lines, *cell_axes.lines], loc="lower right")
+    return _render(figure, suffix)
 
 
 def draw_recall(results: Sequence["RecallResult"], title: str, suffix: str) -> bytes:
@@ -81,8 +81,8 @@ def draw_recall(results: Sequence["RecallResult"], title: str, suffix: str) -> b
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     figure.suptitle(title)
-    shares = [fmean(result.compressed.found for result in group) for group in groups.values()]
-    axes.plot(list(groups), shares, marker="o", label="compressed")
+    found_shares = [fmean(result.compressed.found for result in group) for group in groups.values()]
+    axes.plot(list(groups), found_shares, marker="o", label="compressed")
     baseline = {
         depth: fmean(full_recalls)
         for depth, group in groups.items()
@@ -90,15 +90,15 @@ def draw_recall(results: Sequence["RecallResult"], title: str, suffix: str) -> b
     }
     if baseline:
         axes.plot(list(baseline), list(baseline.values()), "k.--", label="uncompressed")
-    for depth, share in zip(groups, shares, strict=True):
-        samples = f"{len(groups[depth])}"
-        axes.annotate(samples, (depth, share), (0, 6), textcoords="offset points", ha="center")
+    for depth, share in zip(groups, found_shares, strict=True):
+        sample_count = f"{len(groups[depth])}"
+        axes.annotate(sample_count, (depth, share), (0, 6), textcoords="offset points", ha="center")
     depth_label = "depth in the text (%); at each point, the number of samples"
     axes.set(xlabel=depth_label, ylabel="found", xlim=(-3, 103), ylim=(-0.03, 1.12))
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    return _image(figure, suffix)
+    return _render(figure, suffix)
 
 
 def group_by_depth(results: Sequence["RecallResult"]) -> dict[float, list["RecallResult"]]:
@@ -125,20 +125,20 @@ def draw_grid(grid: "Grid", suffix: str) -> bytes:
         _draw_task(axes, grid, task)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
-    return _image(figure, suffix)
+    return _render(figure, suffix)
 
 
 def _draw_task(axes: "Axes", grid: "Grid", task: str) -> None:
     for index, method in enumerate(grid.methods):
         results = {ratio: grid.select(task, method, ratio) for ratio in grid.ratios}
         scores = {ratio: _mean_score(column) for ratio, column in results.items() if column}
-        shift = 2 ** (METHOD_SPREAD * ((index + 0.5) / len(grid.methods) - 0.5))
-        cycle = index // len(COLOURS)
+        ratio_factor = 2 ** (METHOD_SPREAD_OCTAVES * ((index + 0.5) / len(grid.methods) - 0.5))
+        colour_cycle = index // len(COLOURS)
         axes.plot(
-            *([ratio * shift for ratio in scores], list(scores.values())),
+            *([ratio * ratio_factor for ratio in scores], list(scores.values())),
             color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[(index + cycle) % len(MARKERS)],
-            ls=STYLES[cycle % len(STYLES)],
+            marker=MARKERS[(index + colour_cycle) % len(MARKERS)],
+            ls=LINE_STYLES[colour_cycle % len(LINE_STYLES)],
             ms=5,
             lw=1.5,
             alpha=0.85,
@@ -146,7 +146,7 @@ def _draw_task(axes: "Axes", grid: "Grid", task: str) -> None:
         )
     if baseline := grid.baseline(task):
         axes.axhline(_mean_score(baseline), color="black", ls="--", lw=1, label="uncompressed")
-    if any(result.found is None for key, result in grid.results.items() if key.task == task):
+    if any(r.found is None for r in grid.results.values() if r.setting.task == task):
         axes.set_ylabel("perplexity")
     else:
         axes.set(ylabel="found", ylim=(-0.03, 1.03))
@@ -167,7 +167,7 @@ def _mean_score(results: Sequence["GridResult"]) -> float:
     return fmean(bool(result.found) for result in results)
 
 
-def _image(figure: "Figure", suffix: str) -> bytes:
+def _render(figure: "Figure", suffix: str) -> bytes:
     """Return a figure as an image file of the format of `suffix`."""
     content = io.BytesIO()
     figure.savefig(content, format=suffix.lstrip(".").lower(), dpi=120)

@@ -58,9 +58,9 @@ class CompressionSettings:
     calibration: "Calibration | None" = None
     max_kv_size: int | None = None
 
-    def cells(self, tokens: int) -> int:
+    def budget_cells(self, token_count: int) -> int:
         """Return the budget for a session that is compressed during prefill."""
-        return self.max_kv_size or math.ceil(tokens / self.ratio)
+        return self.max_kv_size or math.ceil(token_count / self.ratio)
 
     def compress(self, session: Session) -> "CompressionReport":
         method, budget = parse_method(self.method)
@@ -88,7 +88,7 @@ class RecallResult:
 
 def measure_recall(session: Session, facts: Sequence[Fact]) -> Recall:
     """Ask for each fact in a fork; the session stays as it is."""
-    answers = tuple(_answer(session.fork(), fact) for fact in facts)
+    answers = tuple(_ask(session.fork(), fact) for fact in facts)
     return Recall(answers, session.cache.cells, session.cache.nbytes)
 
 
@@ -110,8 +110,8 @@ def compress_during_prefill(
 ) -> RecallResult:
     """Prefill the text in a session that compresses as it grows, and if it fits in a full one."""
     ids, (method, budget) = model.text.encode(sample.text), parse_method(settings.method)
-    archive = model.session(
-        settings.cells(len(ids)),
+    archive_session = model.session(
+        settings.budget_cells(len(ids)),
         policy="archive",
         prefill_step=prefill_step,
         method=method,
@@ -119,27 +119,27 @@ def compress_during_prefill(
         ratio=settings.ratio,
         calibration=settings.calibration,
     )
-    report = archive.feed(ids)
-    full = model.session(policy="full", prefill_step=prefill_step)
+    report = archive_session.feed(ids)
+    full_session = model.session(policy="full", prefill_step=prefill_step)
     uncompressed = None
-    if full.room is None or report.tokens + QUESTION_RESERVE <= full.room:
-        full.feed(ids)
-        uncompressed = measure_recall(full, sample.facts)
-    compressed = measure_recall(archive, sample.facts)
+    if full_session.room is None or report.tokens + QUESTION_RESERVE <= full_session.room:
+        full_session.feed(ids)
+        uncompressed = measure_recall(full_session, sample.facts)
+    compressed = measure_recall(archive_session, sample.facts)
     return RecallResult(sample, report.tokens, compressed, uncompressed, report.compressions)
 
 
-def _answer(session: Session, fact: Fact) -> Answer:
+def _ask(session: Session, fact: Fact) -> Answer:
     session.feed(fact.question)
-    scores = session.fork().score(f" {fact.answer}")
-    text = "".join(session.stream(len(scores) + EXTRA_TOKENS))
-    return Answer(text, text.strip().startswith(fact.answer), float(scores.mean()))
+    answer_scores = session.fork().score(f" {fact.answer}")
+    text = "".join(session.stream(len(answer_scores) + EXTRA_TOKENS))
+    return Answer(text, text.strip().startswith(fact.answer), float(answer_scores.mean()))
 
 
 def summarise(results: Sequence[RecallResult]) -> dict[str, Any]:
     """Return recall over at least one sample, as in the JSON report.
 
-    Names with `uncompressed` cover the samples that fit uncompressed; None if there are none.
+    Names with `uncompressed` cover samples that fit a `full` session; None if there are none.
     """
     compressed = [result.compressed for result in results]
     full = [result.uncompressed for result in results if result.uncompressed is not None]
@@ -169,7 +169,7 @@ def _sample_row(result: RecallResult) -> dict[str, Any]:
         "question": [fact.question.strip() for fact in sample.facts],
         "answer": [answer.text for answer in compressed.answers],
         "position": sample.position,
-        "places": sample.positions,
+        "places": sample.position_count,
         "depth": round(sample.depth, 1),
         "found": compressed.found,
         "found_each": [answer.found for answer in compressed.answers],

@@ -26,13 +26,13 @@ class Sample:
     text: str
     facts: tuple[Fact, ...]  # asked for in this order
     position: int  # of the first fact
-    positions: int  # the number of possible positions
-    continuation: int = 0  # tokens at the end that are scored instead of prefilled
+    position_count: int  # of all possible positions
+    continuation_tokens: int = 0  # at the end, which are scored instead of prefilled
 
     @property
     def depth(self) -> float:
         """The position of the first fact in percent of the text."""
-        return 100 * self.position / max(1, self.positions - 1)
+        return 100 * self.position / max(1, self.position_count - 1)
 
 
 @dataclass(frozen=True)
@@ -49,40 +49,40 @@ class Placement:
         if invalid := [depth for depth in self.depths if not 0 <= depth <= 100]:
             raise InvalidArgument(f"depths must be 0 to 100 percent; found {invalid[0]:g}")
 
-    def draw(self, index: int, positions: int, count: int, random: Random) -> list[int]:
+    def draw(self, index: int, position_count: int, count: int, rng: Random) -> list[int]:
         """Return distinct positions for `count` sentences of sample `index`."""
-        first = self._draw_first(index, positions, random)
-        others = [position for position in range(positions) if position != first]
-        return [first, *random.sample(others, count - 1)]
+        first = self._draw_first(index, position_count, rng)
+        others = [position for position in range(position_count) if position != first]
+        return [first, *rng.sample(others, count - 1)]
 
-    def draw_ascending(self, index: int, positions: int, count: int, random: Random) -> list[int]:
+    def draw_ascending(self, index: int, position_count: int, count: int, rng: Random) -> list[int]:
         """Return positions in ascending order; the first leaves room for the others."""
         if self == ANYWHERE:
-            return sorted(random.sample(range(positions), count))
-        first = min(self._draw_first(index, positions, random), positions - count)
-        return [first, *sorted(random.sample(range(first + 1, positions), count - 1))]
+            return sorted(rng.sample(range(position_count), count))
+        first = min(self._draw_first(index, position_count, rng), position_count - count)
+        return [first, *sorted(rng.sample(range(first + 1, position_count), count - 1))]
 
-    def _draw_first(self, index: int, positions: int, random: Random) -> int:
+    def _draw_first(self, index: int, position_count: int, rng: Random) -> int:
         if self.position is not None:
             return self.position
         if self.depths:
-            return round(self.depths[index % len(self.depths)] / 100 * (positions - 1))
-        return random.randrange(positions)
+            return round(self.depths[index % len(self.depths)] / 100 * (position_count - 1))
+        return rng.randrange(position_count)
 
 
 ANYWHERE = Placement()
 
 
-def sample_random(seed: int, index: int) -> Random:
-    """Return a sample's own random generator, independent of other samples."""
-    return Random(f"{seed}/{index}")
+def sample_rng(seed: int, sample_index: int) -> Random:
+    """Return a sample's own random number generator, independent of other samples."""
+    return Random(f"{seed}/{sample_index}")
 
 
-def random_key(key_type: str, random: Random) -> str:
+def random_key(key_type: str, rng: Random) -> str:
     """Return five digits, or three words such as "Chewy-Tiger-Amazon"."""
     if key_type == "number":
-        return str(random.randrange(10_000, 100_000))
-    return "-".join(random.sample(WORDS, 3))
+        return str(rng.randrange(10_000, 100_000))
+    return "-".join(rng.sample(WORDS, 3))
 
 
 def require_choice(value: str, choices: Iterable[str]) -> None:

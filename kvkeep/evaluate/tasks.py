@@ -6,9 +6,9 @@ from string import ascii_uppercase
 from typing import Protocol
 
 from kvkeep.evaluate.samples import KEY_TYPES, Fact, random_key
-from kvkeep.evaluate.words import CODE_WORDS, FACTS, LISTS, NAMES, WORDS
+from kvkeep.evaluate.words import CODE_WORDS, FACTS, NAMES, WORD_LISTS, WORDS
 
-COUNT_NAMES = {2: "two", 3: "three", 4: "four"}
+NUMBER_WORDS = {2: "two", 3: "three", 4: "four"}
 WORDS_PER_SENTENCE = 5  # of `WordCountTask`
 VARIABLE_LENGTH = 3  # letters of a variable's name
 
@@ -27,48 +27,49 @@ class Task(Protocol):
     def key_types(self) -> tuple[str, ...]:
         """The supported key types, the default first."""
 
-    def generate(self, random: Random, key_type: str) -> TaskInstance:
-        """Return an instance that depends only on `random` and the key type."""
+    def generate(self, rng: Random, key_type: str) -> TaskInstance:
+        """Return an instance that depends only on `rng` and the key type."""
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Hides one fact about each of `hidden` people, and asks for the first `asked` of them."""
+    """Hides one fact about each of some people, and asks for the first ones."""
 
-    hidden: int
-    asked: int
+    hidden_count: int
+    asked_count: int
     same_subject: bool = False  # only the names tell the facts apart
     key_types: tuple[str, ...] = KEY_TYPES
 
-    def generate(self, random: Random, key_type: str) -> TaskInstance:
-        names = random.sample(NAMES, self.hidden)
-        subjects = random.sample(FACTS["subjects"][key_type], self.hidden)
+    def generate(self, rng: Random, key_type: str) -> TaskInstance:
+        names = rng.sample(NAMES, self.hidden_count)
+        subjects = rng.sample(FACTS["subjects"][key_type], self.hidden_count)
         if self.same_subject:
-            subjects = subjects[:1] * self.hidden
-        template = random.choice(FACTS["facts"])
+            subjects = subjects[:1] * self.hidden_count
+        template = rng.choice(FACTS["facts"])
         facts = []
         for name, subject in zip(names, subjects, strict=True):
-            key = random_key(key_type, random)
-            texts = {"name": name, "subject": subject, "key": key}
-            sentence = f" {template['sentence'].format(**texts)}"
-            facts.append(Fact(sentence, f"\n\n{template['question'].format(**texts)}", key))
-        return TaskInstance(tuple(fact.sentence for fact in facts), tuple(facts[: self.asked]))
+            key = random_key(key_type, rng)
+            fields = {"name": name, "subject": subject, "key": key}
+            sentence = f" {template['sentence'].format(**fields)}"
+            facts.append(Fact(sentence, f"\n\n{template['question'].format(**fields)}", key))
+        sentences = tuple(fact.sentence for fact in facts)
+        return TaskInstance(sentences, tuple(facts[: self.asked_count]))
 
 
 @dataclass(frozen=True)
 class MultiValueTask:
     """Hides several keys of one person, and asks for the one missing in the question."""
 
-    values: int
+    value_count: int
     key_types: tuple[str, ...] = KEY_TYPES
 
-    def generate(self, random: Random, key_type: str) -> TaskInstance:
-        name, subject = random.choice(NAMES), random.choice(FACTS["subjects"][key_type])
-        keys = [random_key(key_type, random) for _ in range(self.values)]
+    def generate(self, rng: Random, key_type: str) -> TaskInstance:
+        name, subject = rng.choice(NAMES), rng.choice(FACTS["subjects"][key_type])
+        keys = [random_key(key_type, rng) for _ in range(self.value_count)]
         sentences = tuple(f" One of the {subject}s of {name} is {key}." for key in keys)
-        answer, *named = keys
-        subjects = f"{COUNT_NAMES[self.values]} {subject}s of {name}"
-        question = f"\n\nWhat are the {subjects}? The {subjects} are {', '.join(named)} and"
+        answer, *named_keys = keys
+        subjects = f"{NUMBER_WORDS[self.value_count]} {subject}s of {name}"
+        question = f"\n\nWhat are the {subjects}? The {subjects} are {', '.join(named_keys)} and"
         return TaskInstance(sentences, (Fact(sentences[0], question, answer),))
 
 
@@ -79,13 +80,13 @@ class VariableTrackingTask:
     hops: int  # from the first variable to the last
     key_types: tuple[str, ...] = KEY_TYPES
 
-    def generate(self, random: Random, key_type: str) -> TaskInstance:
-        initials = random.sample(ascii_uppercase, self.hops + 1)
+    def generate(self, rng: Random, key_type: str) -> TaskInstance:
+        initials = rng.sample(ascii_uppercase, self.hops + 1)
         names = [
-            initial + "".join(random.choices(ascii_uppercase, k=VARIABLE_LENGTH - 1))
+            initial + "".join(rng.choices(ascii_uppercase, k=VARIABLE_LENGTH - 1))
             for initial in initials
         ]
-        values = [random_key(key_type, random), *names[:-1]]
+        values = [random_key(key_type, rng), *names[:-1]]
         question = "\n\nWhat is the value of each variable? VAR {name} ="
         facts = tuple(
             Fact(f" VAR {name} = {value}.", question.format(name=name), value)
@@ -100,26 +101,27 @@ class WordCountTask:
 
     words: tuple[str, ...]  # to draw from
     counts: tuple[int, ...]  # occurrences of each drawn word, in descending order
-    label: str  # what one word is called
-    top: int = 3
+    word_noun: str  # what one of the words is called
+    top_count: int = 3
     key_types: tuple[str, ...] = ("words",)
 
-    def generate(self, random: Random, key_type: str) -> TaskInstance:
-        drawn = random.sample(self.words, len(self.counts))
+    def generate(self, rng: Random, key_type: str) -> TaskInstance:
+        drawn_words = rng.sample(self.words, len(self.counts))
         occurrences = [
-            word for word, count in zip(drawn, self.counts, strict=True) for _ in range(count)
+            word for word, count in zip(drawn_words, self.counts, strict=True) for _ in range(count)
         ]
-        random.shuffle(occurrences)
+        rng.shuffle(occurrences)
         sentences = tuple(
-            f" {self.label.capitalize()}s: "
+            f" {self.word_noun.capitalize()}s: "
             f"{', '.join(occurrences[start : start + WORDS_PER_SENTENCE])}."
             for start in range(0, len(occurrences), WORDS_PER_SENTENCE)
         )
-        answer, *named = random.sample(drawn[: self.top], self.top)
+        answer, *named_words = rng.sample(drawn_words[: self.top_count], self.top_count)
         sentence = next(sentence for sentence in sentences if answer in sentence)
+        count_word, nouns = NUMBER_WORDS[self.top_count], f"{self.word_noun}s"
         question = (
-            f"\n\nWhich {COUNT_NAMES[self.top]} {self.label}s were said most often? "
-            f"The {COUNT_NAMES[self.top]} most frequent {self.label}s are {', '.join(named)} and"
+            f"\n\nWhich {count_word} {nouns} were said most often? "
+            f"The {count_word} most frequent {nouns} are {', '.join(named_words)} and"
         )
         return TaskInstance(sentences, (Fact(sentence, question, answer),))
 
@@ -130,22 +132,22 @@ class RewordedTask:
 
     key_types: tuple[str, ...] = ("words",)
 
-    def generate(self, random: Random, key_type: str) -> TaskInstance:
-        name, template = random.choice(NAMES), random.choice(FACTS["reworded"])
-        answer = random.choice(LISTS[template["answers"]])
+    def generate(self, rng: Random, key_type: str) -> TaskInstance:
+        name, template = rng.choice(NAMES), rng.choice(FACTS["reworded"])
+        answer = rng.choice(WORD_LISTS[template["answers"]])
         sentence = f" {template['sentence'].format(name=name, answer=answer)}"
         fact = Fact(sentence, f"\n\n{template['question'].format(name=name)}", answer)
         return TaskInstance((sentence,), (fact,))
 
 
 TASKS: dict[str, Task] = {
-    "single": NeedleTask(hidden=1, asked=1),
-    "several": NeedleTask(hidden=4, asked=1, same_subject=True),  # RULER's multi-key
-    "second": NeedleTask(hidden=2, asked=2),
-    "multivalue": MultiValueTask(values=3),
-    "multiquery": NeedleTask(hidden=4, asked=4),
+    "single": NeedleTask(hidden_count=1, asked_count=1),
+    "several": NeedleTask(hidden_count=4, asked_count=1, same_subject=True),  # RULER's multi-key
+    "second": NeedleTask(hidden_count=2, asked_count=2),
+    "multivalue": MultiValueTask(value_count=3),
+    "multiquery": NeedleTask(hidden_count=4, asked_count=4),
     "variables": VariableTrackingTask(hops=2),
-    "common": WordCountTask(WORDS, counts=(5, 5, 5, *[1] * 10), label="word"),
-    "frequent": WordCountTask(CODE_WORDS, counts=(12, 8, 6, 2, 1, 1), label="code word"),
+    "common": WordCountTask(WORDS, counts=(5, 5, 5, *[1] * 10), word_noun="word"),
+    "frequent": WordCountTask(CODE_WORDS, counts=(12, 8, 6, 2, 1, 1), word_noun="code word"),
     "reworded": RewordedTask(),
 }

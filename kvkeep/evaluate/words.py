@@ -7,5 +7,5 @@ from typing import Any
 FACTS: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("facts.toml").read_text(encoding="utf-8")
 )
-LISTS = {name: tuple(words.split()) for name, words in FACTS["words"].items()}
-WORDS, NAMES, CODE_WORDS = LISTS["common"], LISTS["names"], LISTS["code"]
+WORD_LISTS = {name: tuple(words.split()) for name, words in FACTS["words"].items()}
+WORDS, NAMES, CODE_WORDS = WORD_LISTS["common"], WORD_LISTS["names"], WORD_LISTS["code"]

@@ -176,7 +176,7 @@ def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(
 
 def test_perplexity_of_a_written_text_reads_packed_weights() -> None:
     prompt, written, other, by_one = (
-        list(perplexity_points(model.session(), PROMPT, written=written))[-1].perplexity
+        list(perplexity_points(model.session(), PROMPT, one_by_one=written))[-1].perplexity
         for model in (PACKED, plain(PACKED))
         for written in (False, True)
     )

@@ -68,7 +68,7 @@ def test_samples_cycle_through_the_depths() -> None:
     for dataset in _datasets(placement=Placement(depths=depths)):
         for index in range(8):
             sample = dataset.sample(index)
-            assert sample.depth == pytest.approx(depths[index % 4], abs=60 / sample.positions)
+            assert sample.depth == pytest.approx(depths[index % 4], abs=60 / sample.position_count)
             share = sample.text.index(sample.facts[0].sentence) / len(sample.text)
             assert abs(100 * share - sample.depth) < 40
 
@@ -106,7 +106,7 @@ def test_a_passage_that_ends_early_at_a_long_table_is_drawn_again() -> None:
 
 def test_a_passage_may_be_the_whole_text_but_not_longer() -> None:
     haystack = Haystack.from_text("One here. Two here. Three here.", count)
-    total = sum(haystack.tokens)
+    total = sum(haystack.token_counts)
     sample = NeedleDataset(haystack, tokens=total).sample(0)
     assert sample.text.replace(sample.facts[0].sentence, "") == "One here. Two here. Three here."
     with pytest.raises(InvalidArgument, match="ask for fewer"):

@@ -6,7 +6,7 @@ import pytest
 from small_models import VOCABULARY, small_model
 
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.evaluate.perplexity import RECENT, perplexity_points
+from kvkeep.evaluate.perplexity import RECENT_TOKENS, perplexity_points
 from kvkeep.evaluate.plots import check_plottable, draw_perplexity
 
 IDS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(700)]
@@ -44,7 +44,9 @@ def test_the_trace_has_a_point_after_each_step() -> None:
     assert math.isnan(trace[0].perplexity)
     assert [point.kv_cells for point in trace[:3]] == [64, 100, 100]
     assert trace[-1].kv_bytes == session.cache.nbytes
-    assert trace[-1].recent == pytest.approx(math.exp(-sum(scores[-RECENT:]) / RECENT), rel=1e-4)
+    assert trace[-1].recent == pytest.approx(
+        math.exp(-sum(scores[-RECENT_TOKENS:]) / RECENT_TOKENS), rel=1e-4
+    )
     assert trace[2].perplexity == pytest.approx(math.exp(-sum(scores[70:192]) / 122), rel=1e-4)
     assert trace[2].rss_bytes > 0
 

@@ -128,7 +128,7 @@ def test_the_recall_plot_shows_few_depths_exactly_and_groups_many(suffix: str) -
 
 
 def _at_depth(result, depth: int):
-    sample = dataclasses.replace(result.sample, position=depth, positions=101)
+    sample = dataclasses.replace(result.sample, position=depth, position_count=101)
     return dataclasses.replace(result, sample=sample)
 
 

@@ -11,7 +11,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import NeedleDataset, PasskeyDataset
 from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.recall import EXTRA_TOKENS, QUESTION_RESERVE
-from kvkeep.evaluate.samples import Placement, sample_random
+from kvkeep.evaluate.samples import Placement, sample_rng
 from kvkeep.evaluate.tasks import TASKS, TaskInstance
 from kvkeep.evaluate.words import CODE_WORDS, NAMES, WORDS
 from kvkeep.model import Model
@@ -58,7 +58,7 @@ def test_task_samples_are_reproducible_and_differ_by_index(task: str, keys: str)
 @pytest.mark.parametrize(("task", "keys"), TASKS_AND_KEY_TYPES)
 def test_the_text_is_changed_by_the_hidden_sentences_only(task: str, keys: str) -> None:
     text = NeedleDataset(HAYSTACK, 600, keys, task).sample(0).text
-    for sentence in TASKS[task].generate(sample_random(0, 0), keys).sentences:
+    for sentence in TASKS[task].generate(sample_rng(0, 0), keys).sentences:
         assert sentence in text
         text = text.replace(sentence, "", 1)
     assert text in topic_text()
@@ -173,6 +173,6 @@ def test_samples_equal_those_of_published_figures(task: str, expected: str) -> N
             for index in range(5):
                 sample = dataset.sample(index)
                 asked = (fact.question + fact.answer for fact in sample.facts)
-                row = (sample.text, str(sample.position), str(sample.positions), *asked)
+                row = (sample.text, str(sample.position), str(sample.position_count), *asked)
                 digest.update("|".join(row).encode())
     assert digest.hexdigest()[:16] == expected

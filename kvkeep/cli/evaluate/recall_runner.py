@@ -80,7 +80,7 @@ class RecallRun:
         question = max(len(encode(fact.question + fact.answer)) for fact in sample.facts)
         context = self.model.spec.max_positions
         if self.recall.streaming:
-            context = compression.cells(tokens)
+            context = compression.budget_cells(tokens)
         _print(
             f"n_len = {tokens + question + EXTRA_TOKENS}, n_ctx = {context}, "
             f"ratio = {self.ratio:g}, method = {self.recall.method}"
@@ -88,14 +88,14 @@ class RecallRun:
         for fact in sample.facts:
             token = len(encode(text[: text.index(fact.sentence)]))
             _print(f"{self.command} = {fact.answer}, at token {token}")
-        _print(f"position {sample.position} / {sample.positions}")
+        _print(f"position {sample.position} / {sample.position_count}")
 
     def _print_result(self, result: RecallResult) -> None:
         """Print one line if there are several samples, or else details."""
         sample, compressed, full = result.sample, result.compressed, result.uncompressed
         if self.recall.count > 1:
             keys = ", ".join(fact.answer for fact in sample.facts)
-            position = f"{keys} at {sample.position} of {sample.positions}"
+            position = f"{keys} at {sample.position} of {sample.position_count}"
             cells = f"{result.tokens:,} -> {compressed.cells:,} cells"
             _print(f"{len(self.results):3d}: {position}, {cells}: {_outcome(result)}")
             return
