@@ -9,7 +9,7 @@ import psutil
 import torch
 
 import kvkeep
-from kvkeep.doctor import cpu_facts, processor_name
+from kvkeep.doctor import cpuinfo_fields, processor_name
 
 # Instructions that determine the speed of bfloat16 and 8-bit products.
 NOTABLE_FLAGS = (
@@ -47,10 +47,10 @@ class Machine:
 
 def describe_machine() -> Machine:
     """Return the current state of this machine."""
-    facts = cpu_facts()
-    flags = (facts.get("flags") or facts.get("Features") or "").split()
+    cpuinfo = cpuinfo_fields()
+    flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
     return Machine(
-        cpu=processor_name(facts),
+        cpu=processor_name(cpuinfo),
         cores=psutil.cpu_count() or 1,
         cpu_flags=tuple(flag for flag in NOTABLE_FLAGS if flag in flags),
         memory_bytes=psutil.virtual_memory().total,

@@ -22,7 +22,7 @@ from kvkeep.types import DtypeName, WeightsName
 from kvkeep.version import __version__
 
 # CPU features that select kernels and PyTorch's matrix products, by their Linux names.
-NOTABLE = (
+_FEATURES = (
     *("avx2", "fma", "f16c"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
     *("amx_bf16", "amx_int8"),
@@ -32,13 +32,13 @@ _KERNEL_VARIABLES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
 _DEFAULT_READ_SIZE = 256 << 20  # bytes read for the bandwidth if no model says how many
 _MAX_CELLS = 128  # of the session whose decode speed is measured
 _WARMUP_TOKENS, _MEASURED_TOKENS = 8, 32
-_BANDWIDTH_SECONDS = 0.5  # of measuring
-_MIN_READ, _MAX_READ = 32 << 20, 1 << 30  # bytes read in one pass
+_BANDWIDTH_SECONDS = 0.5  # that its measurement takes
+_MIN_READ, _MAX_READ = 32 << 20, 1 << 30  # bytes read in one pass of the measurement
 
 
 @dataclass(frozen=True)
 class Processor:
-    """The processor. features: those of `NOTABLE` that it has; None if the system lists none."""
+    """The processor. features: of `_FEATURES`, those that it has; None if the system lists none."""
 
     name: str
     architecture: str
@@ -103,7 +103,7 @@ class Threads:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class ModelSpeed:
     """The decode speed of a model on this machine.
 
     decode: the executor, and why a faster one is not used. bytes_per_token: weights read for each
@@ -130,7 +130,7 @@ class Findings:
     memory: MemoryFacts
     torch: Torch
     cuda: Cuda
-    model: Outlook | None
+    model: ModelSpeed | None
     no_model: str
 
 
@@ -148,9 +148,9 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
         no_model = str(error)
     memory = _measure_memory(facts.bytes_per_token if facts else _DEFAULT_READ_SIZE)
     if facts:
-        limit = memory.read_per_s / facts.bytes_per_token
+        max_rate = memory.read_per_s / facts.bytes_per_token
         measured = _decode_speed(name, dtype, weights) if measure else None
-        model = Outlook(facts.name, facts.decode, facts.bytes_per_token, limit, measured)
+        model = ModelSpeed(facts.name, facts.decode, facts.bytes_per_token, max_rate, measured)
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return Findings(
@@ -160,7 +160,7 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
         processor=_describe_processor(),
         kernels=kernels,
         threads=Threads(
-            torch.get_num_threads(), cores(), cpu_quota(), load, _set_variables(THREAD_VARIABLES)
+            torch.get_num_threads(), cores(), cpu_quota(), load, _environment(THREAD_VARIABLES)
         ),
         memory=memory,
         torch=_describe_torch(),
@@ -187,22 +187,22 @@ def _describe_kernels() -> Kernels:
     if selected.name != TORCH and library() is None:
         against[selected.name] = unavailable_reason()
     name = selected.name if library() else TORCH
-    return Kernels(name, against, _set_variables(_KERNEL_VARIABLES))
+    return Kernels(name, against, _environment(_KERNEL_VARIABLES))
 
 
-def _set_variables(names: tuple[str, ...]) -> dict[str, str]:
+def _environment(names: tuple[str, ...]) -> dict[str, str]:
     """Return the environment variables of these names that are not empty."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def _describe_processor() -> Processor:
-    facts = cpu_facts()
-    flags = facts.get("flags") or facts.get("Features")
-    features = None if flags is None else tuple(f for f in NOTABLE if f in flags.split())
-    return Processor(processor_name(facts), platform.machine(), features)
+    cpuinfo = cpuinfo_fields()
+    flags = cpuinfo.get("flags") or cpuinfo.get("Features")
+    features = None if flags is None else tuple(f for f in _FEATURES if f in flags.split())
+    return Processor(processor_name(cpuinfo), platform.machine(), features)
 
 
-def cpu_facts() -> dict[str, str]:
+def cpuinfo_fields() -> dict[str, str]:
     """Return the fields of /proc/cpuinfo for the first core; empty where there is no such file."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -212,8 +212,8 @@ def cpu_facts() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in fields}
 
 
-def processor_name(facts: dict[str, str]) -> str:
-    name = facts.get("model name")
+def processor_name(cpuinfo: dict[str, str]) -> str:
+    name = cpuinfo.get("model name")
     if not name and platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         name = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

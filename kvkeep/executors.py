@@ -20,7 +20,7 @@ from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix
 
-MORE = "`kvkeep doctor` says what there is on this machine"
+_HINT = "`kvkeep doctor` says what there is on this machine"
 
 
 def new_decoder(
@@ -43,13 +43,13 @@ class ComputePath:
     Attributes:
         name: the instruction set of the compiled kernels, or "torch".
         against: the reason against each faster way, by its name.
-        slow: that reason in words, unless the slower way was requested by an argument or the
-            environment; then "".
+        slow_reason: the first of these in words, unless the slower way was requested by an argument
+            or the environment; then "".
     """
 
     name: str
     against: dict[str, str] = field(default_factory=dict)
-    slow: str = ""
+    slow_reason: str = ""
 
     def __str__(self) -> str:
         against = "; ".join(f"{name} {why}" for name, why in self.against.items())
@@ -58,31 +58,29 @@ class ComputePath:
         return f"compiled kernels of {self.name}" + (f"; {against}" if against else "")
 
 
-def path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
+def compute_path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
     """Return how a model with such cells and weights is computed here. Raises InvalidArgument."""
-    chosen, reason = selected_set(), unsupported_reason(spec, layout)
+    selected, reason = selected_set(), unsupported_reason(spec, layout)
     if not reason:
-        against = {f"those of {name}": why for name, why in chosen.rejected.items()}
-        missing = [] if chosen.requested else list(filter(runs_here, chosen.rejected))
-        slow = f"those of {missing[0]} {chosen.rejected[missing[0]]}" if missing else ""
-        return ComputePath(chosen.name, against, slow)
-    requested = (
-        chosen.requested or layout.device.type != "cpu" or layout.dtype is not torch.bfloat16
-    )
-    slow = "" if requested else f"the compiled kernels {reason}"
+        against = {f"those of {name}": why for name, why in selected.rejected.items()}
+        usable = [] if selected.requested else list(filter(runs_here, selected.rejected))
+        slow = f"those of {usable[0]} {selected.rejected[usable[0]]}" if usable else ""
+        return ComputePath(selected.name, against, slow)
+    for_kernels = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
+    slow = f"the compiled kernels {reason}" if for_kernels and not selected.requested else ""
     return ComputePath(TORCH, {"the compiled kernels": reason}, slow)
 
 
-def slowness(path: ComputePath) -> str:
+def slow_path_message(path: ComputePath) -> str:
     """Return the warning about a path that is slower than it could be; "" if it is not."""
-    if not path.slow:
+    if not (reason := path.slow_reason):
         return ""
     executor = "torch" if path.name == TORCH else f"the kernels of {path.name}"
-    return f"the model is computed by {executor}, slower than it could be: {path.slow}; {MORE}"
+    return f"the model is computed by {executor}, slower than it could be: {reason}; {_HINT}"
 
 
 @cache
-def warn_of(slowness: str) -> None:
-    """Warn with SlowPathWarning, once per process and text; not for ""."""
-    if slowness:
-        warnings.warn(slowness, SlowPathWarning, stacklevel=3)  # the caller of kvkeep.load_model
+def warn_of_slow_path(message: str) -> None:
+    """Warn with SlowPathWarning, once per process and message; not for ""."""
+    if message:
+        warnings.warn(message, SlowPathWarning, stacklevel=3)  # the caller of kvkeep.load_model

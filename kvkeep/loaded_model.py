@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kvkeep.executors import ComputePath, path_of
+from kvkeep.executors import ComputePath, compute_path_of
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import NORM
@@ -76,7 +76,7 @@ class LoadedModel:
     @cached_property
     def path(self) -> ComputePath:
         """The instruction set that computes it here, or torch, and why nothing faster."""
-        return path_of(self.spec, self.decoder.new_cache().layout)
+        return compute_path_of(self.spec, self.decoder.new_cache().layout)
 
     @cached_property
     def packed_digest(self) -> str:

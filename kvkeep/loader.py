@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.compiled.decoder import unsupported_reason
 from kvkeep.errors import InvalidArgument, ModelError
-from kvkeep.executors import new_decoder, slowness, warn_of
+from kvkeep.executors import new_decoder, slow_path_message, warn_of_slow_path
 from kvkeep.model import DTYPES, Model, on_device
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 from kvkeep.models.layers.decoder import Decoder
@@ -85,7 +85,7 @@ def load_model(
     text = TextCodec.open(folder)
     decoder = _load_decoder(folder, spec, DTYPES[dtype], target, weights, progress)
     loaded = Model(name, folder, decoder, text)
-    warn_of(slowness(loaded.path))
+    warn_of_slow_path(slow_path_message(loaded.path))
     trim_memory()  # reading a tokenizer leaves as much free memory as it takes
     return loaded
 

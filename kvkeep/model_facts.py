@@ -11,7 +11,7 @@ from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import prompt_dtype, unsupported_reason
 from kvkeep.errors import InvalidArgument, ModelNotFound
-from kvkeep.executors import path_of
+from kvkeep.executors import compute_path_of
 from kvkeep.loader import BY_TRANSFORMERS
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import local_folder
@@ -152,7 +152,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         weight_bytes_held=bytes_held,
         formats=dict(sorted(Counter(name for name, _ in decoded).items())),
         bytes_per_token=sum(nbytes for _, nbytes in decoded),
-        decode=str(path_of(spec, layout)),
+        decode=str(compute_path_of(spec, layout)),
         prefill=f"torch in {dtype if unsupported else str(prompt_dtype()).removeprefix('torch.')}",
         attention="torch" if unsupported else "compiled kernels",
         thousand_cells={

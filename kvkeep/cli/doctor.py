@@ -17,7 +17,7 @@ from kvkeep.storage.files.atomic import folder_bytes
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
-    from kvkeep.doctor import Cuda, Findings, Kernels, Outlook, Threads, Torch
+    from kvkeep.doctor import Cuda, Findings, Kernels, ModelSpeed, Threads, Torch
 
 _Facts = Iterator[tuple[str, str]]
 # Folders in kvkeep's home: a description, and the command that frees space there.
@@ -104,7 +104,7 @@ def _cuda_text(cuda: "Cuda") -> str:
     return "no GPU found" if cuda.built_for else "none: this torch was built without it"
 
 
-def _model_facts(model: "Outlook", bandwidth: float) -> _Facts:
+def _model_facts(model: "ModelSpeed", bandwidth: float) -> _Facts:
     yield "model", f"{model.name}: written by {model.decode}"
     read = f"{megabytes(model.bytes_per_token)} are read for each token"
     max_speed = f"at most {model.most_tokens_per_s:,.0f} tokens/s at {_gigabytes(bandwidth)}"

@@ -76,7 +76,7 @@ def load_named(
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
     from kvkeep import load_model
     from kvkeep.errors import SlowPathWarning
-    from kvkeep.executors import slowness
+    from kvkeep.executors import slow_path_message
 
     is_name = name.lower() in KNOWN_MODELS or name in named_models()
     if not is_name and Path(name).expanduser().exists():
@@ -86,7 +86,7 @@ def load_named(
         warnings.simplefilter("ignore", SlowPathWarning)  # printed below as one line
         model = load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
     if not click.get_current_context().params.get("quiet"):
-        _warn_once(slowness(model.path))
+        _warn_once(slow_path_message(model.path))
     return model
 
 

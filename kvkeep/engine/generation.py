@@ -58,7 +58,6 @@ class GenerationRequest:
 # A request, or a function that returns it, called with the session's record at admission.
 RequestLike = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
 
-
 # "eos": the model ended the text. "stop": a stop string was found. "length": max_tokens were
 # generated. "full": the policy holds no more tokens. "cancelled": the caller wants no more.
 EndReason = Literal["eos", "stop", "length", "full", "cancelled"]

@@ -20,7 +20,6 @@ from kvkeep.errors import InvalidArgument
 SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s+[A-Z])")
 MAX_DRAWS = 100  # of a passage
 MIN_LENGTH_SHARE = 0.75  # of a passage: the share of the requested tokens
-
 RUN_WORDS = 8  # texts with a common run of so many words count as duplicates
 MIN_DOCSTRING_CHARACTERS = 200  # characters of a docstring that is used
 INTERPRETER_PROMPT = ">>>"
@@ -51,8 +50,7 @@ class Haystack:
         """Return consecutive sentences from a random start, of about `tokens` tokens in all.
 
         A passage that ends far too early, before a long table or program, is drawn again.
-        min_sentences: returned even if they have more tokens. Raises InvalidArgument if the whole
-        text is shorter.
+        min_sentences: even if they have more tokens. Raises InvalidArgument for a short text.
         """
         sentence_ends = list(itertools.accumulate(self.token_counts))
         last_start = bisect_right(sentence_ends, sentence_ends[-1] - tokens)

@@ -51,7 +51,6 @@ def draw_perplexity(points: Sequence["PerplexityPoint"], title: str, suffix: str
     tokens = [point.tokens for point in points]
     dashed_style = {"marker": "s", "ms": 4, "ls": "--", "mfc": "none"}
     figure.suptitle(title)
-
     perplexities, recent = [p.perplexity for p in points], [p.recent for p in points]
     perplexity_axes.plot(tokens, perplexities, marker="o", ms=4, label="all scored tokens")
     if recent != perplexities:  # equal for a text of at most RECENT_TOKENS tokens
@@ -59,7 +58,6 @@ def draw_perplexity(points: Sequence["PerplexityPoint"], title: str, suffix: str
     perplexity_axes.set(ylabel="perplexity", xlim=(0, tokens[-1] * 1.02))
     perplexity_axes.legend()
     perplexity_axes.grid(alpha=0.3)
-
     megabytes, cells = [p.kv_bytes / 1e6 for p in points], [p.kv_cells for p in points]
     memory_axes.plot(tokens, megabytes, color="C2", marker="o", ms=4, label="memory (MB)")
     size_limit = 1.08 * max(*megabytes, 1e-6)

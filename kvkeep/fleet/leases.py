@@ -56,8 +56,7 @@ class SessionLeases:
     """Leases of a store's sessions, and their copies in one engine.
 
     The engine may keep a copy between requests; a request loads the session again if another server
-    has committed since. sessions_of: maps an owner to the sessions in the store. tasks: requests
-    in progress.
+    has committed since. sessions_of: an owner's sessions in the store. tasks: requests in progress.
     """
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):

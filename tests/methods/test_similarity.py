@@ -28,7 +28,7 @@ def backend(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVKEEP_ISA", request.param)
         if request.param == "torch":
-            patch.setattr(similarity, "BLOCK", 16)
+            patch.setattr(similarity, "BLOCK_ROWS", 16)
         yield request.param
 
 

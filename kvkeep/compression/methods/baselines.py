@@ -61,10 +61,10 @@ def inverse_norms(x: Tensor) -> Tensor:
     return 1 / norms.clamp(min=EPSILON)
 
 
-def dissimilarity(x: Tensor, inverse_norms: Tensor) -> Tensor:
+def dissimilarity(x: Tensor, inverse_norm: Tensor) -> Tensor:
     """Return minus the cosine of each row of `[..., n, width]` with the mean direction."""
-    mean_direction = F.normalize(inverse_norms.unsqueeze(-2) @ x, dim=-1)
-    cosine: Tensor = (x @ mean_direction.transpose(-1, -2)).squeeze(-1) * inverse_norms
+    mean_direction = F.normalize(inverse_norm.unsqueeze(-2) @ x, dim=-1)
+    cosine: Tensor = (x @ mean_direction.transpose(-1, -2)).squeeze(-1) * inverse_norm
     return -cosine
 
 
@@ -72,39 +72,38 @@ class RunMerging(Method):
     """Splits the cells into equal runs of neighbours, and merges each run to one cell.
 
     Keys are first rotated to the position of the run's last cell, which the merged cell takes.
-
     All three kinds are from llama.cpp's pull request 5719, which reports that they fail: averaging
     blurs distinct keys. If a key stands out by a logit gap D, its average with another keeps
     2 e^(-D/2) / (1 + e^-D) of its share of attention: 27% at a gap of 4.
     """
 
     @abstractmethod
-    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
+    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
         """Return the weight of each cell in its merged cell, `[kv_heads, n]`.
 
-        run: `[n]`, the index of each cell's run. sizes: `[runs]`, the number of cells in each run.
+        run_of_cell: `[n]`, indices. sizes: `[runs]`, the number of cells in each run.
         """
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
         layers, kv_heads, total = candidates.shape
-        run = torch.arange(total, dtype=torch.int64, device="cpu") * count // total
-        sizes = torch.bincount(run, minlength=count)
-        last = sizes.cumsum(0) - 1
-        positions = candidates.positions[..., last]
+        run_of_cell = torch.arange(total, dtype=torch.int64, device="cpu") * count // total
+        sizes = torch.bincount(run_of_cell, minlength=count)
+        last_cells = sizes.cumsum(0) - 1
+        positions = candidates.positions[..., last_cells]
         cells, rope = candidates.cells, candidates.rope
-        shifts = cells.key_shifts(rope, positions[..., run] - candidates.positions)
+        shifts = cells.key_shifts(rope, positions[..., run_of_cell] - candidates.positions)
         keys = rope.shift(cells.keys.float(), shifts)
         device = keys.device
-        weights = self.weights(candidates, run, sizes.float()).to(device).unsqueeze(-1)
+        weights = self.cell_weights(candidates, run_of_cell, sizes.float()).to(device).unsqueeze(-1)
 
-        def merged(x: Tensor) -> Tensor:
+        def merge(x: Tensor) -> Tensor:
             sums = x.new_zeros(layers, kv_heads, count, x.shape[-1])
-            return sums.index_add_(2, run.to(device), x * weights)
+            return sums.index_add_(2, run_of_cell.to(device), x * weights)
 
         return Compressed(
             Cells(
-                merged(keys).to(cells.keys.dtype),
-                merged(cells.values.float()).to(cells.values.dtype),
+                merge(keys).to(cells.keys.dtype),
+                merge(cells.values.float()).to(cells.values.dtype),
                 positions,
                 torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu"),
                 torch.zeros(layers, kv_heads, count, dtype=torch.float32, device=device),
@@ -118,8 +117,8 @@ class Average(RunMerging):
 
     name: ClassVar[str] = "average"
 
-    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
-        return (1 / sizes)[run].expand(candidates.shape[1], -1)
+    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
+        return (1 / sizes)[run_of_cell].expand(candidates.shape[1], -1)
 
 
 class Sum(RunMerging):
@@ -127,7 +126,7 @@ class Sum(RunMerging):
 
     name: ClassVar[str] = "sum"
 
-    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
+    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
         return torch.ones(candidates.shape[1:], dtype=torch.float32, device="cpu")
 
 
@@ -136,9 +135,11 @@ class PickHeads(RunMerging):
 
     name: ClassVar[str] = "pick_heads"
 
-    def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
+    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
         kv_heads, count = candidates.shape[1:]
-        first = sizes.cumsum(0) - sizes
-        index_in_run = torch.arange(count, dtype=torch.int64, device="cpu") - first[run]
+        run_starts = sizes.cumsum(0) - sizes
+        index_in_run = (
+            torch.arange(count, dtype=torch.int64, device="cpu") - run_starts[run_of_cell]
+        )
         heads = torch.arange(kv_heads, dtype=torch.int64, device="cpu").unsqueeze(-1)
-        return (index_in_run == heads % sizes[run]).float()
+        return (index_in_run == heads % sizes[run_of_cell]).float()

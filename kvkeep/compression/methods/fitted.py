@@ -42,22 +42,22 @@ class Fitted(Method):
         self._min_cosine = min_cosine
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        threshold, statistics = self._threshold(candidates), candidates.statistics
+        min_cosine, statistics = self._min_cosine_of(candidates), candidates.statistics
         metric = None if statistics is None else statistics.metric
-        penalty = torch.zeros_like(candidates.bias)
+        age_penalty = torch.zeros_like(candidates.bias)
         if candidates.ageing:
-            penalty += AGE_PENALTY * candidates.age_doublings
+            age_penalty += AGE_PENALTY * candidates.age_doublings
         parts = []
-        for first in range(0, candidates.shape[0], LAYERS_AT_ONCE):
-            layers = slice(first, first + LAYERS_AT_ONCE)
-            part = candidates.layers(first, first + LAYERS_AT_ONCE)
+        for first_layer in range(0, candidates.shape[0], LAYERS_AT_ONCE):
+            layers = slice(first_layer, first_layer + LAYERS_AT_ONCE)
+            part = candidates.layers(first_layer, first_layer + LAYERS_AT_ONCE)
             part_metric = None if metric is None else metric[layers]
             parts.append(
-                _compress_layers(part, count, threshold[layers], penalty[layers], part_metric)
+                _compress_layers(part, count, min_cosine[layers], age_penalty[layers], part_metric)
             )
         return _stack_layers(parts)
 
-    def _threshold(self, candidates: Candidates) -> Tensor:
+    def _min_cosine_of(self, candidates: Candidates) -> Tensor:
         """Return the least cosine of merged keys, `[layers, kv_heads, 1]`."""
         if candidates.statistics is not None and self._min_cosine is None:
             return candidates.statistics.min_cosine.unsqueeze(-1)
@@ -65,32 +65,33 @@ class Fitted(Method):
 
 
 def _compress_layers(
-    candidates: Candidates, count: int, threshold: Tensor, penalty: Tensor, metric: Tensor | None
+    candidates: Candidates, count: int, min_cosine: Tensor, penalty: Tensor, metric: Tensor | None
 ) -> Compressed:
     """Compress some layers. penalty: subtracted from scores. metric: see `Statistics.metric`."""
-    norms = inverse_norms(candidates.keys)  # rotation does not change them
-    keys, key_norms = candidates.unrotated_keys, norms
+    rotated_inverse_norms = inverse_norms(candidates.keys)  # unrotated keys have the same
+    keys, key_inverse_norms = candidates.unrotated_keys, rotated_inverse_norms
     if metric is not None:
         keys = keys @ metric
-        key_norms = inverse_norms(keys)
-    directions = (keys * key_norms.unsqueeze(-1)).bfloat16()
-    distinct = dissimilarity(keys, key_norms) + dissimilarity(candidates.keys, norms)
-    repeats = most_similar_older(directions) > threshold
-    scores = distinct - penalty - REPEAT_PENALTY * repeats.float()
+        key_inverse_norms = inverse_norms(keys)
+    directions = (keys * key_inverse_norms.unsqueeze(-1)).bfloat16()
+    rotated_distinctness = dissimilarity(candidates.keys, rotated_inverse_norms)
+    distinctness = dissimilarity(keys, key_inverse_norms) + rotated_distinctness
+    is_repeat = most_similar_older(directions) > min_cosine
+    scores = distinctness - penalty - REPEAT_PENALTY * is_repeat.float()
     dominant, others = _split_by_score(scores, count)
     target, joins = others, others.float()  # both empty if all cells are dominant
     if others.shape[-1]:
         cosine, target = most_similar(
             gather_rows(directions, others), gather_rows(directions, dominant)
         )
-        joins = (cosine > threshold).float()
+        joins = (cosine > min_cosine).float()
     return _merge_into_dominant(candidates, dominant, others, target, joins)
 
 
 def _stack_layers(parts: list[Compressed]) -> Compressed:
     cells = [part.cells for part in parts]
     keys, values, positions, bias = (
-        torch.cat([getattr(part, name) for part in cells])
+        torch.cat([getattr(layer_cells, name) for layer_cells in cells])
         for name in ("keys", "values", "positions", "bias")
     )
     merged = sum(part.merged * len(part.cells.keys) for part in parts) / len(keys)
@@ -99,11 +100,11 @@ def _stack_layers(parts: list[Compressed]) -> Compressed:
 
 def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the indices of the `count` highest scores and of the others, both ascending."""
-    selected = torch.zeros_like(scores, dtype=torch.bool)
-    selected.scatter_(-1, scores.topk(count, sorted=False).indices, True)
+    is_dominant = torch.zeros_like(scores, dtype=torch.bool)
+    is_dominant.scatter_(-1, scores.topk(count, sorted=False).indices, True)
     layers, kv_heads, total = scores.shape
-    dominant = selected.nonzero()[:, -1].view(layers, kv_heads, count)
-    return dominant, (~selected).nonzero()[:, -1].view(layers, kv_heads, total - count)
+    dominant = is_dominant.nonzero()[:, -1].view(layers, kv_heads, count)
+    return dominant, (~is_dominant).nonzero()[:, -1].view(layers, kv_heads, total - count)
 
 
 def _merge_into_dominant(
@@ -111,16 +112,15 @@ def _merge_into_dominant(
 ) -> Compressed:
     """Return the dominant cells, with the mass and mean value of all cells that join them.
 
-    target: for each other cell, the index of its most similar dominant cell. joins: 1 if it joins
-    that cell, else 0.
+    target: of each other cell, the most similar dominant one (index). joins: 1 if it joins, else 0.
     """
     cells = candidates.select(dominant)
     mass = (candidates.bias / MASS_EXPONENT).exp()
     dominant_mass, joined_mass = mass.gather(2, dominant), joins * mass.gather(2, others)
     total_mass = dominant_mass.scatter_add(2, target, joined_mass)
-    joined = gather_rows(candidates.cells.values, others).float() * joined_mass.unsqueeze(-1)
+    joined_values = gather_rows(candidates.cells.values, others).float() * joined_mass.unsqueeze(-1)
     means = cells.values.float() * dominant_mass.unsqueeze(-1)
-    means.scatter_add_(2, target.unsqueeze(-1).expand_as(joined), joined)
+    means.scatter_add_(2, target.unsqueeze(-1).expand_as(joined_values), joined_values)
     means /= total_mass.unsqueeze(-1)
     bias = MASS_EXPONENT * total_mass.log() * (BIAS_DECAY if candidates.ageing else 1)
     values = means.to(cells.values.dtype)

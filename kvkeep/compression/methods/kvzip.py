@@ -20,7 +20,7 @@ from kvkeep.compression.methods.base import (
 HEAD_PENALTY = 2.0
 NEIGHBOUR_PENALTY = 1.5
 AGE_PENALTY = 0.3  # subtracted from a score of `KVzap` for each doubling of age, if cells age
-BATCH = 2**15  # cells scored at a time over all heads, so that the work stays in the CPU caches
+BATCH_CELLS = 2**15  # scored at a time over all heads, so that the work stays in the CPU caches
 
 
 class KVzip(Eviction):
@@ -80,13 +80,13 @@ class KVzap(CellwiseEviction):
         if isinstance(cells, Ragged):
             return surrogate.score(candidates.unrotated_keys, cells.values, cells.head_indices)
         shifts = cells.key_shifts(candidates.rope, -cells.positions)
-        inverse = rotation = candidates.rope.at(shifts)
+        inverse_rotation = rotation = candidates.rope.at(shifts)
         layers, kv_heads, count = candidates.shape
-        layers_at_once = max(1, BATCH // (kv_heads * max(1, count)))
-        for first in range(0, layers, layers_at_once):
-            part = slice(first, first + layers_at_once)
+        layers_at_once = max(1, BATCH_CELLS // (kv_heads * max(1, count)))
+        for first_layer in range(0, layers, layers_at_once):
+            part = slice(first_layer, first_layer + layers_at_once)
             if shifts.ndim > 1:  # otherwise the same in all layers
-                rotation = Rotation(inverse.cosine[part], inverse.sine[part])
+                rotation = Rotation(inverse_rotation.cosine[part], inverse_rotation.sine[part])
             keys = rotate(cells.keys[part].float().unsqueeze(-2), rotation).squeeze(-2)
-            scores.append(surrogate.part(part).score(keys, cells.values[part]))
+            scores.append(surrogate.select(part).score(keys, cells.values[part]))
         return torch.cat(scores)

@@ -14,7 +14,7 @@ from kvkeep.compression.methods.apply import Compression, compress
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.fitted import Fitted
 
-RUN_TOKENS = 16  # tokens; in real text, a repeat of this length is boilerplate
+RUN_TOKENS = 16  # in real text, a repeat of this length is boilerplate
 
 
 def find_repeats(tokens: Sequence[int]) -> Tensor:
@@ -22,13 +22,13 @@ def find_repeats(tokens: Sequence[int]) -> Tensor:
 
     Runs may overlap: with runs of two, all of a b a b a b but the first two are repeats.
     """
-    seen = set[tuple[int, ...]]()
+    seen_runs = set[tuple[int, ...]]()
     repeats, run_of_ones = bytearray(len(tokens)), bytes([1]) * RUN_TOKENS
-    for first in range(len(tokens) - RUN_TOKENS + 1):
-        run = tuple(tokens[first : first + RUN_TOKENS])
-        if run in seen:
-            repeats[first : first + RUN_TOKENS] = run_of_ones
-        seen.add(run)
+    for start in range(len(tokens) - RUN_TOKENS + 1):
+        run = tuple(tokens[start : start + RUN_TOKENS])
+        if run in seen_runs:
+            repeats[start : start + RUN_TOKENS] = run_of_ones
+        seen_runs.add(run)
     return torch.tensor(list(repeats), dtype=torch.bool, device="cpu")
 
 
@@ -42,11 +42,11 @@ def compress_repeats(
 
     candidates: n cells of one token each. repeats: `[n]` bool.
     """
-    unique, repeated = (~repeats).nonzero()[:, 0], repeats.nonzero()[:, 0]
-    parts = [_select_cells(candidates.cells, unique).to_compressed_format()]
-    reports = [Compression(len(unique), len(unique), 0.0, 0.0)]
-    others = replace(candidates, cells=_select_cells(candidates.cells, repeated))
-    for cells, report in compress(Fitted(), others, count):
+    unique_indices, repeated_indices = (~repeats).nonzero()[:, 0], repeats.nonzero()[:, 0]
+    parts = [_select_cells(candidates.cells, unique_indices).to_compressed_format()]
+    reports = [Compression(len(unique_indices), len(unique_indices), 0.0, 0.0)]
+    repeated = replace(candidates, cells=_select_cells(candidates.cells, repeated_indices))
+    for cells, report in compress(Fitted(), repeated, count):
         parts.append(replace(cells, bias=None).to_compressed_format())
         reports.append(report)
     joined = replace(candidates, cells=Cells.concatenate(parts))

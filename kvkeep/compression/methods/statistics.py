@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-METRIC_POWER = 0.25  # of the second moment
+METRIC_POWER = 0.25  # to which `metric` raises the second moment
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Surrogate:
         parameters = (self.key_weights, self.value_weights, self.constant)
         key_weights, value_weights, constant = (tensor.to(keys.device) for tensor in parameters)
         if head_indices is not None:
-            of_keys = (keys.float() * key_weights.flatten(0, 1)[head_indices]).sum(-1)
-            of_values = (values.float() * value_weights.flatten(0, 1)[head_indices]).sum(-1)
-            return of_keys + of_values + constant.flatten()[head_indices]
-        of_keys = keys.float() @ key_weights.unsqueeze(-1)
-        of_values = values.float() @ value_weights.unsqueeze(-1)
-        return (of_keys + of_values).squeeze(-1) + constant.unsqueeze(-1)
+            key_terms = (keys.float() * key_weights.flatten(0, 1)[head_indices]).sum(-1)
+            value_terms = (values.float() * value_weights.flatten(0, 1)[head_indices]).sum(-1)
+            return key_terms + value_terms + constant.flatten()[head_indices]
+        key_terms = keys.float() @ key_weights.unsqueeze(-1)
+        value_terms = values.float() @ value_weights.unsqueeze(-1)
+        return (key_terms + value_terms).squeeze(-1) + constant.unsqueeze(-1)
 
-    def part(self, layers: slice, heads: slice = slice(None)) -> "Surrogate":
+    def select(self, layers: slice, heads: slice = slice(None)) -> "Surrogate":
         """Select some layers and KV heads."""
         index = layers, heads
         return Surrogate(self.key_weights[index], self.value_weights[index], self.constant[index])
@@ -69,7 +69,7 @@ class Statistics:
 
     Attributes:
         mean: `[layers, kv_heads, head_dim]`.
-        moment: `[layers, kv_heads, head_dim, head_dim]`, the mean of q q^T.
+        moment: `[layers, kv_heads, head_dim, head_dim]`, the second: the mean of q q^T.
         min_cosine: `[layers, kv_heads]`, the least cosine of keys that can be merged without harm
             to attention output.
         surrogate: None in a calibration of an earlier kvkeep.
@@ -83,7 +83,7 @@ class Statistics:
     def head(self, layer: int, head: int) -> "Statistics":
         """Return the statistics of one KV head, of shape `[1, 1, ...]`."""
         index = slice(layer, layer + 1), slice(head, head + 1)
-        surrogate = None if self.surrogate is None else self.surrogate.part(*index)
+        surrogate = None if self.surrogate is None else self.surrogate.select(*index)
         return Statistics(self.mean[index], self.moment[index], self.min_cosine[index], surrogate)
 
     @cached_property
