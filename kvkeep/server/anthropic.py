@@ -16,7 +16,7 @@ from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import ToolCall, Tools, checked_tools
+from kvkeep.server.tools import ToolCall, Tools, validate_tools
 
 router = APIRouter()
 _STOP_REASONS = {
@@ -38,7 +38,7 @@ class CountTokensRequest(RequestBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
 
-    def checked_tools(self) -> Tools:
+    def validate_tools(self) -> Tools:
         entries = []
         for tool in self.tools or ():
             function = {
@@ -47,11 +47,11 @@ class CountTokensRequest(RequestBody):
                 "parameters": tool.get("input_schema") or {"type": "object"},
             }
             entries.append({"type": "function", "function": function})
-        choice = self.tool_choice or {"type": "auto"}
-        choice_type = choice.get("type")
+        tool_choice = self.tool_choice or {"type": "auto"}
+        choice_type = tool_choice.get("type")
         if choice_type == "tool":
-            return checked_tools(entries, {"name": choice.get("name")})
-        return checked_tools(entries, "required" if choice_type == "any" else choice_type)
+            return validate_tools(entries, {"name": tool_choice.get("name")})
+        return validate_tools(entries, "required" if choice_type == "any" else choice_type)
 
     async def encode_prompt(self, context: RequestContext, tools: Tools) -> list[int]:
         messages = []
@@ -74,49 +74,49 @@ class MessagesRequest(CountTokensRequest):
 @router.post("/v1/messages", response_model=None, responses=JSON_OR_EVENTS)
 async def messages(body: MessagesRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message."""
-    tools = body.checked_tools()
+    tools = body.validate_tools()
     ids = await body.encode_prompt(context, tools)
-    params = SamplingParams(
+    sampling_params = SamplingParams(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences
     )
-    samplings = constrain(context, params.samplings(context.default_sampling), tools)
+    samplings = constrain(context, sampling_params.samplings(context.default_sampling), tools)
     request = GenerationRequest(tuple(ids), body.max_tokens)
-    generations = await start_generations(context, request, samplings)
-    common = {
+    stream = await start_generations(context, request, samplings)
+    fields = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
         "role": "assistant",
         "model": context.service.name,
     }
     if body.stream:
-        stream = _stream(generations, common, tools)
-        return sse_response(stream, error_name="error", error_body=ApiError.anthropic_body)
-    (result,) = await context.collect(generations)
+        events = _stream_events(stream, fields, tools)
+        return sse_response(events, error_event="error", error_body=ApiError.anthropic_body)
+    (result,) = await context.collect(stream)
     text, calls = tools.parse(result.text)
     content = [{**_EMPTY_TEXT, "text": text}] if text or not calls else []
     content += [_tool_use(call) for call in calls]
-    usage = _usage(result.end.usage, result.end.usage.generated)
-    return {**common, "content": content, **_stop_fields(result.end, calls), "usage": usage}
+    usage = _usage(result.finished.usage, result.finished.usage.generated)
+    return {**fields, "content": content, **_stop_fields(result.finished, calls), "usage": usage}
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
     """Count the tokens of a prompt, those of the chat template included."""
-    return {"input_tokens": len(await body.encode_prompt(context, body.checked_tools()))}
+    return {"input_tokens": len(await body.encode_prompt(context, body.validate_tools()))}
 
 
-async def _stream(
-    generations: GenerationStream, common: dict[str, Any], tools: Tools
+async def _stream_events(
+    stream: GenerationStream, fields: dict[str, Any], tools: Tools
 ) -> AsyncIterator[bytes]:
     """Yield the text's events as it comes; with tools, at the end, once calls are parsed."""
     started = False
-    async for _, event in generations:
+    async for _, event in stream:
         if isinstance(event, PrefillProgress):
             continue
         if not started:
             started = True
-            usage = _usage(generations.generations[0].usage, 0)
-            message = {**common, "content": [], "stop_reason": None, "stop_sequence": None}
+            usage = _usage(stream.generations[0].usage, 0)
+            message = {**fields, "content": [], "stop_reason": None, "stop_sequence": None}
             yield _event("message_start", message={**message, "usage": usage})
             yield _event("ping")
             if not tools:
@@ -124,15 +124,15 @@ async def _stream(
         if event.text and not tools:
             delta = {"type": "text_delta", "text": event.text}
             yield _event("content_block_delta", index=0, delta=delta)
-    result = generations.results[0]
+    result = stream.results[0]
     text, calls = tools.parse(result.text)
     if tools:
         for block_event in _block_events(text, calls):
             yield block_event
     else:
         yield _event("content_block_stop", index=0)
-    output = {"output_tokens": result.end.usage.generated}
-    yield _event("message_delta", delta=_stop_fields(result.end, calls), usage=output)
+    output_usage = {"output_tokens": result.finished.usage.generated}
+    yield _event("message_delta", delta=_stop_fields(result.finished, calls), usage=output_usage)
     yield _event("message_stop")
 
 
@@ -148,9 +148,9 @@ def _block_events(text: str, calls: Sequence[ToolCall]) -> Iterator[bytes]:
         yield _event("content_block_stop", index=index)
 
 
-def _stop_fields(end: Finished, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    reason = "tool_use" if calls and end.reason != "length" else _STOP_REASONS[end.reason]
-    return {"stop_reason": reason, "stop_sequence": end.stop}
+def _stop_fields(finished: Finished, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    reason = "tool_use" if calls and finished.reason != "length" else _STOP_REASONS[finished.reason]
+    return {"stop_reason": reason, "stop_sequence": finished.stop}
 
 
 def _usage(usage: Usage, generated: int) -> dict[str, int]:
@@ -196,7 +196,7 @@ def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise InvalidArgument(f"role must be user or assistant; found {role!r}")
     if not isinstance(content, list):
         return [{"role": role, "content": _plain_text(content)}]
-    messages, text_blocks, calls, thoughts = list[dict[str, Any]](), [], [], []
+    messages, text_blocks, calls, thinking = list[dict[str, Any]](), [], [], []
     for block in content:
         block_type = block.get("type") if isinstance(block, Mapping) else None
         if block_type == "tool_result":
@@ -206,12 +206,12 @@ def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
             calls.append({"type": "function", "function": function})
         elif block_type in ("thinking", "redacted_thinking"):  # a redacted block has no text
-            thoughts.append(str(block.get("thinking") or ""))
+            thinking.append(str(block.get("thinking") or ""))
         else:
             text_blocks.append(block)
     if calls or text_blocks:
         tool_calls = {"tool_calls": calls} if calls else {}
-        thinking = {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
-        fields = {"content": _plain_text(text_blocks), **tool_calls, **thinking}
+        reasoning = {"reasoning_content": "".join(thinking)} if any(thinking) else {}
+        fields = {"content": _plain_text(text_blocks), **tool_calls, **reasoning}
         messages.append({"role": role, **fields})
     return messages

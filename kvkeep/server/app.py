@@ -30,25 +30,25 @@ from kvkeep.server.sessions import editing, generate, lifecycle, views
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
-_APIS = (
+_API_MODULES = (
     *(chat, completions, responses, anthropic, completion, auxiliary),
     *(lifecycle, generate, editing, views),
 )
-_PAGE = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
+_PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 _EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-_routes, _page_routes = APIRouter(), APIRouter(include_in_schema=False)
+_router, _page_router = APIRouter(), APIRouter(include_in_schema=False)
 
 
 class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Remove FastAPI's status 422 from the document: malformed requests get 400 here."""
         document = super().openapi()  # made once: later calls return the same object
-        for path in document["paths"].values():
-            for operation in path.values():
+        for path_item in document["paths"].values():
+            for operation in path_item.values():
                 operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            document["components"]["schemas"].pop(name, None)
+        for schema_name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(schema_name, None)
         return document
 
 
@@ -67,44 +67,44 @@ def application(
         responses=ERROR_RESPONSES,
     )
     app.state.service = service
-    for router in (_routes, *(module.router for module in _APIS), _page_routes):
+    for router in (_router, *(module.router for module in _API_MODULES), _page_router):
         app.include_router(router)
-    app.mount("/page", StaticFiles(directory=_PAGE))
+    app.mount("/page", StaticFiles(directory=_PAGE_FOLDER))
     for error_type in (*_EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
-    inner = middleware(app)
+    inner_app = middleware(app)
     if origins:
-        inner = CORSMiddleware(
-            inner, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+        inner_app = CORSMiddleware(
+            inner_app, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
-    return SecurityMiddleware(inner, service, hosts, origins)
+    return SecurityMiddleware(inner_app, service, hosts, origins)
 
 
-@_page_routes.get("/")
+@_page_router.get("/")
 async def page() -> Response:
-    return FileResponse(_PAGE / "index.html", headers={"Cache-Control": "no-cache"})
+    return FileResponse(_PAGE_FOLDER / "index.html", headers={"Cache-Control": "no-cache"})
 
 
-@_page_routes.get("/favicon.ico")
+@_page_router.get("/favicon.ico")
 async def icon() -> Response:
-    return FileResponse(_PAGE / "icon.svg", media_type="image/svg+xml")
+    return FileResponse(_PAGE_FOLDER / "icon.svg", media_type="image/svg+xml")
 
 
-@_page_routes.get("/v1/page")
+@_page_router.get("/v1/page")
 async def page_settings(context: ContextDep) -> dict[str, Any]:
     """Return the model's name, and whether the web UI may change sessions."""
     return {"edits": context.service.allow_edit, "model": context.service.name}
 
 
-@_routes.get("/health")
-@_routes.get("/v1/health", include_in_schema=False)
+@_router.get("/health")
+@_router.get("/v1/health", include_in_schema=False)
 async def health() -> dict[str, str]:
     """Report that the server is up. The socket opens once the model is loaded."""
     return {"status": "ok"}
 
 
-@_routes.get("/v1/models")
-@_routes.get("/models", include_in_schema=False)
+@_router.get("/v1/models")
+@_router.get("/models", include_in_schema=False)
 async def models(context: ContextDep) -> dict[str, Any]:
     """List the one model that is served."""
     service, spec = context.service, context.service.model.spec
@@ -112,14 +112,14 @@ async def models(context: ContextDep) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "n_ctx_train": spec.max_positions,
         "n_embd": spec.hidden_size,
-        "weights": service.model.weights,
+        "weights": service.model.weights,  # their format, such as "Q4_K"
         "path": str(service.model.path),
     }
     entry = {"id": service.name, "object": "model", "created": service.created}
     return {"object": "list", "data": [{**entry, "owned_by": "kvkeep", "meta": meta}]}
 
 
-@_routes.get("/v1/models/{name:path}")
+@_router.get("/v1/models/{name:path}")
 async def model(name: str, context: ContextDep) -> dict[str, Any]:
     """Return the model of that name."""
     entry: dict[str, Any] = (await models(context))["data"][0]
@@ -129,7 +129,7 @@ async def model(name: str, context: ContextDep) -> dict[str, Any]:
     return entry
 
 
-@_routes.get("/metrics", response_model=None, response_class=PlainTextResponse)
+@_router.get("/metrics", response_model=None, response_class=PlainTextResponse)
 async def metrics(context: ContextDep) -> Response:
     """Return Prometheus metrics, summed over all owners."""
     totals = await wrap_future(context.engine.totals())
@@ -145,13 +145,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         totals, counter, gauge = self._totals, CounterMetricFamily, GaugeMetricFamily
-        requests = counter("kvkeep_requests", "HTTP requests by status.", labels=["status"])
+        responses = counter("kvkeep_requests", "HTTP requests by status.", labels=["status"])
         for status, count in sorted(self._status_counts.items()):
-            requests.add_metric([str(status)], count)
-        ended = counter("kvkeep_answers", "Generations by how they ended.", labels=["ended"])
+            responses.add_metric([str(status)], count)
+        generations = counter("kvkeep_answers", "Generations by how they ended.", labels=["ended"])
         for reason, count in sorted(totals.ended.items()):
-            ended.add_metric([reason], count)
-        yield from (requests, ended)
+            generations.add_metric([reason], count)
+        yield from (responses, generations)
         yield counter(
             "kvkeep_prompt_tokens_evaluated", "Prefilled prompt tokens.", totals.prefilled
         )

@@ -16,7 +16,7 @@ from kvkeep import errors
 
 @dataclass
 class ApiError(Exception):
-    """An error response. error_type: OpenAI's `type`; code: a stable name for programs."""
+    """An error response. error_type: OpenAI's `type`; code: for programs; extra: more fields."""
 
     status: int
     message: str
@@ -41,8 +41,8 @@ class ApiError(Exception):
             headers["Retry-After"] = str(math.ceil(self.retry_after))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        anthropic = path.startswith("/v1/messages")
-        body = self.anthropic_body() if anthropic else self.openai_body()
+        is_anthropic = path.startswith("/v1/messages")
+        body = self.anthropic_body() if is_anthropic else self.openai_body()
         return JSONResponse(body, self.status, headers)
 
 
@@ -53,7 +53,7 @@ def api_error_for(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case RequestValidationError():
-            return _malformed(error.errors()[0])
+            return _malformed_request_error(error.errors()[0])
         case HTTPException():
             error_type = "not_found_error" if error.status_code == 404 else "invalid_request_error"
             return ApiError(error.status_code, str(error.detail), error_type)
@@ -86,7 +86,7 @@ def api_error_for(error: BaseException) -> ApiError:
     return ApiError(500, "something failed inside the server; its log says what", "server_error")
 
 
-def _malformed(detail: dict[str, Any]) -> ApiError:
+def _malformed_request_error(detail: dict[str, Any]) -> ApiError:
     """detail: pydantic's description of the first error."""
     param = ".".join(str(part) for part in detail["loc"] if part != "body")
     message = f"{param}: {detail['msg']}" if param else str(detail["msg"])

@@ -14,11 +14,11 @@ from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
 
 
-def normalized_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with plain text and the roles of templates. Raises InvalidArgument."""
     if not messages:
         raise InvalidArgument("messages: there must be one at least")
-    normalized = []
+    result = []
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if content is None and not message.get("tool_calls"):
@@ -27,8 +27,8 @@ def normalized_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
             content = "".join(_part_text(index, part) for part in content)
         if role == "developer":  # a role that templates do not know yet
             role = "system"
-        normalized.append({**message, "role": role, "content": "" if content is None else content})
-    return normalized
+        result.append({**message, "role": role, "content": "" if content is None else content})
+    return result
 
 
 def _part_text(index: int, part: Any) -> str:
@@ -55,7 +55,7 @@ async def prompt_ids(
     codec = context.codec
 
     def encode() -> list[int]:
-        normalized = normalized_messages(messages)
+        normalized = normalize_messages(messages)
         template_messages, template_tools = tools.for_template(codec, normalized)
         from_assistant = [message["role"] == "assistant" for message in template_messages[-2:]]
         if not (from_assistant[-1] if continue_final is None else continue_final):
@@ -80,7 +80,7 @@ def constrain(
     """Constrain the samplings to a forced call, a schema or a grammar. Raises InvalidArgument."""
     model = context.service.model
     if tools.forced:
-        schema = tools.schema()
+        schema = tools.forced_call_schema()
     if schema is not None and grammar:
         raise InvalidArgument("a grammar cannot be combined with a schema or a required tool call")
     if schema is not None:
@@ -102,7 +102,7 @@ async def start_generations(
     return stream
 
 
-def context_size_error(message: str, prompt_tokens: int, service: Service) -> ApiError:
+def context_size_error(message: str, num_prompt_tokens: int, service: Service) -> ApiError:
     """Return llama.cpp's error for a prompt that does not fit."""
-    extra = {"n_prompt_tokens": prompt_tokens, "n_ctx": service.context_size}
+    extra = {"n_prompt_tokens": num_prompt_tokens, "n_ctx": service.context_size}
     return ApiError(400, message, "exceed_context_size_error", extra=extra)

@@ -16,8 +16,8 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-_MAX_LENGTH = 200_000  # characters of a schema or grammar
-_END_STAND_IN = "<|kvkeep stands in for the end of the text|>"
+_MAX_CHARACTERS = 200_000  # characters of a schema or grammar
+_SUBSTITUTE_EOS = "<|kvkeep stands in for the end of the text|>"
 
 
 class Grammar:
@@ -30,52 +30,52 @@ class Grammar:
     def __init__(self, model: Model, grammar: str):
         """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one."""
         # Model files may name end tokens that the tokenizer's vocabulary lacks.
-        end_ids = tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
-        tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), end_ids)
+        eos_ids = tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
+        tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), eos_ids)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InvalidArgument(f"the schema or grammar cannot be used: {problem[:500]}")
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
-        self._mask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
-        self._end_stand_in = None if end_ids else int(tokenizer.eos_token)
+        self._bitmask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
+        self._substitute_eos_id = None if eos_ids else int(tokenizer.eos_token)
 
     @classmethod
     def from_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
         try:
-            text = json.dumps(schema)
+            schema_json = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"the schema is not JSON: {error}") from error
-        if len(text) > _MAX_LENGTH:
-            raise InvalidArgument(f"a schema has at most {_MAX_LENGTH:,} characters")
+        if len(schema_json) > _MAX_CHARACTERS:
+            raise InvalidArgument(f"a schema has at most {_MAX_CHARACTERS:,} characters")
         try:
             # Without flexible white space, which small models would write endlessly.
             grammar = LLMatcher.grammar_from_json_schema(
-                text, defaults={"whitespace_flexible": False}
+                schema_json, defaults={"whitespace_flexible": False}
             )
         except Exception as error:  # the library raises its own types
             raise InvalidArgument(f"the schema cannot be used: {str(error)[:500]}") from error
         return cls(model, grammar)
 
     @classmethod
-    def from_gbnf(cls, model: Model, text: str) -> "Grammar":
+    def from_gbnf(cls, model: Model, gbnf: str) -> "Grammar":
         """Compile a GBNF grammar, llama.cpp's form. Raises InvalidArgument for an invalid one."""
-        if len(text) > _MAX_LENGTH:
-            raise InvalidArgument(f"a grammar has at most {_MAX_LENGTH:,} characters")
+        if len(gbnf) > _MAX_CHARACTERS:
+            raise InvalidArgument(f"a grammar has at most {_MAX_CHARACTERS:,} characters")
         try:
-            grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+            grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(gbnf))
         except Exception as error:  # the library raises its own types
             raise InvalidArgument(f"the grammar cannot be used: {str(error)[:500]}") from error
         return cls(model, grammar)
 
     def masked(self, logits: Tensor) -> Tensor:
         """Return logits `[vocab]`, -inf for tokens not allowed next. Raises InvalidArgument."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         if problem := self._matcher.get_error():
             raise InvalidArgument(f"the schema or grammar cannot be followed: {problem[:500]}")
-        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")
         allowed = np.zeros(logits.shape[0], dtype=bool)
         allowed[: len(bits)] = bits[: len(allowed)]
-        if self._end_stand_in is not None:
-            allowed[self._end_stand_in : self._end_stand_in + 1] = False
+        if self._substitute_eos_id is not None:
+            allowed[self._substitute_eos_id : self._substitute_eos_id + 1] = False
             if not allowed.any():
                 raise InvalidArgument(
                     "the schema or grammar allows no text, and the model has no token to end one: "
@@ -86,7 +86,7 @@ class Grammar:
     @property
     def complete(self) -> bool:
         """Whether no more tokens may come, and the model has no end token to sample."""
-        return self._end_stand_in is not None and bool(self._matcher.is_stopped())
+        return self._substitute_eos_id is not None and bool(self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
         if not self._matcher.is_stopped():
@@ -94,10 +94,10 @@ class Grammar:
 
 
 @lru_cache(maxsize=4)
-def _llguidance_tokenizer(path: str, end_ids: tuple[int, ...]) -> LLTokenizer:
-    """llguidance needs an end token: without `end_ids`, one is added to the tokenizer."""
-    if end_ids:
-        return LLTokenizer(path, eos_token=list(end_ids))
+def _llguidance_tokenizer(path: str, eos_ids: tuple[int, ...]) -> LLTokenizer:
+    """llguidance needs an end token: without `eos_ids`, one is added to the tokenizer."""
+    if eos_ids:
+        return LLTokenizer(path, eos_token=list(eos_ids))
     tokenizer = Tokenizer.from_file(path)
-    tokenizer.add_special_tokens([_END_STAND_IN])
-    return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(_END_STAND_IN))
+    tokenizer.add_special_tokens([_SUBSTITUTE_EOS])
+    return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(_SUBSTITUTE_EOS))

@@ -16,20 +16,20 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
 
-_METHODS = frozenset(("POST", "PUT", "DELETE"))
-_PATHS = ("/v1/sessions", "/v1/snapshots")
-_TRANSIENT = frozenset((401, 409, 412, 429, 503))  # statuses after which a retry may succeed
+_CHANGING_METHODS = frozenset(("POST", "PUT", "DELETE"))
+_PATH_PREFIXES = ("/v1/sessions", "/v1/snapshots")
+_TRANSIENT_STATUSES = frozenset((401, 409, 412, 429, 503))  # a retry may succeed
 _MAX_KEYS = 1_000
-_MAX_RESPONSE = 100_000  # bytes of a response that is remembered
+_MAX_RESPONSE_BYTES = 100_000  # of a response that is remembered
 MAX_KEY_LENGTH = 200  # characters
 
 
 @dataclass
 class _KeyedRequest:
-    key: tuple[str, str]  # the owner and the key
-    digest: str  # of the request
-    messages: list[Message] = field(default_factory=list)  # of the response
-    complete: bool = False  # whether `messages` are the whole response
+    owned_key: tuple[str, str]  # the owner and the key
+    request_digest: str
+    response_messages: list[Message] = field(default_factory=list)
+    response_complete: bool = False  # whether `response_messages` are all of it
 
 
 class IdempotencyMiddleware:
@@ -56,52 +56,52 @@ class IdempotencyMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        content = b"\0".join((scope["method"].encode(), scope["path"].encode(), body))
+        digest_input = b"\0".join((scope["method"].encode(), scope["path"].encode(), body))
         owned_key = (str(scope.get("owner")), key)
-        request = _KeyedRequest(owned_key, hashlib.sha256(content).hexdigest())
-        earlier = self._requests.get(owned_key)
-        if earlier is None:
+        request = _KeyedRequest(owned_key, hashlib.sha256(digest_input).hexdigest())
+        earlier_request = self._requests.get(owned_key)
+        if earlier_request is None:
             messages: list[Message] = [{"type": "http.request", "body": body}]
             await self._run(request, scope, replay(messages, receive), send)
-        elif earlier.digest != request.digest:
+        elif earlier_request.request_digest != request.request_digest:
             raise key_reused_error()
-        elif not earlier.complete:
+        elif not earlier_request.response_complete:
             message = "the request with this Idempotency-Key is still running"
             raise ApiError(409, message, "conflict_error", "key_at_work")
         else:
-            for response_message in earlier.messages:
+            for response_message in earlier_request.response_messages:
                 await send(dict(response_message))
 
     async def _run(
         self, request: _KeyedRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run a request, and remember its response unless a retry may succeed."""
-        self._requests[request.key] = request
-        size = 0
+        self._requests[request.owned_key] = request
+        response_bytes = 0
 
         async def record_and_send(message: Message) -> None:
-            nonlocal size
-            size += len(message.get("body", b""))
-            if size <= _MAX_RESPONSE:
-                request.messages.append(dict(message))
+            nonlocal response_bytes
+            response_bytes += len(message.get("body", b""))
+            if response_bytes <= _MAX_RESPONSE_BYTES:
+                request.response_messages.append(dict(message))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                request.complete = size <= _MAX_RESPONSE
+                request.response_complete = response_bytes <= _MAX_RESPONSE_BYTES
             await send(message)
 
         try:
             await self._app(scope, receive, record_and_send)
         finally:
-            status = request.messages[0]["status"] if request.messages else 503
-            if not request.complete or status in _TRANSIENT or status >= 500:
-                self._requests.pop(request.key, None)
+            status = request.response_messages[0]["status"] if request.response_messages else 503
+            if not request.response_complete or status in _TRANSIENT_STATUSES or status >= 500:
+                self._requests.pop(request.owned_key, None)
             while len(self._requests) > _MAX_KEYS:
                 self._requests.popitem(last=False)
 
 
 def _idempotency_key(scope: Scope) -> str | None:
     """Return the key of a request that changes sessions or snapshots."""
-    changes = scope["type"] == "http" and scope["method"] in _METHODS
-    if not changes or not scope["path"].startswith(_PATHS):
+    may_change = scope["type"] == "http" and scope["method"] in _CHANGING_METHODS
+    if not may_change or not scope["path"].startswith(_PATH_PREFIXES):
         return None
     key = dict(scope["headers"]).get(b"idempotency-key")
     return None if key is None else key.decode("latin-1")
@@ -126,10 +126,10 @@ async def read_body(receive: Receive) -> bytes | None:
 
 def replay(messages: Iterable[Message], receive: Receive) -> Receive:
     """Return a `receive` that returns these messages again, then later ones."""
-    replayed = iter(messages)
+    remaining = iter(messages)
 
     async def receive_again() -> Message:
-        message = next(replayed, None)
+        message = next(remaining, None)
         return await receive() if message is None else message
 
     return receive_again

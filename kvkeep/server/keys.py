@@ -10,7 +10,7 @@ from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.storage.files.text import read_text_file
 
 DEFAULT_OWNER = "0"  # the owner of everything on a server without keys
-_MIN_LENGTH = 16  # characters of a key
+_MIN_KEY_LENGTH = 16  # characters of a key
 
 
 class ApiKeys:
@@ -28,8 +28,8 @@ class ApiKeys:
         if not self._owners:
             return DEFAULT_OWNER
         digest = self._digest(key or "")  # compared with all, each in constant time
-        matches = sum(hmac.compare_digest(owner, digest) for owner in self._owners)
-        return digest if matches and key is not None else None
+        match_count = sum(hmac.compare_digest(owner, digest) for owner in self._owners)
+        return digest if match_count and key is not None else None
 
     def _digest(self, key: str) -> str:
         return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
@@ -47,8 +47,8 @@ class ApiKeys:
         keys = tuple(line for line in lines if line and not line.startswith("#"))
         if not keys:
             raise InvalidArgument(f"{file} holds no key: write one in each line")
-        if any(len(key) < _MIN_LENGTH for key in keys):
-            raise InvalidArgument(f"{file}: a key has {_MIN_LENGTH} characters or more")
+        if any(len(key) < _MIN_KEY_LENGTH for key in keys):
+            raise InvalidArgument(f"{file}: a key has {_MIN_KEY_LENGTH} characters or more")
         return cls(keys, secret if isinstance(secret, bytes) else _read_or_create_secret(secret))
 
 

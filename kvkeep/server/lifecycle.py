@@ -71,8 +71,8 @@ def serve_on(
     if not options["quiet"]:
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{port}"
-        edits = "with chat and edits" if options["allow_edit"] else "read only; see --allow-edit"
-        urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({edits})"
+        web_ui = "with chat and edits" if options["allow_edit"] else "read only; see --allow-edit"
+        urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui})"
         print(f"kvkeep serves {name} on {url}\n{urls}", flush=True)
 
     async def serve_and_drain() -> None:

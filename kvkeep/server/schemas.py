@@ -49,7 +49,7 @@ class SamplingParams(RequestBody):
         seed = secrets.randbelow(_SEED_LIMIT) if self.seed is None or self.seed < 0 else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         last_n = self.repeat_last_n
-        values = {
+        parameters = {
             "temperature": self.temperature,
             "top_k": self.top_k and max(0, self.top_k),
             "top_p": self.top_p,
@@ -61,7 +61,7 @@ class SamplingParams(RequestBody):
             "stop": tuple(text for text in stop if text),
             "logit_bias": _bias_pairs(self.logit_bias or {}),
         }
-        sampling = with_parameters(defaults, values)
+        sampling = with_parameters(defaults, parameters)
         # With a seed the same request gives the same texts.
         return [replace(sampling, seed=seed + index) for index in range(count)]
 

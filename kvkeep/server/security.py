@@ -10,13 +10,13 @@ from starlette.types import Message, Receive, Scope, Send
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import Service
 
-MAX_BODY = 8_000_000  # bytes
+MAX_BODY_BYTES = 8_000_000
 PAGE_PREFIX = "/page/"  # static files of the web UI, which hold no user's data
 PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-_READ_ONLY_POSTS = frozenset(("/v1/prefix/explain",))
+_READ_ONLY_POST_PATHS = frozenset(("/v1/prefix/explain",))
 
-_HEADERS = (
+_SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
@@ -25,7 +25,7 @@ _HEADERS = (
         b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'",
     ),
 )
-_FORM = "application/x-www-form-urlencoded"
+_FORM_CONTENT_TYPE = "application/x-www-form-urlencoded"
 
 
 class SecurityMiddleware:
@@ -52,18 +52,18 @@ class SecurityMiddleware:
         exchange = _Exchange(receive, send, self._status_counts)
         try:
             self._check_host_and_origin(scope, headers)
-            _check_length(headers.get("content-length", "0"))
+            _check_content_length(headers.get("content-length", "0"))
             scope["owner"] = self._authenticate(scope, headers)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, exchange.send)
             return
-        if headers.get("content-type", _FORM).startswith(_FORM):
+        if headers.get("content-type", _FORM_CONTENT_TYPE).startswith(_FORM_CONTENT_TYPE):
             # `curl -d` sends JSON as a form, and no route takes forms.
-            rest = [header for header in scope["headers"] if header[0] != b"content-type"]
-            scope = {**scope, "headers": [*rest, (b"content-type", b"application/json")]}
+            other_headers = [header for header in scope["headers"] if header[0] != b"content-type"]
+            scope = {**scope, "headers": [*other_headers, (b"content-type", b"application/json")]}
         await self._app(scope, exchange.receive_limited, exchange.send_unless_too_large)
         if exchange.must_reject:
-            await _too_large().response()(scope, receive, exchange.send)
+            await _too_large_error().response()(scope, receive, exchange.send)
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""
@@ -79,7 +79,7 @@ class SecurityMiddleware:
         if not from_web_ui and origin not in self._origins:
             message = f"origin {origin} is not allowed; start the server with --allow-origin"
             raise ApiError(403, message, "permission_error", "origin")
-        read_only = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POSTS
+        read_only = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POST_PATHS
         if from_web_ui and not self._allow_edit and not read_only:
             message = "the web UI is read-only; start the server with --allow-edit"
             raise ApiError(403, message, "permission_error", "read_only")
@@ -89,21 +89,21 @@ class SecurityMiddleware:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" and token else headers.get("x-api-key")
         owner = self._keys.owner(key)
-        public = scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PAGE_PREFIX)
-        if owner is None and not public and scope["method"] != "OPTIONS":
+        is_public = scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PAGE_PREFIX)
+        if owner is None and not is_public and scope["method"] != "OPTIONS":
             raise ApiError(401, "missing or unknown API key", "authentication_error", "key")
         return owner
 
 
-def _check_length(length: str) -> None:
-    if not (length.isascii() and length.isdigit()):
+def _check_content_length(content_length: str) -> None:
+    if not (content_length.isascii() and content_length.isdigit()):
         raise ApiError(400, "Content-Length must be a number")
-    if len(length) > 12 or int(length) > MAX_BODY:
-        raise _too_large()
+    if len(content_length) > 12 or int(content_length) > MAX_BODY_BYTES:
+        raise _too_large_error()
 
 
-def _too_large() -> ApiError:
-    return ApiError(413, f"a request has at most {MAX_BODY:,} bytes", code="too_large")
+def _too_large_error() -> ApiError:
+    return ApiError(413, f"a request has at most {MAX_BODY_BYTES:,} bytes", code="too_large")
 
 
 def _without_port(host: str) -> str:
@@ -116,16 +116,16 @@ class _Exchange:
     """One request and its response: limits the body's size, and counts the response's status."""
 
     def __init__(self, receive: Receive, send: Send, status_counts: Counter[int]):
-        self._receive, self._send, self._received = receive, send, 0
+        self._receive, self._send, self._received_bytes = receive, send, 0
         self._status_counts, self._response_started = status_counts, False
 
     @property
     def must_reject(self) -> bool:
-        return self._received > MAX_BODY and not self._response_started
+        return self._received_bytes > MAX_BODY_BYTES and not self._response_started
 
     async def receive_limited(self) -> Message:
         message = await self._receive()
-        self._received += len(message.get("body", b""))
+        self._received_bytes += len(message.get("body", b""))
         return {"type": "http.disconnect"} if self.must_reject else message
 
     async def send_unless_too_large(self, message: Message) -> None:
@@ -136,5 +136,5 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status_counts[message["status"]] += 1
-            message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            message["headers"] = [*message.get("headers", ()), *_SECURITY_HEADERS]
         await self._send(message)

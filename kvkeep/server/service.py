@@ -102,11 +102,11 @@ class RequestContext:
             for stream in streams:
                 stream.cancel()
 
-        watcher = asyncio.create_task(cancel_on_disconnect())
+        disconnect_watcher = asyncio.create_task(cancel_on_disconnect())
         try:
             await asyncio.gather(*(stream.wait() for stream in streams))
         finally:
-            watcher.cancel()
+            disconnect_watcher.cancel()
             for stream in streams:
                 stream.cancel()
         return [result for stream in streams for result in stream.results]
@@ -126,20 +126,20 @@ class GenerationResult:
 
     text: str = ""
     tokens: list[GeneratedToken] = field(default_factory=list)
-    end: Finished = field(init=False)  # once it has ended
+    finished: Finished = field(init=False)  # once it has ended
 
 
 class GenerationStream:
     """Generations in progress, as an event loop sees them."""
 
-    def __init__(self, count: int):
+    def __init__(self, generation_count: int):
         # One for each generation, called in the engine's thread.
-        self.listeners = [partial(self._enqueue, index) for index in range(count)]
+        self.listeners = [partial(self._enqueue, index) for index in range(generation_count)]
         self.generations: list[Generation] = []
-        self.results = [GenerationResult() for _ in range(count)]
+        self.results = [GenerationResult() for _ in range(generation_count)]
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
-        self._available = asyncio.Event()
+        self._events_available = asyncio.Event()
         self._wake_scheduled = False
 
     def _enqueue(self, index: int, event: GenerationEvent) -> None:
@@ -150,7 +150,7 @@ class GenerationStream:
 
     def _wake(self) -> None:
         self._wake_scheduled = False
-        self._available.set()
+        self._events_available.set()
 
     async def start(self, submission: Future[list[Generation]]) -> None:
         """Wait until the engine has admitted the generations."""
@@ -162,11 +162,11 @@ class GenerationStream:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, _StreamEvent]]:
         """Yield (generation index, event). Raises the first failure. Stopping cancels the rest."""
-        finished = 0
+        finished_count = 0
         try:
-            while finished < len(self.generations):
-                await self._available.wait()
-                self._available.clear()
+            while finished_count < len(self.generations):
+                await self._events_available.wait()
+                self._events_available.clear()
                 while self._queue:
                     index, event = self._queue.popleft()
                     result = self.results[index]
@@ -177,8 +177,8 @@ class GenerationStream:
                         result.tokens.append(event)
                     elif isinstance(event, Finished):
                         result.text += event.text
-                        result.end = event
-                        finished += 1
+                        result.finished = event
+                        finished_count += 1
                     yield index, event
         finally:
             self.cancel()

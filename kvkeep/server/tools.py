@@ -15,8 +15,8 @@ from typing import Any
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
+_CALL_PATTERN = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MAX_TOOLS = 128
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -52,9 +52,9 @@ class Tools:
         """Whether the model must call a tool."""
         return self.choice != "auto"
 
-    def schema(self) -> dict[str, Any]:
+    def forced_call_schema(self) -> dict[str, Any]:
         """Return the JSON schema of a forced call: bare JSON with a name and arguments."""
-        calls = [
+        call_schemas = [
             {
                 "type": "object",
                 "properties": {
@@ -67,7 +67,7 @@ class Tools:
             for tool in self.entries
             if self.choice in ("required", tool["function"]["name"])
         ]
-        return {"anyOf": calls}
+        return {"anyOf": call_schemas}
 
     def for_template(
         self, codec: TextCodec, messages: list[dict[str, Any]]
@@ -77,21 +77,21 @@ class Tools:
             return messages, None
         if _template_supports_tools(codec):
             return messages, self.entries
-        plain = [_without_tools(message) for message in messages]
+        plain_messages = [_without_tools(message) for message in messages]
         description = _tool_description(self.entries)
-        if plain[0]["role"] == "system":
-            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{description}"}
+        if (first := plain_messages[0])["role"] == "system":
+            plain_messages[0] = {**first, "content": f"{first['content']}\n\n{description}"}
         else:
-            plain.insert(0, {"role": "system", "content": description})
-        return plain, None
+            plain_messages.insert(0, {"role": "system", "content": description})
+        return plain_messages, None
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """Split generated text into its text outside of calls, and its calls of known tools."""
         if not self:
             return text, []
-        calls = [call for part in _CALL.findall(text) for call in self._parse_calls(part)]
+        calls = [call for part in _CALL_PATTERN.findall(text) for call in self._parse_calls(part)]
         if calls:
-            return _CALL.sub("", text).strip(), calls
+            return _CALL_PATTERN.sub("", text).strip(), calls
         bare_calls = self._parse_calls(text.strip())
         return ("", bare_calls) if bare_calls else (text, [])
 
@@ -102,12 +102,12 @@ class Tools:
         except (ValueError, RecursionError):
             return []
         values = value if isinstance(value, list) else [value]
-        parsed = [_parse_call(value) for value in values]
-        calls = [call for call in parsed if call and call.name in self.names]
+        parsed_calls = [_parse_call(value) for value in values]
+        calls = [call for call in parsed_calls if call and call.name in self.names]
         return calls if len(calls) == len(values) else []
 
 
-def checked_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
+def validate_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
     """Validate OpenAI's `tools` and `tool_choice`. Raises InvalidArgument."""
     if len(entries) > _MAX_TOOLS:
         raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(entries)}")
@@ -141,16 +141,16 @@ def _parse_call(value: Any) -> ToolCall | None:
 
 def _template_supports_tools(codec: TextCodec) -> bool:
     """Whether the text that the template renders depends on the tools given to it."""
-    tool = {"type": "function", "function": {"name": "kvkeeptool", "parameters": {}}}
+    probe_tool = {"type": "function", "function": {"name": "kvkeeptool", "parameters": {}}}
     try:
-        return "kvkeeptool" in codec.chat([{"role": "user", "content": "a"}], tools=[tool])
+        return "kvkeeptool" in codec.chat([{"role": "user", "content": "a"}], tools=[probe_tool])
     except InvalidArgument:
         return False
 
 
 def _tool_description(tools: Sequence[Mapping[str, Any]]) -> str:
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    call = f'{_OPEN}\n{{"name": <name>, "arguments": <object>}}\n{_CLOSE}'
+    call = f'{_OPEN_TAG}\n{{"name": <name>, "arguments": <object>}}\n{_CLOSE_TAG}'
     return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{call}"
 
 
@@ -166,7 +166,7 @@ def _without_tools(message: Mapping[str, Any]) -> dict[str, Any]:
         arguments = function.get("arguments", "{}")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         name = json.dumps(function.get("name"))
-        calls.append(f'{_OPEN}\n{{"name": {name}, "arguments": {text}}}\n{_CLOSE}')
+        calls.append(f'{_OPEN_TAG}\n{{"name": {name}, "arguments": {text}}}\n{_CLOSE_TAG}')
     if calls:
         result["content"] = "\n".join([*filter(None, [result.get("content")]), *calls])
     return result

@@ -9,7 +9,7 @@ from server.conftest import RunningServer, running_server
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
-from kvkeep.server.security import MAX_BODY
+from kvkeep.server.security import MAX_BODY_BYTES
 
 ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"
 
@@ -41,7 +41,7 @@ def test_the_default_content_type_of_curl_is_taken_as_json(
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_an_oversized_body_is_refused(server: RunningServer, chunked: bool) -> None:
-    body = b'{"prompt": "' + b"a" * MAX_BODY + b'"}'
+    body = b'{"prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
     pieces = (body[at : at + 2**16] for at in range(0, len(body), 2**16))
     with server.client() as client:
         response = client.post("/v1/completions", content=pieces if chunked else body)

@@ -10,13 +10,13 @@ from pydantic import Field
 from kvkeep.errors import NoSuchSession, UnsupportedModel
 from kvkeep.models.text.chat_template import template_source
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import normalized_messages
+from kvkeep.server.generation import normalize_messages
 from kvkeep.server.schemas import RequestBody, TokenId
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.version import __version__
 
 router = APIRouter()
-SLOTS = 4  # sessions that clients of llama.cpp address by number
+NUM_SLOTS = 4  # sessions that clients of llama.cpp address by number
 
 
 class TokenizeRequest(RequestBody):
@@ -52,11 +52,11 @@ async def tokenize(body: TokenizeRequest, context: ContextDep) -> dict[str, Any]
 
 def _piece(codec: TextCodec, token: int) -> str | list[int]:
     """Return a token's text, or its bytes if they are not whole characters."""
-    raw = codec.token_bytes(token)
+    encoded = codec.token_bytes(token)
     try:
-        return raw.decode()
+        return encoded.decode()
     except UnicodeDecodeError:
-        return list(raw)
+        return list(encoded)
 
 
 @router.post("/detokenize")
@@ -68,7 +68,7 @@ async def detokenize(body: DetokenizeRequest, context: ContextDep) -> dict[str, 
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, context: ContextDep) -> dict[str, str]:
     """Render messages with the model's chat template."""
-    messages = normalized_messages(body.messages)
+    messages = normalize_messages(body.messages)
     return {"prompt": str(context.codec.chat(messages, body.add_generation_prompt))}
 
 
@@ -94,7 +94,7 @@ async def props(context: ContextDep) -> dict[str, Any]:
                 "seed": 2**32 - 1,  # a random seed
             },
         },
-        "total_slots": SLOTS,
+        "total_slots": NUM_SLOTS,
         "model_alias": service.name,
         "model_path": service.name,
         "modalities": {"vision": False, "audio": False},
@@ -109,46 +109,46 @@ async def props(context: ContextDep) -> dict[str, Any]:
 async def list_slots(context: ContextDep) -> list[dict[str, Any]]:
     """List the slots; one without a session is idle."""
     records = await wrap_future(context.engine.sessions(context.owner))
-    busy, size = {record.name for record in records if record.busy}, context.service.context_size
+    busy, n_ctx = {record.name for record in records if record.busy}, context.service.context_size
     return [
-        {"id": slot, "n_ctx": size, "is_processing": slot_name(slot) in busy}
-        for slot in range(SLOTS)
+        {"id": slot, "n_ctx": n_ctx, "is_processing": slot_session_name(slot) in busy}
+        for slot in range(NUM_SLOTS)
     ]
 
 
 @router.post("/slots/{slot}")
 async def change_slot(
-    slot: Annotated[int, Path(ge=0, lt=SLOTS)],
+    slot: Annotated[int, Path(ge=0, lt=NUM_SLOTS)],
     action: Annotated[Literal["save", "restore", "erase"], Query()],
     context: ContextDep,
     body: SlotFile | None = None,
 ) -> dict[str, Any]:
     """Save a slot's session as a snapshot, restore one into the slot, or empty the slot."""
-    engine, owner, name = context.engine, context.owner, slot_name(slot)
-    label, start = body.filename if body else "", time.perf_counter()
+    engine, owner, session = context.engine, context.owner, slot_session_name(slot)
+    label, started = body.filename if body else "", time.perf_counter()
     if action == "erase":
         try:
-            tokens = await _token_count(context, name)
+            num_tokens = await _token_count(context, session)
         except NoSuchSession:
             return {"id_slot": slot, "n_erased": 0}
-        await wrap_future(engine.delete(name, owner))
-        return {"id_slot": slot, "n_erased": tokens}
+        await wrap_future(engine.delete(session, owner))
+        return {"id_slot": slot, "n_erased": num_tokens}
     if action == "save":
-        size = await wrap_future(engine.snapshot(name, label, owner))
-        counts = {"n_saved": await _token_count(context, name), "n_written": size}
-        timings = {"save_ms": 1000 * (time.perf_counter() - start)}
+        num_bytes = await wrap_future(engine.snapshot(session, label, owner))
+        counts = {"n_saved": await _token_count(context, session), "n_written": num_bytes}
+        timings = {"save_ms": 1000 * (time.perf_counter() - started)}
     else:
         snapshot = await to_thread(engine.load_snapshot, label, owner)
-        await wrap_future(engine.restore(snapshot, owner, name, replace=True))
-        timings = {"restore_ms": 1000 * (time.perf_counter() - start)}
-        size = await to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
-        counts = {"n_restored": await _token_count(context, name), "n_read": size}
+        await wrap_future(engine.restore(snapshot, owner, session, replace=True))
+        timings = {"restore_ms": 1000 * (time.perf_counter() - started)}
+        num_bytes = await to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
+        counts = {"n_restored": await _token_count(context, session), "n_read": num_bytes}
     return {"id_slot": slot, "filename": label, **counts, "timings": timings}
 
 
-async def _token_count(context: RequestContext, name: str) -> int:
-    return await context.inspect(name, lambda record: len(record.live.tokens))
+async def _token_count(context: RequestContext, session: str) -> int:
+    return await context.inspect(session, lambda record: len(record.live.tokens))
 
 
-def slot_name(slot: int) -> str:
+def slot_session_name(slot: int) -> str:
     return f"slot-{slot}"

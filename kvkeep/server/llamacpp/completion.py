@@ -13,8 +13,8 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, start_generations
-from kvkeep.server.llamacpp.auxiliary import SLOTS, slot_name
-from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, token_logprobs
+from kvkeep.server.llamacpp.auxiliary import NUM_SLOTS, slot_session_name
+from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, logprobs_entry
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, Bias, RequestBody, SamplingParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
@@ -49,7 +49,7 @@ class LlamaCompletionRequest(SamplingParams):
     ignore_eos: bool = False
     return_tokens: bool = False
     return_progress: bool = False
-    id_slot: Annotated[int, Field(ge=-1, lt=SLOTS)] = -1
+    id_slot: Annotated[int, Field(ge=-1, lt=NUM_SLOTS)] = -1
     response_fields: tuple[str, ...] = ()
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
@@ -69,7 +69,7 @@ class LlamaCompletionRequest(SamplingParams):
         """Return a copy with the texts in `logit_bias` replaced by their tokens."""
         biases = self.logit_bias
         items = biases.items() if isinstance(biases, dict) else biases or ()
-        pairs = [(token, bias) for text, bias in items for token in _bias_tokens(text, codec)]
+        pairs = [(token, bias) for entry, bias in items for token in _bias_tokens(entry, codec)]
         return self.model_copy(update={"logit_bias": pairs})
 
 
@@ -86,12 +86,12 @@ def _encode_prompt(prompt: _Prompt, codec: TextCodec) -> list[int]:
     return ids
 
 
-def _bias_tokens(text: int | str, codec: TextCodec) -> list[int]:
-    if isinstance(text, int):
-        return [text]
-    if text.isascii() and text.isdigit():  # a token id, as OpenAI's clients write it
-        return [int(text)]
-    return codec.encode(text)
+def _bias_tokens(entry: int | str, codec: TextCodec) -> list[int]:
+    if isinstance(entry, int):
+        return [entry]
+    if entry.isascii() and entry.isdigit():  # a token id, as OpenAI's clients write it
+        return [int(entry)]
+    return codec.encode(entry)
 
 
 @router.post("/completion", response_model=None, responses=JSON_OR_EVENTS)
@@ -107,17 +107,17 @@ async def completion(
     if body.has_many_prompts and (body.stream or body.id_slot >= 0):
         raise InvalidArgument("stream and id_slot take a single prompt")
     outputs = [_LlamaOutput(body, ids, context, index) for index, ids in enumerate(prompts)]
-    started = list[GenerationStream]()
+    streams = list[GenerationStream]()
     try:
         for ids in prompts:
-            started.append(await _start(body, ids, context))
+            streams.append(await _start(body, ids, context))
     except BaseException:
-        for generations in started:
-            generations.cancel()
+        for stream in streams:
+            stream.cancel()
         raise
     if body.stream:
-        return sse_response(outputs[0].events(started[0]))
-    results = await context.collect(*started)
+        return sse_response(outputs[0].events(streams[0]))
+    results = await context.collect(*streams)
     responses = [output.response(result) for output, result in zip(outputs, results, strict=True)]
     return responses if body.has_many_prompts else responses[0]
 
@@ -134,7 +134,7 @@ async def _start(
     )
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
-    session = slot_name(body.id_slot)
+    session = slot_session_name(body.id_slot)
     cached_tokens = await wrap_future(context.engine.prepare(ids, session, context.owner))
     return await context.generate(replace(request, prompt=tuple(ids[cached_tokens:])), session)
 
@@ -142,55 +142,56 @@ async def _start(
 @dataclass(frozen=True)
 class _LlamaOutput:
     body: LlamaCompletionRequest
-    ids: list[int]  # of the prompt
+    prompt_ids: list[int]
     context: RequestContext
-    index: int  # of the prompt in the request
+    prompt_index: int  # in the request
 
     def response(self, result: GenerationResult) -> dict[str, Any]:
         content = self._content(result.text, result.tokens)
-        fields = {**self._final_fields(result.end), **content, "has_new_line": "\n" in result.text}
+        content["has_new_line"] = "\n" in result.text
+        fields = {**self._final_fields(result.finished), **content}
         return _select_fields(fields, self.body.response_fields)
 
-    async def events(self, generations: GenerationStream) -> AsyncIterator[bytes]:
-        async for _, event in generations:
+    async def events(self, stream: GenerationStream) -> AsyncIterator[bytes]:
+        async for _, event in stream:
             if isinstance(event, Finished):
                 content = self._content(event.text, [])
                 yield sse_event({**self._final_fields(event), **content})
             elif isinstance(event, GeneratedToken):
                 content = self._content(event.text, [event])
-                yield sse_event({"index": self.index, **content, "stop": False})
+                yield sse_event({"index": self.prompt_index, **content, "stop": False})
             elif self.body.return_progress:
-                prefill = {"prompt_progress": llamacpp_progress(event)}
-                yield sse_event({**prefill, "content": "", "stop": False})
+                progress_field = {"prompt_progress": llamacpp_progress(event)}
+                yield sse_event({**progress_field, "content": "", "stop": False})
 
-    def _content(self, text: str, sampled: list[GeneratedToken]) -> dict[str, Any]:
-        with_tokens = self.body.return_tokens or self.body.stream
-        tokens = [event.token for event in sampled] if with_tokens else []
+    def _content(self, text: str, sampled_tokens: list[GeneratedToken]) -> dict[str, Any]:
+        include_tokens = self.body.return_tokens or self.body.stream
+        tokens = [event.token for event in sampled_tokens] if include_tokens else []
         content: dict[str, Any] = {"content": text, "tokens": tokens}
         if self.body.n_probs:  # partial characters are dropped, as in llama.cpp
             codec = self.context.codec
-            probabilities = [token_logprobs(codec, event, "ignore") for event in sampled]
+            probabilities = [logprobs_entry(codec, event, "ignore") for event in sampled_tokens]
             content["completion_probabilities"] = probabilities
         return content
 
-    def _final_fields(self, end: Finished) -> dict[str, Any]:
-        usage, body = end.usage, self.body
+    def _final_fields(self, finished: Finished) -> dict[str, Any]:
+        usage, body = finished.usage, self.body
         settings = body.model_dump(exclude={"prompt", *(body.model_extra or {})})
-        cached = usage.reuse.tokens + len(self.ids) - usage.prompt
+        cached_tokens = usage.reuse.tokens + len(self.prompt_ids) - usage.prompt
         return {
-            "index": self.index,
+            "index": self.prompt_index,
             "id_slot": body.id_slot,
             "stop": True,
             "model": self.context.service.name,
             "tokens_predicted": usage.generated,
-            "tokens_evaluated": len(self.ids),
-            "tokens_cached": cached,
+            "tokens_evaluated": len(self.prompt_ids),
+            "tokens_cached": cached_tokens,
             "generation_settings": settings,
-            "prompt": self.context.codec.decode(self.ids),
-            "truncated": end.reason == "full",
-            "stop_type": _STOP_TYPES[end.reason],
-            "stopping_word": end.stop or "",
-            "timings": {**llamacpp_timings(usage), "cache_n": cached},
+            "prompt": self.context.codec.decode(self.prompt_ids),
+            "truncated": finished.reason == "full",
+            "stop_type": _STOP_TYPES[finished.reason],
+            "stopping_word": finished.stop or "",
+            "timings": {**llamacpp_timings(usage), "cache_n": cached_tokens},
         }
 
 
@@ -199,8 +200,8 @@ def _select_fields(response: dict[str, Any], paths: tuple[str, ...]) -> dict[str
     selected: dict[str, Any] = {}
     for path in paths:
         value: Any = response
-        for key in path.split("/"):
-            value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+        for field in path.split("/"):
+            value = value.get(field, _MISSING) if isinstance(value, dict) else _MISSING
         if value is not _MISSING:
             selected[path] = value
     return selected if paths else response

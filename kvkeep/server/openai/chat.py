@@ -18,7 +18,7 @@ from kvkeep.server.openai import usage
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import ToolCall, Tools, checked_tools
+from kvkeep.server.tools import ToolCall, Tools, validate_tools
 
 router = APIRouter()
 _MAX_MESSAGES = 10_000
@@ -63,18 +63,18 @@ class ChatRequest(CompletionParams):
             )
         return False if self.add_generation_prompt else self.continue_final_message
 
-    def checked_tools(self) -> Tools:
-        return checked_tools(self.tools or (), self.tool_choice)
+    def validate_tools(self) -> Tools:
+        return validate_tools(self.tools or (), self.tool_choice)
 
-    def wanted_schema(self) -> Mapping[str, Any] | None:
-        wanted = self.response_format or ResponseFormat()
-        if wanted.type == "text":
+    def output_schema(self) -> Mapping[str, Any] | None:
+        form = self.response_format or ResponseFormat()
+        if form.type == "text":
             return self.json_schema
-        if wanted.type == "json_object":
-            return ANY_OBJECT if wanted.object_schema is None else wanted.object_schema
-        if wanted.type != "json_schema":
-            raise InvalidArgument(f"response_format.type cannot be {wanted.type!r}")
-        schema = (wanted.json_schema or {}).get("schema")
+        if form.type == "json_object":
+            return ANY_OBJECT if form.object_schema is None else form.object_schema
+        if form.type != "json_schema":
+            raise InvalidArgument(f"response_format.type cannot be {form.type!r}")
+        schema = (form.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
         return schema
@@ -84,30 +84,30 @@ class ChatRequest(CompletionParams):
 @router.post("/chat/completions", response_model=None, include_in_schema=False)
 async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message, in `n` choices."""
-    schema, tools = body.wanted_schema(), body.checked_tools()
-    prompt = await prompt_ids(context, body.messages, tools, body.continue_final)
+    schema, tools = body.output_schema(), body.validate_tools()
+    ids = await prompt_ids(context, body.messages, tools, body.continue_final)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = context.service.max_tokens(limit)
-    request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
+    request = GenerationRequest(tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
     samplings = body.samplings(context.default_sampling, body.n or 1)
     samplings = constrain(context, samplings, tools, schema, body.grammar)
-    generations = await start_generations(context, request, samplings)
-    common = usage.completion_fields("chatcmpl", context.service)
-    common["system_fingerprint"] = usage.FINGERPRINT
-    output = _ChatOutput(body, tools, context.codec, common)
+    stream = await start_generations(context, request, samplings)
+    common_fields = usage.completion_fields("chatcmpl", context.service)
+    common_fields["system_fingerprint"] = usage.SYSTEM_FINGERPRINT
+    output = _ChatOutput(body, tools, context.codec, common_fields)
     if body.stream:
-        return sse_response(output.events(generations))
-    return output.response(await context.collect(generations))
+        return sse_response(output.events(stream))
+    return output.response(await context.collect(stream))
 
 
 @router.post("/v1/chat/completions/input_tokens", response_model=None)
 @router.post("/chat/completions/input_tokens", response_model=None, include_in_schema=False)
 async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of the messages; nothing is evaluated."""
-    tools = body.checked_tools()
-    prompt = await prompt_ids(context, body.messages, tools, body.continue_final)
-    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+    tools = body.validate_tools()
+    ids = await prompt_ids(context, body.messages, tools, body.continue_final)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ class _ChatOutput:
     body: ChatRequest
     tools: Tools
     codec: TextCodec
-    common: dict[str, Any]  # fields of every chunk
+    common_fields: dict[str, Any]  # fields of every chunk
     # By choice, how many characters of its text were sent.
-    sent: Counter[int] = field(default_factory=Counter)
+    sent_characters: Counter[int] = field(default_factory=Counter)
 
     def response(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         totals = usage.usage_and_timings(results)
-        return {**self.common, "object": "chat.completion", "choices": choices, **totals}
+        return {**self.common_fields, "object": "chat.completion", "choices": choices, **totals}
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
         text, calls = self.tools.parse(result.text)
@@ -132,33 +132,33 @@ class _ChatOutput:
         if calls:
             message["tool_calls"] = [call.openai_entry() for call in calls]
         logprobs = [
-            usage.token_logprobs(self.codec, event) for event in result.tokens if event.logprob
+            usage.logprobs_entry(self.codec, event) for event in result.tokens if event.logprob
         ]
         return {
             "index": index,
             "message": message,
             "logprobs": {"content": logprobs} if self.body.logprobs else None,
-            "finish_reason": _finish_reason(result.end, calls),
+            "finish_reason": _finish_reason(result.finished.reason, calls),
         }
 
-    async def events(self, generations: GenerationStream) -> AsyncIterator[bytes]:
-        for index in range(len(generations.results)):
+    async def events(self, stream: GenerationStream) -> AsyncIterator[bytes]:
+        for index in range(len(stream.results)):
             yield self._chunk(index, {"role": "assistant", "content": None})
-        async for index, event in generations:
-            text = generations.results[index].text
+        async for index, event in stream:
+            text = stream.results[index].text
             if isinstance(event, Finished):
                 for chunk in self._last_chunks(index, text, event):
                     yield chunk
             elif isinstance(event, GeneratedToken):
-                start, end = self.sent[index], self._length_before_calls(text)
-                self.sent[index] = max(start, end)
+                start, end = self.sent_characters[index], self._length_before_calls(text)
+                self.sent_characters[index] = max(start, end)
                 delta = {"content": text[start:end]} if end > start else {}
                 if delta or event.logprob:
                     yield self._chunk(index, delta, sampled=event)
             elif self.body.return_progress:
                 yield self._chunk(index, {}, prompt_progress=usage.llamacpp_progress(event))
         if self.body.streams_usage:
-            yield self._event([], **usage.usage_and_timings(generations.results))
+            yield self._event([], **usage.usage_and_timings(stream.results))
         yield DONE
 
     def _length_before_calls(self, text: str) -> int:
@@ -169,14 +169,14 @@ class _ChatOutput:
             return 0
         return len(text.partition("<")[0])
 
-    def _last_chunks(self, index: int, text: str, end: Finished) -> Iterator[bytes]:
+    def _last_chunks(self, index: int, text: str, finished: Finished) -> Iterator[bytes]:
         text, calls = self.tools.parse(text)
-        if rest := text[self.sent[index] :]:
-            yield self._chunk(index, {"content": rest})
-        for position, call in enumerate(calls):
-            yield self._chunk(index, {"tool_calls": [{"index": position, **call.openai_entry()}]})
-        reason, timings = _finish_reason(end, calls), usage.llamacpp_timings(end.usage)
-        yield self._chunk(index, {}, reason, timings=timings)
+        if unsent_text := text[self.sent_characters[index] :]:
+            yield self._chunk(index, {"content": unsent_text})
+        for call_index, call in enumerate(calls):
+            yield self._chunk(index, {"tool_calls": [{"index": call_index, **call.openai_entry()}]})
+        reason = _finish_reason(finished.reason, calls)
+        yield self._chunk(index, {}, reason, timings=usage.llamacpp_timings(finished.usage))
 
     def _chunk(
         self,
@@ -188,13 +188,13 @@ class _ChatOutput:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
         if sampled and sampled.logprob:
-            choice["logprobs"] = {"content": [usage.token_logprobs(self.codec, sampled)]}
+            choice["logprobs"] = {"content": [usage.logprobs_entry(self.codec, sampled)]}
         return self._event([choice], **extra)
 
     def _event(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:
-        fields = {**self.common, "object": "chat.completion.chunk", "choices": choices}
+        fields = {**self.common_fields, "object": "chat.completion.chunk", "choices": choices}
         return sse_event({**fields, **extra})
 
 
-def _finish_reason(end: Finished, calls: Sequence[ToolCall]) -> str:
-    return "tool_calls" if calls and end.reason != "length" else usage.FINISH_REASONS[end.reason]
+def _finish_reason(reason: str, calls: Sequence[ToolCall]) -> str:
+    return "tool_calls" if calls and reason != "length" else usage.FINISH_REASONS[reason]

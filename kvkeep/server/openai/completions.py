@@ -47,43 +47,43 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
     )
     samplings = body.samplings(context.default_sampling, body.n)
-    generations = await start_generations(context, request, samplings)
-    common = {**usage.completion_fields("cmpl", context.service), "object": "text_completion"}
-    echo = codec.decode(ids) if body.echo else ""
+    stream = await start_generations(context, request, samplings)
+    fields = {**usage.completion_fields("cmpl", context.service), "object": "text_completion"}
+    echo_text = codec.decode(ids) if body.echo else ""
     if body.stream:
-        return sse_response(_stream(generations, common, body, echo, codec))
-    choices, results = [], await context.collect(generations)
+        return sse_response(_stream_events(stream, fields, body, echo_text, codec))
+    choices, results = [], await context.collect(stream)
     for index, result in enumerate(results):
-        logprobs = CompletionLogprobs(codec, len(echo)).entry(result.tokens)
-        choices.append(_choice(index, echo + result.text, result.end, logprobs))
-    return {**common, "choices": choices, **usage.usage_and_timings(results)}
+        logprobs = CompletionLogprobs(codec, len(echo_text)).entry(result.tokens)
+        choices.append(_choice(index, echo_text + result.text, result.finished, logprobs))
+    return {**fields, "choices": choices, **usage.usage_and_timings(results)}
 
 
-async def _stream(
-    generations: GenerationStream,
-    common: dict[str, Any],
+async def _stream_events(
+    stream: GenerationStream,
+    fields: dict[str, Any],
     body: CompletionRequest,
-    echo: str,
+    echo_text: str,
     codec: TextCodec,
 ) -> AsyncIterator[bytes]:
-    logprobs = [CompletionLogprobs(codec, len(echo)) for _ in range(body.n)]
-    for index in range(body.n if echo else 0):
-        yield sse_event({**common, "choices": [_choice(index, echo)]})
-    async for index, event in generations:
+    logprobs = [CompletionLogprobs(codec, len(echo_text)) for _ in range(body.n)]
+    for index in range(body.n if echo_text else 0):
+        yield sse_event({**fields, "choices": [_choice(index, echo_text)]})
+    async for index, event in stream:
         if isinstance(event, Finished):
-            yield sse_event({**common, "choices": [_choice(index, event.text, event)]})
+            yield sse_event({**fields, "choices": [_choice(index, event.text, event)]})
         elif isinstance(event, GeneratedToken) and (event.text or event.logprob):
             choice = _choice(index, event.text, logprobs=logprobs[index].entry([event]))
-            yield sse_event({**common, "choices": [choice]})
+            yield sse_event({**fields, "choices": [choice]})
     if body.streams_usage:
-        yield sse_event({**common, "choices": [], "usage": usage.openai_usage(generations.results)})
+        yield sse_event({**fields, "choices": [], "usage": usage.openai_usage(stream.results)})
     yield DONE
 
 
 def _choice(
-    index: int, text: str, end: Finished | None = None, logprobs: dict[str, Any] | None = None
+    index: int, text: str, finished: Finished | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    reason = usage.FINISH_REASONS[end.reason] if end else None
+    reason = usage.FINISH_REASONS[finished.reason] if finished else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -94,39 +94,39 @@ class CompletionLogprobs:
     character have the offset at which it begins.
     """
 
-    def __init__(self, codec: TextCodec, start: int = 0):
+    def __init__(self, codec: TextCodec, offset: int = 0):
         """start: characters of the choice's text before its first token: those of an echo."""
-        self._codec, self._offset = codec, start
+        self._codec, self._offset = codec, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def entry(self, sampled: Sequence[GeneratedToken]) -> dict[str, Any] | None:
-        logprobs = [event.logprob for event in sampled if event.logprob is not None]
-        if not logprobs:
+    def entry(self, sampled_tokens: Sequence[GeneratedToken]) -> dict[str, Any] | None:
+        token_logprobs = [event.logprob for event in sampled_tokens if event.logprob is not None]
+        if not token_logprobs:
             return None
         return {
-            "tokens": [self._token_name(logprob.token) for logprob in logprobs],
-            "token_logprobs": [logprob.logprob for logprob in logprobs],
-            "top_logprobs": [self._top_by_name(event.top_logprobs) for event in sampled],
-            "text_offset": [self._next_offset(event.token) for event in sampled],
+            "tokens": [self._token_text(entry.token) for entry in token_logprobs],
+            "token_logprobs": [entry.logprob for entry in token_logprobs],
+            "top_logprobs": [self._top_by_text(event.top_logprobs) for event in sampled_tokens],
+            "text_offset": [self._advance_offset(event.token) for event in sampled_tokens],
         }
 
-    def _top_by_name(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
+    def _top_by_text(self, top_logprobs: Sequence[TokenLogprob]) -> dict[str, float]:
         """Map texts to log probabilities; a text that is taken is replaced by the token's id."""
         logprobs: dict[str, float] = {}
-        for logprob in top:
-            name = self._token_name(logprob.token)
-            name = f"token_id:{logprob.token}" if name in logprobs else name
-            logprobs[name] = logprob.logprob
+        for entry in top_logprobs:
+            text = self._token_text(entry.token)
+            text = f"token_id:{entry.token}" if text in logprobs else text
+            logprobs[text] = entry.logprob
         return logprobs
 
-    def _token_name(self, token: int) -> str:
-        raw = self._codec.token_bytes(token)
+    def _token_text(self, token: int) -> str:
+        encoded = self._codec.token_bytes(token)
         try:
-            return raw.decode()
+            return encoded.decode()
         except UnicodeDecodeError:
-            return f"bytes:{raw.decode(errors='backslashreplace')}"
+            return f"bytes:{encoded.decode(errors='backslashreplace')}"
 
-    def _next_offset(self, token: int) -> int:
+    def _advance_offset(self, token: int) -> int:
         offset = self._offset
         if not self._codec.is_control(token):  # control tokens are not part of the text
             self._offset += len(self._decoder.decode(self._codec.token_bytes(token)))

@@ -11,7 +11,7 @@ from kvkeep.engine import Finished
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
-from kvkeep.server.tools import ToolCall, Tools, checked_tools
+from kvkeep.server.tools import ToolCall, Tools, validate_tools
 
 ID_PATTERN = r"^resp_[0-9a-f]{24}$"
 _STATUSES = {"eos": "completed", "stop": "completed", "length": "incomplete", "full": "incomplete"}
@@ -36,19 +36,19 @@ class ResponsesRequest(SamplingParams):
     return_progress: bool = False
     timings_per_token: bool = False
 
-    def checked_tools(self) -> Tools:
+    def validate_tools(self) -> Tools:
         """Validate the tools. In chats, a function's fields are one level deeper than here."""
         entries = []
         for tool in self.tools or ():
             fields = ("name", "description", "parameters")
             function = {key: tool[key] for key in fields if tool.get(key) is not None}
             entries.append({"type": tool.get("type"), "function": function})
-        return checked_tools(entries, self.tool_choice)
+        return validate_tools(entries, self.tool_choice)
 
     def text_format(self) -> dict[str, Any]:
         return (self.text.format if self.text else None) or {"type": "text"}
 
-    def wanted_schema(self) -> Mapping[str, Any] | None:
+    def output_schema(self) -> Mapping[str, Any] | None:
         text_format = self.text_format()
         format_type, schema = text_format.get("type"), text_format.get("schema")
         if format_type == "json_schema" and not isinstance(schema, dict):
@@ -105,23 +105,23 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": []}
 
 
-def final_fields(end: Finished, cached_tokens: int) -> dict[str, Any]:
+def final_fields(finished: Finished, cached_tokens: int) -> dict[str, Any]:
     """Return status and usage. cached_tokens: of the prompt, which the generation did not get."""
-    status, prompt = _STATUSES[end.reason], cached_tokens + end.usage.prompt
+    status, prompt_tokens = _STATUSES[finished.reason], cached_tokens + finished.usage.prompt
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     usage = {
-        "input_tokens": prompt,
+        "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},
-        "output_tokens": end.usage.generated,
+        "output_tokens": finished.usage.generated,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + end.usage.generated,
+        "total_tokens": prompt_tokens + finished.usage.generated,
     }
     return {"status": status, "incomplete_details": incomplete, "usage": usage}
 
 
 def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[str, Any]:
     """Return the response object of a request that has just begun."""
-    copied = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
+    fields = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
     return {
         "id": response_id,
         "object": "response",
@@ -139,5 +139,5 @@ def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[s
         "tools": body.tools or [],
         "truncation": body.truncation or "auto",
         "usage": None,
-        **body.model_dump(include=copied),
+        **body.model_dump(include=fields),
     }

@@ -29,8 +29,8 @@ from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import Tools
 
 router = APIRouter()
-_ResponseId = Annotated[str, Path(pattern=ID_PATTERN)]
-_RESPONSE, _MESSAGES = "response", "messages"  # keys of a session's notes
+_ResponseId = Annotated[str, Path(alias="response", pattern=ID_PATTERN)]
+_RESPONSE_NOTE, _MESSAGES_NOTE = "response", "messages"  # keys of a session's notes
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _PendingResponse:
     response: dict[str, Any]  # the response object so far
     messages: list[dict[str, Any]]  # the conversation that it answers
     cached_tokens: int  # first tokens of the prompt that the session held already
-    generations: GenerationStream
+    stream: GenerationStream
     tools: Tools
     message_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
@@ -50,9 +50,9 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
     """Generate a response, alone or as the continuation of an earlier one."""
     pending = await _start(body, context)
     if body.stream:
-        return sse_response(_stream(pending, context))
+        return sse_response(_events(pending, context))
     try:
-        (result,) = await context.collect(pending.generations)
+        (result,) = await context.collect(pending.stream)
     except BaseException:
         await _discard(pending.response["id"], context)
         raise
@@ -62,50 +62,50 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: ResponsesRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens that the prompt would have; nothing is evaluated."""
-    tools = body.checked_tools()
-    messages = [*body.system_messages(), *await _messages(body, context)]
+    tools = body.validate_tools()
+    messages = [*body.system_messages(), *await _conversation(body, context)]
     ids = await prompt_ids(context, messages, tools)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @router.get("/v1/responses/{response}")
-async def retrieve(response: _ResponseId, context: ContextDep) -> dict[str, Any]:
+async def retrieve(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
     """Return a stored response."""
-    stored: dict[str, Any] = (await _stored_notes(response, context))[_RESPONSE]
+    stored: dict[str, Any] = (await _stored_notes(response_id, context))[_RESPONSE_NOTE]
     return stored
 
 
 @router.delete("/v1/responses/{response}")
-async def delete(response: _ResponseId, context: ContextDep) -> dict[str, Any]:
+async def delete(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
     """Delete a stored response; those that continued it stay."""
-    await _stored_notes(response, context)
-    await wrap_future(context.engine.delete(response, context.owner))
-    return {"id": response, "object": "response", "deleted": True}
+    await _stored_notes(response_id, context)
+    await wrap_future(context.engine.delete(response_id, context.owner))
+    return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{response}/cancel")
-async def cancel(response: _ResponseId, context: ContextDep) -> dict[str, Any]:
+async def cancel(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
     """Cancel a response in progress, after the current token."""
-    pending = context.service.pending_responses.get((context.owner, response))
+    pending = context.service.pending_responses.get((context.owner, response_id))
     if pending is None:
-        return await retrieve(response, context)
-    pending.generations.cancel()
+        return await retrieve(response_id, context)
+    pending.stream.cancel()
     return {**pending.response, "status": "cancelled"}
 
 
 async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingResponse:
     """Fork the previous response's session, if any, and submit the prompt in it."""
     service, engine, owner = context.service, context.engine, context.owner
-    tools, schema = body.checked_tools(), body.wanted_schema()
+    tools, schema = body.validate_tools(), body.output_schema()
     response_id = f"resp_{secrets.token_hex(12)}"
-    messages = await _messages(body, context)
+    messages = await _conversation(body, context)
     ids = await prompt_ids(context, [*body.system_messages(), *messages], tools)
     (sampling,) = constrain(context, body.samplings(context.default_sampling), tools, schema)
-    limit = service.context_size
-    if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > limit:
+    context_size = service.context_size
+    if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > context_size:
         raise context_size_error(
-            f"the prompt has {len(ids)} tokens and the session holds {limit}: it does not fit with "
-            'truncation "disabled"',
+            f"the prompt has {len(ids)} tokens and the session holds {context_size}: it does not "
+            'fit with truncation "disabled"',
             len(ids),
             service,
         )
@@ -117,12 +117,12 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         request = GenerationRequest(
             tuple(ids[cached_tokens:]), service.max_tokens(body.max_output_tokens), sampling
         )
-        generations = await context.generate(request, response_id)
+        stream = await context.generate(request, response_id)
     except BaseException:
         await _discard(response_id, context)
         raise
     response = items.new_response(response_id, body, service.name)
-    pending = _PendingResponse(body, response, messages, cached_tokens, generations, tools)
+    pending = _PendingResponse(body, response, messages, cached_tokens, stream, tools)
     service.pending_responses[owner, response_id] = pending
     return pending
 
@@ -133,8 +133,8 @@ async def _complete(
     """Return the complete response; store it in its session's notes unless `store` is false."""
     text, calls = pending.tools.parse(result.text)
     output = items.output_items(pending.message_id, text, calls)
-    final = items.final_fields(result.end, pending.cached_tokens)
-    response = {**pending.response, "output": output, **final}
+    final_fields = items.final_fields(result.finished, pending.cached_tokens)
+    response = {**pending.response, "output": output, **final_fields}
     response_id = response["id"]
     context.service.pending_responses.pop((context.owner, response_id), None)
     if not response["store"]:
@@ -143,54 +143,54 @@ async def _complete(
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [call.openai_entry() for call in calls]
-    notes = {_RESPONSE: response, _MESSAGES: [*pending.messages, message]}
+    notes = {_RESPONSE_NOTE: response, _MESSAGES_NOTE: [*pending.messages, message]}
     await wrap_future(context.engine.set_notes(response_id, context.owner, notes))
     return response
 
 
-async def _stream(pending: _PendingResponse, context: RequestContext) -> AsyncIterator[bytes]:
+async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIterator[bytes]:
     """Yield text as it comes; with tools, yield all items at the end, once calls are parsed."""
-    sequence, completed, request = itertools.count(), False, pending.request
+    sequence_numbers, completed, request = itertools.count(), False, pending.request
     message_id, streams_text = pending.message_id, not pending.tools
-    generation, result = pending.generations.generations[0], pending.generations.results[0]
-    part = {"item_id": message_id, "output_index": 0, "content_index": 0}
+    generation, result = pending.stream.generations[0], pending.stream.results[0]
+    path = {"item_id": message_id, "output_index": 0, "content_index": 0}
 
-    def encoded(event_type: str, **data: Any) -> bytes:
-        fields = {"type": event_type, "sequence_number": next(sequence), **data}
+    def encode(event_type: str, **data: Any) -> bytes:
+        fields = {"type": event_type, "sequence_number": next(sequence_numbers), **data}
         return sse_event(fields, event_type)
 
     try:
-        yield encoded("response.created", response=pending.response)
-        yield encoded("response.in_progress", response=pending.response)
+        yield encode("response.created", response=pending.response)
+        yield encode("response.in_progress", response=pending.response)
         if streams_text:
-            started = items.message_item(message_id, "", "in_progress")
-            yield encoded("response.output_item.added", output_index=0, item=started)
-            yield encoded("response.content_part.added", **part, part=items.text_part(""))
-        async for _, event in pending.generations:
+            empty_item = items.message_item(message_id, "", "in_progress")
+            yield encode("response.output_item.added", output_index=0, item=empty_item)
+            yield encode("response.content_part.added", **path, part=items.text_part(""))
+        async for _, event in pending.stream:
             if isinstance(event, PrefillProgress):
                 if request.return_progress:
-                    prefill = {"prompt_progress": llamacpp_progress(event)}
-                    yield encoded("response.in_progress", response=pending.response, **prefill)
+                    progress = {"prompt_progress": llamacpp_progress(event)}
+                    yield encode("response.in_progress", response=pending.response, **progress)
             elif event.text and streams_text:
                 delta: dict[str, Any] = {"delta": event.text, "logprobs": []}
                 if request.timings_per_token:
                     delta["timings"] = llamacpp_timings(generation.usage)
-                yield encoded("response.output_text.delta", **part, **delta)
+                yield encode("response.output_text.delta", **path, **delta)
         response = await _complete(pending, result, context)
         completed = True
         if streams_text:
-            yield encoded("response.output_text.done", **part, text=result.text, logprobs=[])
-            yield encoded("response.content_part.done", **part, part=items.text_part(result.text))
+            yield encode("response.output_text.done", **path, text=result.text, logprobs=[])
+            yield encode("response.content_part.done", **path, part=items.text_part(result.text))
         for index, item in enumerate(response["output"]):
             if not streams_text:
-                yield encoded("response.output_item.added", output_index=index, item=item)
-            yield encoded("response.output_item.done", output_index=index, item=item)
-        timings = llamacpp_timings(result.end.usage)
-        yield encoded(f"response.{response['status']}", response=response, timings=timings)
+                yield encode("response.output_item.added", output_index=index, item=item)
+            yield encode("response.output_item.done", output_index=index, item=item)
+        timings = llamacpp_timings(result.finished.usage)
+        yield encode(f"response.{response['status']}", response=response, timings=timings)
     except Exception as error:  # the status is already sent: the last event reports the error
         api_error = api_error_for(error)
         fields = {"message": api_error.message, "param": api_error.param}
-        yield encoded("error", code=api_error.error_type, **fields)
+        yield encode("error", code=api_error.error_type, **fields)
     finally:
         if not completed:
             await asyncio.shield(_discard(pending.response["id"], context))
@@ -203,23 +203,23 @@ async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, 
     except NoSuchSession:
         message = f"there is no response {response_id!r}"
         raise ApiError(404, message, "not_found_error") from None
-    if _RESPONSE not in record.notes:
+    if _RESPONSE_NOTE not in record.notes:
         raise ApiError(404, f"response {response_id!r} is not finished yet", "not_found_error")
     return record.notes
 
 
-async def _messages(body: ResponsesRequest, context: RequestContext) -> list[dict[str, Any]]:
+async def _conversation(body: ResponsesRequest, context: RequestContext) -> list[dict[str, Any]]:
     """Return the conversation with the request's input, without system messages."""
     if body.previous_response_id is None:
         return body.input_messages()
     notes = await _stored_notes(body.previous_response_id, context)
-    return [*notes[_MESSAGES], *body.input_messages()]
+    return [*notes[_MESSAGES_NOTE], *body.input_messages()]
 
 
 async def _discard(response_id: str, context: RequestContext) -> None:
     """Remove a response's session, and cancel its generation if it is still running."""
     pending = context.service.pending_responses.pop((context.owner, response_id), None)
     if pending is not None:
-        pending.generations.cancel()
+        pending.stream.cancel()
     with contextlib.suppress(KvkeepError):
         await wrap_future(context.engine.discard(response_id, context.owner))

@@ -10,7 +10,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.service import GenerationResult, Service
 from kvkeep.version import __version__
 
-FINGERPRINT = f"kvkeep-{__version__}"  # a seed gives the same text under the same fingerprint
+SYSTEM_FINGERPRINT = f"kvkeep-{__version__}"  # under the same one, a seed gives the same text
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
 
 
@@ -21,17 +21,17 @@ def completion_fields(prefix: str, service: Service) -> dict[str, Any]:
 
 
 def usage_and_timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    return {"usage": openai_usage(results), "timings": llamacpp_timings(results[0].end.usage)}
+    return {"usage": openai_usage(results), "timings": llamacpp_timings(results[0].finished.usage)}
 
 
 def openai_usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
     """Return the usage of all generations of one prompt, which counts once."""
-    first, generated = results[0].end.usage, sum(r.end.usage.generated for r in results)
+    usage, generated = results[0].finished.usage, sum(r.finished.usage.generated for r in results)
     return {
-        "prompt_tokens": first.prompt,
+        "prompt_tokens": usage.prompt,
         "completion_tokens": generated,
-        "total_tokens": first.prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": first.reuse.tokens},
+        "total_tokens": usage.prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": usage.reuse.tokens},
     }
 
 
@@ -60,19 +60,19 @@ def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
     }
 
 
-def token_logprobs(
-    codec: TextCodec, sampled: GeneratedToken, decode_errors: str = "backslashreplace"
+def logprobs_entry(
+    codec: TextCodec, event: GeneratedToken, decode_errors: str = "backslashreplace"
 ) -> dict[str, Any]:
     """Return a token's entry in chat completions. decode_errors: `errors` of `bytes.decode`."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
-        raw = codec.token_bytes(logprob.token)
+        encoded = codec.token_bytes(logprob.token)
         return {
             "id": logprob.token,
-            "token": raw.decode(errors=decode_errors),
+            "token": encoded.decode(errors=decode_errors),
             "logprob": logprob.logprob,
-            "bytes": list(raw),
+            "bytes": list(encoded),
         }
 
-    assert sampled.logprob is not None
-    return {**entry(sampled.logprob), "top_logprobs": [entry(top) for top in sampled.top_logprobs]}
+    assert event.logprob is not None
+    return {**entry(event.logprob), "top_logprobs": [entry(top) for top in event.top_logprobs]}

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.schemas import RequestBody, TokenId
-from kvkeep.server.sessions.entry import SessionDep, SpanName, TokenIndex
+from kvkeep.server.sessions.entry import SessionDep, SpanName, TokenCount, TokenIndex
 from kvkeep.session.session import Session
 
 router = APIRouter()
@@ -47,35 +47,35 @@ class SpanRequest(RequestBody):
 
 
 class RewindRequest(RequestBody):
-    count: TokenIndex
+    count: TokenCount
 
 
 class CompressRequest(RequestBody):
     ratio: Annotated[float, Field(gt=1, le=1000)] = 4.0
     method: Annotated[str | None, Field(max_length=40)] = None
     budget: Literal["heads", "uniform"] | None = None
-    recent: TokenIndex | None = None
+    recent: TokenCount | None = None
 
 
 @router.post("/v1/sessions/{name}/edit", response_model=None)
 async def edit(body: EditRequest, context: SessionDep) -> Response:
     """Delete, insert or replace tokens. The suffix stays, or is evaluated again."""
-    new = body.tokens or []
+    new_ids = body.tokens or []
     if body.text is not None:  # a long text would block the event loop
-        new = await to_thread(context.codec.encode, body.text)
+        new_ids = await to_thread(context.codec.encode, body.text)
 
     def apply(session: Session) -> dict[str, Any]:
         if body.op == "insert":
             if body.at is None:
                 raise InvalidArgument("an insert needs at: the token before which it goes")
-            report = session.insert(body.at, new, body.recompute)
+            report = session.insert(body.at, new_ids, body.recompute)
         elif body.op == "delete":
             report = session.delete(*body.range_arguments(), body.recompute)
         else:
-            report = session.replace(*body.range_arguments(), new, body.recompute)
+            report = session.replace(*body.range_arguments(), new_ids, body.recompute)
         return dataclasses.asdict(report)
 
-    return await context.change("edit", apply, adds=len(new))
+    return await context.change("edit", apply, added_tokens=len(new_ids))
 
 
 @router.post("/v1/sessions/{name}/pin", response_model=None)

@@ -17,8 +17,9 @@ from kvkeep.session.session import Session
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
 SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
 TokenIndex = Annotated[int, Field(ge=0, lt=2**40)]
+TokenCount = TokenIndex
 SpanName = Annotated[str, Field(min_length=1, max_length=200)]
-_IF_MATCH = (
+_IF_MATCH_HELP = (
     'The revision that the request is for, such as "3". At another revision it is refused with '
     "412 and changes nothing. Without the header, or with *, any revision is accepted."
 )
@@ -46,10 +47,10 @@ class SessionContext(RequestContext):
         return await wrap_future(self.engine.find(self.name, self.owner))
 
     async def change(
-        self, operation: str, function: Callable[[Session], Any], adds: int = 0
+        self, operation: str, function: Callable[[Session], Any], added_tokens: int = 0
     ) -> JSONResponse:
-        """Change the session by `Engine.change`; return its fields and the `result`."""
-        arguments = (self.name, self.owner, operation, function, self.revision, adds)
+        """Change the session by `Engine.change`; return its fields and the result."""
+        arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
         result = await wrap_future(self.engine.change(*arguments))
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
@@ -57,7 +58,7 @@ class SessionContext(RequestContext):
 async def _session_context(
     name: SessionName,
     context: ContextDep,
-    if_match: Annotated[str | None, Header(max_length=40, description=_IF_MATCH)] = None,
+    if_match: Annotated[str | None, Header(max_length=40, description=_IF_MATCH_HELP)] = None,
 ) -> SessionContext:
     revision = parse_if_match(if_match)
     return SessionContext(context.service, context.owner, context.http_request, name, revision)

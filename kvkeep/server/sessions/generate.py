@@ -20,7 +20,7 @@ from kvkeep.engine import (
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import normalized_messages
+from kvkeep.server.generation import normalize_messages
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream
@@ -51,15 +51,15 @@ class FeedRequest(SamplingParams):
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("give one of text, tokens and messages")
         if self.messages is not None:
-            messages = normalized_messages(self.messages)
+            messages = normalize_messages(self.messages)
             return tuple(codec.encode(codec.chat(messages, generation_prompt)))
         return tuple(self.tokens or codec.encode(self.text or "", self.special))
 
-    def name_span(self, session: Session, prefilled: int, sampled: int) -> None:
+    def name_span(self, session: Session, num_prefilled: int, num_sampled: int) -> None:
         """Name the prefilled tokens, which precede the sampled ones, if there is a `span`."""
-        end = len(session.tokens) - sampled
-        if self.span is not None and prefilled:
-            session.name(self.span, end - prefilled, end)
+        end = len(session.tokens) - num_sampled
+        if self.span is not None and num_prefilled:
+            session.name(self.span, end - num_prefilled, end)
 
 
 class GenerateRequest(FeedRequest):
@@ -79,7 +79,7 @@ class TurnRequest(SamplingParams):
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
 async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
-    ids = await to_thread(body.encode, context.codec, False)
+    ids = await to_thread(body.encode, context.codec, generation_prompt=False)
     if not ids:
         raise InvalidArgument("nothing to prefill: give text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span)
@@ -89,7 +89,7 @@ async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, A
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
 async def generate(body: GenerateRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill what is given, if anything, and generate."""
-    ids = await to_thread(body.encode, context.codec, True)
+    ids = await to_thread(body.encode, context.codec, generation_prompt=True)
     (sampling,) = body.samplings(context.default_sampling)
     request = GenerationRequest(
         ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span
@@ -120,12 +120,12 @@ def _turn_request(
         chat.end_turn()
     ids = chat.begin_turn(body.content)
 
-    def on_end(session: Session, prefilled: int, generated: int) -> None:
-        if prefilled < len(ids):
+    def on_end(session: Session, num_prefilled: int, num_generated: int) -> None:
+        if num_prefilled < len(ids):
             with suppress(InvalidArgument):  # evicted tokens cannot be rewound
-                session.rewind(prefilled)
+                session.rewind(num_prefilled)
             return
-        chat.name_turn(body.content, len(ids), generated)
+        chat.name_turn(body.content, len(ids), num_generated)
         chat.end_turn()
 
     return GenerationRequest(tuple(ids), body.max_tokens, sampling, on_end=on_end)
@@ -151,33 +151,33 @@ def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
     """Increase `keep` so that policies that keep first tokens never evict the system prompt."""
     if session.policy not in ("sliding", "shift"):
         return
-    needed, budget = system_tokens(model.text, system), session.max_kv_size
-    if needed >= budget:
+    count, budget = system_tokens(model.text, system), session.max_kv_size
+    if count >= budget:
         raise InvalidArgument(
-            f"the system prompt takes {needed} tokens and all of it is kept, which leaves no room "
+            f"the system prompt takes {count} tokens and all of it is kept, which leaves no room "
             f"in a memory of {budget}: shorten it, or begin a session with a larger max_kv_size"
         )
-    session.keep = max(session.keep, needed)
+    session.keep = max(session.keep, count)
 
 
 async def _run(
-    request: RequestLike, context: SessionContext, streamed: bool
+    request: RequestLike, context: SessionContext, as_stream: bool
 ) -> Response | dict[str, Any]:
-    generations = await context.generate(request, context.name, context.revision)
-    if streamed:
-        return sse_response(_stream(generations, context), error_name="error")
-    (result,) = await context.collect(generations)
+    stream = await context.generate(request, context.name, context.revision)
+    if as_stream:
+        return sse_response(_stream_events(stream, context), error_event="error")
+    (result,) = await context.collect(stream)
     return await _response(result, context)
 
 
-async def _stream(generations: GenerationStream, context: SessionContext) -> AsyncIterator[bytes]:
+async def _stream_events(stream: GenerationStream, context: SessionContext) -> AsyncIterator[bytes]:
     """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
-    async for _, event in generations:
+    async for _, event in stream:
         if isinstance(event, PrefillProgress):
             yield sse_event({"done": event.done, "total": event.total}, "read")
         elif isinstance(event, GeneratedToken):
             yield sse_event({"token": event.token, "text": event.text}, "token")
-    yield sse_event(await _response(generations.results[0], context), "done")
+    yield sse_event(await _response(stream.results[0], context), "done")
 
 
 async def _response(result: GenerationResult, context: SessionContext) -> dict[str, Any]:
@@ -187,9 +187,9 @@ async def _response(result: GenerationResult, context: SessionContext) -> dict[s
     return {
         "text": result.text,
         "tokens": [sampled.token for sampled in result.tokens],
-        "finish_reason": result.end.reason,
-        "read": result.end.usage.prompt,
+        "finish_reason": result.finished.reason,
+        "read": result.finished.usage.prompt,
         "total_tokens": total_tokens,
         "revision": revision,
-        "timings": llamacpp_timings(result.end.usage),
+        "timings": llamacpp_timings(result.finished.usage),
     }

@@ -25,7 +25,7 @@ from kvkeep.storage.snapshots.snapshot import describe
 
 router = APIRouter()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-_Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+_PositiveCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 _Bits = Literal["8", "8/4", "4", 8, 4]
 
 
@@ -35,11 +35,11 @@ class CreateSessionRequest(RequestBody):
     name: _Name | None = None
     from_snapshot: _Name | None = None
     policy: Literal["sliding", "shift", "archive", "self_extend", "full"] | None = None
-    max_kv_size: _Count | None = None
+    max_kv_size: _PositiveCount | None = None
     keep: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None
-    discard: _Count | None = None
-    group: _Count | None = None
-    window: _Count | None = None
+    discard: _PositiveCount | None = None
+    group: _PositiveCount | None = None
+    window: _PositiveCount | None = None
     method: Annotated[str | None, Field(max_length=40)] = None
     ratio: Annotated[float | None, Field(ge=1, le=1000)] = None
     kv_bits: _Bits | None = None
@@ -47,12 +47,12 @@ class CreateSessionRequest(RequestBody):
 
     def settings(self) -> dict[str, Any]:
         """Return the given settings. With a policy, the server's policy settings do not apply."""
-        other_fields = {"name", "from_snapshot", *(self.model_extra or {})}
-        settings = self.model_dump(exclude=other_fields, exclude_none=True)
-        return {**_NO_POLICY_SETTINGS, **settings} if self.policy else settings
+        not_settings = {"name", "from_snapshot", *(self.model_extra or {})}
+        settings = self.model_dump(exclude=not_settings, exclude_none=True)
+        return {**_UNSET_POLICY_SETTINGS, **settings} if self.policy else settings
 
 
-_NO_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "method", "ratio"))
+_UNSET_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "method", "ratio"))
 
 
 class ForkRequest(RequestBody):
@@ -77,8 +77,8 @@ async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
     if body.from_snapshot is not None:
         return await restore(body.from_snapshot, RestoreRequest(name=body.name), context)
-    created = context.engine.create(context.owner, body.name, **body.settings())
-    return session_response(await wrap_future(created), 201)
+    creation = context.engine.create(context.owner, body.name, **body.settings())
+    return session_response(await wrap_future(creation), 201)
 
 
 @router.get("/v1/sessions")
@@ -149,8 +149,8 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
             entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
             session = None
             with suppress(StoreError):  # restoring it reports that it is damaged
-                name = describe(file).get("notes", {}).get(ENGINE_NOTES_KEY, {}).get("name")
-                session = name if isinstance(name, str) else None
+                session_name = describe(file).get("notes", {}).get(ENGINE_NOTES_KEY, {}).get("name")
+                session = session_name if isinstance(session_name, str) else None
             entries.append({**entry, "session": session})
     return entries
 

@@ -30,7 +30,7 @@ _SESSION_FIELDS = (
     *("resident", "saved_revision", "policy"),
 )
 _Index = Annotated[int, Query(ge=0, lt=2**16)]
-_Position = Annotated[int, Query(ge=0, lt=2**40)]
+_TokenIndex = Annotated[int, Query(ge=0, lt=2**40)]
 _POLL_SECONDS = 1.0  # between two checks for the server's shutdown
 _KEEPALIVE_POLLS = 15
 _QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are dropped
@@ -39,12 +39,12 @@ _QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are droppe
 @router.get("/v1/sessions/{name}/memory")
 async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     """Return runs of tokens: kept, pinned, window, grouped, compressed or forgotten."""
-    return await context.inspect(name, lambda record: _memory(record, context.engine))
+    return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
 
 @router.get("/v1/sessions/{name}/text")
 async def text(
-    name: SessionName, context: ContextDep, start: _Position = 0, end: _Position | None = None
+    name: SessionName, context: ContextDep, start: _TokenIndex = 0, end: _TokenIndex | None = None
 ) -> dict[str, Any]:
     """Return tokens `start ... end - 1` with the text of each; at most 4,096.
 
@@ -84,7 +84,7 @@ async def heads(
     return await context.inspect(name, lambda record: _head_positions(record.live, layer, head))
 
 
-def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
+def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
     session, entry = record.live, session_entry(record)
     runs, start = list[dict[str, Any]](), 0
     for status, run in groupby(session.token_status):
@@ -141,8 +141,8 @@ async def events(context: ContextDep) -> StreamingResponse:
 @router.get("/v1/operations")
 async def operations(context: ContextDep) -> dict[str, Any]:
     """List recent operations, the newest first."""
-    recent = await wrap_future(context.engine.operations(context.owner))
-    return {"object": "list", "data": [_operation_entry(operation) for operation in recent]}
+    log = await wrap_future(context.engine.operations(context.owner))
+    return {"object": "list", "data": [_operation_entry(operation) for operation in log]}
 
 
 @router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
@@ -155,7 +155,7 @@ async def session_events(name: SessionName, context: ContextDep) -> StreamingRes
 @router.post("/v1/prefix/explain")
 async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more. The model does not run."""
-    ids = await to_thread(body.encode, context.codec, True)
+    ids = await to_thread(body.encode, context.codec, generation_prompt=True)
     if not ids:
         raise ApiError(400, "give text, tokens or messages")
     explanation = await wrap_future(context.engine.explain(ids, context.owner))
@@ -165,7 +165,7 @@ async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
 @router.get("/v1/prefix/misses")
 async def misses(context: ContextDep) -> dict[str, Any]:
     """List recent prompts that were reused in part or not at all, in the form of `explain`."""
-    recent = await wrap_future(context.engine.cache_misses(context.owner))
+    recent_misses = await wrap_future(context.engine.cache_misses(context.owner))
     data = [
         {
             "number": miss.number,
@@ -173,7 +173,7 @@ async def misses(context: ContextDep) -> dict[str, Any]:
             **_reuse_entry(miss, context.codec),
             "differs_at": miss.difference.at if miss.difference else None,
         }
-        for miss in recent
+        for miss in recent_misses
     ]
     return {"object": "list", "data": data}
 
@@ -189,11 +189,11 @@ def _reuse_entry(miss: CacheMiss, codec: TextCodec) -> dict[str, Any]:
         "differs_at": reuse.differs_at,
     }
     if difference is not None:
-        shared = difference.at - difference.start
+        num_shared = difference.at - difference.start
         decode = codec.decode if difference.start == 0 else codec.decode_inside
-        entry["common_text"] = decode(difference.prompt[:shared])
-        entry["prompt_text"] = codec.decode_inside(difference.prompt[shared:])
-        entry["nearest_text"] = codec.decode_inside(difference.nearest[shared:])
+        entry["common_text"] = decode(difference.prompt[:num_shared])
+        entry["prompt_text"] = codec.decode_inside(difference.prompt[num_shared:])
+        entry["nearest_text"] = codec.decode_inside(difference.nearest[num_shared:])
     return entry
 
 
