@@ -11,7 +11,7 @@ from kvkeep.compression.calibration.calibration import Calibration, default_cali
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy, PolicySettings, make_policy
-from kvkeep.session.conversation import Conversation, saved_system, system_tokens
+from kvkeep.session.conversation import Conversation, count_system_tokens, saved_system
 from kvkeep.session.core import WHOLE_PROMPT
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
@@ -70,7 +70,7 @@ class Model(LoadedModel):
                 raise InvalidArgument("a snapshot has a system prompt and settings; give it alone")
             system = saved_system(snapshot.notes)
         elif system is not None and settings.get("policy", "sliding") in _KEEPING_POLICIES:
-            settings = {"keep": system_tokens(self.text, system), **settings}
+            settings = {"keep": count_system_tokens(self.text, system), **settings}
         session = self.session(**settings) if snapshot is None else self.restore(snapshot)
         return Conversation(session, self.text, self.end_token_ids, system)
 

@@ -10,7 +10,7 @@ import pytest
 from kvkeep import Session, load_model
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.session.conversation import Conversation, system_tokens
+from kvkeep.session.conversation import Conversation, count_system_tokens
 from kvkeep.session.rendering import encode_pieces
 from tests.models.chat_templates import GEMMA, LLAMA3, MISTRAL
 from tests.models.test_gguf_sentencepiece import LIKE_GEMMA, LIKE_LLAMA2, train
@@ -99,7 +99,7 @@ def test_spans_are_what_was_said_and_can_be_replaced(chat: tuple[Model, str, boo
         if system is not None and name != "gemma":  # which has it in the first turn
             texts["system text"] = system
             if name != "plain":  # whose "\n\n" is another token before what follows
-                assert system_tokens(model.text, system) == session.span_ranges["system"][1]
+                assert count_system_tokens(model.text, system) == session.span_ranges["system"][1]
         replaceable = set[str]()
         for span, said in texts.items():
             said = said.strip() if strips else said

@@ -13,7 +13,7 @@ from kvkeep.cli.output import megabytes, say
 from kvkeep.cli.which_model import require_local
 from kvkeep.errors import CorruptFile, InvalidArgument
 from kvkeep.runtime.signals import interrupts_deferred
-from kvkeep.session.conversation import CHAT
+from kvkeep.session.conversation import CHAT_NOTES_KEY
 from kvkeep.storage.objects.paths import Source
 from kvkeep.types import DtypeName
 
@@ -119,7 +119,7 @@ def restore(
 def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
     """Return a snapshot's notes. Raises CorruptFile unless the command line wrote them."""
     notes = snapshot.notes
-    chat, unread = notes.get(CHAT, {"system": None}), notes.get(UNREAD, [])
+    chat, unread = notes.get(CHAT_NOTES_KEY, {"system": None}), notes.get(UNREAD, [])
     valid = isinstance(chat, dict) and isinstance(chat.get("system", ""), str | None)
     valid = valid and isinstance(unread, list) and all(type(token) is int for token in unread)
     if not valid or type(notes.get(FIRST_PROMPT, 0)) is not int:

@@ -17,7 +17,7 @@ from kvkeep.compression.methods.statistics import Surrogate, features
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Full, Sliding
-from kvkeep.session.compression import SINKS
+from kvkeep.session.compression import SINK_CELLS
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import reconstruction
@@ -128,8 +128,8 @@ class ReconstructionPart:
         cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
         unrotated_keys = Candidates(cells, cache.rope, cache.scale).unrotated_keys
         for layer, (keys, values) in enumerate(zip(unrotated_keys, cells.values, strict=True)):
-            inputs = features(keys, values)[:, SINKS:].cpu()  # attention sinks are always kept
-            regression.add(layer, inputs, scores[layer, :, SINKS:])
+            inputs = features(keys, values)[:, SINK_CELLS:].cpu()  # attention sinks are always kept
+            regression.add(layer, inputs, scores[layer, :, SINK_CELLS:])
 
 
 def _text_parts(model: LoadedModel, token_count: int) -> list[QueryPart | ReconstructionPart]:

@@ -55,8 +55,8 @@ async def prompt_ids(
     codec = context.codec
 
     def encode() -> list[int]:
-        normalized = normalize_messages(messages)
-        template_messages, template_tools = tools.for_template(codec, normalized)
+        normalized_messages = normalize_messages(messages)
+        template_messages, template_tools = tools.for_template(codec, normalized_messages)
         from_assistant = [message["role"] == "assistant" for message in template_messages[-2:]]
         if not (from_assistant[-1] if continue_final is None else continue_final):
             return codec.encode(codec.chat(template_messages, tools=template_tools))

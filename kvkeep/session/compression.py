@@ -28,11 +28,11 @@ from kvkeep.session.evaluation import evaluate_all, rewind
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import cell_tokens, reconstruction
 
-SINKS = 4  # first cells, which always stay: attention sinks
-RECENT = 64  # newest cells that stay unchanged with budget "uniform"
-MIN_RECENT = 32  # the same with budget "heads": at least
-MAX_RECENT = 256  # the same where only repeats are compressed: at most
-MIN_REPEATS = 1 / 8  # only repeats are compressed if they are this share of the remaining cells
+SINK_CELLS = 4  # first cells, which always stay: attention sinks
+RECENT_CELLS = 64  # newest cells that stay unchanged with budget "uniform"
+MIN_RECENT_CELLS = 32  # the same with budget "heads": at least
+MAX_RECENT_CELLS = 256  # the same where only repeats are compressed: at most
+MIN_REPEAT_SHARE = 1 / 8  # of the remaining cells: if repeats are so many, only they are compressed
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CompressionPlan:
     method: Method
     ratio: float
     budget: Budget | None
-    text: TextCodec
+    codec: TextCodec
     recent: int | None = None
     seed: int = 0
     statistics: Statistics | None = None
@@ -83,9 +83,9 @@ class CompressionPlan:
         if self.recent is not None:
             return self.recent
         if self.effective_budget == "uniform":
-            return RECENT
+            return RECENT_CELLS
         remaining = cells / self.ratio - pinned
-        return max(MIN_RECENT, int(remaining * min(1 / 2, 2 / self.ratio)))
+        return max(MIN_RECENT_CELLS, int(remaining * min(1 / 2, 2 / self.ratio)))
 
     def check(self) -> None:
         """Raise InvalidArgument if the plan is impossible for any memory."""
@@ -99,7 +99,7 @@ class CompressionPlan:
         self.method.require_statistics(self.statistics)
 
 
-def default_method(memory: Memory, statistics: Statistics | None) -> str:
+def default_method_name(memory: Memory, statistics: Statistics | None) -> str:
     if statistics is not None and statistics.surrogate is not None:
         return KVzap.name
     compressed_before = any(segment.compressed for segment in memory.cache.segments)
@@ -124,25 +124,25 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     chunks, segments = list[Compression](), list[Segment]()
     for segment, unchanged, first, count in runs:
         if unchanged:
-            parts = [segment.read(first, count)]
+            run_cells = [segment.read(first, count)]
         else:
-            parts, reports = next(results)
-            chunks += reports
+            run_cells, run_chunks = next(results)
+            chunks += run_chunks
         segments += [
             Segment.from_cells(cache.layout, cells, segment.map, segment.anchor)
-            for cells in parts
+            for cells in run_cells
             if len(cells)
         ]
-    compressed = memory.successor()
-    compressed.cache.segments = merge_segments(segments)
-    return compressed, CompressionReport(
+    compressed_memory = memory.successor()
+    compressed_memory.cache.segments = merge_segments(segments)
+    return compressed_memory, CompressionReport(
         plan.method.name,
         budget,
         plan.ratio,
         cells_before,
-        compressed.cache.cells,
+        compressed_memory.cache.cells,
         bytes_before,
-        compressed.cache.nbytes,
+        compressed_memory.cache.nbytes,
         tuple(chunks),
     )
 
@@ -155,9 +155,9 @@ _PlannedRuns: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 
 
 def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
-    runs, remaining = _split_into_runs(memory, plan)
+    runs, remaining_cells = _split_into_runs(memory, plan)
     compress_runs = _compress_across_heads if plan.effective_budget == "heads" else _compress_evenly
-    results = compress_runs(_candidates(memory, plan, runs), remaining, plan)
+    results = compress_runs(_candidates(memory, plan, runs), remaining_cells, plan)
     return plan.effective_budget, runs, results
 
 
@@ -171,14 +171,14 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
         return None
     if (tokens := cell_tokens(memory)) is None:
         return None
-    runs, remaining = _split_into_runs(memory, plan, MAX_RECENT)
+    runs, remaining_cells = _split_into_runs(memory, plan, MAX_RECENT_CELLS)
     repeats, repeats_by_run, start = find_repeats(tokens), list[Tensor](), 0
     for _, unchanged, _, count in runs:
         if not unchanged:
             repeats_by_run.append(repeats[start : start + count])
         start += count
-    remaining_repeats = remaining - sum(int((~is_repeat).sum()) for is_repeat in repeats_by_run)
-    if remaining_repeats < remaining * MIN_REPEATS:
+    remaining_repeats = remaining_cells - sum(int((~mask).sum()) for mask in repeats_by_run)
+    if remaining_repeats < remaining_cells * MIN_REPEAT_SHARE:
         return None
     quotas = _split_quota([int(repeats.sum()) for repeats in repeats_by_run], remaining_repeats)
     to_compress = [run for run in runs if not run[1]]
@@ -205,18 +205,18 @@ def _split_into_runs(
         recent = min(recent, max_recent)
     runs = memory.cache.split_by(
         lambda rank, serial: (
-            serial != NO_TOKEN and (rank < SINKS or rank >= cells - recent or serial in pins)
+            serial != NO_TOKEN and (rank < SINK_CELLS or rank >= cells - recent or serial in pins)
         )
     )
     unchanged_cells = sum(count for _, unchanged, _, count in runs if unchanged)
-    remaining = math.ceil(cells / plan.ratio) - unchanged_cells
-    if remaining < len(runs):
+    remaining_cells = math.ceil(cells / plan.ratio) - unchanged_cells
+    if remaining_cells < len(runs):
         raise InvalidArgument(
-            f"{cells} cells cannot become {plan.ratio:g} times fewer with the first {SINKS}, the "
-            f"newest {recent} and {len(pins)} pinned ones kept as they are: take a smaller ratio, "
-            "or keep fewer"
+            f"{cells} cells cannot become {plan.ratio:g} times fewer with the first {SINK_CELLS}, "
+            f"the newest {recent} and {len(pins)} pinned ones kept as they are: take a smaller "
+            "ratio, or keep fewer"
         )
-    return runs, remaining
+    return runs, remaining_cells
 
 
 def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
@@ -225,27 +225,27 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
     queries = newest_queries(memory) if method.needs_queries(plan.statistics) else None
     scores, start = None, 0
     if method.uses_reconstruction:
-        newest = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
-        scored = cache.cells - sum(count for _, _, _, count in newest)
+        newest_runs = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
+        num_scored = cache.cells - sum(count for _, _, _, count in newest_runs)
         scores = reconstruction(
-            memory, plan.text, plan.progress, scored, method.uses_reconstruction
+            memory, plan.codec, plan.progress, num_scored, method.uses_reconstruction
         )
     candidates = []
     for run in runs:
         segment, unchanged, _, count = run
         if not unchanged:
             run_scores = None if scores is None else scores[..., start : start + count]
-            seen = queries.seen_from(segment.map) if queries else None
+            seen_queries = queries.seen_from(segment.map) if queries else None
             unscored = _unscored_candidates(memory, plan, run)
-            candidates.append(replace(unscored, queries=seen, reconstruction=run_scores))
+            candidates.append(replace(unscored, queries=seen_queries, reconstruction=run_scores))
         start += count
     return candidates
 
 
 def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
     cache, (segment, _, first, count) = memory.cache, run
-    plain = segment.view(first, count).dequantise(cache.layout.dtype)
-    return Candidates(plain, cache.rope, cache.scale, statistics=plan.statistics, seed=plan.seed)
+    cells = segment.view(first, count).dequantise(cache.layout.dtype)
+    return Candidates(cells, cache.rope, cache.scale, statistics=plan.statistics, seed=plan.seed)
 
 
 def _compress_repeats(
@@ -258,27 +258,27 @@ def _compress_repeats(
 
 
 def _compress_evenly(
-    runs: list[Candidates], remaining: int, plan: CompressionPlan
+    candidates_by_run: list[Candidates], remaining_cells: int, plan: CompressionPlan
 ) -> Iterator[_RunResult]:
     """Compress each run by the same ratio, in each KV head."""
-    quotas = _split_quota([len(run) for run in runs], remaining)
-    for candidates, quota in zip(runs, quotas, strict=True):
-        parts, reports = list[Cells](), list[Compression]()
-        for cells, report in compress(plan.method, candidates, min(quota, len(candidates))):
-            parts.append(cells)
-            reports.append(report)
-            _report_progress(plan, report.cells_before)
-        yield parts, reports
+    quotas = _split_quota([len(run) for run in candidates_by_run], remaining_cells)
+    for candidates, quota in zip(candidates_by_run, quotas, strict=True):
+        run_cells, chunks = list[Cells](), list[Compression]()
+        for cells, chunk in compress(plan.method, candidates, min(quota, len(candidates))):
+            run_cells.append(cells)
+            chunks.append(chunk)
+            _report_progress(plan, chunk.cells_before)
+        yield run_cells, chunks
 
 
 def _compress_across_heads(
-    runs: list[Candidates], remaining: int, plan: CompressionPlan
+    candidates_by_run: list[Candidates], remaining_cells: int, plan: CompressionPlan
 ) -> Iterator[_RunResult]:
     """Keep the cells with the highest scores over all runs, layers and KV heads."""
     assert isinstance(plan.method, Eviction)
-    for cells, report in compress_across_heads(plan.method, runs, remaining):
-        _report_progress(plan, report.cells_before)
-        yield [cells], [report]
+    for cells, chunk in compress_across_heads(plan.method, candidates_by_run, remaining_cells):
+        _report_progress(plan, chunk.cells_before)
+        yield [cells], [chunk]
 
 
 def _split_quota(counts: Sequence[int], quota: int) -> list[int]:
@@ -286,9 +286,9 @@ def _split_quota(counts: Sequence[int], quota: int) -> list[int]:
 
     A quota of 5 over counts of 3, 3 and 4 gives 1, 2 and 2.
     """
-    ends = list(accumulate(counts, initial=0))
-    shares = [quota * end // max(1, ends[-1]) for end in ends]
-    return [end - start for start, end in pairwise(shares)]
+    count_ends = list(accumulate(counts, initial=0))
+    quota_ends = [quota * end // max(1, count_ends[-1]) for end in count_ends]
+    return [end - start for start, end in pairwise(quota_ends)]
 
 
 def _report_progress(plan: CompressionPlan, cells: int) -> None:

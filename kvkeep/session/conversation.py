@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from kvkeep.session.spans import TokenRange
     from kvkeep.storage.snapshots.snapshot import Snapshot
 
-CHAT = "chat"  # the key of `Conversation.notes` in a snapshot
-_ANSWER_TEXT = placeholder_for()  # stands for any answer
-_ANSWERED_TURN = (("user", "-"), ("assistant", _ANSWER_TEXT))
+CHAT_NOTES_KEY = "chat"  # the key of `Conversation.notes` in a snapshot
+_ANSWER_PLACEHOLDER = placeholder_for()  # stands for any answer
+_ANSWERED_TURN = (("user", "-"), ("assistant", _ANSWER_PLACEHOLDER))
 
 
-def system_tokens(codec: "TextCodec", system: str) -> int:
+def count_system_tokens(codec: "TextCodec", system: str) -> int:
     """Return how many of a chat's first tokens are its system prompt, with the template around it.
 
     Raises InvalidArgument if the template takes none, UnsupportedModel if there is none.
     """
     pieces = _first_turn_pieces(codec, system, placeholder_for(system))
-    before, text, between = pieces[:3]
+    before_system, text, after_system = pieces[:3]
     try:
         system_only = _render(codec, ("system", system))
     except KvkeepError:
         system_only = ""
     # Some templates put it inside the first user turn: then it ends where the user's text begins.
-    end = between
-    if system_only.startswith(before + text) and "".join(pieces).startswith(system_only):
-        end = system_only[len(before + text) :]
+    system_end = after_system
+    if system_only.startswith(before_system + text) and "".join(pieces).startswith(system_only):
+        system_end = system_only[len(before_system + text) :]
     # If it ends inside a word, its last token differs from that of the whole rendering.
-    ids, _ = encode_pieces(codec, [before, text, end])
+    ids, _ = encode_pieces(codec, [before_system, text, system_end])
     return common_prefix(encode_pieces(codec, pieces)[0], ids)
 
 
 def saved_system(notes: Mapping[str, Any]) -> str | None:
     """Return the system prompt in a snapshot's notes. Raises InvalidArgument if it is no text."""
-    chat = notes.get(CHAT, {})
+    chat = notes.get(CHAT_NOTES_KEY, {})
     system = chat.get("system") if isinstance(chat, dict) else chat
     return None if system is None else validation.text("the snapshot's system prompt", system)
 
@@ -117,29 +117,29 @@ class Conversation:
         _, system_end = spans.get("system", spans.get("opening", (0, None)))
         if system_end == len(tokens):  # no turn follows the system prompt
             return encode_pieces(self.codec, [opening, *rest])[0]
-        closing = self.codec.encode_sealed(self._answer_end)
+        closing_ids = self.codec.encode_sealed(self._answer_end)
         ids, _ = encode_pieces(self.codec, [self._answer_end + opening, *rest])
         ended_otherwise = tokens[-1] in self._eos and tokens[-1] != ids[0]
         if ended_otherwise and not self.session.cache.recurrent_states:
             # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)
-        return ids[overlap(self.session.tokens, ids[: len(closing)]) :]
+        return ids[overlap(self.session.tokens, ids[: len(closing_ids)]) :]
 
     def name_turn(self, question: str, prompt_tokens: int, generated: int = 0) -> None:
         """Name a turn's spans. prompt_tokens: count from `begin_turn`. generated: count since."""
-        end, previous = len(self.session.tokens) - generated, self.last_turn
+        end, previous_turn = len(self.session.tokens) - generated, self.last_turn
         ids, ranges = encode_pieces(self.codec, self._later_turn_pieces(question))
         prefilled = self.session.tokens[end - prompt_tokens : end]
         turn_length = len(ids) if prefilled[-len(ids) :] == ids else prompt_tokens
-        start, turn = end - turn_length, f"turn {previous + 1}"
-        if previous:
+        start, turn = end - turn_length, f"turn {previous_turn + 1}"
+        if previous_turn:
             # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
-            name = f"turn {previous}"
+            name = f"turn {previous_turn}"
             self.session.name(name, self.session.span_ranges[name][0], start)
         elif prompt_tokens == end and start:
             self._name_system(question, start)
         self.session.name(turn, start, end)
-        self._last_turn = previous + 1
+        self._last_turn = previous_turn + 1
         if turn_length == prompt_tokens == end and prefilled != ids:
             # The template writes the first turn differently.
             ids, ranges = self._encode_first_turn(question)
@@ -207,7 +207,7 @@ class Conversation:
 
     def snapshot(self) -> "Snapshot":
         """Return a snapshot of the session with the system prompt in its notes."""
-        return replace(self.session.snapshot(), notes={CHAT: self.notes})
+        return replace(self.session.snapshot(), notes={CHAT_NOTES_KEY: self.notes})
 
     def _name_system(self, question: str, end: int) -> None:
         """Name the tokens before the first turn: the first `end`."""
@@ -216,8 +216,8 @@ class Conversation:
             _, ranges = self._encode_first_turn(question)
             self._name_text("system text", ranges[1])
 
-    def _name_text(self, name: str, text: tuple[int, int], offset: int = 0) -> None:
-        start, end = text
+    def _name_text(self, name: str, token_range: tuple[int, int], offset: int = 0) -> None:
+        start, end = token_range
         if start < end:
             self.session.name(name, offset + start, offset + end)
 
@@ -228,19 +228,19 @@ class Conversation:
     def _answer_end(self) -> str:
         """The text that the template writes after an answer."""
         rendered = _render(self.codec, *_ANSWERED_TURN)
-        end = rendered.partition(_ANSWER_TEXT)[2]
+        end = rendered.partition(_ANSWER_PLACEHOLDER)[2]
         return end if self._render_after_answer("-").startswith(end) else ""
 
     def _later_turn_pieces(self, question: str) -> tuple[str, str, str]:
         """Return a later turn up to where its answer begins: before, of and after the question."""
-        placeholder, skipped = placeholder_for(question), len(self._answer_end)
-        rendered = self._render_after_answer(question)[skipped:]
-        with_placeholder = self._render_after_answer(placeholder)[skipped:]
+        placeholder, skipped_length = placeholder_for(question), len(self._answer_end)
+        rendered = self._render_after_answer(question)[skipped_length:]
+        with_placeholder = self._render_after_answer(placeholder)[skipped_length:]
         return split_at_text(rendered, with_placeholder, placeholder)
 
     def _render_after_answer(self, question: str) -> str:
         rendered = _render(self.codec, *_ANSWERED_TURN, ("user", question))
-        return rendered.partition(_ANSWER_TEXT)[2]
+        return rendered.partition(_ANSWER_PLACEHOLDER)[2]
 
 
 def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) -> list[str]:
@@ -252,30 +252,30 @@ def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) ->
     placeholder = placeholder_for(system, question)
     rendered = _render_first_turn(codec, system, question)
     with_placeholder = _render_first_turn(codec, system, placeholder)
-    before, text, after = split_at_text(rendered, with_placeholder, placeholder)
+    before_question, text, after_question = split_at_text(rendered, with_placeholder, placeholder)
     if system is None:
-        return [before, text, after]
+        return [before_question, text, after_question]
     before_system, system_text, rest = split_at_text(
         rendered, _render_first_turn(codec, placeholder, question), placeholder
     )
-    between = len(rest) - len(text) - len(after)
-    if not system_text or between < 0:
-        return ["", "", before, text, after]
-    return [before_system, system_text, rest[:between], text, after]
+    between_length = len(rest) - len(text) - len(after_question)
+    if not system_text or between_length < 0:
+        return ["", "", before_question, text, after_question]
+    return [before_system, system_text, rest[:between_length], text, after_question]
 
 
 def _render_first_turn(codec: "TextCodec", system: str | None, question: str) -> str:
-    prompt = [] if system is None else [("system", system)]
-    return _render(codec, *prompt, ("user", question))
+    system_messages = [] if system is None else [("system", system)]
+    return _render(codec, *system_messages, ("user", question))
 
 
 def _render(codec: "TextCodec", *messages: tuple[str, str]) -> str:
     """Render (role, content) pairs, up to where the answer begins if the last is of the user."""
-    turns = [{"role": role, "content": content} for role, content in messages]
-    return codec.chat(turns, add_generation_prompt=messages[-1][0] == "user").sealed
+    template_messages = [{"role": role, "content": content} for role, content in messages]
+    return codec.chat(template_messages, add_generation_prompt=messages[-1][0] == "user").sealed
 
 
 def turns_in(spans: Iterable[str]) -> list[int]:
     """Return the numbers of the turns among span names, ascending."""
-    names = [name.removeprefix("turn ") for name in spans if name.startswith("turn ")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    suffixes = [span.removeprefix("turn ") for span in spans if span.startswith("turn ")]
+    return sorted(int(span) for span in suffixes if span.isdecimal())

@@ -66,8 +66,8 @@ class SessionState:
             self.sampler = Sampler.from_state(self.sampler.state())
         return self.sampler.choose(logits, self.memory.tokens, sampling)
 
-    def truncate_spans(self, tokens: int) -> None:
-        self.move_spans(lambda span: (min(span[0], tokens), min(span[1], tokens)))
+    def truncate_spans(self, num_tokens: int) -> None:
+        self.move_spans(lambda span: (min(span[0], num_tokens), min(span[1], num_tokens)))
 
     def move_spans(self, move: Callable[[TokenRange], TokenRange]) -> None:
         """Move every span. A span that loses its last token is removed."""
@@ -95,11 +95,11 @@ class SessionCore:
     def memory(self) -> Memory:
         return self.state.memory
 
-    def set_span(self, name: str, tokens: TokenRange | None) -> None:
+    def set_span(self, name: str, token_range: TokenRange | None) -> None:
         """Name a range of tokens; None removes the name."""
         with session_transaction([self]) as (state,):
-            others = {other: span for other, span in state.spans.items() if other != name}
-            state.spans = others if tokens is None else {**state.spans, name: tokens}
+            other_spans = {other: span for other, span in state.spans.items() if other != name}
+            state.spans = other_spans if token_range is None else {**state.spans, name: token_range}
 
     def encode(self, prompt: str | Sequence[int], special: bool) -> list[int]:
         """Return the token ids of text, or validated token ids. special: see `Session.feed`."""
@@ -142,9 +142,9 @@ class SessionCore:
             )
         return start, end
 
-    def is_forgotten(self, tokens: TokenRange) -> bool:
+    def is_forgotten(self, token_range: TokenRange) -> bool:
         """Whether a range has tokens, and none of them has a cell of its own any more."""
-        start, end = tokens
+        start, end = token_range
         memory = self.memory
         return start < end and set(memory.serials[start:end]).isdisjoint(memory.cache.serials())
 
@@ -176,19 +176,19 @@ class StateChange:
 
     def __init__(self, cores: Sequence[SessionCore]):
         self._cores = cores
-        self._previous = [core.state for core in cores]
-        self.states = [state.successor() for state in self._previous]
+        self._old_states = [core.state for core in cores]
+        self.states = [state.successor() for state in self._old_states]
 
     def commit(self) -> None:
         """Replace the states of the sessions by the successors."""
         for core, state in zip(self._cores, self.states, strict=True):
             core.state = state
-        self._previous.clear()  # a reference would keep storage that only they used
+        self._old_states.clear()  # a reference would keep storage that only they used
         for state in self.states:
             state.memory.commit()
 
     def rollback(self) -> None:
         """Restore states and overwritten cells. Does nothing after a commit."""
-        for core, old, state in zip(self._cores, self._previous, self.states, strict=False):
+        for core, old, state in zip(self._cores, self._old_states, self.states, strict=False):
             core.state = old
             state.memory.cache.rollback()

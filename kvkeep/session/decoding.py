@@ -15,7 +15,7 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.streaming import TextStream
 
-_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
+_MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
 
 
 @computes_in_worker
@@ -61,18 +61,18 @@ def stream_text(
     core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
 ) -> Iterator[str]:
     """Sample tokens and yield their text until one of `end_ids`; see `Session.stream`."""
-    context, core.finish_reason, yielded = core.memory.tokens, None, 0
+    context_ids, core.finish_reason, num_yielded = core.memory.tokens, None, 0
     try:
         for piece in _stream_pieces(core, max_tokens, sampling, end_ids):
-            yielded += len(piece)
+            num_yielded += len(piece)
             if piece:
                 yield piece
     except GeneratorExit:
         raise
     except BaseException as error:
         core.finish_reason = _failure_reason(error)
-        text = TextStream(core.model.text, sampling.stop, context)
-        if not_yielded := text.all_of(core.memory.tokens[len(context) :])[yielded:]:
+        text_stream = TextStream(core.model.text, sampling.stop, context_ids)
+        if not_yielded := text_stream.all_of(core.memory.tokens[len(context_ids) :])[num_yielded:]:
             try:
                 yield not_yielded
             except GeneratorExit:
@@ -85,21 +85,21 @@ def _stream_pieces(
     core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
 ) -> Iterator[str]:
     """Yield pieces of text that are certain, and set the core's `finish_reason` at the end."""
-    text = TextStream(core.model.text, sampling.stop, core.memory.tokens)
+    text_stream = TextStream(core.model.text, sampling.stop, core.memory.tokens)
     for _ in itertools.count() if max_tokens is None else range(max_tokens):
         token = next_token(core, sampling)
         if token in end_ids:
             core.finish_reason = "eos"
             break
-        yield text.push(token)
-        if text.stopped:
+        yield text_stream.push(token)
+        if text_stream.stopped:
             core.finish_reason = "stop"
             return
         if sampling.complete:
             core.finish_reason = "eos"
             break
     core.finish_reason = core.finish_reason or "length"
-    yield text.flush()
+    yield text_stream.flush()
 
 
 def _failure_reason(error: BaseException) -> str:
@@ -122,10 +122,10 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
         hidden = evaluate_step(state.memory, ids, done, size, sampled).hidden
         targets = ids[done : done + len(hidden)]
         if last_hidden is not None:
-            rows = torch.cat((last_hidden, hidden[:-1]))
-            return _log_probabilities(state.memory, rows, targets)
-        first = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
-        return torch.cat((first, _log_probabilities(state.memory, hidden[:-1], targets[1:])))
+            preceding_hidden = torch.cat((last_hidden, hidden[:-1]))
+            return _log_probabilities(state.memory, preceding_hidden, targets)
+        first_nan = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
+        return torch.cat((first_nan, _log_probabilities(state.memory, hidden[:-1], targets[1:])))
 
 
 @torch.inference_mode()
@@ -133,8 +133,8 @@ def _log_probabilities(memory: Memory, hidden: Tensor, targets: Sequence[int]) -
     """Return log probabilities, `[n]` float64, of targets after `hidden: [n, hidden_size]`."""
     target_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
     log_probabilities = [torch.empty(0, dtype=torch.float64, device="cpu")]
-    for first in range(0, len(targets), _LOGITS_ROWS):
-        rows = slice(first, first + _LOGITS_ROWS)
+    for first in range(0, len(targets), _MAX_LOGITS_ROWS):
+        rows = slice(first, first + _MAX_LOGITS_ROWS)
         logits = memory.decoder.logits(hidden[rows])
         target_logits = logits.gather(1, target_ids[rows, None])[:, 0]
         # Converted on the CPU: not every device has float64.

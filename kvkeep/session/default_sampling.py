@@ -10,7 +10,7 @@ from kvkeep.session.sampling import Sampling
 DEFAULT_SAMPLING = Sampling(
     temperature=0.7, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1
 )
-_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_RECOMMENDED_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def model_sampling(generation_config: Mapping[str, Any], source: object) -> Sampling:
@@ -21,22 +21,22 @@ def model_sampling(generation_config: Mapping[str, Any], source: object) -> Samp
 
     Raises BadModelFile for a parameter that is out of range.
     """
-    values = {name: generation_config.get(name) for name in _RECOMMENDED}
-    values["temperature"] = values["temperature"] or None
+    parameters = {name: generation_config.get(name) for name in _RECOMMENDED_PARAMETERS}
+    parameters["temperature"] = parameters["temperature"] or None
     try:
-        return with_parameters(DEFAULT_SAMPLING, values)
+        return with_parameters(DEFAULT_SAMPLING, parameters)
     except InvalidArgument as error:
         raise BadModelFile(f"{source}: {error}") from error
 
 
-def with_parameters(defaults: Sampling, values: Mapping[str, Any]) -> Sampling:
-    """Return the defaults with the parameters that are not None in `values`.
+def with_parameters(defaults: Sampling, parameters: Mapping[str, Any]) -> Sampling:
+    """Return the defaults with the parameters that are not None in `parameters`.
 
     A temperature of 0 asks for plain greedy decoding: then no default penalty applies either.
 
     Raises InvalidArgument for a parameter that is out of range.
     """
-    given = {name: value for name, value in values.items() if value is not None}
-    if given.get("temperature") == 0:
-        given = {"repetition_penalty": 1.0, **given}
-    return replace(defaults, **given)
+    changes = {name: value for name, value in parameters.items() if value is not None}
+    if changes.get("temperature") == 0:
+        changes = {"repetition_penalty": 1.0, **changes}
+    return replace(defaults, **changes)

@@ -125,20 +125,20 @@ def _edit(
     end: int,
     ids: list[int],
     recompute: Recompute,
-    name: str | None = None,
+    span_name: str | None = None,
 ) -> EditReport:
-    """Put `ids` in place of tokens `start ... end - 1`. name: of the span that is replaced."""
+    """Put `ids` in place of tokens `start ... end - 1`. span_name: of the span that is replaced."""
     started = time.perf_counter()
     core.memory.require_no_recurrent_states("edited")
     core.state.check_first_prompt(len(ids))
-    complete, evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
+    finish, num_evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
     with session_transaction([core]) as (state,):
-        state.memory, moved = complete(state.memory)
+        state.memory, cells_moved = finish(state.memory)
         state.keep_first_prompt(len(ids))
         state.move_spans(lambda span: after_edit(span, start, end, len(ids)))
-        if name is not None and ids:
-            state.spans = {**state.spans, name: (start, start + len(ids))}
-    return EditReport(moved, evaluated, time.perf_counter() - started, recompute)
+        if span_name is not None and ids:
+            state.spans = {**state.spans, span_name: (start, start + len(ids))}
+    return EditReport(cells_moved, num_evaluated, time.perf_counter() - started, recompute)
 
 
 def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
@@ -187,9 +187,9 @@ def prepare_edit(
     if start == end and not ids:
         raise InvalidArgument(f"nothing to do: no token between {start} and {end}, none to put in")
     if end == total or recompute == "suffix":
-        edited = _evaluate_suffix(memory, start, end, ids, prefill_step)
-        evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
-        return lambda successor: (edited, 0), evaluated
+        edited_memory = _evaluate_suffix(memory, start, end, ids, prefill_step)
+        tokens_evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
+        return lambda successor: (edited_memory, 0), tokens_evaluated
     return InPlaceEdit.prepare(memory, start, end, ids, prefill_step).apply, len(ids) + 1
 
 
@@ -197,21 +197,21 @@ def _evaluate_suffix(
     memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
 ) -> Memory:
     """Return a fork, rewound to `start`, with `ids` and the tokens from `end` on evaluated."""
-    removed = len(memory.tokens) - start
+    num_removed = len(memory.tokens) - start
     memory.require_room(len(ids) - (end - start))
-    memory.require_rewind(removed)
-    edited, done = memory.fork(), 0
-    exact_cells = sum(seg.length for seg in memory.cache.segments if not seg.compressed)
-    scope = EditScope.locate(memory, start, end, ids, exact_cells - removed)
-    following = [*ids, *memory.tokens[end:]]
+    memory.require_rewind(num_removed)
+    edited_memory, done = memory.fork(), 0
+    exact_cells = sum(segment.length for segment in memory.cache.segments if not segment.compressed)
+    scope = EditScope.locate(memory, start, end, ids, exact_cells - num_removed)
+    following_ids = [*ids, *memory.tokens[end:]]
     are_pinned = [scope.pinned] * len(ids)
     are_pinned += [serial in memory.pins for serial in memory.serials[end:]]
-    rewind(edited, removed)
+    rewind(edited_memory, num_removed)
     if memory.is_bounded:
-        edited.change_policy(keep=scope.keep)
+        edited_memory.change_policy(keep=scope.keep)
     for pinned, run in itertools.groupby(are_pinned):
         count = len(list(run))
-        evaluate_all(edited, following[done : done + count], prefill_step, pinned)
+        evaluate_all(edited_memory, following_ids[done : done + count], prefill_step, pinned)
         done += count
-    edited.cache.segments = merge_small_segments(edited.cache.segments)
-    return edited
+    edited_memory.cache.segments = merge_small_segments(edited_memory.cache.segments)
+    return edited_memory

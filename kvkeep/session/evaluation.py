@@ -18,7 +18,7 @@ from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import require_finite
 from kvkeep.session.memory import Memory
 
-_LOCAL_STEP = 512  # tokens that are re-evaluated at a time for local layers
+_LOCAL_STEP_TOKENS = 512  # tokens that are re-evaluated at a time for local layers
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def evaluate_step(
     sampled: whether the model itself has chosen the ids; `prefill_step` is 1 then.
     """
     chunk = open_step(memory, ids, done, prefill_step)
-    return evaluate_chunk(memory, chunk, done + len(chunk) == len(ids), sampled)
+    return evaluate_chunk(memory, chunk, is_last=done + len(chunk) == len(ids), sampled=sampled)
 
 
 def open_step(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) -> Sequence[int]:
@@ -139,24 +139,24 @@ def open_step(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) 
     prompts are evaluated in the same steps for as long as they are equal. With `prefill_step` 512
     and 300 tokens done, the next step is of 212.
     """
-    size = min(len(ids) - done, prefill_step - done % prefill_step)
+    max_size = min(len(ids) - done, prefill_step - done % prefill_step)
     # Space for an answer to a long prompt is reserved, or its first token would move all cells.
     reserved = GROWTH if len(ids) > GROWTH else 0
-    count = memory.policy.open(memory.cache, size, len(ids) - done - size + reserved)
-    return ids[done : done + count]
+    step_size = memory.policy.open(memory.cache, max_size, len(ids) - done - max_size + reserved)
+    return ids[done : done + step_size]
 
 
 def evaluate_chunk(
-    memory: Memory, chunk: Sequence[int], last: bool = False, sampled: bool = False
+    memory: Memory, chunk: Sequence[int], is_last: bool = False, sampled: bool = False
 ) -> StepResult:
     """Evaluate in one step the tokens for which the policy has just opened the cache.
 
-    last: whether no more tokens follow, so that logits are computed. sampled: see `evaluate_step`.
+    is_last: whether no tokens follow, so that logits are computed. sampled: see `evaluate_step`.
     """
     cells_before = memory.cache.cells
     with StepTransaction([memory], [chunk], sampled) as transaction:
         hidden = memory.decoder.hidden(transaction.tokens, transaction.step)
-        logits = memory.decoder.logits(hidden[-1:]) if last else None
+        logits = memory.decoder.logits(hidden[-1:]) if is_last else None
         if logits is None:
             require_finite(hidden)
     peak_cells = cells_before + len(chunk) if len(chunk) > 1 else memory.cache.cells
@@ -173,17 +173,17 @@ def rewind(memory: Memory, count: int) -> list[int]:
     return removed
 
 
-def reevaluate_last(memory: Memory, max_local: int | None = None) -> None:
+def reevaluate_last(memory: Memory, max_local_tokens: int | None = None) -> None:
     """Evaluate the last token, if there is one, anew over the cells that are there now.
 
     It is evaluated as a token of a prompt, even if it was sampled, so that the result is that of a
     session that was fed these tokens.
 
-    max_local: the most tokens that are evaluated to refill local layers; None for no limit.
+    max_local_tokens: the most tokens that are evaluated to refill local layers; None for no limit.
     """
-    last, pinned = memory.pop_last()
-    _refill_local(memory, max_local)
-    evaluate_all(memory, last, 1, pinned)
+    last_ids, pinned = memory.pop_last()
+    _refill_local(memory, max_local_tokens)
+    evaluate_all(memory, last_ids, 1, pinned)
 
 
 def _refill_local(memory: Memory, max_tokens: int | None) -> None:
@@ -206,15 +206,15 @@ def local_segments(decoder: Decoder, cache: KVCache, ids: Sequence[int]) -> list
 
     cache: its newest cells are those of `ids`; it does not change.
     """
-    scratch = cache.fork()
-    scratch.observer, scratch.window = None, Window()
-    scratch.drop_newest(len(ids))
-    scratch.serial -= len(ids)  # the tokens get the same serials again
-    assert scratch.local is not None
-    scratch.local.segments = []
-    scratch.segments.append(Segment(scratch.layout, len(ids)))
-    fill_cache(decoder, scratch, ids, _LOCAL_STEP)
-    return scratch.local.segments
+    scratch_cache = cache.fork()
+    scratch_cache.observer, scratch_cache.window = None, Window()
+    scratch_cache.drop_newest(len(ids))
+    scratch_cache.serial -= len(ids)  # the tokens get the same serials again
+    assert scratch_cache.local is not None
+    scratch_cache.local.segments = []
+    scratch_cache.segments.append(Segment(scratch_cache.layout, len(ids)))
+    fill_cache(decoder, scratch_cache, ids, _LOCAL_STEP_TOKENS)
+    return scratch_cache.local.segments
 
 
 @torch.inference_mode()
@@ -222,6 +222,6 @@ def fill_cache(decoder: Decoder, cache: KVCache, ids: Sequence[int], step_size: 
     """Evaluate tokens into the newest segment of a cache. Raises NonFiniteLogits."""
     for first in range(0, len(ids), step_size):
         step_ids = ids[first : first + step_size]
-        chunk = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
-        with cache.step(len(chunk)) as step:
-            require_finite(decoder.hidden(chunk, step))
+        tokens = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
+        with cache.step(len(tokens)) as step:
+            require_finite(decoder.hidden(tokens, step))

@@ -32,30 +32,30 @@ class ExternalStep:
 
     def __init__(self, sessions: Sequence[Session], ids: Sequence[Sequence[int]]):
         """ids: token ids for each session, at least one. Raises as `Session.feed`."""
-        self._hidden = list[list[Tensor]]()  # for each session, of each step before the last
+        self._past_hidden = list[list[Tensor]]()  # by session, of each step before the last
         self._inference_mode: torch.inference_mode | None = None
-        with ExitStack() as exits:
-            exits.enter_context(compute_lock())
-            self._open(exits, [session.core for session in sessions], ids)
-            self._exits = exits.pop_all()
+        with ExitStack() as exit_stack:
+            exit_stack.enter_context(compute_lock())
+            self._open(exit_stack, [session.core for session in sessions], ids)
+            self._exit_stack = exit_stack.pop_all()
 
     def _open(
-        self, exits: ExitStack, cores: Sequence[SessionCore], ids: Sequence[Sequence[int]]
+        self, exit_stack: ExitStack, cores: Sequence[SessionCore], ids: Sequence[Sequence[int]]
     ) -> None:
         for core, session_ids in zip(cores, ids, strict=True):
             core.memory.require_room(len(session_ids))
             core.state.check_first_prompt(len(session_ids))
-        self._change = StateChange(cores)
-        exits.callback(self._change.rollback)
-        memories = [state.memory for state in self._change.states]
+        self._state_change = StateChange(cores)
+        exit_stack.callback(self._state_change.rollback)
+        memories = [state.memory for state in self._state_change.states]
         chunks, grouped = list[Sequence[int]](), len(cores) > 1
-        for core, state, session_ids in zip(cores, self._change.states, ids, strict=True):
+        for core, state, session_ids in zip(cores, self._state_change.states, ids, strict=True):
             state.keep_first_prompt(len(session_ids))
-            hidden, chunk = _open_last(state.memory, session_ids, core.prefill_step, grouped)
-            self._hidden.append(hidden)
+            hidden, chunk = _open_last_step(state.memory, session_ids, core.prefill_step, grouped)
+            self._past_hidden.append(hidden)
             chunks.append(chunk)
-        exits.enter_context(interrupts_deferred())
-        exits.callback(self._leave_inference_mode)
+        exit_stack.enter_context(interrupts_deferred())
+        exit_stack.callback(self._leave_inference_mode)
         self._inference_mode = torch.inference_mode()
         self._inference_mode.__enter__()
         self._transaction = StepTransaction(memories, chunks, grouped=grouped)
@@ -71,38 +71,38 @@ class ExternalStep:
         with self._transaction:
             require_finite(hidden)
         self._transaction.append(hidden, None)
-        joined = [
+        session_hidden = [
             torch.cat([*steps, last]) if steps else last
-            for steps, last in zip(self._hidden, hidden.chunk(len(self._hidden)), strict=True)
+            for steps, last in zip(self._past_hidden, hidden.chunk(len(self.tokens)), strict=True)
         ]
         self._leave_inference_mode()
-        return joined
+        return session_hidden
 
     def commit(self) -> None:
         """Append all tokens to the sessions, and release the compute lock.
 
         Raises KeyboardInterrupt if Ctrl-C was pressed meanwhile.
         """
-        with self._exits:
-            self._change.commit()
+        with self._exit_stack:
+            self._state_change.commit()
 
     def rollback(self) -> None:
         """Leave the sessions as they were. Does nothing after a commit."""
-        self._exits.close()
+        self._exit_stack.close()
 
     def _leave_inference_mode(self) -> None:
         if self._inference_mode is None:
             return
         # If gradients are enabled here, the forward was left early, and a no_grad around it has
         # ended. Leaving inference mode would restore that no_grad.
-        gradients = torch.is_grad_enabled()
+        gradients_enabled = torch.is_grad_enabled()
         self._inference_mode.__exit__(None, None, None)
         self._inference_mode = None
-        if gradients:
+        if gradients_enabled:
             torch.set_grad_enabled(True)
 
 
-def _open_last(
+def _open_last_step(
     memory: Memory, ids: Sequence[int], prefill_step: int, grouped: bool
 ) -> tuple[list[Tensor], Sequence[int]]:
     """Evaluate all but the last step of the ids, and have the policy open the cache for that.
@@ -110,10 +110,10 @@ def _open_last(
     grouped: whether the last step is of one token. Returns the hidden states of each evaluated
     step, and the ids of the last one.
     """
-    hidden, done, prompt = list[Tensor](), 0, ids[:-1] if grouped else ids
-    while done < len(prompt):
+    hidden, done, chunked_ids = list[Tensor](), 0, ids[:-1] if grouped else ids
+    while done < len(chunked_ids):
         with interrupts_deferred(), torch.inference_mode():
-            chunk = open_step(memory, prompt, done, prefill_step)
+            chunk = open_step(memory, chunked_ids, done, prefill_step)
             done += len(chunk)
             if done == len(ids):
                 return hidden, chunk

@@ -20,13 +20,13 @@ from kvkeep.session.memory import Memory
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 
-_NO_PREFIX = (
+_NO_PREFIX_FORMAT = (
     "some layers of this model {}: its prompts are evaluated from the beginning; save a session "
     "and restore it instead"
 )
-_LOCAL_ERROR = _NO_PREFIX.format("see the newest tokens alone, and keep no others")
-_RECURRENT_ERROR = _NO_PREFIX.format("keep states of all tokens so far")
-_LONG_PROMPT = 0.25  # seconds; after so many, returning freed memory to the system costs nothing
+_LOCAL_ERROR = _NO_PREFIX_FORMAT.format("see the newest tokens alone, and keep no others")
+_RECURRENT_ERROR = _NO_PREFIX_FORMAT.format("keep states of all tokens so far")
+_TRIM_AFTER_SECONDS = 0.25  # after so many, returning freed memory to the system costs nothing
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Feeding(Iterator[FeedStep]):
                 self._prefix.store_blocks(self._core.memory, min(self.total - self.done, size))
         finally:
             self._seconds += time.perf_counter() - started
-        if self.done == self.total and self._seconds > _LONG_PROMPT:
+        if self.done == self.total and self._seconds > _TRIM_AFTER_SECONDS:
             trim_memory()
         return FeedStep(self.done - done_before, self.done, self.total, reused)
 
@@ -125,22 +125,22 @@ class Feeding(Iterator[FeedStep]):
         prefix.load(state.memory, self._ids)
         with interrupts_deferred():
             self._prefix = prefix
-            if prefix.reused:
+            if prefix.num_reused:
                 core.state = state
-                self._advance(prefix.reused)
+                self._advance(prefix.num_reused)
 
     def _evaluate(self, size: int) -> None:
         core = self._core
         if core.memory.tokens is not self._session_tokens:
-            self._prefix.store = None  # the session was changed meanwhile: this is no first prompt
+            self._prefix.prefix_cache = None  # the session was changed meanwhile: no first prompt
         core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
             with session_transaction([core]) as (state,):
                 state.keep_first_prompt(self.total)
-                step = evaluate_step(state.memory, self._ids, self.done, size)
-            self._advance(step.hidden.shape[0])
-        self._peak_cells = max(self._peak_cells, step.peak_cells)
-        self._compressions += step.compressions
+                result = evaluate_step(state.memory, self._ids, self.done, size)
+            self._advance(result.hidden.shape[0])
+        self._peak_cells = max(self._peak_cells, result.peak_cells)
+        self._compressions += result.compressions
 
     def _advance(self, count: int) -> None:
         self.done += count
@@ -158,7 +158,7 @@ class Feeding(Iterator[FeedStep]):
             self.done,
             self._seconds,
             self._peak_cells,
-            prefix.reused,
+            prefix.num_reused,
             prefix.differs_at,
             tuple(self._compressions),
             prefix.error,
@@ -169,14 +169,14 @@ class Feeding(Iterator[FeedStep]):
 class _StoredPrefix:
     """The part of a session's first prompt that a prefix store holds.
 
-    store: None if nothing more is to be stored there, as after an error. reused: tokens that came
-    from it. stored: tokens of the prompt that it has. differs_at, error: see `FeedReport`.
+    prefix_cache: None if nothing more is to be stored there, as after an error. num_reused: tokens
+    that came from it. num_stored: tokens that it has. differs_at, error: see `FeedReport`.
     """
 
-    store: PrefixCache | None
+    prefix_cache: PrefixCache | None
     model: LoadedModel
-    reused: int = 0
-    stored: int = 0
+    num_reused: int = 0
+    num_stored: int = 0
     differs_at: int | None = None
     error: str | None = None
 
@@ -187,20 +187,20 @@ class _StoredPrefix:
         prompt ends, or before the policy first evicts or compresses: one for its logits, and as
         many as the policy observes, so that it decides by the same queries as without a store.
         """
-        policy, store = memory.policy, self.store
+        policy, prefix_cache = memory.policy, self.prefix_cache
         if memory.cache.local is not None or memory.decoder.spec.recurrent:
-            self._fail(_LOCAL_ERROR if memory.cache.local is not None else _RECURRENT_ERROR)
-        elif store is not None:
+            self._stop_storing(_LOCAL_ERROR if memory.cache.local is not None else _RECURRENT_ERROR)
+        elif prefix_cache is not None:
             max_tokens = min(len(ids), policy.exact + 1) - max(1, policy.observed)
             try:
-                match = store.find(self.model.fingerprint, ids[: max(0, max_tokens)])
+                match = prefix_cache.find(self.model.fingerprint, ids[: max(0, max_tokens)])
             except StoreError as error:
-                self._fail(str(error))
+                self._stop_storing(str(error))
                 return
             if match.tokens:
                 keys, values = (torch.cat(cells, 2) for cells in zip(*match.blocks, strict=True))
                 memory.append_evaluated(ids[: match.tokens], keys, values)
-            self.reused = self.stored = match.tokens
+            self.num_reused = self.num_stored = match.tokens
             self.differs_at = match.differs_at
 
     def store_blocks(self, memory: Memory, upcoming: int) -> None:
@@ -212,26 +212,26 @@ class _StoredPrefix:
 
         upcoming: how many tokens the next step may evaluate; 0 at the prompt's end.
         """
-        count, exact = len(memory.tokens), memory.policy.exact
-        pending = min(count, exact) - self.stored
-        if self.store is None or pending < BLOCK_TOKENS or memory.bits != Bits():
+        num_tokens, exact = len(memory.tokens), memory.policy.exact
+        pending = min(num_tokens, exact) - self.num_stored
+        if self.prefix_cache is None or pending < BLOCK_TOKENS or memory.bits != Bits():
             return
-        if upcoming and count + upcoming <= exact and pending < self.stored:
+        if upcoming and num_tokens + upcoming <= exact and pending < self.num_stored:
             return
         end = min(_unchanged_cells(memory.cache), exact) // BLOCK_TOKENS * BLOCK_TOKENS
-        if end <= self.stored:
+        if end <= self.num_stored:
             return
-        tokens, blocks = memory.tokens[:end], _read_blocks(memory.cache, self.stored, end)
+        tokens, blocks = memory.tokens[:end], _read_blocks(memory.cache, self.num_stored, end)
         try:
             fingerprint = self.model.fingerprint
-            self.stored = self.store.add(fingerprint, tokens, self.stored, blocks)
+            self.num_stored = self.prefix_cache.add(fingerprint, tokens, self.num_stored, blocks)
         except StoreError as error:
-            self._fail(str(error))
-        if self.stored < end:
-            self.store = None
+            self._stop_storing(str(error))
+        if self.num_stored < end:
+            self.prefix_cache = None
 
-    def _fail(self, error: str) -> None:
-        self.error, self.store = error, None
+    def _stop_storing(self, error: str) -> None:
+        self.error, self.prefix_cache = error, None
 
 
 def _read_blocks(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:

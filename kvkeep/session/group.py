@@ -77,7 +77,7 @@ class SessionGroup:
             ContextFull: the policy of one of them cannot take another token.
             NonFiniteLogits: the model produced NaN or infinity for one of them.
         """
-        samplings = self._samplings(sampling)
+        samplings = self._samplings_by_session(sampling)
         require_own_constraints(samplings)
         cores = [session.core for session in self.sessions]
         logits = list[Tensor]()
@@ -91,7 +91,7 @@ class SessionGroup:
             logits.append(last_logits)
         return decode_step(cores, logits, samplings, grouped=True)
 
-    def _samplings(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
+    def _samplings_by_session(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):
             return [sampling] * len(self.sessions)
         sampling = [validation.instance("sampling", item, Sampling) for item in sampling]

@@ -25,22 +25,22 @@ class History(Sequence[int]):
 
     def extended(self, numbers: Sequence[int]) -> "History":
         """Return a longer history: in place if this one reaches the shared end, else by a copy."""
-        added = array(self._numbers.typecode, numbers)  # raises for anything that is no number
+        added_numbers = array(self._numbers.typecode, numbers)  # raises for non-numbers
         try:
             end = self._end.pop()
         except IndexError:
-            return History(added.typecode, self.array() + added)
+            return History(added_numbers.typecode, self.array() + added_numbers)
         if end != self._length:
             self._end.append(end)
-            return History(added.typecode, self.array() + added)
-        self._numbers.extend(added)
-        self._end.append(end + len(added))
-        return self._sharing(end + len(added))
+            return History(added_numbers.typecode, self.array() + added_numbers)
+        self._numbers.extend(added_numbers)
+        self._end.append(end + len(added_numbers))
+        return self._share_storage(end + len(added_numbers))
 
     def first(self, count: int) -> "History":
-        return self._sharing(min(count, self._length))
+        return self._share_storage(min(count, self._length))
 
-    def _sharing(self, length: int) -> "History":
+    def _share_storage(self, length: int) -> "History":
         history = History.__new__(History)
         history._numbers, history._end, history._length = self._numbers, self._end, length
         return history

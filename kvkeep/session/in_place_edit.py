@@ -45,21 +45,21 @@ class EditScope:
         pinned, too. `keep` never shrinks: without its first tokens, a window cannot attend any
         more.
         """
-        around = range(start, end) if end > start else range(start - 1, start + 1)
-        inside = bool(around) and around[0] >= 0 and around[-1] < len(memory.tokens)
-        pinned = inside and all(memory.serials[index] in memory.pins for index in around)
+        indices = range(start, end) if end > start else range(start - 1, start + 1)
+        in_bounds = bool(indices) and indices[0] >= 0 and indices[-1] < len(memory.tokens)
+        pinned = in_bounds and all(memory.serials[index] in memory.pins for index in indices)
         keep = memory.policy.keep
         if start < len(memory.tokens) and rank + max(1, end - start) <= keep:
             keep += max(0, len(ids) - (end - start))
         return cls(start, end, ids, rank, keep, pinned)
 
     @property
-    def removed(self) -> int:
+    def num_removed(self) -> int:
         return self.end - self.start
 
     @property
     def growth(self) -> int:
-        return len(self.ids) - self.removed
+        return len(self.ids) - self.num_removed
 
     @property
     def permanent(self) -> bool:
@@ -71,13 +71,13 @@ class EditScope:
 class InPlaceEdit:
     """An edit in place whose new tokens are evaluated, to be applied to a successor of the memory.
 
-    end_position: the position at which the edit ends, as the newest tokens see it. evicted: how
+    end_position: the position at which the edit ends, as the newest tokens see it. num_evicted: how
     many of the oldest window cells before it must go. inserted: the new tokens' segment, if any.
     """
 
     scope: EditScope
     end_position: int
-    evicted: int
+    num_evicted: int
     inserted: Sequence[Segment]
 
     @classmethod
@@ -90,40 +90,40 @@ class InPlaceEdit:
                 "grouped cells cannot be edited in place: policy "
                 f'"{memory.policy.name}" needs recompute="suffix"'
             )
-        rank, end_position = _find_edit(memory, start, end)
+        rank, end_position = _locate_edit(memory, start, end)
         scope = EditScope.locate(memory, start, end, ids, rank)
-        evicted = _count_evictions(memory, scope)
-        before, after = _split_segments(memory.cache, scope, end_position, evicted)
+        num_evicted = _count_evictions(memory, scope)
+        prefix, suffix = _split_segments(memory.cache, scope, end_position, num_evicted)
         # Bounded policies say what is an anchor. Otherwise cells leave the window in their order,
         # so that no window cell may lie among those that have left it.
-        anchor = scope.permanent if memory.is_bounded else after[0].anchor
+        anchor = scope.permanent if memory.is_bounded else suffix[0].anchor
         inserted = []
         if ids:
-            inserted = [_evaluate_ids(memory, before, scope, end_position, anchor, prefill_step)]
-        return cls(scope, end_position, evicted, inserted)
+            inserted = [_evaluate_ids(memory, prefix, scope, end_position, anchor, prefill_step)]
+        return cls(scope, end_position, num_evicted, inserted)
 
     @torch.inference_mode()
     def apply(self, memory: Memory) -> tuple[Memory, int]:
         """Apply the edit to a successor of the memory; see `EditCompletion`."""
         scope, cache = self.scope, memory.cache
-        before, after = _split_segments(cache, scope, self.end_position, self.evicted)
-        following = len(memory.tokens) - scope.end
-        cache.segments = merge_small_segments([*before, *self.inserted, *after])
+        prefix, suffix = _split_segments(cache, scope, self.end_position, self.num_evicted)
+        num_following = len(memory.tokens) - scope.end
+        cache.segments = merge_small_segments([*prefix, *self.inserted, *suffix])
         cache.serial += len(scope.ids)
         memory.replace_tokens(scope.start, scope.end, scope.ids, scope.pinned)
         if memory.is_bounded:
             memory.change_policy(keep=scope.keep)
             # A policy that follows the change may have evicted the excess already.
-            excess = max(0, cache.cells - memory.policy.max_kv_size)
-            cache.window.evict(cache.segments, excess)
+            excess_cells = max(0, cache.cells - memory.policy.max_kv_size)
+            cache.window.evict(cache.segments, excess_cells)
             cache.drop_empty_segments()
         if cache.local is not None:
-            cache.local.keep_newest(following)
-        reevaluate_last(memory, _local_reach(cache))
-        return memory, sum(segment.length for segment in before) if scope.growth else 0
+            cache.local.keep_newest(num_following)
+        reevaluate_last(memory, _local_refill_tokens(cache))
+        return memory, sum(segment.length for segment in prefix) if scope.growth else 0
 
 
-def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
+def _locate_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
     """Return how many held cells lie before an edit, and the position at which it ends.
 
     Compressed cells are not counted. The position is as the newest tokens see it: that of the token
@@ -134,17 +134,17 @@ def _find_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
     the kept ones at positions 2 and 3. Deleting 0 and 1 has rank 0 and ends at 4; inserting after 1
     or before 4 has rank 2 and ends at 4, too.
     """
-    exact = [segment for segment in memory.cache.segments if not segment.compressed]
-    serials = [serial for segment in exact for serial in segment.serials()]
-    positions = [x for segment in exact for x in _seen_positions(segment).tolist()]
-    located = dict(zip(serials, enumerate(positions), strict=True))  # to (rank, position)
+    exact_segments = [segment for segment in memory.cache.segments if not segment.compressed]
+    serials = [serial for segment in exact_segments for serial in segment.serials()]
+    positions = [x for segment in exact_segments for x in _seen_positions(segment).tolist()]
+    cells = dict(zip(serials, enumerate(positions), strict=True))  # to (rank, position)
     if end > start:
-        removed = [located[serial] for serial in memory.serials[start:end] if serial in located]
+        removed = [cells[serial] for serial in memory.serials[start:end] if serial in cells]
         if len(removed) == end - start:
             return removed[0][0], removed[-1][1] + 1
-    elif following := located.get(memory.serials[start]):
+    elif following := cells.get(memory.serials[start]):
         return following
-    elif start and (previous := located.get(memory.serials[start - 1])):
+    elif start and (previous := cells.get(memory.serials[start - 1])):
         return previous[0] + 1, previous[1] + 1
     raise InvalidArgument(
         f"tokens {start} to {end} are not all remembered: edit what is held, or begin anew "
@@ -161,49 +161,49 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
     ContextFull if that is not enough.
     """
     cache, policy = memory.cache, memory.policy
-    excess = max(0, cache.cells + scope.growth - policy.max_kv_size)
-    exact = [segment for segment in cache.segments if not segment.compressed]
-    in_window = [not segment.anchor for segment in exact for _ in range(segment.length)]
+    excess_cells = max(0, cache.cells + scope.growth - policy.max_kv_size)
+    exact_segments = [segment for segment in cache.segments if not segment.compressed]
+    in_window = [not segment.anchor for segment in exact_segments for _ in range(segment.length)]
     archives = memory.is_bounded and cache.window.moves
-    earlier = sum(in_window if archives else in_window[: scope.rank]) if memory.is_bounded else 0
-    later = excess if memory.is_bounded and scope.permanent else 0
-    if excess > earlier + later:
+    evictable = sum(in_window if archives else in_window[: scope.rank]) if memory.is_bounded else 0
+    evictable_later = excess_cells if memory.is_bounded and scope.permanent else 0
+    if excess_cells > evictable + evictable_later:
         raise ContextFull(
-            f"{len(scope.ids)} tokens do not fit in the place of {scope.removed}: {cache.cells} of "
-            f"{policy.max_kv_size} cells are held, and {earlier} of them can make room for what is "
-            "inserted there"
+            f"{len(scope.ids)} tokens do not fit in the place of {scope.num_removed}: "
+            f"{cache.cells} of {policy.max_kv_size} cells are held, and {evictable} of them can "
+            "make room for what is inserted there"
         )
-    return 0 if archives else min(earlier, excess)
+    return 0 if archives else min(evictable, excess_cells)
 
 
 def _split_segments(
-    cache: KVCache, scope: EditScope, end_position: int, evicted: int
+    cache: KVCache, scope: EditScope, end_position: int, num_evicted: int
 ) -> tuple[list[Segment], list[Segment]]:
     """Split the segments into those before the edit, moved by its growth, and those after it.
 
-    evicted: how many of the oldest window cells before it go. No cell is copied, except of
+    num_evicted: how many of the oldest window cells before it go. No cell is copied, except of
     compressed segments that the edit cuts.
     """
-    before: list[Segment] = []
-    after: list[Segment] = []
-    rank, end = 0, scope.rank + scope.removed
+    prefix: list[Segment] = []
+    suffix: list[Segment] = []
+    rank, end = 0, scope.rank + scope.num_removed
     for original in cache.segments:
         segment = copy.copy(original)
         if segment.compressed:
-            older = int(_seen_positions(segment).min()) < end_position
-            moved = _move_compressed(cache, segment, end_position, scope.growth)
-            (before if older else after).append(moved)
+            is_before = int(_seen_positions(segment).min()) < end_position
+            moved_segment = _move_compressed(cache, segment, end_position, scope.growth)
+            (prefix if is_before else suffix).append(moved_segment)
             continue
         first_removed = min(max(scope.rank - rank, 0), segment.length)
         first_later = min(max(end - rank, 0), segment.length)
-        before += [segment] if first_removed == segment.length else segment.part(0, first_removed)
-        after += segment.tail(first_later) if first_later < segment.length else []
+        prefix += [segment] if first_removed == segment.length else segment.part(0, first_removed)
+        suffix += segment.tail(first_later) if first_later < segment.length else []
         rank += original.length
-    cache.window.evict(before, evicted)
-    for segment in before if scope.growth else ():
+    cache.window.evict(prefix, num_evicted)
+    for segment in prefix if scope.growth else ():
         if not segment.compressed:
             segment.map, segment.frozen = segment.map.closer(-scope.growth), True
-    return [segment for segment in before if segment.length], after
+    return [segment for segment in prefix if segment.length], suffix
 
 
 def _seen_positions(segment: Segment) -> Tensor:
@@ -216,14 +216,14 @@ def _move_compressed(cache: KVCache, segment: Segment, end_position: int, growth
 
     If cells of some KV heads lie behind it, the earlier ones are rotated.
     """
-    seen = _seen_positions(segment)
-    if not growth or int(seen.min()) >= end_position:
+    seen_positions = _seen_positions(segment)
+    if not growth or int(seen_positions.min()) >= end_position:
         return segment
-    if int(seen.max()) < end_position:
+    if int(seen_positions.max()) < end_position:
         segment.map, segment.frozen = segment.map.closer(-growth), True
         return segment
     cells = segment.read(0, segment.length)
-    cells = cells.shift(cache.rope, torch.where(seen < end_position, -growth, 0))
+    cells = cells.shift(cache.rope, torch.where(seen_positions < end_position, -growth, 0))
     return Segment.from_cells(segment.layout, cells, segment.map, segment.anchor)
 
 
@@ -233,12 +233,12 @@ def _hide_later_cells(segment: Segment, end_position: int) -> Segment:
         return segment
     cells = segment.read(0, segment.length)
     assert cells.bias is not None
-    later = (_seen_positions(segment) >= end_position).to(cells.bias.device)
-    visible = replace(cells, bias=cells.bias.masked_fill(later, HIDDEN))
-    return Segment.from_cells(segment.layout, visible, segment.map, segment.anchor)
+    is_later = (_seen_positions(segment) >= end_position).to(cells.bias.device)
+    visible_cells = replace(cells, bias=cells.bias.masked_fill(is_later, HIDDEN))
+    return Segment.from_cells(segment.layout, visible_cells, segment.map, segment.anchor)
 
 
-def _local_reach(cache: KVCache) -> int:
+def _local_refill_tokens(cache: KVCache) -> int:
     """Return how many tokens are evaluated again for the cells of local layers."""
     local = cache.local
     return 0 if local is None else _LOCAL_WINDOWS * (local.window.size or 0)
@@ -246,7 +246,7 @@ def _local_reach(cache: KVCache) -> int:
 
 def _evaluate_ids(
     memory: Memory,
-    before: list[Segment],
+    prefix: list[Segment],
     scope: EditScope,
     end_position: int,
     anchor: bool,
@@ -254,13 +254,13 @@ def _evaluate_ids(
 ) -> Segment:
     """Return the segment of the inserted tokens, evaluated over the segments before them."""
     cache, count = memory.cache.new_empty(), len(scope.ids)
-    cache.segments = [_hide_later_cells(segment, end_position) for segment in before]
+    cache.segments = [_hide_later_cells(segment, end_position) for segment in prefix]
     cache.time, cache.serial = end_position - count, memory.cache.serial
     if cache.local is not None:
-        held = count_newest_held(cache, memory.serials.first(scope.start))
-        first = scope.start - min(held, _local_reach(cache))
-        previous = memory.tokens[first : scope.start]
-        cache.local.segments = local_segments(memory.decoder, cache, previous)
+        num_held = count_newest_held(cache, memory.serials.first(scope.start))
+        first = scope.start - min(num_held, _local_refill_tokens(cache))
+        previous_ids = memory.tokens[first : scope.start]
+        cache.local.segments = local_segments(memory.decoder, cache, previous_ids)
     segment = Segment(cache.layout_for(anchor), count, anchor=anchor)
     cache.segments.append(segment)
     fill_cache(memory.decoder, cache, scope.ids, prefill_step)

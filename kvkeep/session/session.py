@@ -28,7 +28,7 @@ from kvkeep.session.compression import (
     CompressionPlan,
     CompressionReport,
     compress_memory,
-    default_method,
+    default_method_name,
 )
 from kvkeep.session.core import WHOLE_PROMPT, SessionCore, SessionState, session_transaction
 from kvkeep.session.editing import SessionEdits
@@ -240,7 +240,7 @@ class Session(SessionEdits):
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(core.model)
         statistics = calibration.statistics if calibration else None
-        method = default_method(core.memory, statistics) if method is None else method
+        method = default_method_name(core.memory, statistics) if method is None else method
         recent = validation.optional_integer("recent", recent)
         plan = CompressionPlan(
             make_method(method), ratio, budget, core.model.text, recent, seed, statistics, progress

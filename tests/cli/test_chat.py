@@ -14,7 +14,7 @@ from kvkeep.cli.chat.passages import find_passage
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.session.conversation import Conversation, system_tokens
+from kvkeep.session.conversation import Conversation, count_system_tokens
 
 SYSTEM = "You are a teacher. You speak of nothing but water."
 
@@ -83,7 +83,7 @@ def test_typing_an_end_of_turn_token_does_not_end_a_turn(model: Model) -> None:
 
 
 def test_system_tokens_are_those_of_the_system_message(model: Model) -> None:
-    count = system_tokens(model.text, SYSTEM)
+    count = count_system_tokens(model.text, SYSTEM)
     ids = Conversation(model.session(), model.text, (), SYSTEM).begin_turn("Hi")
     assert model.text.decode(ids[:count]) == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
 

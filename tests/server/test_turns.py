@@ -8,7 +8,7 @@ import pytest
 from server.conftest import RunningServer
 
 from kvkeep.model import Model
-from kvkeep.session.conversation import Conversation, system_tokens
+from kvkeep.session.conversation import Conversation, count_system_tokens
 
 SYSTEM = "You are terse."
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "Name a river there.")
@@ -38,7 +38,7 @@ def take_turn(client: httpx.Client, name: str, content: str, **fields: object) -
 def test_turns_equal_a_conversation_in_python(client: httpx.Client, smollm2: Model) -> None:
     """The tokens and the spans are equal."""
     name = new_session(client, max_kv_size=1024, keep=4)
-    keep = system_tokens(smollm2.text, SYSTEM)
+    keep = count_system_tokens(smollm2.text, SYSTEM)
     session = smollm2.session(1024, keep, prefill_step=128)
     chat = Conversation(session, smollm2.text, smollm2.spec.eos_token_ids, SYSTEM)
     for question in QUESTIONS:

@@ -10,7 +10,7 @@ from kvkeep.cli.memory import SINKS, MemoryChoice, SessionChoice, keep_option, s
 from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import saved_sessions, session_names
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.session.conversation import CHAT, Conversation, system_tokens
+from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation, count_system_tokens
 from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.snapshots.header import read_summary
 
@@ -83,7 +83,7 @@ def chat(
         if session_file is not None:
             label = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
-            run.writer.follow(opened.session, {CHAT: conversation.notes})
+            run.writer.follow(opened.session, {CHAT_NOTES_KEY: conversation.notes})
         if source is not None:
             apply_keep(opened, session_options.memory.keep)
         with run.reported():
@@ -97,7 +97,7 @@ def _latest_chat_name(store: str | None, session: str | None) -> str:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
     for path in saved_sessions(store).newest():
         try:
-            if CHAT in read_summary(path).notes:
+            if CHAT_NOTES_KEY in read_summary(path).notes:
                 return path.stem
         except StoreError:
             if path.exists():  # else it was removed meanwhile
@@ -121,7 +121,7 @@ def _open_conversation(
         )
     else:
         opened = resume(source, memory, progress)
-        saved_system = opened.notes.get(CHAT, {}).get("system")
+        saved_system = opened.notes.get(CHAT_NOTES_KEY, {}).get("system")
     if system not in (None, saved_system):
         raise InvalidArgument(
             "--system comes first in a conversation, and this one began without it or with "
@@ -143,7 +143,7 @@ def _tokens_to_keep(memory: MemoryChoice, model: "Model", system: str | None) ->
     budget = memory.max_kv_size or model.spec.max_positions
     if system is None:
         return min(SINKS, budget - 1)
-    needed = system_tokens(model.text, system)
+    needed = count_system_tokens(model.text, system)
     if needed >= budget and memory.policy in ("sliding", "shift"):
         raise InvalidArgument(
             f"the system prompt takes {needed} tokens and all of it is kept, which leaves no room "

@@ -13,7 +13,7 @@ from kvkeep.cli.run import Run
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import saved_sessions
 from kvkeep.errors import InvalidArgument, KvkeepError, Locked, StoreError
-from kvkeep.session.conversation import CHAT, Conversation
+from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 
 
 @dataclass
@@ -72,7 +72,7 @@ class LocalChat(ChatLoop):
             file = self._locks.enter_context(saved_sessions(self._store).lock(name))
             if file.exists():
                 raise InvalidArgument(f"there is a session {name} already; choose another name")
-            notes = {CHAT: self.branches.current.notes}
+            notes = {CHAT_NOTES_KEY: self.branches.current.notes}
             run.writer = SessionWriter(run.session, file, label, notes)
             run.writer.write()
         if run.writer is None:
@@ -93,7 +93,7 @@ class LocalChat(ChatLoop):
         try:
             # The others first: a branch must be saved before another overwrites the chat's file.
             self._save_others(writer)
-            writer.follow(self.run.session, {CHAT: self.branches.current.notes})
+            writer.follow(self.run.session, {CHAT_NOTES_KEY: self.branches.current.notes})
             writer.save()
         except StoreError as error:
             say(str(error))  # saving is tried again at the next turn
@@ -113,7 +113,7 @@ class LocalChat(ChatLoop):
             self._save_others(writer)
         except StoreError as error:
             say(str(error))
-        writer.follow(self.run.session, {CHAT: self.branches.current.notes})
+        writer.follow(self.run.session, {CHAT_NOTES_KEY: self.branches.current.notes})
         say(f"branch {self.branches.current_name} is {writer.label}")
         for branch in self.branches.other_names:
             saved = self._saved_branches.get(branch)
@@ -123,7 +123,7 @@ class LocalChat(ChatLoop):
         """Save each changed branch that is not current. Raises StoreError."""
         for branch in self.branches.other_names:
             conversation = self.branches.conversations[branch]
-            notes = {**chat_writer.notes, CHAT: conversation.notes}
+            notes = {**chat_writer.notes, CHAT_NOTES_KEY: conversation.notes}
             if saved := self._saved_branches.get(branch):
                 saved.writer.follow(conversation.session, notes)
                 saved.writer.save()

@@ -15,7 +15,7 @@ from kvkeep.cli.session_file import UNREAD, checked_notes
 from kvkeep.cli.store import STORE, saved_sessions, session_names
 from kvkeep.cli.which_model import SAVED_MODEL, require_local
 from kvkeep.errors import FingerprintMismatch, InvalidArgument, StoreError
-from kvkeep.session.conversation import CHAT
+from kvkeep.session.conversation import CHAT_NOTES_KEY
 from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.snapshots.header import read_summary
 
@@ -61,7 +61,7 @@ def _session_row(path: Source) -> dict[str, Any] | None:
         error = str(unreadable)
     else:
         header = {name: getattr(summary, name) for name in _HEADER_FIELDS}
-        header = {"kind": "chat" if CHAT in summary.notes else "text", **header}
+        header = {"kind": "chat" if CHAT_NOTES_KEY in summary.notes else "text", **header}
     file = {"name": path.stem, "bytes": status.st_size, "saved": status.st_mtime}
     return {**file, **header, "error": error}
 

@@ -71,8 +71,7 @@ async def input_tokens(body: ResponsesRequest, context: ContextDep) -> dict[str,
 @router.get("/v1/responses/{response}")
 async def retrieve(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
     """Return a stored response."""
-    stored: dict[str, Any] = (await _stored_notes(response_id, context))[_RESPONSE_NOTE]
-    return stored
+    return dict((await _stored_notes(response_id, context))[_RESPONSE_NOTE])
 
 
 @router.delete("/v1/responses/{response}")

@@ -26,7 +26,7 @@ from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.session.conversation import CHAT, Conversation, system_tokens
+from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation, count_system_tokens
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 
@@ -132,7 +132,7 @@ def _turn_request(
 
 
 def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
-    session, current_system = record.live, record.notes.get(CHAT, {}).get("system")
+    session, current_system = record.live, record.notes.get(CHAT_NOTES_KEY, {}).get("system")
     if not session.tokens:
         if system is not None:
             current_system = system
@@ -143,7 +143,7 @@ def _conversation(model: Model, record: SessionRecord, system: str | None) -> Co
             "without: leave it out, edit the span 'system text', or begin a new session"
         )
     chat = Conversation(session, model.text, model.end_token_ids, current_system)
-    record.notes = {**record.notes, CHAT: chat.notes}
+    record.notes = {**record.notes, CHAT_NOTES_KEY: chat.notes}
     return chat
 
 
@@ -151,7 +151,7 @@ def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
     """Increase `keep` so that policies that keep first tokens never evict the system prompt."""
     if session.policy not in ("sliding", "shift"):
         return
-    count, budget = system_tokens(model.text, system), session.max_kv_size
+    count, budget = count_system_tokens(model.text, system), session.max_kv_size
     if count >= budget:
         raise InvalidArgument(
             f"the system prompt takes {count} tokens and all of it is kept, which leaves no room "

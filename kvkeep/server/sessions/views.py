@@ -198,8 +198,7 @@ def _reuse_entry(miss: CacheMiss, codec: TextCodec) -> dict[str, Any]:
 
 
 def _operation_entry(operation: Operation) -> dict[str, Any]:
-    fields = dataclasses.asdict(operation)
-    return {name: value for name, value in fields.items() if name != "owner"}
+    return {name: value for name, value in dataclasses.asdict(operation).items() if name != "owner"}
 
 
 async def _operation_events(context: RequestContext, session: str | None) -> AsyncIterator[bytes]:
