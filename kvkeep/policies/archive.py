@@ -79,14 +79,14 @@ class Archive(Policy):
 
     def for_model(self, trained: int) -> Self:
         """Return the policy with a span of at most what the model was trained for."""
-        fitted = super().for_model(trained)
+        policy = super().for_model(trained)
         span = self.span or min(2 * self.max_kv_size, trained)
         if span > trained:
             raise InvalidArgument(
                 f"span must be up to {trained}, the positions that the model was trained for; "
                 f"found {span}"
             )
-        return replace(fitted, span=span)
+        return replace(policy, span=span)
 
     @property
     def compression_method(self) -> Method:
@@ -120,7 +120,7 @@ class Archive(Policy):
 
     @property
     def exact(self) -> int:
-        return self.keep + self.window + self.block - 1
+        return self.keep + self.window + self.block - 1  # tokens before any is compressed
 
     @property
     def observed(self) -> int:
@@ -145,11 +145,11 @@ class Archive(Policy):
             cache.observe()
         if anchor_count := open_anchors(cache, self.keep, wanted):
             return anchor_count
-        size = self.window + self.block
-        newest = cache.open_window(size)
+        window_size = self.window + self.block
+        newest = cache.open_window(window_size)
         newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
-        count = min(wanted, size - window_cells(cache))
-        newest.reserve(newest.length + count + min(ahead, size - newest.length - count))
+        count = min(wanted, window_size - window_cells(cache))
+        newest.reserve(newest.length + count + min(ahead, window_size - newest.length - count))
         return count
 
     def settle(self, cache: KVCache) -> list[Compression]:
@@ -184,8 +184,8 @@ class Archive(Policy):
             )
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
-        needed = self.window + self.block + int(self.block / self.ratio) + 1
-        max_keep = self.max_kv_size - pinned - needed
+        min_window_cells = self.window + self.block + int(self.block / self.ratio) + 1
+        max_keep = self.max_kv_size - pinned - min_window_cells
         if self.window < 1 or self.block < 1:
             raise InvalidArgument(
                 f"window and block must be 1 or more; found {self.window} and {self.block}"
@@ -197,27 +197,24 @@ class Archive(Policy):
                 f"blocks of {self.block} takes a keep of 0 to {max(max_keep, 0)}; found "
                 f"{self.keep}: raise max_kv_size, or make the window smaller"
             )
-        if self.reach < (needed := self.keep + self.window + 2 * self.block):
+        if self.reach < (min_reach := self.keep + self.window + 2 * self.block):
             raise InvalidArgument(
                 f"a span of {self.reach} positions is too short: a budget of {self.max_kv_size} "
-                f"with a window of {self.window} and blocks of {self.block} needs {needed} or "
+                f"with a window of {self.window} and blocks of {self.block} needs {min_reach} or "
                 "more; lower max_kv_size"
             )
 
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """Change the anchors as `Sliding.changed` does; archived cells stay in the archive."""
-        changed = self.with_settings(**settings)
-        if (
-            changed.keep != self.keep
-            and NO_TOKEN in cache.serials()[: max(changed.keep, self.keep)]
-        ):
+        policy = self.with_settings(**settings)
+        if policy.keep != self.keep and NO_TOKEN in cache.serials()[: max(policy.keep, self.keep)]:
             raise InvalidArgument(
                 f"keep was {self.keep} when the first tokens were archived, and stays so; pin "
                 "tokens of the window instead"
             )
-        changed.check(cells_to_pin(cache, changed.keep, pins))
-        changed._set_anchors(cache, pins)
-        return changed
+        policy.check(cells_to_pin(cache, policy.keep, pins))
+        policy._set_anchors(cache, pins)
+        return policy
 
     def _set_anchors(self, cache: KVCache, pins: Set[int]) -> None:
         cache.reassign_anchors(

@@ -83,7 +83,7 @@ class SelfExtend(Policy):
 
     @property
     def exact(self) -> int:
-        return min(self.window, self.max_kv_size)
+        return min(self.window, self.max_kv_size)  # tokens before any is grouped
 
     def group_of(self, segment: Segment) -> int:
         return self.group if segment.anchor else 1
@@ -112,17 +112,17 @@ class SelfExtend(Policy):
     def _copy_to_far_segment(self, cache: KVCache, count: int) -> None:
         """Copy the oldest `count` window cells, which the next step evicts."""
         offset = self.window - self.window // self.group
-        far = next((s for s in cache.segments if s.anchor and not s.frozen), None)
-        if far is None:
-            far = Segment(
+        far_segment = next((s for s in cache.segments if s.anchor and not s.frozen), None)
+        if far_segment is None:
+            far_segment = Segment(
                 cache.far_layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
             )
-            far.lazy_growth = True
+            far_segment.lazy_growth = True
             index = sum(segment.anchor for segment in cache.segments)
-            cache.segments.insert(index, far)
+            cache.segments.insert(index, far_segment)
         parts = cache.read_window(count)
         cells = Cells.concatenate([cells for _, cells in parts])
         # After an edit, cells are not seen at the positions of their keys.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in parts])
-        far.append(cells.shift(cache.rope, seen // self.group - cells.positions))
-        far.arriving_count = count
+        far_segment.append(cells.shift(cache.rope, seen // self.group - cells.positions))
+        far_segment.arriving_count = count

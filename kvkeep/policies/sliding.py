@@ -29,7 +29,7 @@ class Sliding(Policy):
     keep: int = 4
 
     def discards(self, cache: KVCache) -> int:
-        return 1
+        return 1  # one cell per token, once the window is full
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         size = self.window_limit(cache)
@@ -56,10 +56,10 @@ class Sliding(Policy):
 
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """Turn cells into anchors in place for more `keep` or pins, and back for fewer."""
-        changed = self.with_settings(**settings)
-        changed.check(cells_to_pin(cache, changed.keep, pins))
-        cache.reassign_anchors(lambda rank, serial: rank < changed.keep or serial in pins)
-        return changed
+        policy = self.with_settings(**settings)
+        policy.check(cells_to_pin(cache, policy.keep, pins))
+        cache.reassign_anchors(lambda rank, serial: rank < policy.keep or serial in pins)
+        return policy
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvkeep.integrations.transformers.interface import (
 from kvkeep.integrations.transformers.step_runner import StepRunner
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
-from kvkeep.models.layers.primitives import finite
+from kvkeep.models.layers.primitives import checked_finite
 from kvkeep.policies import Full
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
@@ -110,7 +110,7 @@ class TransformersExecutor:
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.require_not_moved()
-        return finite(self._head.logits(hidden))
+        return checked_finite(self._head.logits(hidden))
 
     def unpacked(self, name: str) -> Tensor:
         raise InvalidArgument(

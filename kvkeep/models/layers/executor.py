@@ -14,7 +14,7 @@ from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.static import Geometry, StaticStep, geometry
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.layers.network import Network
-from kvkeep.models.layers.primitives import finite
+from kvkeep.models.layers.primitives import checked_finite
 
 AnyStep = DecodeStep | ChunkStep | GroupStep
 
@@ -53,7 +53,7 @@ class TorchExecutor:
         return self._network.forward(tokens, step.layer_attention, norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return finite(self._network.logits(hidden))
+        return checked_finite(self._network.logits(hidden))
 
     def unpacked(self, name: str) -> Tensor:
         raise KeyError(name)  # everything is a tensor

@@ -152,7 +152,7 @@ def require_finite(x: Tensor) -> None:
         raise non_finite_error()
 
 
-def finite(x: Tensor) -> Tensor:
+def checked_finite(x: Tensor) -> Tensor:
     require_finite(x)
     return x
 

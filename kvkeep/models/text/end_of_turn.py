@@ -78,10 +78,10 @@ def _template_end_ids(codec: TextCodec) -> list[int]:
     for messages in chats[:1] if _uses_channels(codec) else chats:
         try:
             rendered = codec.chat(messages, add_generation_prompt=False).sealed
-            ends = [_leading_added_token(codec, rest) for rest in rendered.split(_MARK)[1:]]
+            end_ids = [_leading_added_token(codec, rest) for rest in rendered.split(_MARK)[1:]]
         except KvkeepError:
             continue
-        if ids := [token_id for token_id in ends if token_id is not None]:
+        if ids := [token_id for token_id in end_ids if token_id is not None]:
             return ids
     return []
 

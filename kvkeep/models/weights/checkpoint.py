@@ -110,7 +110,7 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
 
 
 def is_unused(spec: ModelSpec, name: str) -> bool:
-    """Whether it makes keys or values of a layer without cells. Some files have such tensors."""
+    """Whether a tensor makes keys or values of a layer without cells: some files have such."""
     match = _KEY_OR_VALUE.fullmatch(name)
     if match is None or int(match.group(1)) >= spec.layers:
         return False

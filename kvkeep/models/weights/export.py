@@ -72,7 +72,7 @@ def export(
 def _header_entry(
     spec: ModelSpec, stored: str, parts: Mapping[str, Matrix], dtype: torch.dtype
 ) -> TensorEntry:
-    """Return the header entry of a checkpoint's tensor. parts: the decoder's tensors in it."""
+    """Return the header entry of the tensor `stored`. parts: the decoder's tensors in it."""
     part_shape = tuple(next(iter(parts.values())).shape)
     stack = find_stack(spec, stored, part_shape[1:])
     shape = stack.shape if stack else part_shape

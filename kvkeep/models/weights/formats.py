@@ -16,7 +16,7 @@ from torch import Tensor
 GROUP = 32  # columns that the kernels unpack together
 _F16, _U8, _I8 = torch.float16, torch.uint8, torch.int8
 
-# Codes `[rows, tiles, span]` uint8, and the stored parts of the scales, each `[rows, tiles, n]`.
+# Codes `[rows, tiles, tile_width]` uint8, and the stored parts of scales, each `[rows, tiles, n]`.
 CodesAndParts: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
 
 
@@ -33,7 +33,7 @@ class Format:
         scale_columns: columns that share a scale.
         scale_parts: dtype and count of each stored part of a row's scales in a tile.
         block_bytes: bytes of a tile of one row in a GGUF file.
-        split_block: maps blocks `[rows, tiles, block]` uint8 to codes and parts.
+        split_block: maps blocks `[rows, tiles, block_bytes]` uint8 to codes and parts.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Format:
         return 16 * sum(dtype.itemsize * count for dtype, count in self.scale_parts)
 
     def scales(self, scale_parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-        """Return scales and minima, `[rows, columns / shared]` float32, from their stored parts."""
+        """Return scales and minima, `[rows, columns / scale_columns]` float32, from stored parts."""
         first, *others = scale_parts
         scale, minimum = first.float(), None
         if self.name == "MXFP4":  # a float32 exponent; 2 to the -127 becomes 0
@@ -72,7 +72,7 @@ class Format:
         return scale.flatten(1), None if minimum is None else minimum.flatten(1)
 
     def values(self, codes: Tensor, scale_parts: tuple[Tensor, ...]) -> Tensor:
-        """Return `[rows, columns]` float32. codes: uint8 of the same shape."""
+        """Dequantise to `[rows, columns]` float32. codes: uint8 of the same shape."""
         scale, minimum = self.scales(scale_parts)
         unscaled = self._decode(codes)
         grouped = split_last(unscaled, -1, self.scale_columns) * scale.unsqueeze(-1)

@@ -34,7 +34,7 @@ class QuantisedMatrix:
     """A quantised matrix in row order.
 
     codes: `[rows, columns]` uint8. scale_parts: the stored parts of the scales, each
-    `[rows, columns / span, n]`; see `Format`.
+    `[rows, columns / tile_width, n]`; see `Format`.
     """
 
     format: Format
@@ -42,7 +42,7 @@ class QuantisedMatrix:
     scale_parts: tuple[Tensor, ...]
 
     def values(self) -> Tensor:
-        """Return `[rows, columns]` float32."""
+        """Dequantise to `[rows, columns]` float32."""
         return self.format.values(self.codes, self.scale_parts)
 
 
@@ -50,8 +50,8 @@ class QuantisedMatrix:
 class PackedMatrix:
     """A quantised matrix in kernel order.
 
-    data: `[blocks, columns / 32, group_bytes]` uint8. scales: `[blocks, columns / span,
-    tile_bytes]` uint8, part after part, each with all 16 rows. Rows beyond the last are zeros.
+    data: `[blocks, columns / 32, group_bytes]` uint8. scales: `[blocks, columns /
+    tile_width, tile_bytes]` uint8, part after part, with all 16 rows. Missing rows are zeros.
     """
 
     format: Format
@@ -80,7 +80,7 @@ class PackedMatrix:
         return QuantisedMatrix(self.format, codes[: self.rows], tuple(scale_parts))
 
     def values(self) -> Tensor:
-        """Return `[rows, columns]` float32."""
+        """Dequantise to `[rows, columns]` float32."""
         return self.unpacked().values()
 
 
