@@ -57,7 +57,7 @@ class Format:
         return 16 * sum(dtype.itemsize * count for dtype, count in self.scale_parts)
 
     def scales(self, scale_parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-        """Return scales and minima, `[rows, columns / scale_columns]` float32, from stored parts."""
+        """Return scales and minima, `[rows, columns / scale_columns]` float32, of stored parts."""
         first, *others = scale_parts
         scale, minimum = first.float(), None
         if self.name == "MXFP4":  # a float32 exponent; 2 to the -127 becomes 0
