@@ -137,7 +137,7 @@ class Findings:
 def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool) -> Findings:
     """Examine this machine, and a model if it is there. No model is fetched.
 
-    measure: whether to measure decode speed. Raises InvalidArgument for unavailable kernels.
+    weights: the format. measure: also decode speed. Raises InvalidArgument for unavailable kernels.
     """
     kernels = _describe_kernels()
     limit_torch_threads()

@@ -109,7 +109,7 @@ class Admission:
         match = best_match(prompt, self._registry.owned_by(owner), empty_session)
         if not match.resumes_session:
             self.cache_misses[owner].appendleft(explain(prompt, match, next(_miss_numbers)))
-        reuse, source_record = match.reuse(prompt), match.record
+        reuse, source_record = match.to_reuse(prompt), match.record
         if source_record and match.resumes_session and not source_record.named:
             source_record.live.draw_anew()
             return source_record, reuse

@@ -158,7 +158,7 @@ class SessionRegistry:
         registered = self.get(record.name, record.owner) is record
         counted_bytes = session.cache.nbytes if registered and not record.busy else 0  # in `nbytes`
         while self.nbytes - counted_bytes + requested_bytes > limit:
-            victim = self.policy.victim(self, requester=record)
+            victim = self.policy.choose_victim(self, requester=record)
             if victim is None:
                 raise NoRoom(
                     f"{requested_bytes / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "

@@ -65,7 +65,7 @@ class Match:
     nearest_text: Sequence[int] | None = None  # None if none begins like the prompt
     resumes_session: bool = False  # the prompt continues after the session's last, sampled token
 
-    def reuse(self, prompt: Sequence[int]) -> Reuse:
+    def to_reuse(self, prompt: Sequence[int]) -> Reuse:
         differs_at = self.common_tokens if self.common_tokens < len(prompt) else None
         if self.record is None:
             return Reuse(0, "", self.reason, differs_at)
@@ -160,7 +160,7 @@ def explain(prompt: Sequence[int], match: Match, number: int = 0) -> CacheMiss:
         context = slice(start, differs_at + _CONTEXT_TOKENS)
         texts = tuple(prompt[context]), tuple(match.nearest_text[context])
         difference = TextDifference(start, differs_at, *texts)
-    return CacheMiss(number, time.time(), len(prompt), match.reuse(prompt), difference)
+    return CacheMiss(number, time.time(), len(prompt), match.to_reuse(prompt), difference)
 
 
 def _match_record(

@@ -76,7 +76,7 @@ class SchedulingPolicy:
 
         return min(prefilling, key=rank)
 
-    def victim(
+    def choose_victim(
         self, records: Iterable[SessionRecord], requester: SessionRecord
     ) -> SessionRecord | None:
         """Return the session to evict for another: the least recently used, unnamed ones first."""

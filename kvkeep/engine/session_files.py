@@ -26,19 +26,19 @@ class SessionFile:
     def __init__(self, folder: SessionFolder, name: str):
         """Raises InvalidArgument for an invalid name."""
         self.path = folder.path(name)
-        self._folder, self._name, self._lock = folder, name, ExitStack()
+        self._folder, self._name, self._held_lock = folder, name, ExitStack()
         self._marker = self.path.with_suffix(MARKER_SUFFIX)
 
     def lock(self) -> None:
         """Lock the session for this process. Raises Locked if another one uses it."""
-        self._lock.enter_context(self._folder.lock(self._name))
+        self._held_lock.enter_context(self._folder.lock(self._name))
 
     def unlock(self) -> None:
-        self._lock.close()
+        self._held_lock.close()
 
     def remove(self) -> None:
         self.clear_marker()
-        with self._lock:
+        with self._held_lock:
             self._folder.discard(self._name)
 
     def write_marker(self, revision: int, tokens: int) -> None:

@@ -62,7 +62,7 @@ def calibrate(
     sums = CalibrationSums(layout)
     if unfinished is not None:
         sums = CalibrationSums.resume(unfinished, digest, layout, len(parts))
-    progress(sum(part.tokens for part in parts[: sums.parts_done]))
+    progress(sum(part.evaluated_tokens for part in parts[: sums.parts_done]))
     for part in parts[sums.parts_done :]:
         part.measure(model, ids, sums, progress)
         sums.parts_done += 1
@@ -78,7 +78,7 @@ def calibrate(
 
 def calibration_tokens(model: LoadedModel, token_count: int) -> int:
     """Return how many tokens `calibrate` evaluates for a text. Raises InvalidArgument."""
-    return sum(part.tokens for part in _text_parts(model, token_count))
+    return sum(part.evaluated_tokens for part in _text_parts(model, token_count))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class QueryPart:
     end: int
 
     @property
-    def tokens(self) -> int:
+    def evaluated_tokens(self) -> int:
         return self.end - self.start
 
     def measure(
@@ -114,7 +114,7 @@ class ReconstructionPart:
     held_out: bool  # whether it evaluates the surrogate, instead of fitting it
 
     @property
-    def tokens(self) -> int:
+    def evaluated_tokens(self) -> int:
         return 2 * (self.end - self.start)  # prefilled, and then repeated
 
     def measure(

@@ -94,11 +94,11 @@ def _passkey_fact(subject: str, key: str) -> Fact:
 class NeedleDataset:
     """Facts such as "The lucky number of Emma is 52163." in passages of a real text.
 
-    tokens: approximate length of a passage. task: of `TASKS`. key_type: None for its default.
+    passage_tokens: approximate length. task: of `TASKS`. key_type: None for its default.
     """
 
     haystack: Haystack
-    tokens: int = 4000
+    passage_tokens: int = 4000
     key_type: str | None = None
     task: str = "single"
     placement: Placement = ANYWHERE
@@ -112,7 +112,7 @@ class NeedleDataset:
         key_type = task_key_type(self.task, self.key_type)
         instance = TASKS[self.task].generate(rng, key_type)
         sentence_count = len(instance.sentences)
-        passage = self.haystack.passage(self.tokens, max(2, sentence_count), rng)
+        passage = self.haystack.passage(self.passage_tokens, max(2, sentence_count), rng)
         draw = self.placement.draw_ascending if instance.ordered else self.placement.draw
         positions = draw(sample_index, len(passage), sentence_count, rng)
         return insert_sentences(passage, instance.sentences, positions, instance.facts)
@@ -132,10 +132,10 @@ class ContinuationDataset:
     """Passages of a real text whose last `CONTINUATION_TOKENS` tokens are scored."""
 
     haystack: Haystack
-    tokens: int = 4000  # approximate length of a passage without its continuation
+    passage_tokens: int = 4000  # approximate length of a passage without its continuation
     seed: int = 0
 
     def sample(self, sample_index: int) -> Sample:
         rng = sample_rng(self.seed, sample_index)
-        passage = self.haystack.passage(self.tokens + CONTINUATION_TOKENS, 2, rng)
+        passage = self.haystack.passage(self.passage_tokens + CONTINUATION_TOKENS, 2, rng)
         return Sample("".join(passage), (), 0, len(passage), CONTINUATION_TOKENS)

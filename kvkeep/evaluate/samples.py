@@ -52,8 +52,8 @@ class Placement:
     def draw(self, index: int, position_count: int, count: int, rng: Random) -> list[int]:
         """Return distinct positions for `count` sentences of sample `index`."""
         first = self._draw_first(index, position_count, rng)
-        others = [position for position in range(position_count) if position != first]
-        return [first, *rng.sample(others, count - 1)]
+        other_positions = [position for position in range(position_count) if position != first]
+        return [first, *rng.sample(other_positions, count - 1)]
 
     def draw_ascending(self, index: int, position_count: int, count: int, rng: Random) -> list[int]:
         """Return positions in ascending order; the first leaves room for the others."""

@@ -6,7 +6,7 @@ from string import ascii_uppercase
 from typing import Protocol
 
 from kvkeep.evaluate.samples import KEY_TYPES, Fact, random_key
-from kvkeep.evaluate.words import CODE_WORDS, FACTS, NAMES, WORD_LISTS, WORDS
+from kvkeep.evaluate.words import CODE_WORDS, FACTS_TOML, NAMES, WORD_LISTS, WORDS
 
 NUMBER_WORDS = {2: "two", 3: "three", 4: "four"}
 WORDS_PER_SENTENCE = 5  # of `WordCountTask`
@@ -42,10 +42,10 @@ class NeedleTask:
 
     def generate(self, rng: Random, key_type: str) -> TaskInstance:
         names = rng.sample(NAMES, self.hidden_count)
-        subjects = rng.sample(FACTS["subjects"][key_type], self.hidden_count)
+        subjects = rng.sample(FACTS_TOML["subjects"][key_type], self.hidden_count)
         if self.same_subject:
             subjects = subjects[:1] * self.hidden_count
-        template = rng.choice(FACTS["facts"])
+        template = rng.choice(FACTS_TOML["facts"])
         facts = []
         for name, subject in zip(names, subjects, strict=True):
             key = random_key(key_type, rng)
@@ -64,7 +64,7 @@ class MultiValueTask:
     key_types: tuple[str, ...] = KEY_TYPES
 
     def generate(self, rng: Random, key_type: str) -> TaskInstance:
-        name, subject = rng.choice(NAMES), rng.choice(FACTS["subjects"][key_type])
+        name, subject = rng.choice(NAMES), rng.choice(FACTS_TOML["subjects"][key_type])
         keys = [random_key(key_type, rng) for _ in range(self.value_count)]
         sentences = tuple(f" One of the {subject}s of {name} is {key}." for key in keys)
         answer, *named_keys = keys
@@ -133,7 +133,7 @@ class RewordedTask:
     key_types: tuple[str, ...] = ("words",)
 
     def generate(self, rng: Random, key_type: str) -> TaskInstance:
-        name, template = rng.choice(NAMES), rng.choice(FACTS["reworded"])
+        name, template = rng.choice(NAMES), rng.choice(FACTS_TOML["reworded"])
         answer = rng.choice(WORD_LISTS[template["answers"]])
         sentence = f" {template['sentence'].format(name=name, answer=answer)}"
         fact = Fact(sentence, f"\n\n{template['question'].format(name=name)}", answer)

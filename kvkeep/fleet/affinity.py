@@ -85,19 +85,19 @@ def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str
 def _stable_prefix(request: dict[str, Any]) -> list[Any]:
     """Return the part of a conversation up to the first user message, which all turns share."""
     turns = request.get("messages", request.get("input", request.get("prompt")))
-    system = [request[name] for name in ("system", "instructions", "tools") if name in request]
+    preamble = [request[name] for name in ("system", "instructions", "tools") if name in request]
     if isinstance(turns, str):
         if "prompt" in request:
-            return [*system, turns[:_PREFIX_CHARACTERS]]
-        return [*system, {"role": "user", "content": turns}]
+            return [*preamble, turns[:_PREFIX_CHARACTERS]]
+        return [*preamble, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
     if "prompt" in request:  # token ids, or several prompts
-        return [*system, *turns[:_PREFIX_TOKENS]]
+        return [*preamble, *turns[:_PREFIX_TOKENS]]
     for index, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") == "user":
-            return [*system, *turns[: index + 1]]
-    return [*system, *turns]
+            return [*preamble, *turns[: index + 1]]
+    return [*preamble, *turns]
 
 
 def _without_cache_control(value: Any) -> Any:

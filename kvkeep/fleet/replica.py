@@ -43,12 +43,12 @@ class Replica:
         # Unique to this process, even if containers share host names.
         self.writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         require_conditional_writes(objects)
-        shared = SharedPrefixCache(objects, secret, model.arithmetic) if share_prefixes else None
+        caches = SharedPrefixCache(objects, secret, model.arithmetic) if share_prefixes else None
         self.engine = Engine(
             model,
             settings=settings,
             limits=limits,
-            stores=shared.for_owner if shared else None,
+            stores=caches.for_owner if caches else None,
             snapshots=partial(SharedLabels, objects),
         )
         sessions_of = partial(SharedSessions, objects, writer=self.writer, lease=lease_seconds)

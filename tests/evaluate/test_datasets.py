@@ -26,7 +26,10 @@ HAYSTACK = Haystack.from_text(topic_text(), count)
 
 
 def _datasets(**settings: object) -> list[Dataset]:
-    return [PasskeyDataset(junk=30, **settings), NeedleDataset(HAYSTACK, tokens=600, **settings)]
+    return [
+        PasskeyDataset(junk=30, **settings),
+        NeedleDataset(HAYSTACK, passage_tokens=600, **settings),
+    ]
 
 
 @pytest.mark.parametrize("place", [0, 1, 17, 29])
@@ -87,7 +90,7 @@ def test_a_passage_comes_from_the_text_and_has_the_requested_length() -> None:
     text = topic_text()
     starts = set()
     for index in range(20):
-        sample = NeedleDataset(HAYSTACK, tokens=600).sample(index)
+        sample = NeedleDataset(HAYSTACK, passage_tokens=600).sample(index)
         fact = sample.facts[0].sentence
         before, after = sample.text.split(fact)
         assert before + after in text
@@ -100,17 +103,17 @@ def test_a_passage_that_ends_early_at_a_long_table_is_drawn_again() -> None:
     short, table = "A short one here.", "A table of " + 400 * "many rows and " + "an end."
     haystack = Haystack.from_text(" ".join([*[*[short] * 40, table] * 5, *[short] * 40]), count)
     for index in range(40):
-        sample = NeedleDataset(haystack, tokens=100).sample(index)
+        sample = NeedleDataset(haystack, passage_tokens=100).sample(index)
         assert count(sample.text) >= 75
 
 
 def test_a_passage_may_be_the_whole_text_but_not_longer() -> None:
     haystack = Haystack.from_text("One here. Two here. Three here.", count)
     total = sum(haystack.token_counts)
-    sample = NeedleDataset(haystack, tokens=total).sample(0)
+    sample = NeedleDataset(haystack, passage_tokens=total).sample(0)
     assert sample.text.replace(sample.facts[0].sentence, "") == "One here. Two here. Three here."
     with pytest.raises(InvalidArgument, match="ask for fewer"):
-        NeedleDataset(haystack, tokens=total + 1).sample(0)
+        NeedleDataset(haystack, passage_tokens=total + 1).sample(0)
 
 
 def test_keys_are_five_digits_or_three_words() -> None:
