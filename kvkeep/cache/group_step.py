@@ -202,12 +202,12 @@ def _parts_by_cache(
     If parts 0, 1 and 2 are of caches 0, 1 and 0, the indices are [[0, 2], [1, 0]], and the biases
     [[0, 0], [0, HIDDEN]].
     """
-    by_cache: list[list[int]] = [[] for _ in range(cache_count)]
-    for part, cache in enumerate(cache_indices):
-        by_cache[cache].append(part)
-    width = max(map(len, by_cache))
-    indices = [parts + [0] * (width - len(parts)) for parts in by_cache]
-    biases = [[0.0] * len(parts) + [HIDDEN] * (width - len(parts)) for parts in by_cache]
+    parts_by_cache: list[list[int]] = [[] for _ in range(cache_count)]
+    for part_index, cache_index in enumerate(cache_indices):
+        parts_by_cache[cache_index].append(part_index)
+    width = max(map(len, parts_by_cache))
+    indices = [parts + [0] * (width - len(parts)) for parts in parts_by_cache]
+    biases = [[0.0] * len(parts) + [HIDDEN] * (width - len(parts)) for parts in parts_by_cache]
     return (
         torch.tensor(indices, dtype=torch.int64, device=device),
         torch.tensor(biases, dtype=torch.float32, device=device).unsqueeze(-1),

@@ -84,6 +84,6 @@ def bits_name(value: Any) -> Any:
         return value
 
 
-def _with_bits(plain: Layout, bits: str | None) -> Layout:
-    keys, values = (16, 16) if bits is None else BITS[bits]
-    return replace(plain, key_bits=keys, value_bits=values)
+def _with_bits(plain_layout: Layout, bits: str | None) -> Layout:
+    key_bits, value_bits = (16, 16) if bits is None else BITS[bits]
+    return replace(plain_layout, key_bits=key_bits, value_bits=value_bits)

@@ -158,11 +158,11 @@ class BatchReport:
             self.reused_tokens += answer.finished.usage.reuse.tokens
 
     def closing_line(self) -> str:
-        done = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
+        answered = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
         failed = f", {self.failed} failed" if self.failed else ""
         rate = f" at {self.generated_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
         return (
-            f"{done}{failed} | prompts {self.prompt_tokens} tokens, {self.reused_tokens} reused | "
+            f"{answered}{failed} | prompts {self.prompt_tokens} tokens, {self.reused_tokens} reused | "
             f"generated {self.generated_tokens}{rate} | {self.seconds:,.1f} s"
         )
 
@@ -188,7 +188,7 @@ def run_batch(
     bar = progress_bar(report.requests, output.progress, initial=report.before, unit=" answers")
     try:
         with bar:
-            for answer in _answers(engine, requests, at_once, report):
+            for answer in _complete_answers(engine, requests, at_once, report):
                 results.add(answer.result_line(engine.model.name))
                 report.count(answer)
                 bar.update()
@@ -202,7 +202,7 @@ def run_batch(
             say("the same command goes on from here")
 
 
-def _answers(
+def _complete_answers(
     engine: Engine, requests: Sequence[PreparedRequest], at_once: int, report: BatchReport
 ) -> Iterator[BatchAnswer]:
     """Yield each answer when it is complete or has failed; count generated tokens in the report.

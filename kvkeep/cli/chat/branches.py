@@ -55,8 +55,8 @@ class Branches:
             tokens = counted(len(conversation.session.tokens), "token")
             cache = conversation.session.cache
             size = megabytes(cache.cells * cache.layout.cell_bytes)
-            mark = "*" if name == self.current_name else " "
-            lines.append(f"{mark} {name:<{width}}  {turns}, {tokens}, {size}")
+            marker = "*" if name == self.current_name else " "
+            lines.append(f"{marker} {name:<{width}}  {turns}, {tokens}, {size}")
         return lines
 
 

@@ -164,7 +164,7 @@ class ChatCommands(ABC):
         if not text:
             raise InvalidArgument("/edit takes what to change and its new text, as /help shows")
         session = self.branches.current.session
-        passage = find_passage(self.branches.current, reference, text_alone=True)
+        passage = find_passage(self.branches.current, reference, text_only=True)
         old_count, new_text = len(session.tokens), passage.with_words(text)
         start, end = passage.start, passage.end
         report = session.replace(start, end, new_text, "suffix" if exact else "none")

@@ -37,17 +37,17 @@ def split_reference(argument: str) -> tuple[str, str]:
     return reference, argument[len(reference) :].strip()
 
 
-def find_passage(conversation: Conversation, reference: str, text_alone: bool = False) -> Passage:
+def find_passage(conversation: Conversation, reference: str, text_only: bool = False) -> Passage:
     """Find a turn, a question or answer, the system prompt, or quoted words.
 
-    text_alone: without the chat template's tokens; a turn's number then means its question. Raises
+    text_only: without the chat template's tokens; a turn's number then means its question. Raises
     InvalidArgument if there is no such passage, or if it is not fully remembered.
     """
     quoted = _QUOTED.fullmatch(reference)
     if quoted:
         passage = _find_words(conversation, quoted[1] or quoted[2])
     else:
-        name = _span_name(conversation, reference, text_alone)
+        name = _span_name(conversation, reference, text_only)
         spans = conversation.session.span_ranges
         if name not in spans:
             problem = f"there is no {reference} here" if reference else "what is missing"
@@ -58,17 +58,17 @@ def find_passage(conversation: Conversation, reference: str, text_alone: bool = 
     return passage
 
 
-def _span_name(conversation: Conversation, reference: str, text_alone: bool) -> str:
+def _span_name(conversation: Conversation, reference: str, text_only: bool) -> str:
     """Return the name of the session's span for a reference; "" if it is not a valid one."""
     if reference == "system":
-        return "system text" if text_alone else "system"
+        return "system text" if text_only else "system"
     match = _TURN.fullmatch(reference)
     if not match:
         return ""
     turns = conversation.turns
     number = turns[-1] if match[1] == "last" and turns else match[1]
     part = {"q": "question", "a": "answer"}.get(match[2], match[2])
-    part = part or ("question" if text_alone else "")
+    part = part or ("question" if text_only else "")
     return f"turn {number} {part}" if part else f"turn {number}"
 
 

@@ -12,7 +12,7 @@ from kvkeep.evaluate.datasets import PASSKEY_TASKS, NeedleDataset, PasskeyDatase
 from kvkeep.evaluate.samples import KEY_TYPES
 from kvkeep.evaluate.tasks import TASKS
 
-DEFAULT_NEEDLE_RATIO = 2.0  # the default of `needle`
+DEFAULT_NEEDLE_RATIO = 2.0
 
 
 @command(short_help="Hide a key in a long text, compress, ask for it.")
