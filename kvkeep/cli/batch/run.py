@@ -158,11 +158,11 @@ class BatchReport:
             self.reused_tokens += answer.finished.usage.reuse.tokens
 
     def closing_line(self) -> str:
-        answered = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
+        total = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
         failed = f", {self.failed} failed" if self.failed else ""
         rate = f" at {self.generated_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
         return (
-            f"{answered}{failed} | prompts {self.prompt_tokens} tokens, {self.reused_tokens} reused | "
+            f"{total}{failed} | prompts {self.prompt_tokens} tokens, {self.reused_tokens} reused | "
             f"generated {self.generated_tokens}{rate} | {self.seconds:,.1f} s"
         )
 
