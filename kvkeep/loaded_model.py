@@ -35,12 +35,12 @@ class LoadedModel:
     def __repr__(self) -> str:
         spec = self.spec
         layout = self.decoder.new_cache().layout
-        numbers = sum(map(prod, tensor_shapes(spec).values()))
-        packed = f", decoding from {self.weights}" if self.decoder.packed else ""
+        millions = sum(map(prod, tensor_shapes(spec).values())) / 1e6
+        packed_note = f", decoding from {self.weights}" if self.decoder.packed else ""
         return (
             f"<{type(self).__name__} {self.name}: {spec.architecture}, {spec.layers} layers, "
-            f"{numbers / 1e6:,.1f} million weights in {str(layout.dtype).removeprefix('torch.')} "
-            f"on {layout.device}{packed}>"
+            f"{millions:,.1f} million weights in {str(layout.dtype).removeprefix('torch.')} "
+            f"on {layout.device}{packed_note}>"
         )
 
     @property
@@ -68,14 +68,14 @@ class LoadedModel:
     @cached_property
     def weights(self) -> str:
         """The format of most bytes that a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
-        sizes = Counter[str]()
+        nbytes = Counter[str]()
         for matrix in self.decoder.packed.values():
-            sizes[format_name(matrix)] += matrix.nbytes
-        return sizes.most_common(1)[0][0] if sizes else format_name(self.decoder.tensors[NORM])
+            nbytes[format_name(matrix)] += matrix.nbytes
+        return nbytes.most_common(1)[0][0] if nbytes else format_name(self.decoder.tensors[NORM])
 
     @cached_property
     def path(self) -> ComputePath:
-        """The instruction set that computes it here, or torch, and why nothing faster."""
+        """Compute path: the instruction set used here, or torch, and why nothing faster."""
         return compute_path_of(self.spec, self.decoder.new_cache().layout)
 
     @cached_property
@@ -91,12 +91,12 @@ class LoadedModel:
         """
         device, kernels = self.decoder.new_cache().layout.device, self.decoder.executor.name
         on_cpu = device.type == "cpu"
-        capability = torch.backends.cpu.get_cpu_capability
+        cpu_capability = torch.backends.cpu.get_cpu_capability
         return {
             "weights": self.weights,
             "packed weights": self.packed_digest,
             "kernels": kernels,
-            "processor": capability() if on_cpu else torch.cuda.get_device_name(device),
+            "processor": cpu_capability() if on_cpu else torch.cuda.get_device_name(device),
             "threads": str(torch.get_num_threads()) if on_cpu and kernels == "torch" else "any",
             "torch": torch.__version__,
             "kvkeep": __version__,

@@ -11,7 +11,7 @@ from kvkeep import validation
 from kvkeep.compiled.decoder import unsupported_reason
 from kvkeep.errors import InvalidArgument, ModelError
 from kvkeep.executors import new_decoder, slow_path_message, warn_of_slow_path
-from kvkeep.model import DTYPES, Model, on_device
+from kvkeep.model import DTYPES, Model, resolve_device
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.cells import group_layout
@@ -35,7 +35,7 @@ from kvkeep.types import DtypeName, WeightsName
 if TYPE_CHECKING:
     from kvkeep.integrations.transformers import TransformersModel
 
-BY_TRANSFORMERS = "transformers:"  # prefix of a model that transformers computes
+TRANSFORMERS_PREFIX = "transformers:"  # prefix of a model that transformers computes
 
 
 def load_model(
@@ -68,7 +68,7 @@ def load_model(
             are no compiled kernels for them.
     """
     name = str(validation.path("model", model))
-    if name.startswith(BY_TRANSFORMERS):
+    if name.startswith(TRANSFORMERS_PREFIX):
         if weights is not None:
             raise InvalidArgument(
                 f"weights={weights!r} are read by kvkeep's own forwards, and {name} is computed by "
@@ -77,17 +77,17 @@ def load_model(
         return _load_by_transformers(name, dtype, device, progress)
     dtype = validation.one_of("dtype", dtype, DTYPES)
     limit_torch_threads()
-    target, progress = on_device(device), validation.flag("progress", progress)
+    torch_device, progress = resolve_device(device), validation.flag("progress", progress)
     folder = resolve(name, progress)
     spec = read_spec(folder)
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
     text = TextCodec.open(folder)
-    decoder = _load_decoder(folder, spec, DTYPES[dtype], target, weights, progress)
-    loaded = Model(name, folder, decoder, text)
-    warn_of_slow_path(slow_path_message(loaded.path))
+    decoder = _load_decoder(folder, spec, DTYPES[dtype], torch_device, weights, progress)
+    loaded_model = Model(name, folder, decoder, text)
+    warn_of_slow_path(slow_path_message(loaded_model.path))
     trim_memory()  # reading a tokenizer leaves as much free memory as it takes
-    return loaded
+    return loaded_model
 
 
 def _load_by_transformers(
@@ -99,7 +99,7 @@ def _load_by_transformers(
         raise ModelError(
             f'{name} is computed by transformers: pip install "kvkeep[transformers]" ({error})'
         ) from error
-    return load_folder(name, name.removeprefix(BY_TRANSFORMERS), dtype, device, progress)
+    return load_folder(name, name.removeprefix(TRANSFORMERS_PREFIX), dtype, device, progress)
 
 
 def _load_decoder(
@@ -107,28 +107,28 @@ def _load_decoder(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    weights: WeightsName | None,
+    weight_format: WeightsName | None,
     progress: bool,
 ) -> Decoder:
     layout = group_layout(spec, spec.groups[0], dtype, device)
     has_kernels = not unsupported_reason(spec, layout)
-    converted, packed = converted_file(folder), dict[str, Matrix]()
-    if converted is None:
+    converted_path, packed = converted_file(folder), dict[str, Matrix]()
+    if converted_path is None:
         tensors = _read_tensors(folder, spec, dtype, device, progress)
     else:
-        stored = load_converted(converted, spec)
-        if weights or not has_kernels:
-            unpacked = load_unpacked(converted, spec, stored, dtype, progress)
+        stored_matrices = load_converted(converted_path, spec)
+        if weight_format or not has_kernels:
+            unpacked = load_unpacked(converted_path, spec, stored_matrices, dtype, progress)
             tensors = {name: tensor.to(device) for name, tensor in unpacked.items()}
         else:
-            tensors, packed = _split_packed(stored, dtype)
-    if weights in ("int8", "int4"):
+            tensors, packed = _split_packed(stored_matrices, dtype)
+    if weight_format in ("int8", "int4"):
         if not has_kernels:
             raise InvalidArgument(
-                f'weights="{weights}" is read by compiled kernels, and there are none for this '
-                'model, dtype, device and processor: use weights="bf16"'
+                f'weights="{weight_format}" is read by compiled kernels, and there are none for '
+                'this model, dtype, device and processor: use weights="bf16"'
             )
-        packed = load_quantised(folder, spec, weights, tensors, progress)
+        packed = load_quantised(folder, spec, weight_format, tensors, progress)
     return new_decoder(spec, tensors, packed)
 
 
@@ -136,24 +136,24 @@ def _read_tensors(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
-    read = read_tensors(folder, dtype, device, progress, partial(is_text_part, spec))
-    tensors = decoder_tensors(spec, read)
+    all_tensors = read_tensors(folder, dtype, device, progress, partial(is_text_part, spec))
+    tensors = decoder_tensors(spec, all_tensors)
     check_tied(spec, tensors, folder)
     return tensors
 
 
 def _split_packed(
-    stored: dict[str, Matrix], dtype: torch.dtype
+    stored_matrices: dict[str, Matrix], dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
     """Split a converted model into tensors of the dtype, and matrices in other forms."""
     packed = {
         name: matrix
-        for name, matrix in stored.items()
+        for name, matrix in stored_matrices.items()
         if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
     }
     tensors = {
         name: matrix.to(dtype)
-        for name, matrix in stored.items()
+        for name, matrix in stored_matrices.items()
         if isinstance(matrix, Tensor) and name not in packed
     }
     return tensors, packed

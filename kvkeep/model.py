@@ -118,23 +118,23 @@ class Model(LoadedModel):
         """
         keep_all = validation.optional_integer("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
         if isinstance(policy, Policy):
-            if names := _names_given(max_kv_size=max_kv_size, keep=keep, **settings):
+            if names := _given_names(max_kv_size=max_kv_size, keep=keep, **settings):
                 raise InvalidArgument(
                     f"{', '.join(names)} cannot be given beside {policy}, which says it already"
                 )
             session_policy = policy
         else:
-            named: dict[str, Any] = {**settings, "keep": 0 if keep_all else keep}
+            arguments: dict[str, Any] = {**settings, "keep": 0 if keep_all else keep}
             if max_kv_size is None:
-                trained = self.spec.max_positions
-                max_kv_size = make_policy(policy, trained, **named).longest(trained)
-            session_policy = make_policy(policy, max_kv_size, **named)
+                max_length = self.spec.max_positions
+                max_kv_size = make_policy(policy, max_length, **arguments).longest(max_length)
+            session_policy = make_policy(policy, max_kv_size, **arguments)
         session_policy = self._fit_policy(session_policy)
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(self)
             session_policy = session_policy.calibrated(calibration.statistics, calibration.digest)
         session_policy.require_statistics()
-        if bits is not None and _names_given(kv_bits=kv_bits, far_bits=far_bits):
+        if bits is not None and _given_names(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("give bits, or kv_bits or far_bits")
         bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
         session = Session(self, session_policy, prefill_step, store, bits)
@@ -157,22 +157,22 @@ class Model(LoadedModel):
             ) from error
 
 
-def _names_given(**settings: object) -> list[str]:
+def _given_names(**settings: object) -> list[str]:
     return [name for name, value in settings.items() if value is not None]
 
 
-def on_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """Return a torch device by name. Raises InvalidArgument if it cannot be used."""
     try:
         device = torch.device(name)
         torch.zeros(1, dtype=torch.float32, device=device).cpu()  # "meta" can be created, not read
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         raise InvalidArgument(
-            f"device {name!r} cannot be used: torch {torch.__version__} has {_devices()} here"
+            f"device {name!r} cannot be used: torch {torch.__version__} has {_device_names()} here"
         ) from error
     return device
 
 
-def _devices() -> str:
+def _device_names() -> str:
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return ", ".join([*names, "mps"] if torch.backends.mps.is_available() else names)

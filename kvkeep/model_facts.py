@@ -12,7 +12,7 @@ from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import prompt_dtype, unsupported_reason
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.executors import compute_path_of
-from kvkeep.loader import BY_TRANSFORMERS
+from kvkeep.loader import TRANSFORMERS_PREFIX
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import local_folder
 from kvkeep.models.layers.network import tensor_shapes
@@ -51,11 +51,11 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model on this machine; `layers` to `rope` as in `ModelSpec`.
+    """Facts about a model on this machine; `layers` to `rope` are the spec's.
 
     Attributes:
         groups: of layers, those that see everything first; `head_dim` and `kv_heads` are theirs.
-        dtype: of weights and cells.
+        trained: the context length, in tokens. dtype: of weights and cells.
         parameters_per_token: parameters that one token is computed with.
         experts_per_token: experts that a token goes through in each of the `sparse_layers`.
         weight_bytes_held: bytes of all weights, memory-mapped and packed ones included.
@@ -100,7 +100,7 @@ class ModelFacts:
 def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) -> ModelFacts:
     """Return facts about a model from its config and the headers of its files.
 
-    weights: as for `load_model`.
+    weights: the format of weights, as for `load_model`.
 
     Raises:
         ModelNotFound: the model was not pulled or converted on this machine.
@@ -109,26 +109,26 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     """
     dtype = validation.one_of("dtype", dtype, DTYPES)
     folder = _find_folder(name)
-    spec, converted = read_spec(folder), converted_file(folder)
-    if converted is None:
+    spec, converted_path = read_spec(folder), converted_file(folder)
+    if converted_path is None:
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     layout = group_layout(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
     groups = tuple(_group_facts(spec, group, DTYPES[dtype]) for group in spec.groups)
-    unsupported, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
+    no_kernels, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
-        if weights != "bf16" and unsupported:
+        if weights != "bf16" and no_kernels:
             raise InvalidArgument(
-                f'weights="{weights}" is read by compiled kernels, which {unsupported}'
+                f'weights="{weights}" is read by compiled kernels, which {no_kernels}'
             )
     parameters = sum(map(prod, tensor_shapes(spec).values()))
     sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
     names, shapes = matrices_per_token(spec), matrices(spec)
-    read_packed_as_is = not weights and not unsupported
-    bytes_held, sizes = _weight_sizes(
-        spec, layout.dtype, weights, converted if read_packed_as_is else None
+    read_packed_as_is = not weights and not no_kernels
+    bytes_held, formats_and_bytes = _held_bytes_and_formats(
+        spec, layout.dtype, weights, converted_path if read_packed_as_is else None
     )
-    decoded = [sizes[name] for name in names]
+    matrices_read = [formats_and_bytes[name] for name in names]
     return ModelFacts(
         name=name,
         folder=str(folder),
@@ -150,11 +150,11 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         sparse_layers=sparse_layers,
         weight_bytes=itemsize * parameters,
         weight_bytes_held=bytes_held,
-        formats=dict(sorted(Counter(name for name, _ in decoded).items())),
-        bytes_per_token=sum(nbytes for _, nbytes in decoded),
+        formats=dict(sorted(Counter(matrix_format for matrix_format, _ in matrices_read).items())),
+        bytes_per_token=sum(nbytes for _, nbytes in matrices_read),
         decode=str(compute_path_of(spec, layout)),
-        prefill=f"torch in {dtype if unsupported else str(prompt_dtype()).removeprefix('torch.')}",
-        attention="torch" if unsupported else "compiled kernels",
+        prefill=f"torch in {dtype if no_kernels else str(prompt_dtype()).removeprefix('torch.')}",
+        attention="torch" if no_kernels else "compiled kernels",
         thousand_cells={
             f"{bits or 8 * itemsize} bits": 1000 * Bits(bits).layouts(layout)[0].cell_bytes
             for bits in CELL_BITS
@@ -168,7 +168,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
 
 
 def _find_folder(name: str) -> Path:
-    if name.startswith(BY_TRANSFORMERS):
+    if name.startswith(TRANSFORMERS_PREFIX):
         raise InvalidArgument(
             f"{name} is computed by transformers: kvkeep knows of it once it is loaded, and not "
             "from its files"
@@ -195,17 +195,17 @@ def _group_facts(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> Grou
     )
 
 
-def _weight_sizes(
-    spec: ModelSpec, dtype: torch.dtype, weights: str | None, converted: Path | None
+def _held_bytes_and_formats(
+    spec: ModelSpec, dtype: torch.dtype, weight_format: str | None, converted_path: Path | None
 ) -> tuple[int, dict[str, tuple[str, int]]]:
     """Return the bytes of all weights held, and the format and bytes of each matrix.
 
-    weights: "int8" and "int4" add packed copies of matrices; routers stay plain. converted: the
-        file of a converted model whose matrices are read as they are; norms are held as bfloat16.
+    weight_format: "int8" and "int4" add packed copies of matrices; routers stay plain.
+    converted_path: of a model whose matrices are read as they are; its norms become bfloat16.
     """
     shapes = matrices(spec)
-    if converted is not None:
-        stored = read_packed(converted, tensor_shapes(spec))
+    if converted_path is not None:
+        stored = read_packed(converted_path, tensor_shapes(spec))
         bytes_held = sum(
             matrix.nbytes
             if isinstance(matrix, PackedMatrix) or matrix.dim() > 1
@@ -218,11 +218,11 @@ def _weight_sizes(
     bytes_held = dtype.itemsize * sum(map(prod, tensor_shapes(spec).values()))
     plain_format = str(dtype).removeprefix("torch.")
     sizes = {name: (plain_format, dtype.itemsize * prod(shape)) for name, shape in shapes.items()}
-    if weights in ("int8", "int4"):
-        rounded = {
+    if weight_format in ("int8", "int4"):
+        quantised = {
             name: (packing.name, sum(map(prod, packed_shapes(packing, *shapes[name]))))
-            for name, packing in quantised_formats(spec, weights).items()
+            for name, packing in quantised_formats(spec, weight_format).items()
         }
-        bytes_held += sum(nbytes for _, nbytes in rounded.values())
-        sizes |= rounded
+        bytes_held += sum(nbytes for _, nbytes in quantised.values())
+        sizes |= quantised
     return bytes_held, sizes

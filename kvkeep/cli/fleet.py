@@ -83,16 +83,16 @@ def fleet(
     from kvkeep.fleet import deployment
 
     deployment.require_ray()
-    from kvkeep.fleet.setup import Scale
+    from kvkeep.fleet.setup import Autoscaling
     from kvkeep.server.lifecycle import free_port
 
     host, port = serving.host, free_port(serving.host, serving.port)
     setup = _setup(serving, store, threads, lease)
-    scale = Scale(*replicas, requests, serving.grace)
+    autoscaling = Autoscaling(*replicas, requests, serving.grace)
     if not serving.quiet:
-        say(f"starting {scale.min_servers} servers")
+        say(f"starting {autoscaling.min_servers} servers")
     previous_handler = signal.getsignal(signal.SIGTERM)
-    with deployment.running_fleet(setup, scale, host, port, address):
+    with deployment.running_fleet(setup, autoscaling, host, port, address):
         signal.signal(signal.SIGTERM, previous_handler)  # Ray's ends the process at once
         if not serving.quiet:
             print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
@@ -114,15 +114,15 @@ def _setup(serving: ServingChoice, store: str, threads: int, lease: float) -> "S
     return Setup(
         model=model.name,
         dtype=serving.memory.dtype,
-        weights=serving.memory.weights,
-        store=store,
+        weight_format=serving.memory.weights,
+        store_url=store,
         secret=secret,
-        settings=serving.session_settings(model),
-        memory=serving.max_bytes,
-        prefixes=serving.uses_prefixes(),
+        session_settings=serving.session_settings(model),
+        memory_bytes=serving.max_bytes,
+        share_prefixes=serving.uses_prefixes(),
         threads=threads,
-        lease=lease,
-        keys=keys,
+        lease_seconds=lease,
+        api_keys=keys,
         hosts=(serving.host, *serving.allow_host),
         origins=serving.allow_origin,
         alias=serving.alias,

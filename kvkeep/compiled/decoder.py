@@ -149,7 +149,7 @@ class CompiledExecutor:
         names = matrices_per_token(self.spec)
         return {name: self._operands.weight(name, sampled=True).nbytes for name in names}
 
-    def unpacked(self, name: str) -> Tensor:
+    def unpack_matrix(self, name: str) -> Tensor:
         """Unpack a matrix that has no tensor, `[rows, columns]` bfloat16."""
         return self._linears[name].dense()
 

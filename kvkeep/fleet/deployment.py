@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.errors import InvalidArgument, ServerError
 from kvkeep.fleet.affinity import MIDDLEWARES_IMPORT_PATH
-from kvkeep.fleet.setup import Scale, Setup
+from kvkeep.fleet.setup import Autoscaling, Setup
 
 APPLICATION_NAME = "kvkeep"
 _RAY_OBJECT_STORE_BYTES = 128 << 20  # small, as it is not used
@@ -34,7 +34,7 @@ def require_ray() -> None:
 
 @contextmanager
 def running_fleet(
-    setup: Setup, scale: Scale, host: str, port: int, address: str | None
+    setup: Setup, autoscaling: Autoscaling, host: str, port: int, address: str | None
 ) -> Iterator[None]:
     """Run a fleet; on exit let requests finish, so that all sessions are in the store.
 
@@ -48,12 +48,12 @@ def running_fleet(
 
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    _connect(scale.max_servers * setup.threads, address)
+    _connect(autoscaling.max_servers * setup.threads, address)
     try:
         if serve.status().proxies:  # they would keep their configuration, and stop with this fleet
             raise ServerError(f"the Ray cluster at {address} already serves: run `serve shutdown`")
         try:
-            _serve(_application(setup, scale), host, port)
+            _serve(_application(setup, autoscaling), host, port)
             yield
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
@@ -113,30 +113,30 @@ def _serve(application: Any, host: str, port: int) -> None:
         ) from error
 
 
-def _application(setup: Setup, scale: Scale) -> Any:
+def _application(setup: Setup, autoscaling: Autoscaling) -> Any:
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
     from kvkeep.fleet.replica import ReplicaServer
 
-    replica_options: dict[str, Any] = {"num_replicas": scale.min_servers}
-    if scale.min_servers != scale.max_servers:
-        autoscaling = AutoscalingConfig(
-            min_replicas=scale.min_servers,
-            max_replicas=scale.max_servers,
-            target_ongoing_requests=scale.requests,
+    replica_options: dict[str, Any] = {"num_replicas": autoscaling.min_servers}
+    if autoscaling.min_servers != autoscaling.max_servers:
+        ray_config = AutoscalingConfig(
+            min_replicas=autoscaling.min_servers,
+            max_replicas=autoscaling.max_servers,
+            target_ongoing_requests=autoscaling.target_requests,
         )
-        replica_options = {"autoscaling_config": autoscaling}
+        replica_options = {"autoscaling_config": ray_config}
     deployment = serve.deployment(
         name=APPLICATION_NAME,
         **replica_options,
-        max_ongoing_requests=4 * scale.requests,
-        graceful_shutdown_timeout_s=scale.grace,
+        max_ongoing_requests=4 * autoscaling.target_requests,
+        graceful_shutdown_timeout_s=autoscaling.grace_seconds,
         health_check_period_s=2,
         health_check_timeout_s=30,
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER_CLASS,  # a server at its limit passes requests to others
-            request_router_kwargs={"num_fallback_replicas": scale.max_servers - 1},
+            request_router_kwargs={"num_fallback_replicas": autoscaling.max_servers - 1},
         ),
         ray_actor_options={
             "num_cpus": setup.threads,

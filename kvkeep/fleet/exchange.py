@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from kvkeep.fleet.session_target import SessionTarget, json_object
+from kvkeep.fleet.session_target import SessionTarget, parse_json_object
 from kvkeep.server.idempotency import MAX_KEY_LENGTH, bad_key_error
 
 _NOTES_KEY = "answered"  # key in a snapshot's notes, part of the stored format
@@ -172,8 +172,8 @@ class Exchange:
     @cached_property
     def request_digest(self) -> str:
         path = self.scope["path"].encode()
-        if self.target.kind in ("create", "fork"):
-            return _digest(path, json.dumps(json_object(self.raw_body)).encode())
+        if self.target.operation in ("create", "fork"):
+            return _digest(path, json.dumps(parse_json_object(self.raw_body)).encode())
         return _digest(self.scope["method"].encode(), path, self.raw_body)
 
     def with_json_body(self, fields: dict[str, Any]) -> "Exchange":

@@ -21,7 +21,7 @@ from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevision
 from kvkeep.fleet.exchange import Exchange, RecordedResponse, SessionKey, WithheldResponse
 from kvkeep.fleet.leases import LeasedSession, SessionLeases
-from kvkeep.fleet.session_target import checked_new_name, json_object, session_target
+from kvkeep.fleet.session_target import parse_json_object, require_new_name, session_target
 from kvkeep.server.errors import ApiError, api_error_for
 from kvkeep.server.idempotency import key_reused_error, read_body
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
@@ -44,7 +44,7 @@ class SessionMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_http, send = scope["type"] == "http", partial(self._send_with_server, send)
         target = session_target(scope["method"], scope["path"]) if is_http else None
-        if target is None or target.kind == "none":
+        if target is None or target.operation == "none":
             await self._app(scope, receive, send)
             return
         raw_body = await read_body(receive)
@@ -83,7 +83,7 @@ class SessionMiddleware:
     async def _dispatch(self, exchange: Exchange) -> None:
         scope, body, response = exchange.scope, exchange.body, exchange.response
         session_key, leases = exchange.session_key, self._leases
-        match exchange.target.kind:
+        match exchange.target.operation:
             case "unknown":
                 raise ApiError(404, "there is nothing of that name", "not_found_error")
             case "list":
@@ -130,9 +130,9 @@ class SessionMiddleware:
 
     async def _create(self, exchange: Exchange) -> None:
         """Create a session and commit it before the response is released."""
-        fields, key_digest = json_object(exchange.raw_body), exchange.idempotency_key_digest
+        fields, key_digest = parse_json_object(exchange.raw_body), exchange.idempotency_key_digest
         generated_name = f"s-{key_digest[:16]}" if key_digest else f"s-{secrets.token_hex(8)}"
-        name = checked_new_name(fields.get("name") or generated_name)
+        name = require_new_name(fields.get("name") or generated_name)
         session_key = exchange.session_key._replace(name=name)
         if key_digest and await self._repeat_creation(exchange, session_key):
             return
@@ -232,7 +232,7 @@ async def _repeat_response(leased: LeasedSession, exchange: Exchange) -> bool:
 def _with_seed(exchange: Exchange, key_digest: str) -> Exchange:
     """Derive a missing seed from the request's key, so that a retry samples the same tokens."""
     try:
-        fields = json_object(exchange.raw_body)
+        fields = parse_json_object(exchange.raw_body)
     except ApiError:  # the route reports it
         return exchange
     seed = fields.get("seed")

@@ -90,20 +90,20 @@ class ReplicaServer:
         from kvkeep.server.service import Service
 
         torch.set_num_threads(setup.threads)
-        options = {"dtype": setup.dtype, "weights": setup.weights}
+        options = {"dtype": setup.dtype, "weights": setup.weight_format}
         load_options = {name: value for name, value in options.items() if value is not None}
         model = load_model(setup.model, **load_options)  # type: ignore[arg-type]
         self._replica = Replica(
             model,
-            setup.store,
+            setup.store_url,
             setup.secret,
-            settings=setup.settings,
-            limits=Limits(memory=setup.memory),
-            share_prefixes=setup.prefixes,
-            lease_seconds=setup.lease,
+            settings=setup.session_settings,
+            limits=Limits(memory=setup.memory_bytes),
+            share_prefixes=setup.share_prefixes,
+            lease_seconds=setup.lease_seconds,
         )
         model_name = setup.alias or model.name.rpartition("/")[2]
-        self._service = Service(self._replica.engine, model_name, setup.keys, int(time.time()))
+        self._service = Service(self._replica.engine, model_name, setup.api_keys, int(time.time()))
         hosts = {*LOCAL_HOSTS, *setup.hosts}
         self._app = application(self._service, hosts, setup.origins, self._replica.middleware)
 

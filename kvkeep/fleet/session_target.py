@@ -11,19 +11,19 @@ from kvkeep.storage.sessions.interface import is_name
 # none: no session of the store. unknown: an invalid path below /v1/sessions/. fork: creates a
 # session from another one. snapshot: saves the session as a labelled snapshot. events: an endless
 # stream. save: nothing to do, as every commit saves.
-ReadKind = Literal["none", "unknown", "list", "read", "events"]
-TargetKind = ReadKind | Literal["create", "fork", "snapshot", "write", "delete", "save"]
-_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
-_RESTORE = re.compile(r"/v1/snapshots/[^/]+/restore")
+ReadOperation = Literal["none", "unknown", "list", "read", "events"]
+TargetOperation = ReadOperation | Literal["create", "fork", "snapshot", "write", "delete", "save"]
+_SESSION_ROUTE = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
+_RESTORE_ROUTE = re.compile(r"/v1/snapshots/[^/]+/restore")
 SESSIONS_PATH = "/v1/sessions"
-_RESERVED = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # names local to each server
+_RESERVED_NAME = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # names local to each server
 
 
 @dataclass(frozen=True)
 class SessionTarget:
     """The target of a request. name: the session's. action: the last word of the path."""
 
-    kind: TargetKind
+    operation: TargetOperation
     name: str = ""
     action: str = ""
 
@@ -37,41 +37,41 @@ def session_target(method: str, path: str) -> SessionTarget:
     """Classify a request by its method and path."""
     if not path.isprintable():  # routes would accept a trailing newline
         return SessionTarget("unknown")
-    if method == "POST" and (path == SESSIONS_PATH or _RESTORE.fullmatch(path)):
+    if method == "POST" and (path == SESSIONS_PATH or _RESTORE_ROUTE.fullmatch(path)):
         return SessionTarget("create")
     if path == SESSIONS_PATH:
         return SessionTarget("list" if method == "GET" else "none")
     if method == "OPTIONS" or not path.startswith(f"{SESSIONS_PATH}/"):
         return SessionTarget("none")
-    match = _SESSION.fullmatch(path)
+    match = _SESSION_ROUTE.fullmatch(path)
     if match is None or not is_name(match[1]):
         return SessionTarget("unknown")
     name, action = match[1], match[2] or ""
-    kind: TargetKind = "write"
+    operation: TargetOperation = "write"
     if method in ("GET", "HEAD"):
-        kind = "events" if action == "events" else "read"
+        operation = "events" if action == "events" else "read"
     elif action == "snapshot" or (action in ("fork", "save") and method == "POST"):
-        kind = cast(TargetKind, action)
+        operation = cast(TargetOperation, action)
     elif method == "DELETE":
-        kind = "delete"
-    return SessionTarget(kind, name, action)
+        operation = "delete"
+    return SessionTarget(operation, name, action)
 
 
-def checked_new_name(name: object) -> str:
+def require_new_name(name: object) -> str:
     """Return the name. Raises ApiError if a new session of the store cannot have it."""
     if not isinstance(name, str) or not is_name(name):
         raise ApiError(400, f"name: {name!r:.120} is no name of a session", param="name")
-    if _RESERVED.fullmatch(name):
+    if _RESERVED_NAME.fullmatch(name):
         raise ApiError(400, f"name: {name!r} is reserved for slots and responses", param="name")
     return name
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def parse_json_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON body. Raises ApiError if it is not an object."""
     try:
-        value = json.loads(body or b"{}")
+        parsed = json.loads(body or b"{}")
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise ApiError(400, "the body must be a JSON object")
-    return value
+    return parsed

@@ -9,7 +9,7 @@ from blake3 import blake3
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
 
-_MIN_SECRET = 32  # bytes of a secret's file
+_MIN_SECRET_BYTES = 32  # of a secret's file
 _NO_SECRET = bytes(32)
 
 
@@ -19,28 +19,28 @@ class Setup:
 
     model: str
     dtype: str | None
-    weights: str | None
-    store: str  # URL
+    weight_format: str | None
+    store_url: str
     secret: bytes
-    settings: dict[str, Any]  # of sessions, without a calibration
-    memory: int  # bytes of cells
-    prefixes: bool  # whether prompts' prefixes are shared
+    session_settings: dict[str, Any]  # without a calibration
+    memory_bytes: int  # of cells
+    share_prefixes: bool  # whether prompts' prefixes are shared
     threads: int  # compute threads of each server
-    lease: float  # seconds
-    keys: ApiKeys
+    lease_seconds: float
+    api_keys: ApiKeys
     hosts: tuple[str, ...]
     origins: tuple[str, ...]
     alias: str | None
 
 
 @dataclass(frozen=True)
-class Scale:
+class Autoscaling:
     """The bounds and parameters of autoscaling."""
 
     min_servers: int
     max_servers: int
-    requests: int  # running requests per server that autoscaling aims at
-    grace: float  # seconds that running requests have when a server is to stop
+    target_requests: int  # running requests per server that autoscaling aims at
+    grace_seconds: float  # that running requests have when a server is to stop
 
 
 def read_secret(file: Path | None) -> bytes:
@@ -52,9 +52,9 @@ def read_secret(file: Path | None) -> bytes:
     if file is None:
         return _NO_SECRET
     content = file.read_bytes().strip()
-    if len(content) < _MIN_SECRET:
+    if len(content) < _MIN_SECRET_BYTES:
         raise InvalidArgument(
-            f"{file} holds {len(content)} bytes; a secret has {_MIN_SECRET} or more, as "
+            f"{file} holds {len(content)} bytes; a secret has {_MIN_SECRET_BYTES} or more, as "
             "`openssl rand -hex 32` makes them"
         )
     return blake3(content, derive_key_context="kvkeep fleet secret, first form").digest()

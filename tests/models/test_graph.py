@@ -28,8 +28,8 @@ class CountingExecutor(GraphExecutor):
     replayed_steps = 0
     other_steps = 0
 
-    def replayed(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
-        hidden = super().replayed(tokens, step)
+    def replay(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
+        hidden = super().replay(tokens, step)
         if hidden is None:
             self.other_steps += 1
         else:

@@ -276,7 +276,7 @@ def test_waiting_too_long_for_another_pull_raises_locked(
     own_home: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A suspended process (Ctrl-Z) holds the lock indefinitely."""
-    monkeypatch.setattr(library, "PATIENCE", 0.1)
+    monkeypatch.setattr(library, "LOCK_TIMEOUT", 0.1)
     own_home.mkdir(exist_ok=True)
     with FileLock(own_home / "pull.lock"), pytest.raises(Locked, match="another kvkeep"):
         resolve(str(tiny_gguf), progress=False)

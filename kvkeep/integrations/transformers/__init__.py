@@ -6,7 +6,7 @@ kvkeep model. Both register hooks on the model, which do nothing unless kvkeep c
 
 import re
 
-_OLDEST_VERSION, _BELOW_VERSION = (5, 16), (6, 0)
+_OLDEST_VERSION, _VERSION_LIMIT = (5, 16), (6, 0)
 
 
 def require_version() -> None:
@@ -14,10 +14,10 @@ def require_version() -> None:
     import transformers  # here, since transformers replaces its module in sys.modules
 
     installed = transformers.__version__
-    numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
-    if not _OLDEST_VERSION <= numbers < _BELOW_VERSION:
-        oldest, below = (".".join(map(str, v)) for v in (_OLDEST_VERSION, _BELOW_VERSION))
-        required = f">={oldest},<{below}"
+    version = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    if not _OLDEST_VERSION <= version < _VERSION_LIMIT:
+        oldest, limit = (".".join(map(str, v)) for v in (_OLDEST_VERSION, _VERSION_LIMIT))
+        required = f">={oldest},<{limit}"
         raise ImportError(
             f"kvkeep works inside of transformers {required}; found {installed}: "
             f'pip install "transformers{required}"'

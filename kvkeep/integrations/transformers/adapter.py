@@ -26,7 +26,7 @@ from kvkeep.integrations.transformers.probe import (
 from kvkeep.integrations.transformers.step_cache import has_recurrent_states, new_cache_layers
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 
-_PROBE_TOKEN = 1
+_PROBE_TOKEN_ID = 1
 _FAR_POSITION = 100_003  # beyond the positions at which models change their computation
 
 
@@ -36,7 +36,7 @@ class AttentionCall:
 
     module: the attention module. layer_idx: the index under which the layer updates transformers'
     cache. cell_layer: the index of its cells among the layers of its group. owns_keys: False if it
-    attends to an earlier layer's keys. order: the order of a head's components in a cell; None if
+    attends to an earlier layer's keys. permutation: of a head's components in a cell; None if
     it is the model's. query_factor: multiplies queries to bring the layer's scale to the model's.
     """
 
@@ -45,12 +45,12 @@ class AttentionCall:
     options: AttentionOptions
     cell_layer: int
     owns_keys: bool
-    order: Tensor | None
+    permutation: Tensor | None
     query_factor: float
 
 
 @dataclass(frozen=True)
-class AdaptedModel:
+class AttentionFacts:
     """The facts about a transformers model that kvkeep's steps need.
 
     spec: the layers that attend. calls: one for each of these layers. sinks: `[heads]` of each
@@ -66,7 +66,7 @@ class AdaptedModel:
     cache_layers: Sequence[Any]
 
 
-def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> AdaptedModel:
+def attention_facts(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> AttentionFacts:
     """Describe a model for kvkeep.
 
     configs: see `configs_of`. Raises UnsupportedModel, naming the reason.
@@ -83,7 +83,7 @@ def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> Adapte
         "are written once cannot follow",
     )
     calls_by_position = [
-        probe_calls(body, configs, _PROBE_TOKEN, rotary_position=position)
+        probe_calls(body, configs, _PROBE_TOKEN_ID, rotary_position=position)
         for position in PROBED_POSITIONS
     ]
     calls = calls_by_position[0]
@@ -93,7 +93,7 @@ def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> Adapte
     rotations = [
         find_rotation(layer_calls, tables) for layer_calls in zip(*calls_by_position, strict=True)
     ]
-    return _AdaptedModelBuilder(model, config, calls, rotations).build()
+    return _AttentionFactsBuilder(model, config, calls, rotations).build()
 
 
 def rope_types(config: PreTrainedConfig) -> list[str]:
@@ -118,7 +118,7 @@ def _require_only_rotary_positions(
     )
     # A table of positions has a second row, but rarely one for the far position.
     for position in (1, _FAR_POSITION):
-        moved_calls = probe_calls(body, configs, _PROBE_TOKEN, position=position)
+        moved_calls = probe_calls(body, configs, _PROBE_TOKEN_ID, position=position)
         for call, moved in zip(calls, moved_calls, strict=True):
             _require(torch.equal(call.q, moved.q) and torch.equal(call.k, moved.k), reason)
 
@@ -135,7 +135,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class _AdaptedModelBuilder:
+class _AttentionFactsBuilder:
     """Builds the description of a model from its probed calls; one rotation for each call.
 
     Raises UnsupportedModel if layers differ in a way that a `ModelSpec` cannot express.
@@ -143,35 +143,35 @@ class _AdaptedModelBuilder:
 
     model: PreTrainedModel
     config: PreTrainedConfig
-    probed: Sequence[ProbedCall]
+    probes: Sequence[ProbedCall]
     rotations: Sequence[KeyRotation]
 
     def __post_init__(self) -> None:
-        windows = {call.window for call in self.probed if call.window}
+        windows = {call.window for call in self.probes if call.window}
         _require(len(windows) <= 1, f"its layers see windows of {windows} tokens")
         self.window = max(windows, default=0)
-        self.all_local = all(call.window for call in self.probed)
-        local = [i for i, call in enumerate(self.probed) if not self.all_local and call.window]
+        self.all_local = all(call.window for call in self.probes)
+        local = [i for i, call in enumerate(self.probes) if not self.all_local and call.window]
         self.local_layers = tuple(local)
-        self.global_layers = tuple(i for i in range(len(self.probed)) if i not in local)
+        self.global_layers = tuple(i for i in range(len(self.probes)) if i not in local)
 
-    def build(self) -> AdaptedModel:
+    def build(self) -> AttentionFacts:
         spec = self._model_spec()
-        calls = tuple(self._adapted_call(spec, index) for index in range(len(self.probed)))
-        sinks = [call.sinks.detach().float() for call in self.probed if call.sinks is not None]
+        calls = tuple(self._attention_call(spec, index) for index in range(len(self.probes)))
+        sinks = [call.sinks.detach().float() for call in self.probes if call.sinks is not None]
         _require(len(sinks) in (0, len(calls)), "some of its layers have sinks, and others none")
-        dtype = _common_value("dtypes of keys", [call.k.dtype for call in self.probed])
-        device = _common_value("devices", [call.k.device for call in self.probed])
-        return AdaptedModel(spec, calls, sinks, dtype, device, new_cache_layers(self.config))
+        dtype = _common_value("dtypes of keys", [call.k.dtype for call in self.probes])
+        device = _common_value("devices", [call.k.device for call in self.probes])
+        return AttentionFacts(spec, calls, sinks, dtype, device, new_cache_layers(self.config))
 
     def _model_spec(self) -> ModelSpec:
-        probed, local = self.probed, self.local_layers
+        probes, local = self.probes, self.local_layers
         rope, (kv_heads, head_dim) = self._rope_and_shape(self.global_layers)
-        local_rope, (local_heads, local_dim) = self._rope_and_shape(local or self.global_layers)
+        local_rope, (local_kv_heads, local_dim) = self._rope_and_shape(local or self.global_layers)
         spec = ModelSpec(
             architecture=type(self.model).__name__,
-            layers=len(probed),
-            heads=_common_value("heads", [call.q.shape[0] for call in probed]),
+            layers=len(probes),
+            heads=_common_value("heads", [call.q.shape[0] for call in probes]),
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=rope,
@@ -181,33 +181,32 @@ class _AdaptedModelBuilder:
             mlp_bias=False,
             qk_norm=False,
             norm_eps=0.0,
-            attention_multiplier=probed[0].options.scale,
-            attention_softcap=_common_value("softcaps", [c.options.softcap for c in probed]),
+            attention_multiplier=probes[0].options.scale,
+            attention_softcap=_common_value("softcaps", [c.options.softcap for c in probes]),
             local_layers=local,
             window=self.window if local else 0,
             local_rope=None if local_rope == rope else local_rope,
-            local_kv_heads=0 if local_heads == kv_heads else local_heads,
+            local_kv_heads=0 if local_kv_heads == kv_heads else local_kv_heads,
             local_head_dim=0 if local_dim == head_dim else local_dim,
             unrotated_layers=self._unrotated_layers(),
-            shared_kv_layers=sum(not call.owns_keys for call in probed),
-            sinks=probed[0].sinks is not None,
+            shared_kv_layers=sum(not call.owns_keys for call in probes),
+            sinks=probes[0].sinks is not None,
             recurrent=has_recurrent_states(self.config),
             **self._config_fields(),
         )
-        for index, call in enumerate(probed):
-            source = spec.kv_source(index)
-            matches = (source == index) == call.owns_keys and probed[
-                source
-            ].layer_idx == call.layer_idx
-            _require(matches, "its layers share keys in another way than the last ones do")
+        for index, call in enumerate(probes):
+            kv_source = spec.kv_source(index)
+            shares_keys = probes[kv_source].layer_idx == call.layer_idx
+            is_consistent = (kv_source == index) == call.owns_keys and shares_keys
+            _require(is_consistent, "its layers share keys in another way than the last ones do")
         return spec
 
     def _unrotated_layers(self) -> tuple[int, ...]:
         """Return the layers without RoPE of each group of which other layers have RoPE."""
-        rotates = [rotation.rotates for rotation in self.rotations]
+        has_rope = [rotation.rotates for rotation in self.rotations]
         groups = [group for group in (self.global_layers, self.local_layers) if group]
-        mixed = {i for group in groups if any(rotates[j] for j in group) for i in group}
-        return tuple(i for i in sorted(mixed) if not rotates[i])
+        mixed_layers = {i for group in groups if any(has_rope[j] for j in group) for i in group}
+        return tuple(i for i in sorted(mixed_layers) if not has_rope[i])
 
     def _config_fields(self) -> dict[str, Any]:
         """Return the fields of the spec that the config determines."""
@@ -218,12 +217,12 @@ class _AdaptedModelBuilder:
             max_positions = int(parameters.get("original_max_position_embeddings", max_positions))
         eos = model.generation_config.eos_token_id if model.can_generate() else config.eos_token_id
         eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        intermediate = getattr(config, "intermediate_size", None)
-        sizes = intermediate if isinstance(intermediate, list) else [intermediate or 0]
+        width = getattr(config, "intermediate_size", None)
+        widths = width if isinstance(width, list) else [width or 0]
         return {
             "vocab_size": int(config.vocab_size),
             "hidden_size": int(config.hidden_size),
-            "intermediate_size": max(sizes),
+            "intermediate_size": max(widths),
             "max_positions": min(max_positions, self.window) if self.all_local else max_positions,
             "bos_token_id": getattr(config, "bos_token_id", None),
             "eos_token_ids": tuple(map(int, eos_ids)),
@@ -238,25 +237,25 @@ class _AdaptedModelBuilder:
         rotations = [self.rotations[i] for i in layers]
         tables = {rotation.frequencies for rotation in rotations if rotation.rotates}
         _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")
-        unrotated = (0.0,) * (self.probed[layers[0]].q.shape[-1] // 2)
-        shapes = [(self.probed[i].k.shape[0], self.probed[i].k.shape[1]) for i in layers]
-        rope = RopeSpec(self._rope_type(), next(iter(tables), unrotated))
+        no_rotation = (0.0,) * (self.probes[layers[0]].q.shape[-1] // 2)
+        shapes = [(self.probes[i].k.shape[0], self.probes[i].k.shape[1]) for i in layers]
+        rope = RopeSpec(self._rope_type(), next(iter(tables), no_rotation))
         return rope, _common_value("KV heads and widths", shapes)
 
-    def _adapted_call(self, spec: ModelSpec, index: int) -> AttentionCall:
-        call, group = self.probed[index], spec.group_of(index)
-        orders = {self.rotations[i].order for i in group.layers if self.rotations[i].rotates}
+    def _attention_call(self, spec: ModelSpec, index: int) -> AttentionCall:
+        call, group = self.probes[index], spec.group_of(index)
+        orders = {self.rotations[i].permutation for i in group.layers if self.rotations[i].rotates}
         _require(len(orders) <= 1, "its layers pair the numbers of a head in several ways")
-        order = next(iter(orders), ())
-        indices = torch.tensor(order, dtype=torch.int64, device=call.q.device)
+        permutation = next(iter(orders), ())
+        indices = torch.tensor(permutation, dtype=torch.int64, device=call.q.device)
         return AttentionCall(
             module=call.module,
             layer_idx=call.layer_idx,
             options=call.options,
             cell_layer=spec.layers_with_cells(group).index(spec.kv_source(index)),
             owns_keys=call.owns_keys,
-            order=None if order == tuple(sorted(order)) else indices,
-            query_factor=call.options.scale / self.probed[0].options.scale,
+            permutation=None if permutation == tuple(sorted(permutation)) else indices,
+            query_factor=call.options.scale / self.probes[0].options.scale,
         )
 
 

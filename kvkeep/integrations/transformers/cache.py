@@ -13,7 +13,7 @@ from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.errors import InvalidArgument
-from kvkeep.integrations.transformers.cache_forward import BatchSessions
+from kvkeep.integrations.transformers.cache_forward import SessionBatch
 from kvkeep.integrations.transformers.model import from_transformers
 from kvkeep.policies import Policy, PolicySettings
 from kvkeep.session.history import History
@@ -45,7 +45,7 @@ def _session_method(
     return call
 
 
-class KvkeepCache(BatchSessions):
+class KvkeepCache(SessionBatch):
     """A bounded, durable and editable KV cache in place of transformers' `DynamicCache`.
 
         cache = KvkeepCache(model, max_kv_size=512)
@@ -135,7 +135,7 @@ class KvkeepCache(BatchSessions):
         cache = cls.__new__(cls)
         cache.model = from_transformers(model, tokenizer)
         session = cache.model.restore(snapshot, calibration=calibration)
-        BatchSessions.__init__(cache, cache.model.executor, session)
+        SessionBatch.__init__(cache, cache.model.executor, session)
         return cache
 
     def __len__(self) -> int:
@@ -255,8 +255,8 @@ class KvkeepCache(BatchSessions):
         Raises InvalidArgument if tokens were evicted for these tokens, since a bounded cache was
         full.
         """
-        count = abs(validation.integer("tokens_to_remove", tokens_to_remove))
-        if not count:
+        num_tokens = abs(validation.integer("tokens_to_remove", tokens_to_remove))
+        if not num_tokens:
             return
         if tokens_to_remove > 0:
             raise InvalidArgument("crop takes a negative number: of tokens to take back")
@@ -266,7 +266,7 @@ class KvkeepCache(BatchSessions):
                 "states of all of them: decode without an assistant, or with a larger max_kv_size"
             )
         for session in self.sessions:
-            session.take_back(count)
+            session.take_back(num_tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue beam search from these rows; beams from the same row share its cells."""

@@ -19,7 +19,7 @@ from kvkeep.session.external_step import ExternalStep
 from kvkeep.session.session import Session
 
 
-class BatchSessions(Cache):
+class SessionBatch(Cache):
     """The part of a `KvkeepCache` that its forwards use: a session for each row of a batch.
 
     padding: for each row, how many of its columns were padding. forward: the unfinished forward, if
@@ -100,29 +100,29 @@ class CacheForward:
     was committed or rolled back.
     """
 
-    def __init__(self, batch: BatchSessions, ids: Tensor, mask: Tensor | None):
+    def __init__(self, batch: SessionBatch, ids: Tensor, mask: Tensor | None):
         """ids: `[rows, n]`. mask: `[rows, past columns + n]`."""
         self.batch, self._ids_shape = batch, ids.shape
-        self._thread, self.is_finished = threading.get_ident(), False
+        self._thread_id, self.is_finished = threading.get_ident(), False
         self._token_columns = _find_token_columns(batch, ids, mask)
         row_tokens = [
             [row[column] for column in columns]
             for row, columns in zip(ids.tolist(), self._token_columns, strict=True)
         ]
-        self._rows = [row for row, tokens in enumerate(row_tokens) if tokens]
-        if not self._rows:
+        rows = self._active_rows = [i for i, tokens in enumerate(row_tokens) if tokens]
+        if not rows:
             raise InvalidArgument("attention_mask hides every token of this forward")
         sessions, executor = batch.sessions, batch.executor
         self._step = ExternalStep(
-            [sessions[row] for row in self._rows], [row_tokens[row] for row in self._rows]
+            [sessions[row] for row in rows], [row_tokens[row] for row in rows]
         )
         self.tokens = self._step.tokens
-        self._backend = ExitStack()
+        self._backend_context = ExitStack()
         try:
-            self._runner = StepRunner(executor.adapted, self._step.step, executor.configs[0])
+            self._runner = StepRunner(executor.facts, self._step.step, executor.configs[0])
             self.step_cache = self._runner.cache
             self.step_cache.cache_forward = self
-            self._backend.enter_context(use_backend(self._runner, executor.configs))
+            self._backend_context.enter_context(use_backend(self._runner, executor.configs))
         except BaseException:
             self.rollback()
             raise
@@ -130,12 +130,12 @@ class CacheForward:
 
     @property
     def is_in_this_thread(self) -> bool:
-        return self._thread == threading.get_ident()
+        return self._thread_id == threading.get_ident()
 
     def rollback(self) -> None:
         """Leave all rows as they were."""
         self.batch.forward, self.is_finished = None, True
-        self._backend.close()
+        self._backend_context.close()
         self._step.rollback()
 
     def commit(self, hidden: Tensor) -> Tensor:
@@ -145,10 +145,10 @@ class CacheForward:
         raises anything but KeyboardInterrupt at its end, the rows are as they were.
         """
         try:
-            self._backend.close()
+            self._backend_context.close()
             self._runner.finish()
             row_hidden = self._step.finish(hidden.flatten(0, 1))
-            all_hidden = self._with_padding(row_hidden)
+            all_hidden = self._insert_padding(row_hidden)
         except BaseException:
             self.rollback()
             raise
@@ -160,25 +160,25 @@ class CacheForward:
         self._step.commit()
         return all_hidden
 
-    def _with_padding(self, row_hidden: Sequence[Tensor]) -> Tensor:
+    def _insert_padding(self, row_hidden: Sequence[Tensor]) -> Tensor:
         """Scatter the hidden states of each row's tokens to their columns; padding is 0."""
         first, (rows, n) = row_hidden[0], self._ids_shape
         if rows == 1 and len(first) == n:
             return first.clone().unsqueeze(0)
         shape = (rows, n, first.shape[-1])
         all_hidden = torch.zeros(shape, dtype=first.dtype, device=first.device)
-        for row, hidden in zip(self._rows, row_hidden, strict=True):
+        for row, hidden in zip(self._active_rows, row_hidden, strict=True):
             all_hidden[row, self._token_columns[row]] = hidden
         return all_hidden
 
 
-def _find_token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+def _find_token_columns(batch: SessionBatch, ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Return the columns of each row that are tokens, not padding.
 
     Raises InvalidArgument if the mask differs from the batch in past columns.
     """
     rows, n = ids.shape
-    past = batch.get_seq_length()
+    past_columns = batch.get_seq_length()
     if mask is None and any(batch.padding):
         raise InvalidArgument(
             "this cache has evaluated padding: give an attention_mask that says which tokens are "
@@ -186,18 +186,18 @@ def _find_token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) 
         )
     if mask is None:
         return [list(range(n))] * rows
-    if mask.shape != (rows, past + n):
+    if mask.shape != (rows, past_columns + n):
         raise InvalidArgument(
-            f"attention_mask must be of the {past} tokens in the cache and these {n}, "
-            f"[{rows}, {past + n}]; found {list(mask.shape)}"
+            f"attention_mask must be of the {past_columns} tokens in the cache and these {n}, "
+            f"[{rows}, {past_columns + n}]; found {list(mask.shape)}"
         )
     mask = mask.bool()
-    actual = mask[:, :past].sum(1).tolist()
-    expected = [past - padding for padding in batch.padding]
+    actual = mask[:, :past_columns].sum(1).tolist()
+    expected = [past_columns - padding for padding in batch.padding]
     if actual != expected:
         raise InvalidArgument(
             "attention_mask must be 1 for the tokens in the cache, and 0 for padding: "
-            f"expected {expected} of the first {past} in each row, found {actual}"
+            f"expected {expected} of the first {past_columns} in each row, found {actual}"
         )
-    new = mask[:, past:].tolist()
-    return [[column for column, is_token in enumerate(row) if is_token] for row in new]
+    new_columns = mask[:, past_columns:].tolist()
+    return [[column for column, is_token in enumerate(row) if is_token] for row in new_columns]

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.errors import InvalidArgument, UnsupportedModel
-from kvkeep.integrations.transformers.adapter import adapt
+from kvkeep.integrations.transformers.adapter import attention_facts
 from kvkeep.integrations.transformers.interface import (
     body_name,
     body_of,
@@ -29,18 +29,18 @@ from kvkeep.policies import Full
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
 
-_CHECKED_STEPS = (7, 1, 4)  # tokens that `require_agreement` evaluates at once
+_CHECK_LENGTHS = (7, 1, 4)  # tokens that `require_agreement` evaluates at once
 # The largest difference of hidden states relative to their norm, in float32 and in shorter dtypes.
 # Any difference but rounding is about as large as the norm.
-_FLOAT32_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.15
+_FLOAT32_TOLERANCE, _REDUCED_PRECISION_TOLERANCE = 1e-3, 0.15
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class TransformersExecutor:
     """Runs each step by the model's own forward, in which kvkeep computes the attention.
 
-    Raises UnsupportedModel, naming the reason, for a model that `adapt` does not accept. Methods
-    raise InvalidArgument after the model was moved to another dtype or device.
+    Raises UnsupportedModel, naming the reason, for a model that `attention_facts` does not accept.
+    Methods raise InvalidArgument after the model was moved to another dtype or device.
 
     body: see `body_of`. configs: see `configs_of`. hook_handles: of all hooks on the model.
     """
@@ -54,7 +54,7 @@ class TransformersExecutor:
         self.hook_handles: list[RemovableHandle] = hook_rotary_embeddings(self.body)
         self._probed_identity = _model_identity(model)
         try:
-            self.adapted = adapt(model, self.configs)
+            self.facts = attention_facts(model, self.configs)
             self._head = OutputHead(model)
         except BaseException:
             self.unhook()
@@ -82,7 +82,7 @@ class TransformersExecutor:
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         self.require_not_moved()
         rows = len(step.steps) if isinstance(step, GroupStep) else 1
-        runner = StepRunner(self.adapted, step, self.configs[0])
+        runner = StepRunner(self.facts, step, self.configs[0])
         recording = nullcontext() if norms is None else self._record_norms(norms)
         with recording, use_backend(runner, self.configs), torch.inference_mode():
             ids = tokens.view(rows, -1)
@@ -101,7 +101,7 @@ class TransformersExecutor:
             norms[index] = layer_input[0].float().norm(dim=-1)
 
         with ExitStack() as hooks:
-            for index, call in enumerate(self.adapted.calls):
+            for index, call in enumerate(self.facts.calls):
                 layer = self.body.get_submodule(names[call.module].rpartition(".")[0])
                 hook = partial(record, index)
                 handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -112,7 +112,7 @@ class TransformersExecutor:
         self.require_not_moved()
         return checked_finite(self._head.logits(hidden))
 
-    def unpacked(self, name: str) -> Tensor:
+    def unpack_matrix(self, name: str) -> Tensor:
         raise InvalidArgument(
             f"this needs {name}, and kvkeep does not know which weights of "
             f"{type(self.model).__name__} these are: choose another method"
@@ -122,7 +122,7 @@ class TransformersExecutor:
 @torch.inference_mode()
 def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     """Raise UnsupportedModel if kvkeep computes other hidden states or logits than the model."""
-    ids = [(7_919 * index + 3) % decoder.spec.vocab_size for index in range(sum(_CHECKED_STEPS))]
+    ids = [(7_919 * index + 3) % decoder.spec.vocab_size for index in range(sum(_CHECK_LENGTHS))]
     input_ids = torch.tensor([ids], dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config)
     output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
@@ -131,7 +131,7 @@ def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     )
     expected = body_output.last_hidden_state[0]
     memory, begin = Memory(decoder, Full(2 * len(ids))), 0
-    for count in _CHECKED_STEPS:
+    for count in _CHECK_LENGTHS:
         (result,) = evaluate(memory, ids[begin : begin + count], count)
         subject = f"its layers, given {count} tokens after {begin}, make"
         _require_close(result.hidden, expected[begin : begin + count], expected.dtype, subject)
@@ -148,7 +148,7 @@ def _require_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, subject
     actual, expected = actual.float(), expected.float()
     relative = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     difference = float(relative.median())
-    tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
+    tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _REDUCED_PRECISION_TOLERANCE
     if not difference <= tolerance:  # true for NaN as well
         raise UnsupportedModel(
             f"{subject} something else with kvkeep's memory than with the model's own cache: they "
@@ -181,11 +181,11 @@ class OutputHead:
 
 
 def _without_hooks(module: _Module) -> _Module:
-    copied = copy.copy(module)
+    module_copy = copy.copy(module)
     for name, value in vars(module).items():
         if "_hooks" in name and isinstance(value, dict):
-            copied.__dict__[name] = type(value)()
-    return copied
+            module_copy.__dict__[name] = type(value)()
+    return module_copy
 
 
 class _BodyOutput:
@@ -209,8 +209,8 @@ def _model_identity(model: PreTrainedModel) -> tuple[torch.dtype, torch.device, 
 
 
 def _dtype_and_device(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
-    first = next(model.parameters())
-    return first.dtype, first.device
+    parameter = next(model.parameters())
+    return parameter.dtype, parameter.device
 
 
 def _format_placement(dtype_and_device: tuple[torch.dtype, torch.device]) -> str:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import InvalidArgument, UnsupportedModel
-from kvkeep.integrations.transformers.cache_forward import BatchSessions, CacheForward
+from kvkeep.integrations.transformers.cache_forward import CacheForward, SessionBatch
 from kvkeep.integrations.transformers.step_cache import StepCache
 
 _ALLOWED_ARGUMENTS = {
@@ -39,7 +39,7 @@ def _begin_forward(
         arguments = signature.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
     batch: object = arguments.get("past_key_values")
-    if not isinstance(batch, BatchSessions):
+    if not isinstance(batch, SessionBatch):
         return None
     executor = batch.executor
     if executor.body is not module:
@@ -131,7 +131,7 @@ def _marks_text_only(token_types: object) -> bool:
 
 
 def _check_positions(
-    batch: BatchSessions, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None
+    batch: SessionBatch, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None
 ) -> None:
     """Raise InvalidArgument for position ids that differ from the positions in the cache.
 
@@ -141,19 +141,19 @@ def _check_positions(
     if position_ids is None:
         return
     position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
-    n, past = ids.shape[1], batch.get_seq_length()
+    n, past_columns = ids.shape[1], batch.get_seq_length()
     position_ids = position_ids[:, -n:].expand(len(ids), -1)
     for row, all_positions in enumerate(position_ids):
         is_token = None if mask is None else mask[row, -n:].bool()
         positions = all_positions if is_token is None else all_positions[is_token]
         if not len(positions):
             continue
-        last_token = past - batch.padding[row] + len(positions) - 1
-        last_column = past + (n - 1 if is_token is None else int(is_token.nonzero()[-1]))
+        last_token_index = past_columns - batch.padding[row] + len(positions) - 1
+        last_column = past_columns + (n - 1 if is_token is None else int(is_token.nonzero()[-1]))
         last = int(positions[-1])
-        if last not in (last_token, last_column) or bool((positions.diff() != 1).any()):
+        if last not in (last_token_index, last_column) or bool((positions.diff() != 1).any()):
             raise InvalidArgument(
-                f"position_ids say that token {last_token} of row {row} is at {last}: a "
+                f"position_ids say that token {last_token_index} of row {row} is at {last}: a "
                 "KvkeepCache counts from the first token on, one by one, with padding or without, "
                 "and generate must be called with use_cache=True"
             )

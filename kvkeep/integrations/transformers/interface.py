@@ -74,8 +74,8 @@ class AttentionBackend(Protocol):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Attend in one layer, `[batch, n, heads, head_dim]`."""
 
-    def make_mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
-        """Return the mask to pass to layers. function: whether a query sees a cell."""
+    def make_mask(self, mask_function: MaskFunction, device: torch.device | None) -> Tensor | None:
+        """Return the mask to pass to layers. mask_function: whether a query sees a cell."""
 
 
 class _ThreadState(threading.local):

@@ -1,7 +1,7 @@
 """A transformers model as a kvkeep model."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from kvkeep.executors import ComputePath
 from kvkeep.integrations.transformers.executor import TransformersExecutor, require_agreement
 from kvkeep.integrations.transformers.forward_hooks import hook_forward
 from kvkeep.integrations.transformers.interface import body_name
-from kvkeep.model import DTYPES, Model, on_device
+from kvkeep.model import DTYPES, Model, resolve_device
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.primitives import NORM
@@ -45,7 +45,7 @@ _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")  # names in different arch
 _CODECS: WeakKeyDictionary[
     PreTrainedTokenizerBase, tuple[int, TextCodec, TemporaryDirectory[str]]
 ] = WeakKeyDictionary()
-_EXECUTOR = "_kvkeep_executor"  # the attribute of a transformers model that holds its executor
+_EXECUTOR_ATTRIBUTE = "_kvkeep_executor"  # of a transformers model
 # Config keys that do not change the contents of cells.
 _NOT_FINGERPRINTED = (
     "_name_or_path",
@@ -66,15 +66,15 @@ class TransformersModel(Model):
 
     def __init__(self, name: str, executor: TransformersExecutor, text: TextCodec):
         self.executor = executor
-        decoder = Decoder(executor.adapted.spec, _weights_by_name(executor), executor=executor)
+        decoder = Decoder(executor.facts.spec, _weights_by_name(executor), executor=executor)
         super().__init__(name, text.folder, decoder, text)
 
     def __repr__(self) -> str:
         layout, model = self.decoder.new_cache().layout, self.executor.model
-        weights = sum(parameter.numel() for parameter in model.parameters())
+        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         return (
             f"<{type(self).__name__} {self.name}: {self.spec.architecture} by transformers, "
-            f"{self.spec.layers} layers with cells, {weights / 1e6:,.1f} million weights in "
+            f"{self.spec.layers} layers with cells, {millions:,.1f} million weights in "
             f"{str(layout.dtype).removeprefix('torch.')} on {layout.device}>"
         )
 
@@ -114,16 +114,16 @@ class _NoCodec(TextCodec):
     """The codec of a model without a tokenizer, which raises InvalidArgument for any text."""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        raise InvalidArgument(_NO_TOKENIZER)
+        raise InvalidArgument(_NO_TOKENIZER_MESSAGE)
 
     def encode_sealed(self, sealed: str) -> list[int]:
-        raise InvalidArgument(_NO_TOKENIZER)
+        raise InvalidArgument(_NO_TOKENIZER_MESSAGE)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        raise InvalidArgument(_NO_TOKENIZER)
+        raise InvalidArgument(_NO_TOKENIZER_MESSAGE)
 
 
-_NO_TOKENIZER = (
+_NO_TOKENIZER_MESSAGE = (
     "there is no tokenizer to make text of tokens or tokens of text: give token ids, or pass "
     "tokenizer=... where the model is given to kvkeep"
 )
@@ -180,7 +180,7 @@ def load_folder(
     Raises ModelNotFound, BadModelFile, UnsupportedModel, InvalidArgument.
     """
     dtype = validation.one_of("dtype", dtype, DTYPES)
-    target_device = on_device(device)
+    target_device = resolve_device(device)
     limit_torch_threads()
     folder = resolve(model, progress)
     if converted_file(folder) is not None:
@@ -188,7 +188,7 @@ def load_folder(
             f"{model} is packed, which transformers does not read: `kvkeep models export {model} "
             "FOLDER` unpacks it, then pass transformers:FOLDER"
         )
-    was_shown = is_progress_bar_enabled()
+    bars_were_shown = is_progress_bar_enabled()
     _show_progress_bars(progress)
     try:
         transformers_model = AutoModelForCausalLM.from_pretrained(
@@ -197,15 +197,14 @@ def load_folder(
     except (OSError, ValueError, KeyError) as error:
         raise BadModelFile(f"transformers cannot load {folder}: {error}") from error
     finally:
-        _show_progress_bars(was_shown)
+        _show_progress_bars(bars_were_shown)
     # The stub of `to` lacks devices.
     transformers_model.to(target_device).eval()  # type: ignore[arg-type]
     return from_transformers(transformers_model, folder, name)
 
 
 def _show_progress_bars(shown: bool) -> None:
-    apply: Callable[[], None] = enable_progress_bar if shown else disable_progress_bar
-    apply()
+    (enable_progress_bar if shown else disable_progress_bar)()  # type: ignore[no-untyped-call]
 
 
 def executor_of(model: PreTrainedModel) -> TransformersExecutor:
@@ -226,11 +225,11 @@ def executor_of(model: PreTrainedModel) -> TransformersExecutor:
     if model.training:
         raise InvalidArgument("the model is in training: call model.eval() first")
     with compute_lock():  # one thread at a time probes the model
-        executor = vars(model).get(_EXECUTOR)
+        executor = vars(model).get(_EXECUTOR_ATTRIBUTE)
         if executor is None or not executor.is_current():
             unhook(model)
             executor = _new_executor(model)
-            object.__setattr__(model, _EXECUTOR, executor)
+            object.__setattr__(model, _EXECUTOR_ATTRIBUTE, executor)
         return executor
 
 
@@ -239,7 +238,7 @@ def _new_executor(model: PreTrainedModel) -> TransformersExecutor:
     executor = None
     try:
         executor = TransformersExecutor(model)
-        decoder = Decoder(executor.adapted.spec, _weights_by_name(executor), executor=executor)
+        decoder = Decoder(executor.facts.spec, _weights_by_name(executor), executor=executor)
         require_agreement(model, decoder)
         executor.hook_handles += hook_forward(executor.body)
         return executor
@@ -259,24 +258,24 @@ def _new_executor(model: PreTrainedModel) -> TransformersExecutor:
 
 def unhook(model: PreTrainedModel) -> None:
     """Remove everything that kvkeep has attached to a transformers model."""
-    executor = vars(model).pop(_EXECUTOR, None)
+    executor = vars(model).pop(_EXECUTOR_ATTRIBUTE, None)
     if executor is not None:
         executor.unhook()
 
 
 def _weights_by_name(executor: TransformersExecutor) -> dict[str, Tensor]:
     """Return all weights by transformers' names, and a few by the names that kvkeep reads."""
-    adapted = executor.adapted
+    facts = executor.facts
     tensors = {
         f"transformers.{name}": weight.detach()
         for name, weight in executor.model.state_dict().items()
     }
-    tensors[NORM] = torch.zeros(0, dtype=adapted.dtype, device=adapted.device)
-    for index, call in enumerate(adapted.calls):
+    tensors[NORM] = torch.zeros(0, dtype=facts.dtype, device=facts.device)
+    for index, call in enumerate(facts.calls):
         for name in _OUTPUT_PROJECTIONS:
             linear = getattr(call.module, name, None)
             if isinstance(linear, nn.Linear):
                 tensors[f"model.layers.{index}.self_attn.o_proj.weight"] = linear.weight.detach()
-    for index, sinks in enumerate(adapted.sinks):
+    for index, sinks in enumerate(facts.sinks):
         tensors[f"model.layers.{index}.self_attn.sinks"] = sinks
     return tensors

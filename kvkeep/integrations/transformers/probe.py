@@ -18,8 +18,8 @@ from kvkeep.integrations.transformers.interface import (
 from kvkeep.integrations.transformers.step_cache import StepCache, new_cache_layers
 
 PROBED_POSITIONS = (0, 1, 977)  # the token is evaluated at each of them to compare its keys
-_TOLERANCE = {torch.float32: 5e-4, torch.float64: 5e-4}
-_ROUNDED_TOLERANCE = 3e-2  # for all other dtypes: their cosines are rounded
+_TOLERANCES = {torch.float32: 5e-4, torch.float64: 5e-4}
+_REDUCED_PRECISION_TOLERANCE = 3e-2  # for all other dtypes: their cosines are rounded
 # A query position at which masks are evaluated: larger than any window that models have.
 _FAR_QUERY = 1 << 17
 
@@ -54,9 +54,9 @@ class AttentionProbe:
         self.calls: list[ProbedCall] = []
         self._mask_functions: list[MaskFunction] = []
 
-    def make_mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
+    def make_mask(self, mask_function: MaskFunction, device: torch.device | None) -> Tensor | None:
         """Return the index of the mask function as a tensor, for `attend` to look it up."""
-        self._mask_functions.append(function)
+        self._mask_functions.append(mask_function)
         index = len(self._mask_functions) - 1.0
         return torch.full((1, 1, 1, 1), index, dtype=torch.float32, device=device)
 
@@ -110,7 +110,7 @@ class AttentionProbe:
 def probe_calls(
     body: nn.Module,
     configs: Sequence[PreTrainedConfig],
-    token: int,
+    token_id: int,
     rotary_position: int = 0,
     position: int = 0,
 ) -> list[ProbedCall]:
@@ -123,7 +123,7 @@ def probe_calls(
     device = next(body.parameters()).device
     with torch.inference_mode(), use_backend(probe, configs):
         body(
-            input_ids=torch.full((1, 1), token, dtype=torch.int64, device=device),
+            input_ids=torch.full((1, 1), token_id, dtype=torch.int64, device=device),
             position_ids=torch.full((1, 1), position, dtype=torch.int64, device=device),
             past_key_values=probe.cache,
             use_cache=True,
@@ -131,14 +131,14 @@ def probe_calls(
     return probe.calls
 
 
-def _window_of(function: MaskFunction, device: torch.device) -> int | None:
+def _window_of(mask_function: MaskFunction, device: torch.device) -> int | None:
     """Return the width of a mask's window, the query included; None if it sees all earlier tokens.
 
     Raises UnsupportedModel for any other mask.
     """
     try:
         widths = {
-            _window_at(function, query, device) for query in (_FAR_QUERY, _FAR_QUERY + 12_345)
+            _window_at(mask_function, query, device) for query in (_FAR_QUERY, _FAR_QUERY + 12_345)
         }
     except IndexError as error:
         raise UnsupportedModel(
@@ -153,19 +153,19 @@ def _window_of(function: MaskFunction, device: torch.device) -> int | None:
     return widths.pop()
 
 
-def _window_at(function: MaskFunction, query: int, device: torch.device) -> int | None:
+def _window_at(mask_function: MaskFunction, query: int, device: torch.device) -> int | None:
     """Return how many tokens the query at this position sees; None if all before it.
 
     Returns `-query`, different at each position, for a mask that is not a window.
     """
     cells = torch.arange(query + 100, dtype=torch.int64, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    visible = function(zero, zero, torch.full_like(cells, query), cells).expand(cells.shape)
-    count = int(visible.sum())
-    newest = torch.arange(query + 1 - count, query + 1, dtype=torch.int64, device=device)
-    if not count or not bool(visible[newest].all()):
+    visible = mask_function(zero, zero, torch.full_like(cells, query), cells).expand(cells.shape)
+    visible_count = int(visible.sum())
+    newest = torch.arange(query + 1 - visible_count, query + 1, dtype=torch.int64, device=device)
+    if not visible_count or not bool(visible[newest].all()):
         return -query
-    return None if count == query + 1 else count
+    return None if visible_count == query + 1 else visible_count
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ class KeyRotation:
     """A rotation of keys and queries by their position.
 
     frequencies: radians per position of each pair, `[head_dim / 2]`; 0 for unrotated pairs.
-    order: `order[i]` is the index in the model's head of component i of a cell. In a cell the two
-    components of a pair lie half a head apart.
+    permutation: `permutation[i]` is the index in the model's head of component i of a cell. In a
+    cell the two components of a pair lie half a head apart.
     """
 
     frequencies: tuple[float, ...]
-    order: tuple[int, ...]
+    permutation: tuple[int, ...]
 
     @property
     def rotates(self) -> bool:
@@ -191,12 +191,12 @@ def find_rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor
     calls: of one layer, at each of PROBED_POSITIONS. frequency_tables: `[pairs]` each. Raises
     UnsupportedModel if positions change queries and keys in another way.
     """
-    rows_by_position = [torch.cat([call.q, call.k]).cpu().double() for call in calls]
-    head_dim = rows_by_position[0].shape[-1]
+    heads_by_position = [torch.cat([call.q, call.k]).cpu().double() for call in calls]
+    head_dim = heads_by_position[0].shape[-1]
     if head_dim % 2 == 0:
-        error_of = partial(_rotation_error, rows_by_position)
+        error_of = partial(_rotation_error, heads_by_position)
         rotation = min(_candidate_rotations(head_dim, frequency_tables), key=error_of)
-        if error_of(rotation) <= _TOLERANCE.get(calls[0].q.dtype, _ROUNDED_TOLERANCE):
+        if error_of(rotation) <= _TOLERANCES.get(calls[0].q.dtype, _REDUCED_PRECISION_TOLERANCE):
             return rotation
     raise UnsupportedModel(
         f"the keys of layer {calls[0].layer_idx} at another position are no rotation of what "
@@ -205,19 +205,19 @@ def find_rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor
     )
 
 
-def _rotation_error(rows_by_position: Sequence[Tensor], rotation: KeyRotation) -> float:
+def _rotation_error(heads_by_position: Sequence[Tensor], rotation: KeyRotation) -> float:
     """Return the largest distance of rows from their expected rotation, relative to their norm."""
-    order = list(rotation.order)
-    unrotated = rows_by_position[0][:, order]
+    order = list(rotation.permutation)
+    unrotated = heads_by_position[0][:, order]
     frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64, device="cpu")
     a, b = torch.chunk(unrotated, 2, -1)
     max_error = 0.0
-    for position, rows in zip(PROBED_POSITIONS, rows_by_position, strict=True):
+    for position, heads in zip(PROBED_POSITIONS, heads_by_position, strict=True):
         angles = position * frequencies
         expected = torch.cat(
             (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
         )
-        max_error = max(max_error, ((rows[:, order] - expected).norm() / unrotated.norm()).item())
+        max_error = max(max_error, ((heads[:, order] - expected).norm() / unrotated.norm()).item())
     return max_error
 
 

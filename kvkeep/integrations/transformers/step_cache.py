@@ -39,7 +39,7 @@ class StepCache(Cache):
     def __init__(self, layers: Sequence[Any], length: int = 0):
         super().__init__(layers=list(layers))
         self.updates: dict[int, tuple[Tensor, Tensor]] = {}
-        self._length = length
+        self._past_length = length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -54,10 +54,10 @@ class StepCache(Cache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length
+        return self._past_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._length + query_length, 0
+        return self._past_length + query_length, 0
 
 
 def has_recurrent_states(config: PreTrainedConfig) -> bool:
@@ -67,24 +67,24 @@ def has_recurrent_states(config: PreTrainedConfig) -> bool:
     """
     has_states = False
     for layer in new_cache_layers(config):
-        states = isinstance(layer, LinearAttentionCacheLayerMixin)
-        cells = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicIndexedLayer)
+        is_recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
+        has_cells = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicIndexedLayer)
         is_dummy = type(layer).__name__ == "DummyLayer"  # exists in some releases only
-        if not states and not cells and not is_dummy:
+        if not is_recurrent and not has_cells and not is_dummy:
             raise UnsupportedModel(
                 f"its layers keep their memory in a {type(layer).__name__}, which kvkeep does not "
                 "support"
             )
-        has_states = has_states or states
+        has_states = has_states or is_recurrent
     return has_states
 
 
-def load_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
+def load_states(row_states: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
     """Copy the states of a batch's rows into the layers of a new cache.
 
     Raises InvalidSnapshot if states of evaluated tokens are missing.
     """
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys(name for row in row_states for name in row)
     if not names:
         if cache.get_seq_length():
             raise InvalidSnapshot("there are no states of the layers that have no cells")
@@ -93,9 +93,9 @@ def load_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
         layer_index, state_kind, state_index = name.split(".")
         layer, index = cache.layers[int(layer_index)], int(state_index)
         assert isinstance(layer, LinearAttentionCacheLayerMixin), "the model's own states"
-        example = next(row[name] for row in rows if name in row)
+        example = next(row[name] for row in row_states if name in row)
         # A copy, since the layer writes to it. The state of a row without tokens is 0.
-        state = torch.cat([row.get(name, torch.zeros_like(example)) for row in rows])
+        state = torch.cat([row.get(name, torch.zeros_like(example)) for row in row_states])
         layer.dtype, layer.device = state.dtype, state.device  # type: ignore[assignment]
         getattr(layer, f"{state_kind}_states")[index] = state
         getattr(layer, f"is_{state_kind}_states_initialized")[index] = True
@@ -104,12 +104,12 @@ def load_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
             layer.conv_kernel_size[index] = state.shape[-1]
 
 
-def read_states(cache: StepCache, rows: int) -> list[dict[str, Tensor]]:
+def read_states(cache: StepCache, num_rows: int) -> list[dict[str, Tensor]]:
     """Return the states of each row of a cache after a forward."""
-    states_by_row: list[dict[str, Tensor]] = [{} for _ in range(rows)]
+    states_by_row: list[dict[str, Tensor]] = [{} for _ in range(num_rows)]
     for name, batch_state in _named_states(cache):
         for states, state in zip(states_by_row, torch.split(batch_state, 1), strict=True):
-            states[name] = state.clone() if rows > 1 else state
+            states[name] = state.clone() if num_rows > 1 else state
     return states_by_row
 
 

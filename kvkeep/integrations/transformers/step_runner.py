@@ -9,7 +9,7 @@ from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import LayerDispatch
 from kvkeep.compiled.chunk import layer_attention
 from kvkeep.errors import UnsupportedModel
-from kvkeep.integrations.transformers.adapter import AdaptedModel, AttentionCall
+from kvkeep.integrations.transformers.adapter import AttentionCall, AttentionFacts
 from kvkeep.integrations.transformers.interface import AttentionInputs, MaskFunction
 from kvkeep.integrations.transformers.step_cache import (
     StepCache,
@@ -31,15 +31,15 @@ class StepRunner:
 
     rotary_position = 0  # keys and queries stay unrotated: the step rotates them
 
-    def __init__(self, adapted: AdaptedModel, step: AnyStep, config: PreTrainedConfig):
-        self._adapted = adapted
+    def __init__(self, facts: AttentionFacts, step: AnyStep, config: PreTrainedConfig):
+        self._facts = facts
         self._is_group = isinstance(step, GroupStep)
         self._steps = step.steps if isinstance(step, GroupStep) else [step]
         self._attention: LayerAttention = layer_attention(step)
-        self._by_layer = isinstance(self._attention, LayerDispatch)
+        self._dispatches_by_layer = isinstance(self._attention, LayerDispatch)
         self._call_count = 0
-        recurrent, length = adapted.spec.recurrent, max(0, *(s.times[0] for s in self._steps))
-        layers = new_cache_layers(config) if recurrent else adapted.cache_layers
+        recurrent, length = facts.spec.recurrent, max(0, *(s.times[0] for s in self._steps))
+        layers = new_cache_layers(config) if recurrent else facts.cache_layers
         self.cache = StepCache(layers, length)
         if recurrent:
             load_states([step.recurrent_states for step in self._steps], self.cache)
@@ -49,17 +49,17 @@ class StepRunner:
 
         Raises UnsupportedModel if not all layers attended.
         """
-        if self._call_count != len(self._adapted.calls):
+        if self._call_count != len(self._facts.calls):
             raise UnsupportedModel(
-                f"{self._call_count} of {len(self._adapted.calls)} layers attended; kvkeep has "
+                f"{self._call_count} of {len(self._facts.calls)} layers attended; kvkeep has "
                 "cells for all of them"
             )
-        if self._adapted.spec.recurrent:
-            all_states = read_states(self.cache, len(self._steps))
-            for step, states in zip(self._steps, all_states, strict=True):
+        if self._facts.spec.recurrent:
+            states_by_row = read_states(self.cache, len(self._steps))
+            for step, states in zip(self._steps, states_by_row, strict=True):
                 step.recurrent_states = states
 
-    def make_mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
+    def make_mask(self, mask_function: MaskFunction, device: torch.device | None) -> Tensor | None:
         return None  # the step determines what each of its tokens sees
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
@@ -74,18 +74,18 @@ class StepRunner:
         queries, keys = _to_cell_order(call, q), _to_cell_order(call, k)
         if call.query_factor != 1:
             queries = queries * call.query_factor
-        rows = (self._as_rows(queries), self._as_rows(keys), self._as_rows(v))
-        layer = call_index if self._by_layer else call.cell_layer
+        qkv_rows = (self._as_rows(queries), self._as_rows(keys), self._as_rows(v))
+        layer = call_index if self._dispatches_by_layer else call.cell_layer
         if call.owns_keys:
-            output = self._attention.attend(layer, *rows)
+            output = self._attention.attend(layer, *qkv_rows)
         else:
-            output = self._attention.attend(layer, rows[0], None, None)
+            output = self._attention.attend(layer, qkv_rows[0], None, None)
         batch, heads, n, head_dim = q.shape
         return output.view(batch, n, heads, head_dim).to(q.dtype)
 
     def _next_call(self, inputs: AttentionInputs) -> AttentionCall:
         """Return the next call that the probe recorded. Raises UnsupportedModel if it differs."""
-        calls, module = self._adapted.calls, inputs.module
+        calls, module = self._facts.calls, inputs.module
         call = calls[self._call_count] if self._call_count < len(calls) else None
         if call is None or call.module is not module or call.options != inputs.options:
             raise UnsupportedModel(
@@ -100,10 +100,10 @@ class StepRunner:
 
         Under torch.autocast layers compute in another dtype.
         """
-        x = x.to(self._adapted.dtype)
+        x = x.to(self._facts.dtype)
         return x[:, :, 0] if self._is_group else x[0].transpose(0, 1)
 
 
 def _to_cell_order(call: AttentionCall, x: Tensor) -> Tensor:
     """Reorder the components of heads as cells have them: RoPE's pairs lie half a head apart."""
-    return x if call.order is None else torch.index_select(x, -1, call.order)
+    return x if call.permutation is None else torch.index_select(x, -1, call.permutation)

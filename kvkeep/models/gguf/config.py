@@ -9,7 +9,7 @@ from typing import Any
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.family_config import experts_config, gemma_config, is_olmo3, layers_config
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.gguf.rope import has_temperature, original_length, rope_scaling
+from kvkeep.models.gguf.rope import original_length, rope_scaling, scales_queries
 from kvkeep.models.gguf.vocabulary import special_id
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
@@ -17,7 +17,7 @@ from kvkeep.models.spec.unsupported import unsupported_reason
 
 # By family: the class and model_type. The file of a multimodal model is an ordinary language model:
 # another file has the weights for images.
-_CLASSES = {
+_CLASS_AND_MODEL_TYPE = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -51,17 +51,17 @@ _NOT_MODELS = {
     "vocab": "a vocabulary alone",
 }
 # The config field to the metadata key.
-_GRANITE_MULTIPLIERS = {
+_GRANITE_MULTIPLIER_KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",  # in both files a divisor
     "attention_multiplier": "attention.scale",
 }
 # Multimodal RoPE: sections of a head rotate by several positions, which are all equal in text.
-_MROPE = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+_MROPE_FAMILIES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
 # Metadata keys of recommended sampling parameters, and transformers' names for them.
-_SAMPLING = {
+_SAMPLING_FIELDS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
     "general.sampling.top_p": "top_p",
@@ -105,27 +105,27 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     # The config classes of these scale RoPE by default.
     if model_type in ("gpt_oss", "ministral3") and config.get("rope_scaling") is None:
         config["rope_scaling"] = {"rope_type": "default"}
-    for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
-        if (index := special_id(file, role)) is not None:
-            config[key] = index
+    for role, field in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
+        if (token_id := special_id(file, role)) is not None:
+            config[field] = token_id
     return {**config, "eos_token_id": eos_token_ids(file) or None}
 
 
 def eos_token_ids(file: GgufFile) -> list[int]:
     """Return the ids of the tokens that end a text or a turn."""
     ids = [special_id(file, role) for role in ("eos", "eot")]
-    return list(dict.fromkeys(index for index in ids if index is not None))
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
     """Return the contents of generation_config.json: end tokens, and recommended sampling."""
-    eos = eos_token_ids(file)
+    eos_ids = eos_token_ids(file)
     sampling = {
         name: file.integer(key) if name == "top_k" else file.decimal(key)
-        for key, name in _SAMPLING.items()
+        for key, name in _SAMPLING_FIELDS.items()
         if file.has(key)
     }
-    return {"eos_token_id": eos, **sampling} if eos else sampling
+    return {"eos_token_id": eos_ids, **sampling} if eos_ids else sampling
 
 
 def _model_class(file: GgufFile) -> tuple[str, str]:
@@ -136,9 +136,9 @@ def _model_class(file: GgufFile) -> tuple[str, str]:
         return "MistralForCausalLM", "mistral"
     if file.architecture == "olmo2" and is_olmo3(file):
         return "Olmo3ForCausalLM", "olmo3"
-    if has_temperature(file):
+    if scales_queries(file):
         return "Ministral3ForCausalLM", "ministral3"
-    return _CLASSES[file.architecture]
+    return _CLASS_AND_MODEL_TYPE[file.architecture]
 
 
 def _family_fields(
@@ -165,7 +165,7 @@ def _family_fields(
     if hub_family.partial_rotary_factor:
         fields["partial_rotary_factor"] = partial_rotary_factor
     if hub_family.granite_multipliers:
-        for field, key in _GRANITE_MULTIPLIERS.items():
+        for field, key in _GRANITE_MULTIPLIER_KEYS.items():
             default = config["head_dim"] ** -0.5 if field == "attention_multiplier" else 1.0
             fields[field] = file.decimal("{arch}." + key, default) or default  # 0: the default
     if family == "phi3":
@@ -180,9 +180,9 @@ def _sliding_window(file: GgufFile) -> int:
 
 def _mlp_width_key(file: GgufFile) -> str:
     """Return the metadata key; a dense Granite 4 states its MLP as a shared expert's."""
-    shared = "{arch}.expert_shared_feed_forward_length"
-    is_shared = file.architecture == "granite" and file.non_negative(shared, 0) > 0
-    return shared if is_shared else "{arch}.feed_forward_length"
+    shared_key = "{arch}.expert_shared_feed_forward_length"
+    states_shared = file.architecture == "granite" and file.non_negative(shared_key, 0) > 0
+    return shared_key if states_shared else "{arch}.feed_forward_length"
 
 
 def _head_dim(file: GgufFile) -> int:
@@ -200,10 +200,10 @@ def _vocab_size(file: GgufFile) -> int:
 
 def check_family(family: str) -> None:
     """Raise UnsupportedModel for a family that is not supported."""
-    if family not in _CLASSES:
+    if family not in _CLASS_AND_MODEL_TYPE:
         raise UnsupportedModel(
             f"the GGUF architecture {family!r} is not supported{unsupported_reason(family)}; "
-            f"supported: {', '.join(sorted(_CLASSES))}"
+            f"supported: {', '.join(sorted(_CLASS_AND_MODEL_TYPE))}"
         )
 
 
@@ -220,13 +220,13 @@ def _check_supported(file: GgufFile) -> None:
     check_family(family)
     _check_variant(file)
     head_dim = _head_dim(file)
-    sizes = {"attention.value_length": head_dim}
-    if not FAMILIES[_CLASSES[family][0]].partial_rotary_factor:
-        sizes["rope.dimension_count"] = head_dim
+    expected_sizes = {"attention.value_length": head_dim}
+    if not FAMILIES[_CLASS_AND_MODEL_TYPE[family][0]].partial_rotary_factor:
+        expected_sizes["rope.dimension_count"] = head_dim
     if family == "gemma4":
         local = file.count("gemma4.attention.key_length_swa", head_dim)
-        sizes |= {"attention.value_length_swa": local, "rope.dimension_count_swa": local}
-    for key, expected in sizes.items():
+        expected_sizes |= {"attention.value_length_swa": local, "rope.dimension_count_swa": local}
+    for key, expected in expected_sizes.items():
         size = file.count("{arch}." + key, expected)
         if size != expected:
             raise file.unsupported(f"has {key} {size} where its heads have {expected} dimensions")
@@ -235,7 +235,7 @@ def _check_supported(file: GgufFile) -> None:
 def _check_variant(file: GgufFile) -> None:
     """Raise UnsupportedModel for models that share a family's name but compute something else."""
     family = file.architecture
-    unsupported = {
+    unsupported_features = {
         "is a GLM-4V, whose rows are in another order (rope.dimension_sections)": (
             family == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
@@ -250,10 +250,10 @@ def _check_variant(file: GgufFile) -> None:
             file.number("{arch}.attention.clamp_kqv", 0.0) != 0
         ),
         "rotates parts of a head by positions in an image alone (rope.dimension_sections)": (
-            family in _MROPE and not _rotates_by_text_position(file)
+            family in _MROPE_FAMILIES and not _rotates_by_text_position(file)
         ),
     }
-    for feature, is_present in unsupported.items():
+    for feature, is_present in unsupported_features.items():
         if is_present:
             raise file.unsupported(feature)
 

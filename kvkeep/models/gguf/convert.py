@@ -31,8 +31,8 @@ from kvkeep.models.weights.stacks import find_stack
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
 
-_CHUNK = 1 << 24  # weights that are converted at a time
-_UNQUANTISED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_CHUNK_WEIGHTS = 1 << 24  # weights that are converted at a time
+_UNQUANTISED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def convert(gguf: Path, folder: Path, progress: bool) -> None:
@@ -64,7 +64,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64]:
     """Return the GGUF row of each row of the Hugging Face tensor.
 
-    In the families of `_INTERLEAVED`, GGUF stores the two elements of each rotated pair as
+    In the families of `_INTERLEAVED_ROPE`, GGUF stores the two elements of each rotated pair as
     neighbours; Hugging Face stores all first elements of a head, then all second ones. Other
     families have the same order in both.
 
@@ -72,13 +72,13 @@ def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.i
     """
     rows = np.arange(tensor.shape[0], dtype=np.int64)
     projection = re.search(r"self_attn\.([qk])_proj\.", name)
-    if projection is None or spec.architecture not in _INTERLEAVED:
+    if projection is None or spec.architecture not in _INTERLEAVED_ROPE:
         return rows
     heads = spec.heads if projection[1] == "q" else spec.kv_heads
     return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-_INTERLEAVED = (
+_INTERLEAVED_ROPE = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Ministral3ForCausalLM",
@@ -93,16 +93,16 @@ def _write_weights(
     path: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec, progress: bool
 ) -> None:
     """Write all tensors, unpacked to bfloat16 with a warning where their format has no kernels."""
-    sources, shapes = _sources(tensors, spec), tensor_shapes(spec)
-    formats = {name: _stored_format(tensor) for name, (tensor, _) in sources.items()}
-    unpacked = {
-        sources[name][0].quantisation
-        for name, stored in formats.items()
-        if stored is torch.bfloat16 and sources[name][0].quantisation != "BF16"
+    sources, shapes = _tensor_sources(tensors, spec), tensor_shapes(spec)
+    formats = {name: _stored_format(gguf_tensor) for name, (gguf_tensor, _) in sources.items()}
+    no_kernel = {
+        sources[name][0].ggml_type
+        for name, stored_format in formats.items()
+        if stored_format is torch.bfloat16 and sources[name][0].ggml_type != "BF16"
     }
-    if unpacked:
+    if no_kernel:
         warnings.warn(
-            f"there are no kernels for {', '.join(sorted(unpacked))}: matrices of the model in "
+            f"there are no kernels for {', '.join(sorted(no_kernel))}: matrices of the model in "
             "such a format are unpacked to bfloat16 and take more memory and time; a Q4_K_M, "
             "Q5_K_M, Q6_K or Q8_0 file of the model is read as it is",
             RuntimeWarning,
@@ -110,52 +110,52 @@ def _write_weights(
         )
 
     def converted_chunks(name: str) -> Iterator[Matrix]:
-        tensor, rows = sources[name]
-        for chunk in _row_chunks(rows, tensor):
-            yield _convert_rows(tensor, formats[name], chunk, _norm_offset(spec, name))
+        gguf_tensor, row_indices = sources[name]
+        for row_chunk in _row_chunks(row_indices, gguf_tensor):
+            yield _convert_rows(gguf_tensor, formats[name], row_chunk, _norm_offset(spec, name))
 
     matrices = {
-        name: NewMatrix(stored, shapes[name], converted_chunks(name))
-        for name, stored in formats.items()
+        name: NewMatrix(stored_format, shapes[name], converted_chunks(name))
+        for name, stored_format in formats.items()
     }
     write_packed(path, matrices, "converting weights", progress)
 
 
 def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
     """Return the packed format or dtype in which a tensor is written."""
-    packed = FORMATS.get(tensor.quantisation)
-    if packed and len(tensor.shape) == 2 and is_packable(packed, *tensor.shape):
-        return packed
-    return _UNQUANTISED.get(tensor.quantisation, torch.bfloat16)
+    packed_format = FORMATS.get(tensor.ggml_type)
+    if packed_format and len(tensor.shape) == 2 and is_packable(packed_format, *tensor.shape):
+        return packed_format
+    return _UNQUANTISED_DTYPES.get(tensor.ggml_type, torch.bfloat16)
 
 
 def _row_chunks(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
-    """Split rows into chunks of whole blocks, of about `_CHUNK` weights each."""
-    row_size = max(1, int(np.prod(tensor.shape[1:])))
-    step = max(BLOCK, _CHUNK // row_size // BLOCK * BLOCK)
-    for start in range(0, len(rows), step):
-        yield rows[start : start + step]
+    """Split rows into chunks of whole blocks, of about `_CHUNK_WEIGHTS` each."""
+    weights_per_row = max(1, int(np.prod(tensor.shape[1:])))
+    rows_per_chunk = max(BLOCK, _CHUNK_WEIGHTS // weights_per_row // BLOCK * BLOCK)
+    for start in range(0, len(rows), rows_per_chunk):
+        yield rows[start : start + rows_per_chunk]
 
 
-def _sources(
+def _tensor_sources(
     tensors: Mapping[str, PackedTensor], spec: ModelSpec
 ) -> dict[str, tuple[PackedTensor, NDArray[np.int64]]]:
     """Return for each decoder tensor the GGUF tensor that holds it, and its rows there.
 
     Example: gate_proj and up_proj of a Phi-3 are the first and second half of one tensor's rows.
     """
-    named = {decoder_name(spec, name): tensor for name, tensor in tensors.items()}
+    tensors_by_name = {decoder_name(spec, name): tensor for name, tensor in tensors.items()}
     sources = {}
-    for stored, tensor in named.items():
-        rows = _row_order(stored, tensor, spec)
-        fused = find_stack(spec, stored)
-        parts = fused.parts() if fused else [(stored, (), range(len(rows)))]
-        for name, _, part in parts:
-            part_rows = rows[part.start : part.stop]
-            if (order := rope_row_order(spec, name, len(part_rows))) is not None:
-                part_rows = part_rows[order.numpy()]
-            if name == stored or name not in named:
-                sources[name] = tensor, part_rows
+    for stored_name, tensor in tensors_by_name.items():
+        row_indices = _row_order(stored_name, tensor, spec)
+        stack = find_stack(spec, stored_name)
+        parts = stack.parts() if stack else [(stored_name, (), range(len(row_indices)))]
+        for name, _, row_range in parts:
+            part_indices = row_indices[row_range.start : row_range.stop]
+            if (order := rope_row_order(spec, name, len(part_indices))) is not None:
+                part_indices = part_indices[order.numpy()]
+            if name == stored_name or name not in tensors_by_name:
+                sources[name] = tensor, part_indices
     return {name: sources[name] for name in tensor_shapes(spec) if name in sources}
 
 
@@ -175,9 +175,9 @@ def _norm_offset(spec: ModelSpec, name: str) -> float:
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    roles |= {"eot": "eot_token", "eom": "eom_token"}
-    tokens = {key: special_token(file, role) for role, key in roles.items()}
+    keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    keys |= {"eot": "eot_token", "eom": "eom_token"}
+    tokens = {key: special_token(file, role) for role, key in keys.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -185,5 +185,5 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomic(path, f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode())
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomic(path, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())

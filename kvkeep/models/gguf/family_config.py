@@ -8,11 +8,11 @@ from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.rope import attention_factor, linear_factor, unscaled_longrope
 
 # Families with experts, by the config field for their number.
-_NUM_EXPERTS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4")
-_NUM_LOCAL_EXPERTS = ("llama", "granitemoe", "gpt-oss")
-_EXPERTS_OPTIONAL = ("llama", "gemma4")
-_NORM_TOPK = ("qwen3moe", "qwen3vlmoe")  # renormalise the weights of the chosen experts by default
-_SOME_LAYERS_DENSE = ("qwen2moe", "qwen3moe", "qwen3vlmoe")
+_NUM_EXPERTS_FAMILIES = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4")
+_NUM_LOCAL_EXPERTS_FAMILIES = ("llama", "granitemoe", "gpt-oss")
+_OPTIONAL_EXPERTS_FAMILIES = ("llama", "gemma4")
+_NORM_TOPK_FAMILIES = ("qwen3moe", "qwen3vlmoe")  # renormalise expert weights by default
+_SOME_DENSE_FAMILIES = ("qwen2moe", "qwen3moe", "qwen3vlmoe")
 # Supported values of a router's settings, the default first.
 _ROUTER_VALUES: dict[str, tuple[float, ...]] = {
     "expert_gating_func": (1,),  # LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
@@ -23,16 +23,16 @@ _ROUTER_VALUES: dict[str, tuple[float, ...]] = {
 }
 
 _WITH_LOCAL = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma3n", "gemma4")
-_DEFAULT_WINDOW = {"gemma2": 4096, "gemma3n": 512}
-_ALWAYS_LOCAL = ("cohere2", "gpt-oss", "gemma4")  # every model of these has local layers
+_DEFAULT_WINDOWS = {"gemma2": 4096, "gemma3n": 512}
+_ALWAYS_LOCAL_FAMILIES = ("cohere2", "gpt-oss", "gemma4")  # every model of these has local layers
 
 # The largest Gemma 2 and 3 have another attention scale than the others.
 _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 # Gemma 3n's defaults, as in llama.cpp.
 _LAYERS_WITH_CELLS, _SPARSE_LAYERS, _SPARSITY = 20, 10, 0.95
-_SOFTCAP, _DEFAULT_SOFTCAP = "{arch}.final_logit_softcapping", 30.0  # as in llama.cpp
-_EMBEDDING_TABLE = "per_layer_token_embd.weight"
-_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+_SOFTCAP_KEY, _DEFAULT_SOFTCAP = "{arch}.final_logit_softcapping", 30.0  # as in llama.cpp
+_LAYER_EMBEDDING = "per_layer_token_embd.weight"
+_GELU_FIELD = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
 def experts_config(file: GgufFile) -> dict[str, Any]:
@@ -40,32 +40,32 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
 
     Raises UnsupportedModel, and BadModelFile for missing fields.
     """
-    family, count = file.architecture, file.non_negative("{arch}.expert_count", 0)
-    if family not in _NUM_EXPERTS + _NUM_LOCAL_EXPERTS:
-        if count:
+    family, num_experts = file.architecture, file.non_negative("{arch}.expert_count", 0)
+    if family not in _NUM_EXPERTS_FAMILIES + _NUM_LOCAL_EXPERTS_FAMILIES:
+        if num_experts:
             raise file.unsupported(f"is a mixture of experts under the name of {family}")
         return {}
-    if not count and family in _EXPERTS_OPTIONAL:
+    if not num_experts and family in _OPTIONAL_EXPERTS_FAMILIES:
         return {}
-    for key, values in _ROUTER_VALUES.items():
-        value = file.number("{arch}." + key, values[0])
+    for key, supported in _ROUTER_VALUES.items():
+        value = file.number("{arch}." + key, supported[0])
         has_shared_expert = family == "qwen2moe" and key == "expert_shared_feed_forward_length"
-        if value not in values and not has_shared_expert:
+        if value not in supported and not has_shared_expert:
             raise file.unsupported(f"is a mixture of experts with {key} {value!r}")
-    count_field = "num_experts" if family in _NUM_EXPERTS else "num_local_experts"
+    count_field = "num_experts" if family in _NUM_EXPERTS_FAMILIES else "num_local_experts"
     per_token_field = "top_k_experts" if family == "gemma4" else "num_experts_per_tok"
     config: dict[str, Any] = {
         count_field: file.count("{arch}.expert_count"),
         per_token_field: file.uniform_count("{arch}.expert_used_count"),
     }
-    if family == "gemma4" or family in _SOME_LAYERS_DENSE:
+    if family == "gemma4" or family in _SOME_DENSE_FAMILIES:
         config["moe_intermediate_size"] = file.uniform_count("{arch}.expert_feed_forward_length")
     if family == "gemma4":
         config["enable_moe_block"] = True
-    elif family in _NUM_EXPERTS:
-        default = family in _NORM_TOPK
-        config["norm_topk_prob"] = file.flag("{arch}.expert_weights_norm", default)
-    if family in _SOME_LAYERS_DENSE:
+    elif family in _NUM_EXPERTS_FAMILIES:
+        norm_by_default = family in _NORM_TOPK_FAMILIES
+        config["norm_topk_prob"] = file.flag("{arch}.expert_weights_norm", norm_by_default)
+    if family in _SOME_DENSE_FAMILIES:
         layers, tensors = range(file.layer_count()), file.tensors
         config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate.weight" in tensors]
     if family == "qwen2moe":
@@ -86,14 +86,14 @@ def layers_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     family, layers = file.architecture, config["num_hidden_layers"]
     if family not in _WITH_LOCAL or (family == "olmo2" and not is_olmo3(file)):
         return {}
-    default = None if family in _ALWAYS_LOCAL else _DEFAULT_WINDOW.get(family, 0)
-    window = file.non_negative("{arch}.attention.sliding_window", default)
+    default_window = None if family in _ALWAYS_LOCAL_FAMILIES else _DEFAULT_WINDOWS.get(family, 0)
+    window = file.non_negative("{arch}.attention.sliding_window", default_window)
     if not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     fields: dict[str, Any] = {"sliding_window": window}
-    if (is_local := _local_layer_flags(file, layers)) is not None:
+    if (local_flags := _local_layer_flags(file, layers)) is not None:
         types = ("full_attention", "sliding_attention")
-        fields["layer_types"] = [types[local] for local in is_local]
+        fields["layer_types"] = [types[local] for local in local_flags]
     return fields | _local_rope(file, config)
 
 
@@ -163,31 +163,31 @@ def gemma_config(file: GgufFile) -> dict[str, Any]:
 def _gemma2_config(file: GgufFile) -> dict[str, Any]:
     """Return the fields of a Gemma 2 or 3. Its size decides the attention scale."""
     family = file.architecture
-    width = file.count("{arch}.embedding_length")
-    scalar = width // file.uniform_count("{arch}.attention.head_count")
+    hidden_size = file.count("{arch}.embedding_length")
+    query_scalar = hidden_size // file.uniform_count("{arch}.attention.head_count")
     if file.layer_count() != _LARGEST_GEMMA_LAYERS[family]:
-        scalar = file.count("{arch}.attention.key_length", max(1, scalar))
+        query_scalar = file.count("{arch}.attention.key_length", max(1, query_scalar))
     defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     if family == "gemma3":
         defaults = dict.fromkeys(defaults, 0.0)
     softcaps = {key: file.decimal("{arch}." + key, cap) or None for key, cap in defaults.items()}
-    return {**_GELU, "query_pre_attn_scalar": scalar, **softcaps}
+    return {**_GELU_FIELD, "query_pre_attn_scalar": query_scalar, **softcaps}
 
 
 def _gemma3n_config(file: GgufFile) -> dict[str, Any]:
     laurel = file.tensors.get("blk.0.laurel_l.weight")
-    if laurel is None or _EMBEDDING_TABLE not in file.tensors:
+    if laurel is None or _LAYER_EMBEDDING not in file.tensors:
         raise BadModelFile(
-            f"{file.path} lacks blk.0.laurel_l.weight or {_EMBEDDING_TABLE}, which every Gemma 3n "
+            f"{file.path} lacks blk.0.laurel_l.weight or {_LAYER_EMBEDDING}, which every Gemma 3n "
             "has; fetch it again"
         )
     layers, widths_key = file.layer_count(), "{arch}.feed_forward_length"
     is_list = isinstance(file.required(widths_key), list)
     widths = file.integers(widths_key) if is_list else [file.count(widths_key)]
     return {
-        **_GELU,
+        **_GELU_FIELD,
         "intermediate_size": widths[0] if len(set(widths)) == 1 else widths,
-        "final_logit_softcapping": file.decimal(_SOFTCAP, _DEFAULT_SOFTCAP),
+        "final_logit_softcapping": file.decimal(_SOFTCAP_KEY, _DEFAULT_SOFTCAP),
         "num_kv_shared_layers": file.non_negative(
             "{arch}.attention.shared_kv_layers", max(0, layers - _LAYERS_WITH_CELLS)
         ),
@@ -196,7 +196,7 @@ def _gemma3n_config(file: GgufFile) -> dict[str, Any]:
         "laurel_rank": laurel.shape[0],
         "activation_sparsity_pattern": _sparsity_per_layer(file, layers),
         "hidden_size_per_layer_input": file.count("{arch}.embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": file.tensors[_EMBEDDING_TABLE].shape[0],
+        "vocab_size_per_layer_input": file.tensors[_LAYER_EMBEDDING].shape[0],
     }
 
 
@@ -216,40 +216,40 @@ def _share_below(threshold: float) -> float:
     """Return the share of a standard normal distribution, as a short decimal."""
     share = NormalDist().cdf(threshold)
     for digits in range(1, 9):
-        rounded = round(share, digits)
-        if 0 < rounded < 1 and abs(NormalDist().inv_cdf(rounded) - threshold) < 1e-6:
-            return rounded
+        short_share = round(share, digits)
+        if 0 < short_share < 1 and abs(NormalDist().inv_cdf(short_share) - threshold) < 1e-6:
+            return short_share
     return share
 
 
 def _gemma4_config(file: GgufFile) -> dict[str, Any]:
     layers = file.layer_count()
-    is_local = _local_layer_flags(file, layers)
-    if is_local is None or all(is_local):
+    local_flags = _local_layer_flags(file, layers)
+    if local_flags is None or all(local_flags):
         raise BadModelFile(
             f"{file.path} does not say which of its layers are local; fetch it again"
         )
-    global_layer = is_local.index(False)
-    local_layer = is_local.index(True) if any(is_local) else global_layer
+    global_layer = local_flags.index(False)
+    local_layer = local_flags.index(True) if any(local_flags) else global_layer
     kv_heads = file.counts_per_layer("{arch}.attention.head_count_kv", layers)
     widths = file.counts_per_layer("{arch}.feed_forward_length", layers)
-    shared = file.non_negative("{arch}.attention.shared_kv_layers", 0)
+    shared_kv_layers = file.non_negative("{arch}.attention.shared_kv_layers", 0)
     head_dim = file.count("{arch}.attention.key_length")
     return {
-        **_GELU,
+        **_GELU_FIELD,
         "head_dim": file.count("{arch}.attention.key_length_swa", head_dim),
         "global_head_dim": head_dim,
         "num_key_value_heads": kv_heads[local_layer],
         "num_global_key_value_heads": kv_heads[global_layer],
         "attention_k_eq_v": f"blk.{global_layer}.attn_v.weight" not in file.tensors,
-        "num_kv_shared_layers": shared,
+        "num_kv_shared_layers": shared_kv_layers,
         "intermediate_size": widths[0],
-        "use_double_wide_mlp": bool(shared) and widths[-1] == 2 * widths[0],
+        "use_double_wide_mlp": bool(shared_kv_layers) and widths[-1] == 2 * widths[0],
         "hidden_size_per_layer_input": file.non_negative(
             "{arch}.embedding_length_per_layer_input", 0
         ),
         "vocab_size_per_layer_input": file.tensors["token_embd.weight"].shape[0],
-        "final_logit_softcapping": file.decimal(_SOFTCAP, _DEFAULT_SOFTCAP) or None,
+        "final_logit_softcapping": file.decimal(_SOFTCAP_KEY, _DEFAULT_SOFTCAP) or None,
         "rope_parameters": _gemma4_rope(file, head_dim),
     }
 

@@ -24,7 +24,7 @@ class PackedTensor:
     """
 
     name: str
-    quantisation: str  # GGML's name of the format, such as "Q4_1", "F16"
+    ggml_type: str  # GGML's name of the format, such as "Q4_1", "F16"
     shape: tuple[int, ...]  # in torch's order, `[rows, columns]` or `[rows]`
     data: NDArray[Any]
 
@@ -34,10 +34,10 @@ class PackedTensor:
 
         packed = np.ascontiguousarray(self.data[rows])
         try:
-            unpacked = dequantize(packed, GGMLQuantizationType[self.quantisation])
+            unpacked = dequantize(packed, GGMLQuantizationType[self.ggml_type])
         except NotImplementedError as error:
             raise UnsupportedModel(
-                f"tensor {self.name} is stored as {self.quantisation}, which cannot be unpacked; "
+                f"tensor {self.name} is stored as {self.ggml_type}, which cannot be unpacked; "
                 "take a Q4_0, Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model instead"
             ) from error
         return np.asarray(unpacked, dtype=np.float32)
@@ -63,11 +63,11 @@ class GgufFile:
         Raises BadModelFile if a file is missing, empty, truncated, corrupt, or not GGUF, and
         UnsupportedModel if it is newer than gguf-py.
         """
-        first, *others = parts = [cls._open_part(part) for part in parts_of(path)]
+        first, *later_parts = parts = [cls._open_part(part) for part in parts_of(path)]
         for index, part in enumerate(parts):
             part._check_part_index(index, len(parts))
         tensors = dict(first.tensors)
-        for part in others:
+        for part in later_parts:
             if duplicates := tensors.keys() & part.tensors:
                 raise BadModelFile(
                     f"{part.path} has {min(duplicates)}, as another part of the model"
@@ -77,7 +77,7 @@ class GgufFile:
         if stated_count != len(tensors):
             raise BadModelFile(
                 f"the parts of {first.path} have {len(tensors)} tensors where the first says "
-                f"{abbreviated(stated_count)}: they are of different models; fetch them again"
+                f"{short_repr(stated_count)}: they are of different models; fetch them again"
             )
         return cls(first.path, first.metadata, tensors)
 
@@ -94,7 +94,7 @@ class GgufFile:
             tensors = {
                 tensor.name: PackedTensor(
                     name=tensor.name,
-                    quantisation=tensor.tensor_type.name,
+                    ggml_type=tensor.tensor_type.name,
                     shape=tuple(int(size) for size in reversed(tensor.shape.tolist())),
                     data=tensor.data,
                 )
@@ -113,7 +113,7 @@ class GgufFile:
         stated_index = self.metadata.get("split.no", 0)
         if (stated_count, stated_index) == (count, index):
             return
-        stated = f"part {abbreviated(stated_index)} (from 0) of {abbreviated(stated_count)}"
+        stated = f"part {short_repr(stated_index)} (from 0) of {short_repr(stated_count)}"
         if count == 1:
             raise BadModelFile(
                 f"{self.path} is {stated} of a split model, under a name that does not say so: "
@@ -133,11 +133,11 @@ class GgufFile:
         return self.full_key(key) in self.metadata
 
     def required(self, key: str) -> Any:
-        return self._checked(key, None, "a value", lambda value: True)
+        return self._checked_value(key, None, "a value", lambda value: True)
 
     def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         expected = f"a whole number of at least {minimum}"
-        return self._checked(key, default, expected, lambda value: _is_whole(value, minimum))
+        return self._checked_value(key, default, expected, lambda value: _is_whole(value, minimum))
 
     def non_negative(self, key: str, default: int | None = None) -> int:
         return self.count(key, default, minimum=0)
@@ -146,7 +146,7 @@ class GgufFile:
         """Return a count stated once or per layer. Raises UnsupportedModel if layers differ."""
         if not isinstance(self.metadata.get(self.full_key(key)), list):
             return self.count(key, default)
-        counts: list[int] = self._checked(
+        counts: list[int] = self._checked_value(
             key,
             None,
             "a whole number of at least 1, or a list of them",
@@ -154,7 +154,7 @@ class GgufFile:
         )
         if len(set(counts)) > 1:
             key = self.full_key(key)
-            raise self.unsupported(f"has another {key} in each layer ({abbreviated(counts)})")
+            raise self.unsupported(f"has another {key} in each layer ({short_repr(counts)})")
         return counts[0]
 
     def layer_count(self) -> int:
@@ -175,10 +175,10 @@ class GgufFile:
         return counts
 
     def integer(self, key: str) -> int:
-        return self._checked(key, None, "a whole number", lambda value: type(value) is int)
+        return self._checked_value(key, None, "a whole number", lambda value: type(value) is int)
 
     def number(self, key: str, default: float | None = None) -> float:
-        return self._checked(
+        return self._checked_value(
             key, default, "a finite number", lambda value: _is_number(value) and abs(value) < inf
         )
 
@@ -187,30 +187,30 @@ class GgufFile:
         return shortest_decimal(self.number(key, default))
 
     def flag(self, key: str, default: bool) -> bool:
-        return self._checked(key, default, "true or false", lambda value: type(value) is bool)
+        return self._checked_value(key, default, "true or false", lambda value: type(value) is bool)
 
     def text(self, key: str, default: str | None = None) -> str:
-        return self._checked(key, default, "text", lambda value: type(value) is str)
+        return self._checked_value(key, default, "text", lambda value: type(value) is str)
 
     def texts(self, key: str) -> list[str]:
-        return self._list(key, "a list of texts", lambda text: type(text) is str)
+        return self._list_of(key, "a list of texts", lambda text: type(text) is str)
 
     def integers(self, key: str) -> list[int]:
-        return self._list(key, "a list of whole numbers", lambda number: type(number) is int)
+        return self._list_of(key, "a list of whole numbers", lambda number: type(number) is int)
 
     def numbers(self, key: str) -> list[float]:
-        return self._list(key, "a list of numbers", _is_number)
+        return self._list_of(key, "a list of numbers", _is_number)
 
     def full_key(self, key: str) -> str:
         """Return a key with the architecture's name in the place of "{arch}"."""
         return key.replace("{arch}", self.architecture) if key.startswith("{arch}") else key
 
-    def _list(self, key: str, expected: str, is_item: Callable[[Any], bool]) -> list[Any]:
-        return self._checked(
+    def _list_of(self, key: str, expected: str, is_item: Callable[[Any], bool]) -> list[Any]:
+        return self._checked_value(
             key, None, expected, lambda value: type(value) is list and all(map(is_item, value))
         )
 
-    def _checked(
+    def _checked_value(
         self, key: str, default: _T | None, expected: str, is_valid: Callable[[Any], bool]
     ) -> _T:
         value: _T | None = self.metadata.get(self.full_key(key), default)
@@ -228,7 +228,7 @@ class GgufFile:
         value = self.metadata.get(self.full_key(key))
         return BadModelFile(
             f"{self.path}: metadata field {self.full_key(key)} must be {expected}, found "
-            f"{abbreviated(value)}; fetch it again"
+            f"{short_repr(value)}; fetch it again"
         )
 
     def unsupported(self, reason: str) -> UnsupportedModel:
@@ -252,7 +252,7 @@ def shortest_decimal(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def abbreviated(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a short repr for an error message: the value may be a list of 100,000 tokens."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,19 +14,19 @@ from pathlib import Path
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_STRING, _ARRAY = 8, 9
+_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_STRING_TYPE, _ARRAY_TYPE = 8, 9
 # Bytes by type number: uint8, int8, uint16, int16, uint32, int32, float32, bool, uint64, int64,
 # float64.
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_MAX_DEPTH = 4  # of nested arrays; existing models have depth 1
+_MAX_ARRAY_DEPTH = 4  # of nested arrays; existing models have depth 1
 _MAX_DIMENSIONS = 4
 _MAX_TYPES = 256  # GGML numbers its types from 0: no release has more than these
 
 
 def parts_of(path: Path) -> list[Path]:
     """Return all parts of a split model, in order, or the one file. Raises BadModelFile."""
-    match = _PART.fullmatch(path.name)
+    match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]
     name, part_number, count = match[1], int(match[2]), int(match[3])
@@ -37,10 +37,10 @@ def parts_of(path: Path) -> list[Path]:
     parts = [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        others = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BadModelFile(
             f"{path} is one of {count} parts of a model, of which these are not in its folder: "
-            f"{', '.join(missing[:3])}{others}; fetch them, too"
+            f"{', '.join(missing[:3])}{more}; fetch them, too"
         )
     return parts
 
@@ -65,19 +65,19 @@ def check_header(path: Path) -> None:
 def _check_magic(path: Path) -> None:
     try:
         with path.open("rb") as file:
-            start = file.read(24)
+            first_bytes = file.read(24)
     except OSError as error:
         raise BadModelFile(f"{path} cannot be read ({error.strerror}); check the path") from error
-    if not start:
+    if not first_bytes:
         raise BadModelFile(f"{path} is empty; fetch it again")
-    if start[:4] != b"GGUF":
+    if first_bytes[:4] != b"GGUF":
         raise BadModelFile(
-            f"{path} is not a GGUF file: it starts with {start[:4]!r}, not b'GGUF'; "
+            f"{path} is not a GGUF file: it starts with {first_bytes[:4]!r}, not b'GGUF'; "
             "give a .gguf file, or a folder with config.json and model.safetensors"
         )
-    if len(start) < 24:
-        raise BadModelFile(f"{path} is truncated: {len(start)} bytes; fetch it again")
-    version = int.from_bytes(start[4:8], "little")
+    if len(first_bytes) < 24:
+        raise BadModelFile(f"{path} is truncated: {len(first_bytes)} bytes; fetch it again")
+    version = int.from_bytes(first_bytes[4:8], "little")
     if version not in (2, 3):
         raise BadModelFile(
             f"{path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read: "
@@ -95,25 +95,25 @@ class _HeaderScanner:
 
     def scan(self) -> None:
         tensor_count, field_count = self._uint(8), self._uint(8)
-        for _ in range(self._require(field_count, entry_bytes=8 + 4)):
+        for _ in range(self._require_entries(field_count, entry_bytes=8 + 4)):
             self._string()
             self._skip_value(self._uint(4), depth=0)
-        for _ in range(self._require(tensor_count, entry_bytes=8 + 4 + 4 + 8)):
+        for _ in range(self._require_entries(tensor_count, entry_bytes=8 + 4 + 4 + 8)):
             self._check_tensor()
 
-    def _require(self, count: int, entry_bytes: int) -> int:
+    def _require_entries(self, count: int, entry_bytes: int) -> int:
         """Return the count if that many entries fit into the rest of the file."""
         if count * entry_bytes > self._size - self._offset:
             raise ValueError(f"{count} entries at {self._offset} would go beyond its end")
         return count
 
-    def _read(self, size: int) -> bytes:
-        start = self._offset
-        self._offset += self._require(size, entry_bytes=1)
-        return self._data[start : self._offset]
+    def _read(self, num_bytes: int) -> bytes:
+        begin = self._offset
+        self._offset += self._require_entries(num_bytes, entry_bytes=1)
+        return self._data[begin : self._offset]
 
-    def _uint(self, size: int) -> int:
-        return int.from_bytes(self._read(size), "little")
+    def _uint(self, num_bytes: int) -> int:
+        return int.from_bytes(self._read(num_bytes), "little")
 
     def _string(self) -> bytes:
         return self._read(self._uint(8))
@@ -121,15 +121,15 @@ class _HeaderScanner:
     def _skip_value(self, value_type: int, depth: int) -> None:
         if value_type in _SCALAR_BYTES:
             self._read(_SCALAR_BYTES[value_type])
-        elif value_type == _STRING:
+        elif value_type == _STRING_TYPE:
             self._string()
-        elif value_type == _ARRAY and depth < _MAX_DEPTH:
+        elif value_type == _ARRAY_TYPE and depth < _MAX_ARRAY_DEPTH:
             item_type, count = self._uint(4), self._uint(8)
             if item_bytes := _SCALAR_BYTES.get(item_type):
                 # Not by _read, which would copy a large array.
-                self._offset += self._require(count, item_bytes) * item_bytes
+                self._offset += self._require_entries(count, item_bytes) * item_bytes
                 return
-            for _ in range(self._require(count, entry_bytes=8)):
+            for _ in range(self._require_entries(count, entry_bytes=8)):
                 self._skip_value(item_type, depth + 1)
         else:
             raise ValueError(f"a field of kind {value_type}")

@@ -13,12 +13,12 @@ from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile, shortest_decimal
 from kvkeep.models.spec.rope import rope_spec
 
-_ONE_TABLE = ["rope_freqs.weight"]
-_TWO_TABLES = ["rope_factors_short.weight", "rope_factors_long.weight"]
-_SCALING = "{arch}.rope.scaling."
-_NO_SCALING = (0.0, 1.0)  # values of a factor that scale nothing: 0 stands for 1
+_ONE_TABLE_NAMES = ["rope_freqs.weight"]
+_TWO_TABLE_NAMES = ["rope_factors_short.weight", "rope_factors_long.weight"]
+_SCALING_PREFIX = "{arch}.rope.scaling."
+_NEUTRAL_FACTORS = (0.0, 1.0)  # values of a factor that scale nothing: 0 stands for 1
 # In these, llama.cpp scales local layers even if the type is "none".
-_LOCAL_ALWAYS_SCALED = ("gemma2", "gpt-oss")
+_LOCAL_ALWAYS_SCALED_FAMILIES = ("gemma2", "gpt-oss")
 _PHI3 = "phi3"  # has two tables whatever the type, and its config calls longrope "yarn"
 
 
@@ -30,7 +30,7 @@ def rope_scaling(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None:
     Raises UnsupportedModel, BadModelFile.
     """
     scaling = _frequency_scaling(file, rotary_dim)
-    if not has_temperature(file):
+    if not scales_queries(file):
         return scaling
     return {
         **(scaling or {"rope_type": "default"}),
@@ -41,7 +41,7 @@ def rope_scaling(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None:
 
 def attention_factor(file: GgufFile) -> float:
     """Return the factor on cosine and sine."""
-    return _positive(file, f"{_SCALING}attn_factor", 1.0)
+    return _positive_number(file, f"{_SCALING_PREFIX}attn_factor", 1.0)
 
 
 def unscaled_longrope(rotary_dim: int, attn_factor: float, context_length: int) -> dict[str, Any]:
@@ -55,17 +55,17 @@ def linear_factor(file: GgufFile) -> float:
     scaling, attn_factor = _type_and_factor_scaling(file), attention_factor(file)
     if attn_factor != 1 or (scaling and scaling["rope_type"] == "yarn"):
         key = "type" if attn_factor == 1 else "attn_factor"
-        raise file.unsupported(f"scales RoPE by {file.full_key(_SCALING)}{key}")
+        raise file.unsupported(f"scales RoPE by {file.full_key(_SCALING_PREFIX)}{key}")
     return float(scaling["factor"]) if scaling else 1.0
 
 
 def original_length(file: GgufFile) -> int:
     """Return the trained length before RoPE was extended, or else the context length."""
     context_length = file.count("{arch}.context_length")
-    return file.non_negative(f"{_SCALING}original_context_length", 0) or context_length
+    return file.non_negative(f"{_SCALING_PREFIX}original_context_length", 0) or context_length
 
 
-def has_temperature(file: GgufFile) -> bool:
+def scales_queries(file: GgufFile) -> bool:
     """Whether queries grow with their position, as in Ministral 3."""
     key = "mistral3.attention.temperature_scale"
     return file.architecture == "mistral3" and file.number(key, 0.0) != 0
@@ -74,30 +74,30 @@ def has_temperature(file: GgufFile) -> bool:
 def _frequency_scaling(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None:
     """Return the scaling by type, factor, tables and attn_factor together."""
     scaling, attn_factor = _type_and_factor_scaling(file), attention_factor(file)
-    tables = _tables(file, rotary_dim)
+    tables = _divisor_tables(file, rotary_dim)
     is_yarn = scaling is not None and scaling["rope_type"] == "yarn"
     config_has_yarn = is_yarn and file.architecture != _PHI3
-    without_tables = all(divisor == 1 for table in tables for divisor in table) and len(tables) < 2
-    if without_tables and attn_factor == 1 and config_has_yarn == is_yarn:
+    no_divisors = all(divisor == 1 for table in tables for divisor in table) and len(tables) < 2
+    if no_divisors and attn_factor == 1 and config_has_yarn == is_yarn:
         return scaling
     # llama3 states another original length than the one that a temperature needs.
-    if scaling is None and attn_factor == 1 and not has_temperature(file) and len(tables) == 1:
-        llama3 = _llama3(file, tables[0])
+    if scaling is None and attn_factor == 1 and not scales_queries(file) and len(tables) == 1:
+        llama3 = _llama3_scaling(file, tables[0])
         if llama3 is not None:
             return llama3
     type_divisors, type_attn_factor = _divisors_and_factor(file, scaling, rotary_dim)
     attn_factor *= type_attn_factor
-    if scaling and without_tables and config_has_yarn:
+    if scaling and no_divisors and config_has_yarn:
         return {**scaling, "attention_factor": shortest_decimal(attn_factor)}
     context_length = file.count("{arch}.context_length")
     if len(tables) < 2:
         divisors = _products(type_divisors, tables[0] if tables else [1.0] * len(type_divisors))
         return _longrope([divisors, divisors], attn_factor, context_length)
-    original = original_length(file)
-    combined = [_products(type_divisors, table) for table in tables]
-    longrope = _longrope(combined, attn_factor, original)
-    extension = max(0.0, math.log(context_length / original))
-    default_factor = math.sqrt(1 + extension / math.log(max(2, original)))
+    trained_length = original_length(file)
+    table_divisors = [_products(type_divisors, table) for table in tables]
+    longrope = _longrope(table_divisors, attn_factor, trained_length)
+    log_extension = max(0.0, math.log(context_length / trained_length))
+    default_factor = math.sqrt(1 + log_extension / math.log(max(2, trained_length)))
     if abs(attn_factor - default_factor) <= 1e-6 * default_factor:
         del longrope["attention_factor"]
     return longrope
@@ -106,19 +106,19 @@ def _frequency_scaling(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None
 def _type_and_factor_scaling(file: GgufFile) -> dict[str, Any] | None:
     """Return the scaling without tables and attn_factor, or None."""
     scaling_type = _scaling_type(file)
-    old_factor = file.number("{arch}.rope.scale_linear", 1.0)  # its name before 2024
-    factor = file.decimal(f"{_SCALING}factor", old_factor) or 1.0
+    legacy_factor = file.number("{arch}.rope.scale_linear", 1.0)  # its name before 2024
+    factor = file.decimal(f"{_SCALING_PREFIX}factor", legacy_factor) or 1.0
     if factor < 0:
-        raise file.invalid(f"{_SCALING}factor", "above 0")
+        raise file.invalid(f"{_SCALING_PREFIX}factor", "above 0")
     if scaling_type == "none":
-        if factor != 1 and file.architecture in _LOCAL_ALWAYS_SCALED:
+        if factor != 1 and file.architecture in _LOCAL_ALWAYS_SCALED_FAMILIES:
             raise file.unsupported(
                 f"has rope.scaling.factor {factor} with rope.scaling.type 'none', by which "
                 "llama.cpp scales local layers alone"
             )
         return None
     if scaling_type == "yarn":
-        return _yarn(file, factor)
+        return _yarn_scaling(file, factor)
     if scaling_type not in ("linear", "longrope"):
         raise UnsupportedModel(
             f"the GGUF RoPE scaling {scaling_type!r} (rope.scaling.type) is not supported; "
@@ -128,46 +128,46 @@ def _type_and_factor_scaling(file: GgufFile) -> dict[str, Any] | None:
 
 
 def _scaling_type(file: GgufFile) -> str:
-    return file.text(f"{_SCALING}type", "linear")
+    return file.text(f"{_SCALING_PREFIX}type", "linear")
 
 
-def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
+def _yarn_scaling(file: GgufFile, factor: float) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     for name in ("beta_fast", "beta_slow"):
-        if file.has(f"{_SCALING}yarn_{name}"):
-            scaling[name] = file.decimal(f"{_SCALING}yarn_{name}")
-    if file.has(f"{_SCALING}original_context_length"):
+        if file.has(f"{_SCALING_PREFIX}yarn_{name}"):
+            scaling[name] = file.decimal(f"{_SCALING_PREFIX}yarn_{name}")
+    if file.has(f"{_SCALING_PREFIX}original_context_length"):
         scaling["original_max_position_embeddings"] = original_length(file)
-    attn_factor = file.number(f"{_SCALING}yarn_attn_factor", 1.0)
-    if attn_factor not in _NO_SCALING:
+    attn_factor = file.number(f"{_SCALING_PREFIX}yarn_attn_factor", 1.0)
+    if attn_factor not in _NEUTRAL_FACTORS:
         scaling["attention_factor"] = shortest_decimal(attn_factor)
-    unsupported = ["yarn_ext_factor"]
-    log_multiplier = file.number(f"{_SCALING}yarn_log_multiplier", 0.0)
+    unsupported_keys = ["yarn_ext_factor"]
+    log_multiplier = file.number(f"{_SCALING_PREFIX}yarn_log_multiplier", 0.0)
     if file.architecture != "mistral3":
-        unsupported.append("yarn_log_multiplier")
+        unsupported_keys.append("yarn_log_multiplier")
     elif log_multiplier:
         scaling |= {"mscale": 1.0, "mscale_all_dim": shortest_decimal(log_multiplier)}
-    for key in unsupported:
-        if (value := file.number(_SCALING + key, 1.0)) not in _NO_SCALING:
+    for key in unsupported_keys:
+        if (value := file.number(_SCALING_PREFIX + key, 1.0)) not in _NEUTRAL_FACTORS:
             raise file.unsupported(f"has rope.scaling.{key} {value}")
     if file.architecture == "gpt-oss":  # no file states it, and all models have it
         scaling["truncate"] = False
     return scaling
 
 
-def _tables(file: GgufFile, rotary_dim: int) -> list[list[float]]:
+def _divisor_tables(file: GgufFile, rotary_dim: int) -> list[list[float]]:
     """Return the tables of frequency divisors: none, one, or longrope's short and long."""
     has_two = file.architecture == _PHI3 or _scaling_type(file) == "longrope"
-    expected = _TWO_TABLES if has_two else _ONE_TABLE
-    present = [name for name in _ONE_TABLE + _TWO_TABLES if name in file.tensors]
+    expected = _TWO_TABLE_NAMES if has_two else _ONE_TABLE_NAMES
+    present = [name for name in _ONE_TABLE_NAMES + _TWO_TABLE_NAMES if name in file.tensors]
     if present and present != expected:
         raise file.unsupported(
             f"has {' and '.join(present)} where rope.scaling.type asks for {' and '.join(expected)}"
         )
-    return [_table(file, name, rotary_dim // 2) for name in present]
+    return [_divisor_table(file, name, rotary_dim // 2) for name in present]
 
 
-def _table(file: GgufFile, name: str, pairs: int) -> list[float]:
+def _divisor_table(file: GgufFile, name: str, pairs: int) -> list[float]:
     divisors: list[float] = file.tensors[name].unpack().reshape(-1).tolist()
     if len(divisors) != pairs or not all(0 < divisor < math.inf for divisor in divisors):
         raise BadModelFile(
@@ -177,7 +177,7 @@ def _table(file: GgufFile, name: str, pairs: int) -> list[float]:
     return divisors
 
 
-def _llama3(file: GgufFile, divisors: list[float]) -> dict[str, Any] | None:
+def _llama3_scaling(file: GgufFile, divisors: list[float]) -> dict[str, Any] | None:
     """Return the llama3 scaling that gives these divisors, or None.
 
     The factor is the largest divisor; the rest is the same in every Llama 3.1, 3.2 and 3.3.
@@ -189,10 +189,10 @@ def _llama3(file: GgufFile, divisors: list[float]) -> dict[str, Any] | None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected, _ = _divisors_and_factor(file, scaling, 2 * len(divisors))
+    expected_divisors, _ = _divisors_and_factor(file, scaling, 2 * len(divisors))
     is_llama3 = all(
-        abs(divisor - actual) <= 1e-3 * divisor
-        for divisor, actual in zip(expected, divisors, strict=True)
+        abs(expected - actual) <= 1e-3 * expected
+        for expected, actual in zip(expected_divisors, divisors, strict=True)
     )
     return scaling if is_llama3 else None
 
@@ -201,7 +201,7 @@ def _divisors_and_factor(
     file: GgufFile, scaling: dict[str, Any] | None, rotary_dim: int
 ) -> tuple[list[float], float]:
     """Return each pair's frequency divisor under a scaling, and its factor on cosine and sine."""
-    theta = _positive(file, "{arch}.rope.freq_base", 10_000.0)
+    theta = _positive_number(file, "{arch}.rope.freq_base", 10_000.0)
     context_length = file.count("{arch}.context_length")
     scaled = rope_spec(scaling or {}, theta, rotary_dim, context_length)
     unscaled = rope_spec({}, theta, rotary_dim, context_length)
@@ -223,7 +223,7 @@ def _longrope(divisors: list[list[float]], attn_factor: float, original: int) ->
     }
 
 
-def _positive(file: GgufFile, key: str, default: float) -> float:
+def _positive_number(file: GgufFile, key: str, default: float) -> float:
     value = file.number(key, default)
     if value <= 0:
         raise file.invalid(key, "above 0")

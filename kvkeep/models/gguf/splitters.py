@@ -44,7 +44,7 @@ _DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def _words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
+def _gpt4_words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
     """Return the pattern of GPT-4, in the form of Llama 3 and Qwen."""
     other = rf"[^\s{letters}\p{{N}}]"
     return (
@@ -52,7 +52,7 @@ def _words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
     )
 
 
-def _cased_words(
+def _gpt4o_words(
     digits: str,
     contractions: str = rf"{_CONTRACTIONS}?",
     class_suffix: str = "",
@@ -73,7 +73,7 @@ def _cased_words(
 
 
 # DeepSeek 3: ASCII punctuation attaches to the letters after it, and marks count as letters.
-_SIGNED_WORDS = (
+_DEEPSEEK3_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
@@ -84,7 +84,7 @@ _YOUTU = (
     "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 )
-_KIMI = r"[\p{Han}]+|" + _cased_words(_THREE_DIGITS, class_suffix=r"&&[^\p{Han}]", closing=r"\r\n")
+_KIMI = r"[\p{Han}]+|" + _gpt4o_words(_THREE_DIGITS, class_suffix=r"&&[^\p{Han}]", closing=r"\r\n")
 _TINY_AYA = r"\d{1,3}(?=(?:\d{3})*\b)"
 _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
@@ -112,7 +112,7 @@ _DEFAULT = (
     r"[0-9][0-9][0-9]",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, _DIGIT)
-_GPT4, _GPT4O = _words(_THREE_DIGITS), _cased_words(_THREE_DIGITS)
+_GPT4, _GPT4O = _gpt4_words(_THREE_DIGITS), _gpt4o_words(_THREE_DIGITS)
 
 # Each splitter under all names that files have for it.
 _BY_NAMES = {
@@ -125,19 +125,19 @@ _BY_NAMES = {
         (_GPT4,), ignore_merges=True, add_bos=True
     ),
     "dbrx smaug-bpe glm4 chatglm-bpe": Splitter((_GPT4,)),
-    "qwen2 deepseek-r1-qwen stablelm2": Splitter((_words(_DIGIT),), nfc=True),
-    "hunyuan solar-open grok-2 kormo megrez": Splitter((_words(_DIGIT),)),
-    "qwen35": Splitter((_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
-    "laguna": Splitter((r"[^\n]+|[\n]+", _words(_DIGIT))),
-    "minicpm5": Splitter((_THREE_DIGITS, _words(r"\p{N}+")), ignore_merges=True),
-    "jais-2": Splitter((_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
+    "qwen2 deepseek-r1-qwen stablelm2": Splitter((_gpt4_words(_DIGIT),), nfc=True),
+    "hunyuan solar-open grok-2 kormo megrez": Splitter((_gpt4_words(_DIGIT),)),
+    "qwen35": Splitter((_gpt4_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
+    "laguna": Splitter((r"[^\n]+|[\n]+", _gpt4_words(_DIGIT))),
+    "minicpm5": Splitter((_THREE_DIGITS, _gpt4_words(r"\p{N}+")), ignore_merges=True),
+    "jais-2": Splitter((_gpt4_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
     "gpt-4o llama4 kanana2 talkie minimax-m2": Splitter((_GPT4O,)),
-    "tekken": Splitter((_cased_words(_DIGIT, contractions=""),), ignore_merges=True, add_bos=True),
+    "tekken": Splitter((_gpt4o_words(_DIGIT, contractions=""),), ignore_merges=True, add_bos=True),
     "tiny_aya cohere2moe": Splitter((_TINY_AYA, _GPT4O)),
     "kimi-k2": Splitter((_KIMI,)),
-    "youtu": Splitter((_YOUTU, _cased_words(_DIGIT)), ignore_merges=True),
+    "youtu": Splitter((_YOUTU, _gpt4o_words(_DIGIT)), ignore_merges=True),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Splitter(
-        (_THREE_DIGITS, _CHINESE_AND_KANA, _SIGNED_WORDS)
+        (_THREE_DIGITS, _CHINESE_AND_KANA, _DEEPSEEK3_WORDS)
     ),
     "deepseek-coder": Splitter(_DEEPSEEK_CODER),
     "bailingmoe bailingmoe2 llada-moe": Splitter((_BAILING,)),

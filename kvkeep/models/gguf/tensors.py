@@ -97,7 +97,7 @@ _ARCHITECTURE_LAYER_NAMES = {
     "Gemma2ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
     "Gemma3ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
 }
-_STREAM_STACKS = {
+_STREAM_STACK_NAMES = {
     "altup_proj.weight": "altup_projections",
     "altup_unembd_proj.weight": "altup_unembed_projections",
 }
@@ -122,9 +122,9 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     for name, tensor in file.tensors.items():
         if _NOT_WEIGHTS.fullmatch(name):
             continue
-        if renamed := _rename(name, tensor, layer_names, architecture):
+        if renamed := _under_hub_names(name, tensor, layer_names, architecture):
             named |= renamed
-        elif _is_defined(name):
+        elif _is_gguf_name(name):
             raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
         else:
             undefined.append(name)
@@ -138,24 +138,24 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     return named
 
 
-def _is_defined(name: str) -> bool:
+def _is_gguf_name(name: str) -> bool:
     """Whether GGUF defines a tensor, or the one that a bias or scale belongs to, for any model."""
     from gguf import TENSOR_NAMES
 
-    words = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).split(".")
-    prefixes = {".".join(words[:count]) for count in range(1, len(words) + 1)}
+    name_parts = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).split(".")
+    prefixes = {".".join(name_parts[:count]) for count in range(1, len(name_parts) + 1)}
     return not prefixes.isdisjoint(TENSOR_NAMES.values())
 
 
-def _rename(
+def _under_hub_names(
     name: str, tensor: PackedTensor, layer_names: Mapping[str, str], architecture: str
 ) -> dict[str, PackedTensor]:
     """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none."""
     if name in _TOP_NAMES:
         return {_TOP_NAMES[name]: tensor}
-    if name in _STREAM_STACKS and len(tensor.shape) == 3:
+    if name in _STREAM_STACK_NAMES and len(tensor.shape) == 3:
         return {
-            f"model.{_STREAM_STACKS[name]}.{stream}.weight": _part(tensor, data)
+            f"model.{_STREAM_STACK_NAMES[name]}.{stream}.weight": _part(tensor, data)
             for stream, data in enumerate(tensor.data)
         }
     match = _LAYER_TENSOR.fullmatch(name)
@@ -174,11 +174,11 @@ def _rename(
         if suffix == "weight" and len(tensor.shape) == 1:  # the shared expert's gate, one row
             tensor = replace(tensor, shape=(1, *tensor.shape), data=tensor.data.reshape(1, -1))
         return {f"{prefix}.{_MOE_NAMES[base]}.{suffix}": tensor}
-    if (expert := _EXPERT.fullmatch(base)) and suffix == "weight":
-        return {f"{prefix}.mlp.experts.{expert[2]}.{expert[1]}_proj.weight": tensor}
-    stacked = _EXPERT_STACK.fullmatch(base)
-    if stacked and len(tensor.shape) == (2 if suffix == "bias" else 3):
-        return _unstack_experts(f"{prefix}.mlp.experts", stacked[1].split("_"), suffix, tensor)
+    if (expert_match := _EXPERT.fullmatch(base)) and suffix == "weight":
+        return {f"{prefix}.mlp.experts.{expert_match[2]}.{expert_match[1]}_proj.weight": tensor}
+    stack_match = _EXPERT_STACK.fullmatch(base)
+    if stack_match and len(tensor.shape) == (2 if suffix == "bias" else 3):
+        return _unstack_experts(f"{prefix}.mlp.experts", stack_match[1].split("_"), suffix, tensor)
     return {}
 
 

@@ -25,8 +25,8 @@ from kvkeep.models.gguf.vocabulary import (
 )
 
 _DEFAULT_SPLITTER = "default"  # of files that name none
-_SPACE = "▁"  # SentencePiece's space
-_NOT_PIECES = (UNKNOWN, CONTROL, BYTE)
+_SPACE_MARK = "▁"  # SentencePiece's space
+_NOT_PIECES = (UNKNOWN, CONTROL, BYTE)  # token types
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:
@@ -47,14 +47,14 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
             "BPE), 'llama' (SentencePiece) and 'gemma4'. Use the model's safetensors folder, which "
             "has a tokenizer.json"
         )
-    splitter = _splitter_name(file)
-    if model == "gpt2" and splitter not in SPLITTERS:
+    splitter_name = _splitter_name(file)
+    if model == "gpt2" and splitter_name not in SPLITTERS:
         raise UnsupportedModel(
-            f"the GGUF pre-tokenizer {splitter!r} is not supported; supported: "
+            f"the GGUF pre-tokenizer {splitter_name!r} is not supported; supported: "
             f"{', '.join(sorted(SPLITTERS))}. "
             "Use the model's safetensors folder, which has a tokenizer.json"
         )
-    if model == "gpt2" and splitter == _DEFAULT_SPLITTER:
+    if model == "gpt2" and splitter_name == _DEFAULT_SPLITTER:
         warnings.warn(
             f"{file.path} does not say how its text is split into words (tokenizer.ggml.pre): it "
             "is split as llama.cpp does by default, which few models were trained on; take a newer "
@@ -65,7 +65,7 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     vocabulary = Vocabulary.read(file)
     tokenizer = _BUILDERS[model](vocabulary)
     _add_special_tokens(tokenizer, vocabulary)
-    add_bos = model != "gpt2" or SPLITTERS[splitter].add_bos
+    add_bos = model != "gpt2" or SPLITTERS[splitter_name].add_bos
     # Some files of Gemma 4 wrongly state that they have no BOS; llama.cpp ignores that as well.
     if model == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", add_bos):
         _prepend_bos(tokenizer, vocabulary)
@@ -76,7 +76,7 @@ def _splitter_name(file: GgufFile) -> str:
     return file.text("tokenizer.ggml.pre", "") or _DEFAULT_SPLITTER
 
 
-def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+def _build_byte_level(vocabulary: Vocabulary) -> Tokenizer:
     splitter = SPLITTERS[_splitter_name(vocabulary.file)]
     tokenizer = Tokenizer(vocabulary.bpe(vocabulary.merges(), ignore_merges=splitter.ignore_merges))
     if splitter.nfc:
@@ -86,32 +86,32 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     """Build SentencePiece's BPE, as in Llama 2, Mistral, Phi-3 and Gemma 1 to 3."""
     file = vocabulary.file
-    add_prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
-    collapse_spaces = file.flag("tokenizer.ggml.remove_extra_whitespaces", False)
+    add_prefix = file.flag("tokenizer.ggml.add_space_prefix", default=True)
+    collapse_spaces = file.flag("tokenizer.ggml.remove_extra_whitespaces", default=False)
     scores = zip(vocabulary.tokens, vocabulary.types, vocabulary.scores(), strict=True)
     # Control tokens are not pieces, so the text of one is not encoded as that token.
     pieces = {token: score for token, token_type, score in scores if token_type not in _NOT_PIECES}
-    tokenizer = _bpe_with_byte_fallback(vocabulary, merges_by_score(pieces))
+    tokenizer = _build_bpe_with_bytes(vocabulary, merges_by_score(pieces))
     tokenizer.normalizer = normalizers.Sequence(
         [
             *([normalizers.Replace(Regex(r"\A +| +\z|(?<= ) +"), "")] if collapse_spaces else []),
-            *([normalizers.Prepend(_SPACE)] if add_prefix else []),
-            normalizers.Replace(" ", _SPACE),
+            *([normalizers.Prepend(_SPACE_MARK)] if add_prefix else []),
+            normalizers.Replace(" ", _SPACE_MARK),
         ]
     )
-    tokenizer.decoder = _decoder(strip_prefix=add_prefix)
+    tokenizer.decoder = _build_decoder(strip_prefix=add_prefix)
     return tokenizer
 
 
-def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
+def _build_gemma4(vocabulary: Vocabulary) -> Tokenizer:
     """Build Gemma 4's BPE: the file has merges, and no token mixes newlines with other text."""
-    tokenizer = _bpe_with_byte_fallback(vocabulary, vocabulary.merges())
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer = _build_bpe_with_bytes(vocabulary, vocabulary.merges())
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE_MARK)
     tokenizer.pre_tokenizer = Split(Regex(r"\n+"), behavior="isolated")
-    tokenizer.decoder = _decoder(strip_prefix=False)
+    tokenizer.decoder = _build_decoder(strip_prefix=False)
     return tokenizer
 
 
@@ -132,7 +132,7 @@ def merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     ]
 
 
-def _bpe_with_byte_fallback(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> Tokenizer:
+def _build_bpe_with_bytes(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> Tokenizer:
     unknown = next(iter(vocabulary.of_type(UNKNOWN)), None)
     byte_tokens = (f"<0x{byte:02X}>" for byte in range(256))
     missing = [token for token in byte_tokens if token not in vocabulary.ids]
@@ -147,31 +147,31 @@ def _bpe_with_byte_fallback(vocabulary: Vocabulary, merges: list[tuple[str, str]
     )
 
 
-def _decoder(strip_prefix: bool) -> decoders.Decoder:
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+def _build_decoder(strip_prefix: bool) -> decoders.Decoder:
+    steps = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip_prefix else [])])
 
 
-_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
+_BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece, "gemma4": _build_gemma4}
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    special = set(vocabulary.of_type(CONTROL, UNKNOWN))
+    special_tokens = set(vocabulary.of_type(CONTROL, UNKNOWN))
     # Their texts are in the vocabulary already, so the tokens keep their ids.
     tokenizer.add_tokens(
         [
             AddedToken(
                 token,
-                special=token in special,
+                special=token in special_tokens,
                 normalized=False,
-                rstrip=token in special and _strips_right(token, vocabulary.file),
+                rstrip=token in special_tokens and _strips_following_space(token, vocabulary.file),
             )
             for token in vocabulary.of_type(CONTROL, UNKNOWN, USER_DEFINED)
         ]
     )
 
 
-def _strips_right(token: str, file: GgufFile) -> bool:
+def _strips_following_space(token: str, file: GgufFile) -> bool:
     """Whether a control token consumes the spaces and newlines that follow it.
 
     GGUF does not state it. In Phi-3's tokenizer.json, the tokens added to Llama 2's and </s> do.
@@ -182,8 +182,8 @@ def _strips_right(token: str, file: GgufFile) -> bool:
 
 
 def _prepend_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    bos = special_id(vocabulary.file, "bos")
-    if bos is not None:
+    bos_id = special_id(vocabulary.file, "bos")
+    if bos_id is not None:
         # By an alias: TemplateProcessing parses token texts, and fails for some with a colon.
-        token = {"id": "bos", "ids": [bos], "tokens": [vocabulary.tokens[bos]]}
+        token = {"id": "bos", "ids": [bos_id], "tokens": [vocabulary.tokens[bos_id]]}
         tokenizer.post_processor = TemplateProcessing(single="bos $A", special_tokens=[token])

@@ -13,12 +13,12 @@ from typing import Any, Self
 from tokenizers.models import BPE
 
 from kvkeep.errors import BadModelFile
-from kvkeep.models.gguf.file import GgufFile, abbreviated
+from kvkeep.models.gguf.file import GgufFile, short_repr
 
 # GGUF's token types. Tokens of any other type are text.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-_ROLE = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_ROLE_KEY = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def special_id(file: GgufFile, role: str) -> int | None:
@@ -29,11 +29,11 @@ def special_id(file: GgufFile, role: str) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
     if not file.has(key):
         return None
-    index, tokens = file.integer(key), file.texts("tokenizer.ggml.tokens")
-    if 0 <= index < len(tokens):
-        return index
+    token_id, tokens = file.integer(key), file.texts("tokenizer.ggml.tokens")
+    if 0 <= token_id < len(tokens):
+        return token_id
     _warn(
-        f"{file.path} names {index} as its {role} token, outside its {len(tokens)} tokens: the "
+        f"{file.path} names {token_id} as its {role} token, outside its {len(tokens)} tokens: the "
         f"model is loaded without a {role} token"
     )
     return None
@@ -41,8 +41,8 @@ def special_id(file: GgufFile, role: str) -> int | None:
 
 def special_token(file: GgufFile, role: str) -> str | None:
     """Return the text of the token that `special_id` returns."""
-    index = special_id(file, role)
-    return None if index is None else Vocabulary.read(file).tokens[index]
+    token_id = special_id(file, role)
+    return None if token_id is None else Vocabulary.read(file).tokens[token_id]
 
 
 def _warn(message: str) -> None:
@@ -64,7 +64,7 @@ class Vocabulary:
         Raises BadModelFile if tokens are missing or the types do not match them.
         """
         tokens = file.texts("tokenizer.ggml.tokens")
-        types = _types(file, tokens)
+        types = _token_types(file, tokens)
         if len(types) != len(tokens):
             raise BadModelFile(
                 f"{file.path} has {len(tokens)} tokens and {len(types)} token types; fetch it again"
@@ -73,7 +73,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> Mapping[str, int]:
-        return {token: index for index, token in enumerate(self.tokens)}
+        return {token: token_id for token_id, token in enumerate(self.tokens)}
 
     def of_type(self, *types: int) -> list[str]:
         """Return the texts of all tokens of these types, in order of their ids."""
@@ -112,7 +112,7 @@ class Vocabulary:
             ) from error
 
 
-def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
+def _token_types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
     """Return each token's type. In a file without types, tokens with a role are control tokens."""
     key = "tokenizer.ggml.token_type"
     if file.has(key):
@@ -121,16 +121,16 @@ def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
         f"{file.path} does not say which of its tokens are control tokens ({key}): only those that "
         "it names for a role, such as eos, count as such; take a newer file of the model"
     )
-    types = [BYTE if _BYTE.fullmatch(token) else NORMAL for token in tokens]
-    for role, index in _ids_by_role(file, tokens).items():
-        types[index] = UNKNOWN if role == "unknown" else CONTROL
+    types = [BYTE if _BYTE_TOKEN.fullmatch(token) else NORMAL for token in tokens]
+    for role, token_id in _ids_by_role(file, tokens).items():
+        types[token_id] = UNKNOWN if role == "unknown" else CONTROL
     return types
 
 
 def _ids_by_role(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
-    matches = filter(None, map(_ROLE.fullmatch, file.metadata))
+    matches = filter(None, map(_ROLE_KEY.fullmatch, file.metadata))
     ids = {match[1]: file.integer(match[0]) for match in matches}
-    return {role: index for role, index in ids.items() if 0 <= index < len(tokens)}
+    return {role: token_id for role, token_id in ids.items() if 0 <= token_id < len(tokens)}
 
 
 def _without_duplicates(
@@ -140,16 +140,16 @@ def _without_duplicates(
 
     The token with a role keeps its text, or else the last, which llama.cpp finds.
     """
-    owners = {token: index for index, token in enumerate(tokens)}
-    owners |= {tokens[index]: index for index in _ids_by_role(file, tokens).values()}
-    if len(owners) == len(tokens):
+    id_by_text = {token: token_id for token_id, token in enumerate(tokens)}
+    id_by_text |= {tokens[token_id]: token_id for token_id in _ids_by_role(file, tokens).values()}
+    if len(id_by_text) == len(tokens):
         return tokens, types
     tokens, types = list(tokens), list(types)
-    duplicates = [index for index, token in enumerate(tokens) if owners[token] != index]
+    duplicate_ids = [i for i, token in enumerate(tokens) if id_by_text[token] != i]
     _warn(
-        f"{file.path} has {len(duplicates)} tokens whose text another one has "
-        f"({abbreviated(duplicates)}): no text is encoded to these"
+        f"{file.path} has {len(duplicate_ids)} tokens whose text another one has "
+        f"({short_repr(duplicate_ids)}): no text is encoded to these"
     )
-    for index in duplicates:
-        tokens[index], types[index] = f"<duplicate token {index}>", CONTROL
+    for token_id in duplicate_ids:
+        tokens[token_id], types[token_id] = f"<duplicate token {token_id}>", CONTROL
     return tokens, types

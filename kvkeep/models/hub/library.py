@@ -22,11 +22,11 @@ from kvkeep.storage.files.atomic import (
     write_atomic,
 )
 
-PATIENCE = 3600.0  # seconds that a process waits for the lock: large downloads take long
-_RECORD = "kvkeep.json"
+LOCK_TIMEOUT = 3600.0  # seconds that a process waits for the lock: large downloads take long
+_RECORD_NAME = "kvkeep.json"
 # Version of the contents of a model's folder: models with an older one are converted again.
-_LAYOUT = 6
-_WEIGHT_STATES = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
+_LAYOUT_VERSION = 6
+_STATE_PATTERNS = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ def home_is_set() -> bool:
 
 def pulled_models() -> list[PulledModel]:
     """Return all complete models, by name."""
-    models = _models()
+    models = _models_folder()
     names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
     return [model for name in names if (model := find_model(name)) is not None]
 
 
 def find_model(slug: str) -> PulledModel | None:
     """Return a model, or None if it is absent or one of its files is missing or truncated."""
-    record = _read_record(_models() / slug)
+    record = _read_record(_models_folder() / slug)
     if record is None:
         return None
-    folder = Path(record["folder"]) if record["folder"] else _models() / slug
+    folder = Path(record["folder"]) if record["folder"] else _models_folder() / slug
     try:
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
         used = model_path(slug).stat().st_mtime
@@ -82,7 +82,7 @@ def find_model(slug: str) -> PulledModel | None:
 
 
 def model_path(slug: str) -> Path:
-    return _models() / slug
+    return _models_folder() / slug
 
 
 def mark_used(path: Path) -> None:
@@ -113,14 +113,14 @@ def store_model(
     for an hour, and what `fill` raises.
     """
     try:
-        models = _models()
-        models.mkdir(parents=True, exist_ok=True)
-        with _locked(home() / "pull.lock", progress):
-            stored = None if refresh else find_model(slug)
-            if stored is not None:
-                return stored.folder
-            sweep_partial_folders(models)  # while locked, these are left over from crashes
-            folder = _create(models / slug, name, source, fill)
+        models_folder = _models_folder()
+        models_folder.mkdir(parents=True, exist_ok=True)
+        with _lock_library(home() / "pull.lock", progress):
+            stored_model = None if refresh else find_model(slug)
+            if stored_model is not None:
+                return stored_model.folder
+            sweep_partial_folders(models_folder)  # while locked, these are left over from crashes
+            folder = _create(models_folder / slug, name, source, fill)
             _drop_superseded(slug, source)
             return folder
     except OSError as error:
@@ -136,9 +136,9 @@ def remove_model(model: PulledModel, progress: bool) -> int:
     A folder outside the library stays. Raises ModelError, and Locked as `store_model` does.
     """
     try:
-        with _locked(home() / "pull.lock", progress):
-            derived = (derived_folders(form, model.folder.name) for form in _WEIGHT_STATES)
-            folders = [_models() / model.slug, *chain.from_iterable(derived)]
+        with _lock_library(home() / "pull.lock", progress):
+            derived = (derived_folders(form, model.folder.name) for form in _STATE_PATTERNS)
+            folders = [_models_folder() / model.slug, *chain.from_iterable(derived)]
             freed = sum(map(folder_bytes, folders))
             for folder in folders:
                 if folder.is_dir():
@@ -151,52 +151,52 @@ def remove_model(model: PulledModel, progress: bool) -> int:
 def derived_folders(form: str, name: str) -> list[Path]:
     """Return the folders of a model with "packed" or "unpacked" weights, called NAME-STATE."""
     paths = (home() / form).glob(f"{glob.escape(name)}-*")
-    pattern = _WEIGHT_STATES[form]
+    pattern = _STATE_PATTERNS[form]
     return [path for path in paths if re.fullmatch(pattern, path.name.removeprefix(f"{name}-"))]
 
 
-def _models() -> Path:
+def _models_folder() -> Path:
     return home() / "models"
 
 
-def _create(final: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
-    with atomic_folder(final) as partial:
-        external = fill(partial)
-        folder = external or partial
+def _create(target: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
+    with atomic_folder(target) as partial:
+        external_folder = fill(partial)
+        folder = external_folder or partial
         files = {
             str(path.relative_to(folder)): path.stat().st_size
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
         record = {
-            "layout": _LAYOUT,
+            "layout": _LAYOUT_VERSION,
             "name": name,
             "source": source,
-            "folder": str(external) if external else None,
+            "folder": str(external_folder) if external_folder else None,
             "files": files,
         }
-        write_atomic(partial / _RECORD, f"{json.dumps(record, indent=2)}\n".encode())
-    return external or final
+        write_atomic(partial / _RECORD_NAME, f"{json.dumps(record, indent=2)}\n".encode())
+    return external_folder or target
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
     if folder.name.endswith(PARTIAL):
         return None
     try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        record = json.loads((folder / _RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(record, dict) or record.get("layout") != _LAYOUT:
+    if not isinstance(record, dict) or record.get("layout") != _LAYOUT_VERSION:
         return None
     return record
 
 
-def _locked(path: Path, progress: bool) -> Any:
-    """Lock the library until this process dies. Raises Locked after `PATIENCE` seconds."""
+def _lock_library(path: Path, progress: bool) -> Any:
+    """Lock the library, for a `with` block. Raises Locked after `LOCK_TIMEOUT` seconds."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
-    minutes = f"{PATIENCE / 60:.0f} minutes"
+    minutes = f"{LOCK_TIMEOUT / 60:.0f} minutes"
     try:
         return lock.acquire(timeout=0)
     except Timeout:
@@ -206,7 +206,7 @@ def _locked(path: Path, progress: bool) -> Any:
                 file=sys.stderr,
             )
     try:
-        return lock.acquire(timeout=PATIENCE)
+        return lock.acquire(timeout=LOCK_TIMEOUT)
     except Timeout:
         raise Locked(
             f"another kvkeep has been fetching or converting a model for more than {minutes}, and "
@@ -216,7 +216,7 @@ def _locked(path: Path, progress: bool) -> Any:
 
 def _drop_superseded(slug: str, source: str) -> None:
     """Remove models of the same source under other slugs: conversions before edits of the file."""
-    for path in _models().iterdir():
+    for path in _models_folder().iterdir():
         record = _read_record(path)
         if record is not None and record["source"] == source and path.name != slug:
             remove_folder(path)

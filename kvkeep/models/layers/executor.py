@@ -37,7 +37,7 @@ class Executor(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""
 
-    def unpacked(self, name: str) -> Tensor:
+    def unpack_matrix(self, name: str) -> Tensor:
         """Return a matrix that is stored packed only, `[rows, columns]`. Raises KeyError."""
 
 
@@ -55,7 +55,7 @@ class TorchExecutor:
     def logits(self, hidden: Tensor) -> Tensor:
         return checked_finite(self._network.logits(hidden))
 
-    def unpacked(self, name: str) -> Tensor:
+    def unpack_matrix(self, name: str) -> Tensor:
         raise KeyError(name)  # everything is a tensor
 
 
@@ -75,10 +75,10 @@ class GraphExecutor(TorchExecutor):
         self._last_geometry: Geometry | None = None
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
-        replayed = self.replayed(tokens, step) if isinstance(step, DecodeStep) else None
+        replayed = self.replay(tokens, step) if isinstance(step, DecodeStep) else None
         return super().hidden(tokens, step, norms) if replayed is None else replayed
 
-    def replayed(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
+    def replay(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
         """Return hidden states as `hidden` does; None if there is no graph for this step."""
         current, previous = geometry(step), self._last_geometry
         self._last_geometry = current
@@ -94,32 +94,32 @@ class DecodeGraph:
     """One session's decode step, valid while its geometry stays the same."""
 
     def __init__(self, network: Network, step: DecodeStep):
-        self._static = StaticStep(step)
+        self._static_step = StaticStep(step)
         device = step.newest_segment.layout.device
         self._tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        self._forward = partial(network.forward, self._tokens, self._static)
-        self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its hidden states
+        self._forward = partial(network.forward, self._tokens, self._static_step)
+        self._recording: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its hidden states
 
     def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor:
         """Evaluate a token into a step of this geometry; return `[1, hidden_size]`."""
-        self._static.load(step)
+        self._static_step.load(step)
         self._tokens.copy_(tokens)
         if self._tokens.device.type != "cuda":
             return self._forward()  # the same code without a graph
-        if self._recorded is None:
-            self._recorded = self._record()
-        graph, hidden = self._recorded
+        if self._recording is None:
+            self._recording = self._record()
+        graph, hidden = self._recording
         graph.replay()
         return hidden.clone()
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # Run once beforehand on a side stream, so that libraries initialise outside the recording.
         # It writes the same cell that the replay writes again.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             self._forward()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             hidden = self._forward()
