@@ -173,7 +173,7 @@ class SamplingChoice:
         0.05, "Least probability, as a fraction of the largest; 0: off."
     )
     repetition_penalty: float | None = _sampling_option(1.1, "Above 1: fewer repetitions; 1: off.")
-    repetition_window: int | None = _sampling_option(64, "Recent tokens that the penalty covers.")
+    repetition_window: int | None = _sampling_option(256, "Recent tokens that the penalty covers.")
     seed: int | None = option(
         metavar="N", type=int, show_default="random", help="The same seed gives the same text."
     )

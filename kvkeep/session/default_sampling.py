@@ -7,9 +7,8 @@ from typing import Any
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.session.sampling import Sampling
 
-DEFAULT_SAMPLING = Sampling(
-    temperature=0.7, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1
-)
+# A window of 64 tokens, as llama.cpp's, does not see that a stanza of 65 tokens repeats.
+DEFAULT_SAMPLING = Sampling(0.7, 40, 0.95, 0.05, repetition_penalty=1.1, repetition_window=256)
 _RECOMMENDED_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 

@@ -57,7 +57,7 @@ def test_every_option_with_a_default_shows_it(invoke) -> None:
     shown = " ".join(invoke("generate", "--help").stdout.split())
     for default in ("256", "4", "sliding", "512"):
         assert f"[default: {default}]" in shown
-    for default in ("0.7", "40", "0.95", "0.05", "1.1", "64"):
+    for default in ("0.7", "40", "0.95", "0.05", "1.1", "256"):
         assert f"[default: ({default}, or the model's)]" in shown
 
 

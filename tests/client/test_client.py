@@ -94,7 +94,7 @@ def test_chat_turns_generate_and_stream_replies(client: Client) -> None:
     remote = client.create(next(names), max_kv_size=512)
     first = remote.say("What is the capital of France?", system="You are terse.", temperature=0)
     assert "Paris" in first["text"]
-    events = list(remote.stream_turn("And of Italy?"))
+    events = list(remote.stream_turn("And of Italy?", temperature=0))
     assert events[-1][0] == "done"
     text = "".join(reported["text"] for name, reported in events if name == "token")
     assert text == events[-1][1]["text"]

@@ -1,6 +1,7 @@
 """Default sampling parameters: kvkeep's, a model's, and those of a request that names some."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def test_generation_config_replaces_single_parameters(tmp_path: Path) -> None:
     folder = write_small_folder(tmp_path / "model")
     values = {"do_sample": False, "temperature": 0.6, "top_k": 20, "min_p": None, "max_length": 9}
     (folder / "generation_config.json").write_text(json.dumps(values))
-    expected = Sampling(0.6, 20, DEFAULT_SAMPLING.top_p, 0.05, 1.1)
+    expected = replace(DEFAULT_SAMPLING, temperature=0.6, top_k=20)
     assert load_model(str(folder), dtype="float32").default_sampling == expected
 
 
@@ -45,7 +46,7 @@ def test_a_gguf_file_recommends_by_its_metadata(tmp_path: Path) -> None:
         writer.add_float32("general.sampling.penalty_repeat", 1.0)
 
     file = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), edit=recommend)
-    expected = Sampling(0.3, 64, 0.95, 0.05, 1.0)
+    expected = Sampling(0.3, 64, 0.95, 0.05, 1.0, 256)
     assert load_model(str(file), dtype="float32").default_sampling == expected
 
 

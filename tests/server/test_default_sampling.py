@@ -87,4 +87,4 @@ def test_llamacpp_properties_report_the_defaults(server: RunningServer) -> None:
         params = client.get("/props").json()["default_generation_settings"]["params"]
     expected = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     assert expected.items() <= params.items()
-    assert (params["repeat_penalty"], params["repeat_last_n"]) == (1.1, 64)
+    assert (params["repeat_penalty"], params["repeat_last_n"]) == (1.1, 256)

@@ -1,6 +1,5 @@
 """Answers with default sampling do not end in loops: 20 questions in each kind of chat."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +8,10 @@ import pytest
 from click.testing import CliRunner
 from server.conftest import RunningServer
 
+from kvkeep import Snapshot
 from kvkeep.cli.main import main
 from kvkeep.model import Model
+from kvkeep.models.hub.library import home
 
 pytestmark = pytest.mark.extended
 LENGTH = 200  # tokens of an answer
@@ -61,12 +62,19 @@ def test_answers_of_the_server_do_not_loop(
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_answers_of_the_chat_command_do_not_loop(smollm2: Model, tmp_path: Path, seed: int) -> None:
+def test_answers_of_the_chat_command_do_not_loop(
+    smollm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """In one chat of 20 turns."""
-    options = ["chat", "--seed", str(seed), "-n", str(LENGTH), "--report"]
+    (tmp_path / "models").symlink_to(home() / "models")
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    options = ["chat", "--session", "s", "--seed", str(seed), "-n", str(LENGTH)]
     questions = "".join(f"{question}\n" for question in QUESTIONS)
-    output = CliRunner().invoke(main, [*options, str(tmp_path / "report.json")], input=questions)
+    output = CliRunner().invoke(main, options, input=questions)
     assert output.exit_code == 0, output.output
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["generated_tokens"] > 500
-    assert not has_loop(smollm2.text.encode(output.stdout))
+    session = smollm2.chat(snapshot=Snapshot.load(tmp_path / "sessions" / "s.kvkeep")).session
+    spans = session.span_ranges
+    answers = {turn: spans[f"turn {turn} answer"] for turn in range(1, len(QUESTIONS) + 1)}
+    assert sum(end - start for start, end in answers.values()) > 500
+    looped = [n for n, (start, end) in answers.items() if has_loop(list(session.tokens[start:end]))]
+    assert looped == []
