@@ -13,7 +13,7 @@ from kvkeep.evaluate.datasets import JUNK, PREFIX, NeedleDataset
 from kvkeep.evaluate.haystack import Haystack, manual_text
 from kvkeep.evaluate.recall import CompressionSettings, compress_after_prefill
 from kvkeep.model import Model
-from kvkeep.session.reconstruction import FIRST_PROMPT, STEP
+from kvkeep.session.reconstruction import FIRST_PROMPT, STEP_TOKENS
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]
@@ -42,7 +42,8 @@ def test_a_fact_in_real_text_is_recalled_at_ratio_8(smollm2: Model) -> None:
 def test_a_fact_across_two_chunks_is_recalled(smollm2: Model) -> None:
     encode = smollm2.text.encode
     fact = encode(" The pass key is 56700. Remember it. 56700 is the pass key.")
-    before = STEP - len(encode(FIRST_PROMPT)) - 4  # the first chunk ends with "The pass key is"
+    # The first chunk ends with "The pass key is".
+    before = STEP_TOKENS - len(encode(FIRST_PROMPT)) - 4
     ids = encode(PREFIX + JUNK * 20)[:before] + fact + encode(JUNK * 12)
     assert smollm2.text.decode(ids[before : before + 4]) == " The pass key is"
     session = smollm2.session(policy="full")

@@ -17,7 +17,7 @@ from kvkeep.compression.methods.base import ReconstructionScore
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.layers.network import DecoderLayer, Network
-from kvkeep.session.reconstruction import reconstruction
+from kvkeep.session.reconstruction import reconstruction_scores
 from kvkeep.session.session import Session
 
 MODEL = small_model(sharpness=0.5)
@@ -114,7 +114,7 @@ def fed(ids: list[int], model: Model = MODEL, bits: Bits | None = None) -> Sessi
 
 
 def scores_of(session: Session) -> Tensor:
-    return reconstruction(session.core.memory, MODEL.text)
+    return reconstruction_scores(session.core.memory, MODEL.text)
 
 
 @pytest.mark.parametrize("count", [1, 5, 430, 900])
@@ -126,7 +126,7 @@ def test_scores_are_the_highest_attention_of_the_repeated_text(count: int) -> No
 
 @pytest.mark.parametrize("count", [5, 900])
 def test_contribution_scores_are_weighted_by_projected_values(count: int) -> None:
-    scores = reconstruction(fed(TEXT[:count]).core.memory, MODEL.text, kind="contribution")
+    scores = reconstruction_scores(fed(TEXT[:count]).core.memory, MODEL.text, score="contribution")
     torch.testing.assert_close(
         scores, reference_scores(MODEL, TEXT[:count], "contribution"), **TOLERANCES
     )
@@ -138,9 +138,9 @@ def test_scores_of_the_default_model_are_close_to_float32(
 ) -> None:
     ids = topic_ids(smollm2)[:120]
     expected = reference_scores(smollm2_fp32, ids, by)
-    exact = reconstruction(fed(ids, smollm2_fp32).core.memory, smollm2.text, kind=by)
+    exact = reconstruction_scores(fed(ids, smollm2_fp32).core.memory, smollm2.text, score=by)
     torch.testing.assert_close(exact, expected, rtol=0.01, atol=0.02)
-    scores = reconstruction(fed(ids, smollm2).core.memory, smollm2.text, kind=by)
+    scores = reconstruction_scores(fed(ids, smollm2).core.memory, smollm2.text, score=by)
     assert (
         scores - expected
     ).abs().mean() < 0.1  # log of an attention weight, in bfloat16 and by the kernels
@@ -212,7 +212,7 @@ def test_scoring_can_be_interrupted_between_chunks(error: type[BaseException]) -
         raise error
 
     with pytest.raises(error):
-        reconstruction(session.core.memory, MODEL.text, stop)
+        reconstruction_scores(session.core.memory, MODEL.text, stop)
     assert len(chunks) == 1
     assert list(differences(before, whole_state(session))) == []
 
@@ -221,17 +221,17 @@ def test_scoring_can_be_interrupted_between_chunks(error: type[BaseException]) -
 def test_the_oldest_cells_are_scored_without_the_others(oldest: int) -> None:
     """Whole chunks are bit-exact, except the tokens that the next chunk repeats again."""
     session = fed(TEXT)
-    part = reconstruction(session.core.memory, MODEL.text, count=oldest)
+    part = reconstruction_scores(session.core.memory, MODEL.text, max_cells=oldest)
     assert part.shape[-1] == oldest
     chunks = list[int]()
-    whole = reconstruction(session.core.memory, MODEL.text, chunks.append)
+    whole = reconstruction_scores(session.core.memory, MODEL.text, chunks.append)
     shared = chunks[0] - 24 if oldest >= chunks[0] else 0
     assert torch.equal(part[..., :shared], whole[..., :shared])
 
 
 def test_progress_counts_every_cell() -> None:
     chunks: list[int] = []
-    reconstruction(fed(TEXT).core.memory, MODEL.text, chunks.append)
+    reconstruction_scores(fed(TEXT).core.memory, MODEL.text, chunks.append)
     assert sum(chunks) == len(TEXT)
     assert len(chunks) == 3
     assert max(chunks) < 512

@@ -26,7 +26,7 @@ LOGITS = torch.tensor(PROBABILITIES).log()
 
 def drawn(how: Sampling, tokens: list[int] | None = None, n: int = 4000) -> dict[int, float]:
     sampler = Sampler()
-    counts = Counter(sampler.choose(LOGITS, tokens or [], how) for _ in range(n))
+    counts = Counter(sampler.sample(LOGITS, tokens or [], how) for _ in range(n))
     return {token: count / n for token, count in sorted(counts.items())}
 
 

@@ -7,7 +7,7 @@ import torch
 
 import kvkeep
 from benchmarks.peers.base import DTYPE, About, Forked, Setup
-from kvkeep.session.spans import GONE
+from kvkeep.session.spans import WITHOUT_CELL
 
 
 class KvkeepPeer:
@@ -47,7 +47,7 @@ class KvkeepPeer:
 
     def tokens(self) -> list[int]:
         entries = zip(self._session.tokens, self._session.token_status, strict=True)
-        return [token for token, status in entries if status not in GONE]
+        return [token for token, status in entries if status not in WITHOUT_CELL]
 
     def save(self, path: Path) -> float:
         start = perf_counter()

@@ -19,7 +19,7 @@ from kvkeep.cli.output import Screen, counted, megabytes, progress_bar, say
 from kvkeep.cli.session_file import OpenedSession, SessionWriter
 from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss
-from kvkeep.session.streaming import SEAM, TextStream
+from kvkeep.session.streaming import CONTEXT_TOKENS, TextStream
 from kvkeep.storage.files.atomic import write_atomic
 
 
@@ -78,9 +78,9 @@ class Run:
             except KeyboardInterrupt:
                 # The last token is in memory, so its text must be shown too.
                 tokens = self.session.tokens
-                context = tokens[max(0, start - SEAM) : start]
+                context = tokens[max(0, start - CONTEXT_TOKENS) : start]
                 stream = TextStream(self.model.text, sampling.stop, context)
-                text = stream.all_of(tokens[start:])
+                text = stream.push_and_flush(tokens[start:])
                 with suppress(OSError):
                     screen.write(text[screen.written :])
                 raise

@@ -250,7 +250,7 @@ class Generation(Iterator[GenerationEvent]):
         stream = self._text_stream
         held_back_text = stream.flush()
         reason = "stop" if stream.stopped else reason
-        self._end(Finished(reason, held_back_text, self.usage, stream.stop_found), reason)
+        self._end(Finished(reason, held_back_text, self.usage, stream.matched_stop), reason)
 
     def fail(self, error: BaseException) -> None:
         self.error = self.error or error

@@ -20,7 +20,7 @@ from kvkeep.policies import Full, Sliding
 from kvkeep.session.compression import SINK_CELLS
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
-from kvkeep.session.reconstruction import reconstruction
+from kvkeep.session.reconstruction import reconstruction_scores
 from kvkeep.session.session import Session
 
 STEP_TOKENS = 512  # tokens evaluated at once
@@ -123,7 +123,8 @@ class ReconstructionPart:
         memory = Memory(model.decoder, Full(self.end - self.start))
         for result in evaluate(memory, ids[self.start : self.end], STEP_TOKENS):
             progress(result.hidden.shape[0])
-        scores = reconstruction(memory, model.text, progress).clamp(min=MIN_SCORE).double().cpu()
+        scores = reconstruction_scores(memory, model.text, progress)
+        scores = scores.clamp(min=MIN_SCORE).double().cpu()
         cache, regression = memory.cache, sums.held_back if self.held_out else sums.fitted
         cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
         unrotated_keys = Candidates(cells, cache.rope, cache.scale).unrotated_keys

@@ -26,7 +26,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.evaluation import evaluate_all, rewind
 from kvkeep.session.memory import Memory
-from kvkeep.session.reconstruction import cell_tokens, reconstruction
+from kvkeep.session.reconstruction import cell_tokens, reconstruction_scores
 
 SINK_CELLS = 4  # first cells, which always stay: attention sinks
 RECENT_CELLS = 64  # newest cells that stay unchanged with budget "uniform"
@@ -227,7 +227,7 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
     if method.uses_reconstruction:
         newest_runs = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
         num_scored = cache.cells - sum(count for _, _, _, count in newest_runs)
-        scores = reconstruction(
+        scores = reconstruction_scores(
             memory, plan.codec, plan.progress, num_scored, method.uses_reconstruction
         )
     candidates = []

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.rendering import (
-    common_prefix,
+    common_prefix_length,
     encode_pieces,
-    overlap,
+    overlap_length,
     placeholder_for,
     split_at_text,
 )
@@ -45,7 +45,7 @@ def count_system_tokens(codec: "TextCodec", system: str) -> int:
         system_end = system_only[len(before_system + text) :]
     # If it ends inside a word, its last token differs from that of the whole rendering.
     ids, _ = encode_pieces(codec, [before_system, text, system_end])
-    return common_prefix(encode_pieces(codec, pieces)[0], ids)
+    return common_prefix_length(encode_pieces(codec, pieces)[0], ids)
 
 
 def saved_system(notes: Mapping[str, Any]) -> str | None:
@@ -123,7 +123,7 @@ class Conversation:
         if ended_otherwise and not self.session.cache.recurrent_states:
             # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)
-        return ids[overlap(self.session.tokens, ids[: len(closing_ids)]) :]
+        return ids[overlap_length(self.session.tokens, ids[: len(closing_ids)]) :]
 
     def name_turn(self, question: str, prompt_tokens: int, generated: int = 0) -> None:
         """Name a turn's spans. prompt_tokens: count from `begin_turn`. generated: count since."""

@@ -64,7 +64,7 @@ class SessionState:
         """Sample by a copy of the generator, so that a failed call draws nothing."""
         if sampling.temperature:
             self.sampler = Sampler.from_state(self.sampler.state())
-        return self.sampler.choose(logits, self.memory.tokens, sampling)
+        return self.sampler.sample(logits, self.memory.tokens, sampling)
 
     def truncate_spans(self, num_tokens: int) -> None:
         self.move_spans(lambda span: (min(span[0], num_tokens), min(span[1], num_tokens)))

@@ -14,7 +14,7 @@ from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_all, rewind
 from kvkeep.session.in_place_edit import EditScope, InPlaceEdit
 from kvkeep.session.memory import Memory
-from kvkeep.session.spans import after_edit
+from kvkeep.session.spans import span_after_edit
 
 Recompute = Literal["none", "suffix"]
 
@@ -135,7 +135,7 @@ def _edit(
     with session_transaction([core]) as (state,):
         state.memory, cells_moved = finish(state.memory)
         state.keep_first_prompt(len(ids))
-        state.move_spans(lambda span: after_edit(span, start, end, len(ids)))
+        state.move_spans(lambda span: span_after_edit(span, start, end, len(ids)))
         if span_name is not None and ids:
             state.spans = {**state.spans, span_name: (start, start + len(ids))}
     return EditReport(cells_moved, num_evaluated, time.perf_counter() - started, recompute)
@@ -151,7 +151,7 @@ def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
         )
     with session_transaction([core]) as (state,):
         state.memory.replace_tokens(start, end, ())
-        state.move_spans(lambda span: after_edit(span, start, end, 0))
+        state.move_spans(lambda span: span_after_edit(span, start, end, 0))
     return EditReport(0, 0, 0.0, "none")
 
 

@@ -125,12 +125,12 @@ class Memory:
         if count == 0:
             return
         self.require_no_recurrent_states("rewound")
-        held, total = self.rewindable, len(self.tokens)
-        maximum = total if held == total else held - 1
+        rewindable, total = self.rewindable, len(self.tokens)
+        maximum = total if rewindable == total else rewindable - 1
         if not 0 <= count <= maximum:
             raise InvalidArgument(
                 f"rewind takes 0 to {maximum} tokens here, or all {total}; found {count}: the last "
-                f"{held} are held without a gap, and one of them must remain to go on from"
+                f"{rewindable} are held without a gap, and one of them must remain to go on from"
             )
 
     @property
@@ -145,8 +145,8 @@ class Memory:
     def holds_all(self) -> bool:
         """Whether `beginning` can return a copy with all tokens."""
         total = len(self.tokens)
-        held = bool(self.cache.recurrent_states) or self.rewindable == total
-        return held and _holds_local_window(self.cache, total, 0)
+        all_held = bool(self.cache.recurrent_states) or self.rewindable == total
+        return all_held and _holds_local_window(self.cache, total, 0)
 
     # Tokens
 
@@ -165,17 +165,17 @@ class Memory:
         keys, values: `[layers, kv_heads, n, head_dim]` at the positions that come next. There are
         no logits until another token is evaluated.
         """
-        done, cache = 0, self.cache
-        while done < len(ids):
-            count = self.policy.open(cache, len(ids) - done)
-            end, offsets = done + count, torch.arange(count, dtype=torch.int64, device="cpu")
+        start, cache = 0, self.cache
+        while start < len(ids):
+            count = self.policy.open(cache, len(ids) - start)
+            end, offsets = start + count, torch.arange(count, dtype=torch.int64, device="cpu")
             positions, serials = offsets + cache.time, offsets + cache.serial
-            cells = Cells(keys[:, :, done:end], values[:, :, done:end], positions, serials)
+            cells = Cells(keys[:, :, start:end], values[:, :, start:end], positions, serials)
             cache.segments[-1].append(cells.to(cache.layout.device))
             cache.time += count
             cache.serial += count
             self.policy.settle(cache)
-            done = end
+            start = end
         self.append(ids, None, None)
 
     def replace_tokens(
@@ -258,11 +258,11 @@ class Memory:
         """
         if count < len(self.tokens):
             self.require_no_recurrent_states("rewound")
-        held, total = self.rewindable, len(self.tokens)
+        rewindable, total = self.rewindable, len(self.tokens)
         if not self.holds_all or not _holds_local_window(self.cache, total, total - count):
             raise InvalidArgument(
-                f"the first {count} tokens are not all held: of {total} only the last {held} are, "
-                "without a gap, or local layers have gone past them"
+                f"the first {count} tokens are not all held: of {total} only the last {rewindable} "
+                "are, without a gap, or local layers have gone past them"
             )
         memory = copy.copy(self)
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
@@ -308,15 +308,15 @@ class Memory:
 
 def count_newest_held(cache: KVCache, serials: Sequence[int]) -> int:
     """Return how many of the last tokens are held without a gap, outside self-extend's groups."""
-    exact = [s for segment in cache.segments if segment.map.group == 1 for s in segment.serials()]
-    pairs = zip(reversed(exact), reversed(serials), strict=False)
+    ungrouped = [s for seg in cache.segments if seg.map.group == 1 for s in seg.serials()]
+    pairs = zip(reversed(ungrouped), reversed(serials), strict=False)
     matches = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
     return sum(1 for _ in matches)
 
 
-def _holds_local_window(cache: KVCache, tokens: int, removed: int) -> bool:
-    """Whether local layers hold a whole window after `removed` of all `tokens` are removed."""
+def _holds_local_window(cache: KVCache, token_count: int, removed_count: int) -> bool:
+    """Whether local layers hold a whole window without the last `removed_count` of all tokens."""
     local = cache.local
     if local is None or local.window.size is None:
         return True
-    return local.cells - removed >= min(local.window.size - 1, tokens - removed)
+    return local.cells - removed_count >= min(local.window.size - 1, token_count - removed_count)

@@ -30,20 +30,20 @@ from kvkeep.models.layers.primitives import require_finite
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.memory import Memory
 
-STEP = 512  # tokens evaluated at a time: the prompt and a chunk
-OVERLAP = 24  # tokens of a chunk that begin the next one, too
-LEAD = 8  # tokens before a chunk that the prompt quotes
+STEP_TOKENS = 512  # tokens evaluated at a time: the prompt and a chunk
+OVERLAP_TOKENS = 24  # tokens of a chunk that begin the next one, too
+QUOTED_TOKENS = 8  # tokens before a chunk that the prompt quotes
 FIRST_PROMPT = "\n\nRepeat the previous context exactly.\n\n"
 LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 @torch.inference_mode()
-def reconstruction(
+def reconstruction_scores(
     memory: Memory,
-    text: TextCodec,
+    codec: TextCodec,
     progress: Callable[[int], None] | None = None,
-    count: int | None = None,
-    kind: ReconstructionScore = "attention",
+    max_cells: int | None = None,
+    score: ReconstructionScore = "attention",
 ) -> Tensor:
     """Return the log of the largest score of each cell, `[layers, kv_heads, n]` float32.
 
@@ -52,16 +52,16 @@ def reconstruction(
     budget, and beyond the positions that the model was trained for.
 
     Args:
-        text: the model's tokenizer.
+        codec: the model's tokenizer.
         progress: called after each chunk with the number of cells in it.
-        count: score this many of the oldest cells only; None for all.
-        kind: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that times
-            the norm of the projected value, over the norm of the residual stream of the query's
-            token.
+        max_cells: score this many of the oldest cells only; None for all.
+        score: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that
+            times the norm of the projected value, over the norm of the residual stream of the
+            query's token.
 
     Raises InvalidArgument, before anything is evaluated, if some cells were compressed before.
     """
-    tokens, done, scores = cell_tokens(memory), 0, list[Tensor]()
+    tokens, scored_count, scores = cell_tokens(memory), 0, list[Tensor]()
     if tokens is None:
         serials = memory.cache.serials()
         raise InvalidArgument(
@@ -69,17 +69,18 @@ def reconstruction(
             f"of one token each, found {serials.count(NO_TOKEN)} compressed ones of {len(serials)}:"
             " read the text anew"
         )
-    ids = tokens[:count]
-    while done < len(ids):
-        first = max(0, done - OVERLAP)
-        prompt = _prompt(ids, first, text)
-        chunk = ids[first : first + max(STEP - len(prompt), STEP // 2)]
-        chunk_scores, overlap = _score_chunk(memory, prompt, chunk, first, kind), done - first
+    ids = tokens[:max_cells]
+    while scored_count < len(ids):
+        start = max(0, scored_count - OVERLAP_TOKENS)
+        prompt = _repeat_prompt(ids, start, codec)
+        chunk = ids[start : start + max(STEP_TOKENS - len(prompt), STEP_TOKENS // 2)]
+        overlap = scored_count - start
+        chunk_scores = _score_chunk(memory, prompt, chunk, start, score)
         if overlap:
-            larger = torch.maximum(scores[-1][..., -overlap:], chunk_scores[..., :overlap])
-            scores[-1] = torch.cat((scores[-1][..., :-overlap], larger), -1)
+            maximum = torch.maximum(scores[-1][..., -overlap:], chunk_scores[..., :overlap])
+            scores[-1] = torch.cat((scores[-1][..., :-overlap], maximum), -1)
         scores.append(chunk_scores[..., overlap:])
-        done = first + len(chunk)
+        scored_count = start + len(chunk)
         if progress:
             progress(len(chunk) - overlap)
     return torch.cat(scores, -1)
@@ -90,53 +91,54 @@ def cell_tokens(memory: Memory) -> list[int] | None:
     serials = memory.cache.serials()
     if not serials or NO_TOKEN in serials:
         return None
-    token_of = dict(zip(memory.serials, memory.tokens, strict=True))
-    return [token_of[serial] for serial in serials]
+    token_by_serial = dict(zip(memory.serials, memory.tokens, strict=True))
+    return [token_by_serial[serial] for serial in serials]
 
 
-def _prompt(ids: list[int], first: int, text: TextCodec) -> list[int]:
-    if not first:
-        return text.encode(FIRST_PROMPT)
-    return text.encode(LATER_PROMPT) + ids[max(0, first - LEAD) : first] + text.encode("\n\n")
+def _repeat_prompt(ids: list[int], start: int, codec: TextCodec) -> list[int]:
+    if not start:
+        return codec.encode(FIRST_PROMPT)
+    quoted = ids[max(0, start - QUOTED_TOKENS) : start]
+    return codec.encode(LATER_PROMPT) + quoted + codec.encode("\n\n")
 
 
 def _score_chunk(
-    memory: Memory, prompt: list[int], chunk: list[int], first: int, kind: ReconstructionScore
+    memory: Memory, prompt: list[int], chunk: list[int], start: int, score: ReconstructionScore
 ) -> Tensor:
-    """Return the scores of the cells of a chunk that begins at `first`, `[layers, kv_heads, m]`."""
+    """Return the scores of the cells of a chunk that begins at `start`, `[layers, kv_heads, m]`."""
     prefix = memory.cache.fork()
-    prefix.drop_newest(prefix.cells - first - len(chunk))
-    step, norms = _evaluate(memory, prefix, prompt + chunk, kind)
+    prefix.drop_newest(prefix.cells - start - len(chunk))
+    step, norms = _evaluate(memory, prefix, prompt + chunk, score)
     # The last token of the prompt is the query that looks for the first token of the chunk.
-    rows = slice(len(prompt) - 1, None)
+    query_rows = slice(len(prompt) - 1, None)
     assert step.queries is not None
     assert step.log_sums is not None
-    queries, log_sums = step.queries[:, rows], step.log_sums[:, :, rows]
+    queries, log_sums = step.queries[:, query_rows], step.log_sums[:, :, query_rows]
     if norms is not None:
-        log_sums = log_sums + norms[:, None, rows].log()
+        log_sums = log_sums + norms[:, None, query_rows].log()
     rotations = {
         id(segment): step.rotations[view.rotation]
         for segment, view in zip(prefix.segments, step.views, strict=True)
     }
     scores = []
-    for segment, cells in prefix.read(first, len(chunk)):
+    for segment, cells in prefix.read(start, len(chunk)):
         rotation = rotations[id(segment)]
-        row_rotation = Rotation(rotation.cosine[rows], rotation.sine[rows])
-        rotated = prefix.rope.rotate_layers(queries, row_rotation)
-        plain = cells.dequantise(rotated.dtype)
+        query_rotation = Rotation(rotation.cosine[query_rows], rotation.sine[query_rows])
+        rotated = prefix.rope.rotate_layers(queries, query_rotation)
+        cells = cells.dequantise(rotated.dtype)
         if norms is None:
-            scores.append(_largest_log_weights(plain.keys, rotated, log_sums, step.attention.scale))
+            scores.append(_largest_log_weights(cells.keys, rotated, log_sums, step.attention.scale))
             continue
-        groups = log_sums.shape[1] // plain.keys.shape[1]
-        keys = plain.keys.repeat_interleave(groups, 1)  # each query head projects values by itself
+        group_size = log_sums.shape[1] // cells.keys.shape[1]
+        keys = cells.keys.repeat_interleave(group_size, 1)  # each query head has its own projection
         head_scores = _largest_log_weights(keys, rotated, log_sums, step.attention.scale)
-        head_scores += memory.decoder.value_norms(plain.values).log()
-        scores.append(head_scores.view(len(keys), -1, groups, len(plain)).amax(2))
+        head_scores += memory.decoder.value_norms(cells.values).log()
+        scores.append(head_scores.view(len(keys), -1, group_size, len(cells)).amax(2))
     return torch.cat(scores, -1)
 
 
 def _evaluate(
-    memory: Memory, prefix: KVCache, ids: list[int], kind: ReconstructionScore
+    memory: Memory, prefix: KVCache, ids: list[int], score: ReconstructionScore
 ) -> tuple[ChunkStep, Tensor | None]:
     """Evaluate tokens after a prefix, and return the step with its queries and log-sums.
 
@@ -152,7 +154,7 @@ def _evaluate(
         step.queries = torch.empty(shape, dtype=layout.dtype, device=device)
         step.log_sums = torch.empty(layout.layers, heads, n, dtype=torch.float32, device=device)
         norms = None
-        if kind == "contribution":
+        if score == "contribution":
             norms = torch.empty(spec.layers, n, dtype=torch.float32, device=device)
         tokens = torch.tensor(ids, dtype=torch.int64, device=device)
         require_finite(memory.decoder.hidden(tokens, step, norms))
@@ -170,9 +172,9 @@ def _largest_log_weights(keys: Tensor, queries: Tensor, log_sums: Tensor, scale:
     layers, kv_heads, count, head_dim = keys.shape
     ones = keys.new_ones(layers, kv_heads, count, 2)
     offset = (-log_sums / scale).unsqueeze(-1)
-    coarse = offset.to(keys.dtype)
-    fine = (offset - coarse).to(keys.dtype)  # the rounding error of the first in bfloat16
-    rows = torch.cat((queries.transpose(1, 2), coarse, fine), -1)
+    rounded_offset = offset.to(keys.dtype)
+    rounding_error = (offset - rounded_offset).to(keys.dtype)  # of bfloat16
+    rows = torch.cat((queries.transpose(1, 2), rounded_offset, rounding_error), -1)
     rows = rows.reshape(layers, kv_heads, -1, head_dim + 2)
     largest, _ = most_similar(torch.cat((keys, ones), -1), rows)
     return largest * scale

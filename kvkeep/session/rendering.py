@@ -30,12 +30,12 @@ def split_at_text(rendered: str, with_placeholder: str, placeholder: str) -> tup
 
     with_placeholder: the same rendering with the placeholder instead of the text.
     """
-    before, separator, after = with_placeholder.partition(placeholder)
-    end = len(rendered) - len(after)
-    is_consistent = separator and len(before) <= end
-    if not is_consistent or not (rendered.startswith(before) and rendered.endswith(after)):
+    prefix, separator, suffix = with_placeholder.partition(placeholder)
+    text_end = len(rendered) - len(suffix)
+    is_consistent = separator and len(prefix) <= text_end
+    if not is_consistent or not (rendered.startswith(prefix) and rendered.endswith(suffix)):
         return rendered, "", ""
-    return before, rendered[len(before) : end], after
+    return prefix, rendered[len(prefix) : text_end], suffix
 
 
 def encode_pieces(
@@ -75,13 +75,13 @@ def encode_pieces(
 class _Part:
     """Neighbouring pieces that are encoded together.
 
-    has_message: whether one of them is a message's text. has_natural_border: whether the part
-    begins at a "natural" border; see `_border`.
+    has_message: whether one of them is a message's text. starts_naturally: whether the part
+    begins at a "natural" border; see `_border_kind`.
     """
 
     pieces: list[str]
     has_message: bool
-    has_natural_border: bool = False
+    starts_naturally: bool = False
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ def _group_pieces(codec: "TextCodec", pieces: Sequence[str]) -> list[_Part]:
         last, is_message = parts[-1], index % 2 == 1
         border = None
         if piece and last.text and (is_message or last.has_message):
-            border = _border(codec, last.text, piece, is_message)
+            border = _border_kind(codec, last.text, piece, is_message)
         if border is None:
             last.pieces.append(piece)
             last.has_message |= is_message and bool(piece)
@@ -103,7 +103,7 @@ def _group_pieces(codec: "TextCodec", pieces: Sequence[str]) -> list[_Part]:
     return parts
 
 
-def _border(
+def _border_kind(
     codec: "TextCodec", left: str, right: str, right_is_message: bool
 ) -> Literal["natural", "forced"] | None:
     """Return the kind of token border between two neighbours, of which one is a message's text.
@@ -113,10 +113,10 @@ def _border(
     """
     left_ids, right_ids = codec.encode_sealed(left), codec.encode_sealed(right)
     joined = codec.encode_sealed(left + right)
-    at = len(joined) - len(right_ids) if right_is_message else len(left_ids)
-    if at >= 0:
+    border = len(joined) - len(right_ids) if right_is_message else len(left_ids)
+    if border >= 0:
         message, template = (right_ids, left_ids) if right_is_message else (left_ids, right_ids)
-        in_message, in_template = joined[:at], joined[at:]
+        in_message, in_template = joined[:border], joined[border:]
         if right_is_message:
             in_message, in_template = in_template, in_message
         if in_message == message and codec.decode(in_template) == codec.decode(template):
@@ -127,11 +127,11 @@ def _border(
 
 
 def _encode_in_context(
-    codec: "TextCodec", part: _Part, before: Sequence[_Part], after: Sequence[_Part]
+    codec: "TextCodec", part: _Part, left_parts: Sequence[_Part], right_parts: Sequence[_Part]
 ) -> list[int]:
     """Return the ids that a template part has in one text with messages at natural borders."""
-    left = "".join(neighbour.text for neighbour in before if part.has_natural_border)
-    right = "".join(neighbour.text for neighbour in after if neighbour.has_natural_border)
+    left = "".join(neighbour.text for neighbour in left_parts if part.starts_naturally)
+    right = "".join(neighbour.text for neighbour in right_parts if neighbour.starts_naturally)
     left_ids, right_ids = codec.encode_sealed(left), codec.encode_sealed(right)
     joined = codec.encode_sealed(left + part.text + right)
     start, end = len(left_ids), len(joined) - len(right_ids)
@@ -144,18 +144,18 @@ def _borders(codec: "TextCodec", pieces: Sequence[str], ids: Sequence[int]) -> l
     """Return the index of each piece's first token in the ids of all pieces, and their count."""
     borders = [0]
     for count in range(1, len(pieces)):
-        before = codec.encode_sealed("".join(pieces[:count]))
-        borders.append(max(borders[-1], common_prefix(ids, before)))
+        ids_before = codec.encode_sealed("".join(pieces[:count]))
+        borders.append(max(borders[-1], common_prefix_length(ids, ids_before)))
     return [*borders, len(ids)]
 
 
-def overlap(left: Sequence[object], right: Sequence[object]) -> int:
+def overlap_length(left: Sequence[object], right: Sequence[object]) -> int:
     """Return the largest n for which the last n items of `left` are the first n of `right`."""
     lengths = range(min(len(left), len(right)), 0, -1)
     return next((n for n in lengths if left[-n:] == right[:n]), 0)
 
 
-def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+def common_prefix_length(ids: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     pairs = zip(ids, others, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

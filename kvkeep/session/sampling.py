@@ -80,8 +80,8 @@ class Sampling:
             elif setting.type is int:
                 self._set(name, validation.integer(name, value, 0))
         self._set("seed", validation.optional_integer("seed", self.seed, 0))
-        self._set("stop", _stop_strings(self.stop))
-        self._set("logit_bias", _biases(self.logit_bias))
+        self._set("stop", _checked_stop_strings(self.stop))
+        self._set("logit_bias", _checked_biases(self.logit_bias))
         penalty = self.repetition_penalty
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
         _require(0 < self.top_p <= 1, "top_p", "above 0, at most 1", self.top_p)
@@ -102,21 +102,21 @@ class Sampling:
         object.__setattr__(self, name, value)
 
 
-def require_own_constraints(samplings: Sequence[Sampling], used: Iterable[Sampling] = ()) -> None:
+def require_own_constraints(samplings: Sequence[Sampling], in_use: Iterable[Sampling] = ()) -> None:
     """Raise InvalidArgument if two samplings, or one and a used one, share a constraint."""
-    owners = {id(s.constraint): "one in use" for s in used if s.constraint is not None}
+    owners = {id(s.constraint): "one in use" for s in in_use if s.constraint is not None}
     for index, sampling in enumerate(samplings):
         if sampling.constraint is None:
             continue
-        if other := owners.get(id(sampling.constraint)):
+        if owner := owners.get(id(sampling.constraint)):
             raise InvalidArgument(
-                f"sampling {index} has the same constraint object as {other}: a constraint follows "
+                f"sampling {index} has the same constraint object as {owner}: a constraint follows "
                 "the tokens of one session; make one for each, in a Sampling of its own"
             )
         owners[id(sampling.constraint)] = f"sampling {index}"
 
 
-def _biases(value: object) -> tuple[tuple[int, float], ...]:
+def _checked_biases(value: object) -> tuple[tuple[int, float], ...]:
     try:
         pairs = [(token, bias) for token, bias in cast(Iterable[tuple[object, object]], value)]
     except (TypeError, ValueError):
@@ -130,7 +130,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     )
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
+def _checked_stop_strings(value: object) -> tuple[str, ...]:
     is_sequence = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
     _require(is_sequence, "stop", "a tuple of strings, none empty", value)
     strings = tuple(validation.text("stop", item) for item in cast(Iterable[object], value))
@@ -148,13 +148,13 @@ class Sampler:
 
     def __init__(self) -> None:
         self._seed: int | None = None
-        self._random: np.random.Generator | None = None
+        self._generator: np.random.Generator | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the seed and the generator's state as JSON values; {} before the first draw."""
-        if self._random is None:
+        if self._generator is None:
             return {}
-        return {"seed": self._seed, "generator": self._random.bit_generator.state}
+        return {"seed": self._seed, "generator": self._generator.bit_generator.state}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Sampler":
@@ -164,18 +164,18 @@ class Sampler:
             return sampler
         try:
             sampler._seed = validation.optional_integer("seed", state["seed"], 0)
-            sampler._random = np.random.Generator(np.random.PCG64(0))
-            sampler._random.bit_generator.state = state["generator"]
+            sampler._generator = np.random.Generator(np.random.PCG64(0))
+            sampler._generator.bit_generator.state = state["generator"]
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise InvalidArgument(
                 f"a sampler must have a seed and a state of NumPy's PCG64; found {error!r}"
             ) from error
         return sampler
 
-    def choose(self, logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> int:
+    def sample(self, logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> int:
         """Return a token id. logits: `[vocab]` float32, finite. tokens: all so far."""
         if sampling.greedy:
-            return _argmax(_penalised(logits.cpu(), tokens, sampling))
+            return _argmax(_process_logits(logits.cpu(), tokens, sampling))
         ids, weights = distribution(logits, tokens, sampling)
         cumulative = weights.double().cumsum(-1)
         threshold = self._uniform(sampling.seed) * float(cumulative[-1])
@@ -183,9 +183,9 @@ class Sampler:
         return int(ids[min(index, ids.shape[0] - 1)])
 
     def _uniform(self, seed: int | None) -> float:
-        if self._random is None or seed != self._seed:
-            self._seed, self._random = seed, np.random.Generator(np.random.PCG64(seed))
-        return float(self._random.random())
+        if self._generator is None or seed != self._seed:
+            self._seed, self._generator = seed, np.random.Generator(np.random.PCG64(seed))
+        return float(self._generator.random())
 
 
 def distribution(
@@ -195,12 +195,12 @@ def distribution(
 
     logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
     """
-    scores = _penalised(logits.cpu(), tokens, sampling)  # float64 is not on every device
+    scores = _process_logits(logits.cpu(), tokens, sampling)  # float64 is not on every device
     if sampling.greedy:
         ids = torch.tensor([_argmax(scores)], dtype=torch.int64, device="cpu")
         return ids, torch.ones(1, dtype=torch.float32, device="cpu")
     scores = (scores - scores.max()) / sampling.temperature
-    return _filtered(scores.softmax(-1), _top_k(scores, sampling.top_k), sampling)
+    return _apply_top_p_min_p(scores.softmax(-1), _top_k_ids(scores, sampling.top_k), sampling)
 
 
 def _argmax(scores: Tensor) -> int:
@@ -208,75 +208,75 @@ def _argmax(scores: Tensor) -> int:
     return int(scores.numpy().argmax())
 
 
-def _top_k(scores: Tensor, count: int) -> Tensor | None:
+def _top_k_ids(scores: Tensor, k: int) -> Tensor | None:
     """Return the ids of the `count` largest scores and of ties with the last; None for all."""
-    if not 0 < count < scores.shape[0]:
+    if not 0 < k < scores.shape[0]:
         return None
     # Scores, since the probabilities of different scores may both be 0.
-    largest, ids = scores.topk(count + 1)
+    largest, ids = scores.topk(k + 1)
     if largest[-1] < largest[-2]:
         return ids[:-1]
     return (scores >= largest[-2]).nonzero().squeeze(-1)
 
 
-def _filtered(
+def _apply_top_p_min_p(
     probabilities: Tensor, ids: Tensor | None, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """Apply top_p and min_p to some ids (None for all); return the remaining ids and weights."""
     if ids is None and sampling.top_p == 1 and sampling.min_p == 0:
         all_ids = torch.arange(probabilities.shape[0], dtype=torch.int64, device="cpu")
         return all_ids, probabilities
-    mass = 1.0
+    total_probability = 1.0
     if ids is None:
         # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is
         # in the nucleus, and only the rest, usually a handful, is sorted.
-        floor = (1 - sampling.top_p) / probabilities.shape[0]
-        ids = (probabilities >= floor).nonzero().squeeze(-1)
+        lowest_in_nucleus = (1 - sampling.top_p) / probabilities.shape[0]
+        ids = (probabilities >= lowest_in_nucleus).nonzero().squeeze(-1)
     else:
-        mass = float(probabilities[ids].double().sum())
+        total_probability = float(probabilities[ids].double().sum())
     weights, order = probabilities[ids].sort(descending=True, stable=True)
-    inside = weights >= sampling.min_p * weights[0]
+    remaining = weights >= sampling.min_p * weights[0]
     if sampling.top_p < 1:
-        inside &= weights.double().cumsum(-1) - weights < sampling.top_p * mass
-    inside[0] = True
-    return ids[order][inside], weights[inside]
+        remaining &= weights.double().cumsum(-1) - weights < sampling.top_p * total_probability
+    remaining[0] = True
+    return ids[order][remaining], weights[remaining]
 
 
-def _penalised(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Tensor:
+def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Tensor:
     """Return the scores to sample from. logits: `[vocab]` float32, finite, on the CPU."""
-    scores = _biased(logits, sampling.logit_bias) if sampling.logit_bias else logits
+    scores = _apply_bias(logits, sampling.logit_bias) if sampling.logit_bias else logits
     window = sampling.repetition_window
-    subtracts = sampling.presence_penalty or sampling.frequency_penalty
-    if window and (sampling.repetition_penalty != 1 or subtracts):
+    subtracted = sampling.presence_penalty or sampling.frequency_penalty
+    if window and (sampling.repetition_penalty != 1 or subtracted):
         scores = _penalise_repeats(scores, Counter(tokens[-window:]), sampling)
     return scores if sampling.constraint is None else sampling.constraint.masked(scores)
 
 
-def _biased(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:
-    largest, vocabulary = max(token for token, _ in biases), logits.shape[0]
-    if largest >= vocabulary:
+def _apply_bias(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:
+    largest_id, vocab_size = max(token for token, _ in biases), logits.shape[0]
+    if largest_id >= vocab_size:
         raise InvalidArgument(
-            f"tokens of logit_bias must be 0 to {vocabulary - 1}; found {largest}"
+            f"tokens of logit_bias must be 0 to {vocab_size - 1}; found {largest_id}"
         )
     ids = torch.tensor([token for token, _ in biases], dtype=torch.int64, device="cpu")
-    added = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device="cpu")
-    return _with_scores(logits, ids, logits[ids].double() + added)
+    bias_values = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device="cpu")
+    return _replace_logits(logits, ids, logits[ids].double() + bias_values)
 
 
 def _penalise_repeats(logits: Tensor, counts: Counter[int], sampling: Sampling) -> Tensor:
     if not counts:
         return logits
-    recent = sorted(counts)
-    ids = torch.tensor(recent, dtype=torch.int64, device="cpu")
-    scores, factor = logits[ids].double(), sampling.repetition_penalty
-    if factor != 1:
-        scores = torch.where(scores > 0, scores / factor, scores * factor)
-    occurrences = [counts[token] for token in recent]
+    repeated_ids = sorted(counts)
+    ids = torch.tensor(repeated_ids, dtype=torch.int64, device="cpu")
+    scores, penalty = logits[ids].double(), sampling.repetition_penalty
+    if penalty != 1:
+        scores = torch.where(scores > 0, scores / penalty, scores * penalty)
+    occurrences = [counts[token] for token in repeated_ids]
     repeats = torch.tensor(occurrences, dtype=torch.float64, device="cpu")
     scores = scores - sampling.presence_penalty - sampling.frequency_penalty * repeats
-    return _with_scores(logits, ids, scores)
+    return _replace_logits(logits, ids, scores)
 
 
-def _with_scores(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+def _replace_logits(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     # Clamped to finite float32: infinity minus infinity would be NaN.
     return logits.index_put((ids,), scores.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float())

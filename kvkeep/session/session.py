@@ -37,7 +37,7 @@ from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
-from kvkeep.session.snapshots import restored_state, snapshot_of
+from kvkeep.session.snapshots import restore_state, take_snapshot
 from kvkeep.session.spans import Span, TokenRange, TokenStatus, token_statuses
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.fingerprint import Exactness
@@ -134,8 +134,8 @@ class Session(SessionEdits):
         """
         max_tokens = validation.optional_integer("max_tokens", max_tokens, 0)
         validation.instance("sampling", sampling, Sampling)
-        ignored = validation.flag("ignore_eos", ignore_eos)
-        end_ids = () if ignored else self.core.model.end_token_ids
+        ignores_eos = validation.flag("ignore_eos", ignore_eos)
+        end_ids = () if ignores_eos else self.core.model.end_token_ids
         return decoding.stream_text(self.core, max_tokens, sampling, end_ids)
 
     def score(
@@ -281,9 +281,9 @@ class Session(SessionEdits):
 
     def remembered(self, start: int | str, end: int | None = None) -> int:
         """Return how many tokens of a range or a named span are still held."""
-        first, last = self.core.token_range(start, end)
+        start_index, end_index = self.core.token_range(start, end)
         held = set(self.cache.serials())
-        return sum(serial in held for serial in self.core.memory.serials[first:last])
+        return sum(serial in held for serial in self.core.memory.serials[start_index:end_index])
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Exempt a range or a named span from eviction until it is unpinned.
@@ -304,7 +304,7 @@ class Session(SessionEdits):
     @computes_in_worker
     def snapshot(self) -> Snapshot:
         """Return a snapshot. Cheap: cells are shared until they would be overwritten."""
-        return snapshot_of(self.core)
+        return take_snapshot(self.core)
 
     @classmethod
     @computes_in_worker
@@ -316,9 +316,9 @@ class Session(SessionEdits):
         calibration: Calibration | None = None,
     ) -> "Session":
         """Return the session that a snapshot was taken of; see `Model.restore`."""
-        state = restored_state(model, snapshot, calibration)
-        memory, step = state.memory, snapshot.settings["prefill_step"]
-        session = cls(model, memory.policy, step, store, memory.bits)
+        state = restore_state(model, snapshot, calibration)
+        memory, prefill_step = state.memory, snapshot.settings["prefill_step"]
+        session = cls(model, memory.policy, prefill_step, store, memory.bits)
         session.core.state = state
         session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
@@ -429,11 +429,11 @@ class Session(SessionEdits):
 
     def __repr__(self) -> str:
         spans, pins = len(self.core.state.spans), len(self.core.memory.pins)
-        counts = (f", {spans} spans" if spans else "") + (f", {pins} pinned" if pins else "")
+        details = (f", {spans} spans" if spans else "") + (f", {pins} pinned" if pins else "")
         return (
             f"<{type(self).__name__} of {self.core.model.name}: {self.policy}, "
             f"{self.cache.cells:,} of {self.max_kv_size:,} cells "
-            f"({self.cache.nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{counts}>"
+            f"({self.cache.nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{details}>"
         )
 
     @property
@@ -450,8 +450,8 @@ class Session(SessionEdits):
     @computes_in_worker
     def logits(self) -> Tensor | None:
         """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
-        current = self.core.memory.logits()
-        return None if current is None else current.clone()
+        logits = self.core.memory.logits()
+        return None if logits is None else logits.clone()
 
     @property
     def policy(self) -> str:
@@ -496,8 +496,8 @@ class Session(SessionEdits):
 
     def watch(self) -> Callable[[], bool]:
         """Return a function that tells whether the session has changed since this call."""
-        watched = weakref.ref(self.core.state)
-        return lambda: watched() is not self.core.state
+        state_at_call = weakref.ref(self.core.state)
+        return lambda: state_at_call() is not self.core.state
 
     @property
     def token_status(self) -> list[TokenStatus]:

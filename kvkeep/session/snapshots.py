@@ -16,7 +16,7 @@ from kvkeep.storage.snapshots.document import check_settings
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 
-def snapshot_of(core: SessionCore) -> Snapshot:
+def take_snapshot(core: SessionCore) -> Snapshot:
     """Return a snapshot. Cells are shared until one side writes to them."""
     model, state = core.model, core.state
     policy, cache = state.memory.policy, state.memory.cache
@@ -42,7 +42,7 @@ def snapshot_of(core: SessionCore) -> Snapshot:
     )
 
 
-def restored_state(
+def restore_state(
     model: LoadedModel, snapshot: Snapshot, calibration: Calibration | None
 ) -> SessionState:
     """Return the state that a snapshot was taken of.
@@ -52,19 +52,19 @@ def restored_state(
     another calibration.
     """
     model.fingerprint.require(snapshot.fingerprint, "the snapshot")
-    with _invalid_snapshot(model):
+    with _errors_as_invalid_snapshot(model):
         policy_settings = {k: value for k, value in snapshot.policy.items() if k != "pinned"}
         policy = make_policy(**policy_settings).for_model(model.spec.max_positions)
     if needed_digest := policy.calibrated_by:
         if calibration is None or calibration.digest != needed_digest:
-            digest = calibration.digest[:12] if calibration else "none"
+            found_digest = calibration.digest[:12] if calibration else "none"
             raise InvalidArgument(
                 f"the snapshot's session compresses by the calibration {needed_digest[:12]}; "
-                f"found {digest}: pass the one that the session was created with"
+                f"found {found_digest}: pass the one that the session was created with"
             )
         calibration.require(model)
         policy = policy.calibrated(calibration.statistics, calibration.digest)
-    with _invalid_snapshot(model):
+    with _errors_as_invalid_snapshot(model):
         settings = snapshot.settings
         check_settings(settings, len(snapshot.tokens))
         needs_states = model.spec.recurrent and len(snapshot.tokens) > 0
@@ -76,7 +76,7 @@ def restored_state(
 
 
 @contextmanager
-def _invalid_snapshot(model: LoadedModel) -> Iterator[None]:
+def _errors_as_invalid_snapshot(model: LoadedModel) -> Iterator[None]:
     """Raise InvalidSnapshot for every error that a part of an invalid snapshot causes."""
     try:
         yield

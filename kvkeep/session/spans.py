@@ -11,7 +11,7 @@ from kvkeep.session.memory import Memory
 # shares with others.
 TokenStatus = Literal["kept", "pinned", "grouped", "window", "compressed", "forgotten"]
 TokenRange = tuple[int, int]  # the index of the first token, and the one after the last
-GONE: frozenset[TokenStatus] = frozenset(("compressed", "forgotten"))  # no cell of its own
+WITHOUT_CELL: frozenset[TokenStatus] = frozenset(("compressed", "forgotten"))
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,27 @@ class Span:
         return self.remembered < self.end - self.start
 
 
-def after_edit(span: TokenRange, start: int, end: int, added: int) -> TokenRange:
-    """Return a span's range after tokens `start ... end - 1` were replaced by `added` others.
+def span_after_edit(span: TokenRange, start: int, end: int, added_count: int) -> TokenRange:
+    """Return a span's range after tokens `start ... end - 1` were replaced by others.
 
     Tokens that replace tokens of a span belong to it; tokens inserted at its border do not. With
     span (4, 8) and one token added: replacing 5 ... 6 gives (4, 7), inserting at 4 gives (5, 9).
     """
-    first, last = span
-    change = added - (end - start)
-    if first >= end:
-        first += change
-    elif first > start:
-        first = start + added
-    if last >= end and last > start:
-        last += change
-    elif last > start:
-        last = start
-    return first, max(first, last)
+    new_start, new_end = span
+    shift = added_count - (end - start)
+    if new_start >= end:
+        new_start += shift
+    elif new_start > start:
+        new_start = start + added_count
+    if new_end >= end and new_end > start:
+        new_end += shift
+    elif new_end > start:
+        new_end = start
+    return new_start, max(new_start, new_end)
 
 
 def token_statuses(memory: Memory) -> list[TokenStatus]:
-    statuses: dict[int, TokenStatus] = {}
+    status_by_serial: dict[int, TokenStatus] = {}
     status_without_cell: TokenStatus = "forgotten"
     for segment in memory.cache.segments:
         if segment.compressed:
@@ -60,9 +60,9 @@ def token_statuses(memory: Memory) -> list[TokenStatus]:
         for serial in segment.serials():
             if segment.map.group > 1:
                 status: TokenStatus = "grouped"
-            elif segment.anchor and len(statuses) < memory.policy.keep:
+            elif segment.anchor and len(status_by_serial) < memory.policy.keep:
                 status = "kept"
             else:
                 status = "pinned" if serial in memory.pins else "window"
-            statuses[serial] = status
-    return [statuses.get(serial, status_without_cell) for serial in memory.serials]
+            status_by_serial[serial] = status
+    return [status_by_serial.get(serial, status_without_cell) for serial in memory.serials]

@@ -21,7 +21,7 @@ from kvkeep.server.sessions.entry import SessionName, session_entry
 from kvkeep.server.sessions.generate import FeedRequest
 from kvkeep.server.sse import EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
-from kvkeep.session.streaming import SEAM, pieces_of
+from kvkeep.session.streaming import CONTEXT_TOKENS, token_texts
 
 router = APIRouter()
 _MAX_PIECES = 4096
@@ -58,7 +58,7 @@ async def text(
         if start > len(tokens):
             raise InvalidArgument(f"there are {len(tokens)} tokens; found start {start}")
         ids = tokens[start:stop]
-        texts = pieces_of(context.codec, tokens[max(0, start - SEAM) : start], ids)
+        texts = token_texts(context.codec, tokens[max(0, start - CONTEXT_TOKENS) : start], ids)
         return {
             "start": start,
             "total": len(tokens),
