@@ -30,7 +30,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.weights.packed import WEIGHT_FORMATS
 from kvkeep.storage.files.atomic import write_json
-from kvkeep.types import DtypeName, WeightsName
+from kvkeep.types import DtypeName, WeightFormat
 
 OWN_TOKENS = 8  # distinct tokens that each branch is fed after the prompt
 
@@ -173,7 +173,7 @@ def branches(
     rounds: int,
     name: str,
     dtype: DtypeName,
-    weights: WeightsName | None,
+    weights: WeightFormat | None,
     out: Path | None,
 ) -> None:
     """Fork one prompt and decode the forks: in a group, and one after another."""

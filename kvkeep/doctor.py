@@ -18,7 +18,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
 from kvkeep.model_facts import model_facts
 from kvkeep.runtime.cpu import THREAD_VARIABLES, cores, cpu_quota, limit_torch_threads
-from kvkeep.types import DtypeName, WeightsName
+from kvkeep.types import DtypeName, WeightFormat
 from kvkeep.version import __version__
 
 # CPU features that select kernels and PyTorch's matrix products, by their Linux names.
@@ -134,7 +134,7 @@ class Findings:
     no_model: str
 
 
-def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool) -> Findings:
+def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: bool) -> Findings:
     """Examine this machine, and a model if it is there. No model is fetched.
 
     weights: the format. measure: also decode speed. Raises InvalidArgument for unavailable kernels.
@@ -170,7 +170,7 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
     )
 
 
-def _decode_speed(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
+def _decode_speed(name: str, dtype: DtypeName, weights: WeightFormat | None) -> float:
     """Load the model and return tokens/s: the inverse of the median time of 32 tokens."""
     session = load_model(name, dtype=dtype, weights=weights).session(_MAX_CELLS)
     session.feed([1])

@@ -30,7 +30,7 @@ from kvkeep.models.weights.packing import Matrix, PackedMatrix
 from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
 from kvkeep.runtime.cpu import limit_torch_threads
 from kvkeep.runtime.memory import trim_memory
-from kvkeep.types import DtypeName, WeightsName
+from kvkeep.types import DtypeName, WeightFormat
 
 if TYPE_CHECKING:
     from kvkeep.integrations.transformers import TransformersModel
@@ -43,7 +43,7 @@ def load_model(
     *,
     dtype: DtypeName = "bfloat16",
     device: str = "cpu",
-    weights: WeightsName | None = None,
+    weights: WeightFormat | None = None,
     progress: bool = False,
 ) -> Model:
     """Load a model, pulling or converting it first if that was not done before.
@@ -107,7 +107,7 @@ def _load_decoder(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    weight_format: WeightsName | None,
+    weight_format: WeightFormat | None,
     progress: bool,
 ) -> Decoder:
     layout = group_layout(spec, spec.groups[0], dtype, device)

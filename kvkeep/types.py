@@ -4,6 +4,6 @@ from typing import Literal
 
 PolicyName = Literal["sliding", "shift", "archive", "self_extend", "full"]
 DtypeName = Literal["bfloat16", "float32"]
-WeightsName = Literal["bf16", "int8", "int4"]
-BitsName = Literal["8", "8/4", "4"]
+WeightFormat = Literal["bf16", "int8", "int4"]  # the argument `weights`
+BitsName = Literal["8", "8/4", "4"]  # of keys and values; "8/4": keys 8, values 4
 KvBits = BitsName | Literal[8, 4]  # as Python callers may give it

@@ -16,7 +16,7 @@ from kvkeep.errors import InvalidArgument
 
 T = TypeVar("T")
 
-Word = TypeVar("Word", bound=str)
+StringT = TypeVar("StringT", bound=str)
 
 
 def integer(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -70,7 +70,7 @@ def text(name: str, value: Any) -> str:
     return str(value)
 
 
-def one_of(name: str, value: Word, choices: Collection[str]) -> Word:
+def one_of(name: str, value: StringT, choices: Collection[str]) -> StringT:
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} must be one of {', '.join(choices)}; found {value!r}")
     return value
@@ -94,8 +94,8 @@ def progress(value: Any) -> Callable[[int], None] | None:
     return value  # type: ignore[no-any-return]
 
 
-def token_ids(name: str, value: Any, vocabulary: int) -> list[int]:
-    """Return token ids from a list, an array or a tensor of whole numbers below `vocabulary`."""
+def token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
+    """Return token ids from a list, an array or a tensor of whole numbers below `vocab_size`."""
     if isinstance(value, (str, bytes, bytearray, dict, set, frozenset)) or not (
         isinstance(value, Iterable) or hasattr(value, "tolist")
     ):
@@ -107,9 +107,9 @@ def token_ids(name: str, value: Any, vocabulary: int) -> list[int]:
     for index, token in enumerate(ids):
         if type(token) is not int:
             token = ids[index] = integer(f"{name}[{index}]", token)
-        if not 0 <= token < vocabulary:
+        if not 0 <= token < vocab_size:
             raise InvalidArgument(
-                f"token ids must be 0 to {vocabulary - 1}; found {token} at index {index}"
+                f"token ids must be 0 to {vocab_size - 1}; found {token} at index {index}"
             )
     return ids
 

@@ -13,8 +13,8 @@ from kvkeep.cli.store import session_folder
 from kvkeep.cli.which_model import DTYPE, WEIGHTS, model_names
 from kvkeep.models.hub.library import home
 from kvkeep.models.hub.source import DEFAULT_MODEL
-from kvkeep.storage.files.atomic import folder_bytes
-from kvkeep.types import DtypeName, WeightsName
+from kvkeep.storage.files.atomic import folder_size
+from kvkeep.types import DtypeName, WeightFormat
 
 if TYPE_CHECKING:
     from kvkeep.doctor import Cuda, Findings, Kernels, ModelSpeed, Threads, Torch
@@ -37,7 +37,7 @@ _DISK_FOLDERS = {
 def doctor(
     name: str,
     dtype: DtypeName = DTYPE,
-    weights: WeightsName | None = WEIGHTS,
+    weights: WeightFormat | None = WEIGHTS,
     measure: bool = option(is_flag=True, help="Also let the model write 40 tokens."),
     as_json: bool = JSON,
 ) -> None:
@@ -123,13 +123,13 @@ def disk(as_json: bool = JSON) -> None:
     sessions = session_folder()
     size = sum(path.stat().st_size for path in sessions.newest())
     rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(sessions.root))]
-    other_bytes = folder_bytes(home())
+    other_bytes = folder_size(home())
     for folder_name, (description, remedy) in _DISK_FOLDERS.items():
-        size = folder_bytes(home() / folder_name)
+        size = folder_size(home() / folder_name)
         rows.append((folder_name, size, description, remedy, str(home() / folder_name)))
         other_bytes -= size
     if sessions.root.is_relative_to(home()):
-        other_bytes -= folder_bytes(sessions.root)
+        other_bytes -= folder_size(sessions.root)
     rows.append(("other", max(0, other_bytes), "locks and the like", "", str(home())))
     if as_json:
         names = ("kind", "bytes", "what", "remedy", "place")

@@ -11,7 +11,7 @@ from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, 
 from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
-from kvkeep.types import BitsName, DtypeName, PolicyName, WeightsName
+from kvkeep.types import BitsName, DtypeName, PolicyName, WeightFormat
 
 if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
@@ -94,7 +94,7 @@ class MemoryChoice:
     )
     prefill_step: int = PREFILL_STEP
     dtype: DtypeName = DTYPE
-    weights: WeightsName | None = WEIGHTS
+    weights: WeightFormat | None = WEIGHTS
     device: str = DEVICE
 
     def check(self) -> None:

@@ -70,8 +70,8 @@ def list_(
         entries = [
             {
                 "key": _key(prompt),
-                "model": prompt.root,
-                "tokens": prompt.tokens,
+                "model": prompt.model_digest,
+                "tokens": prompt.token_count,
                 "bytes": prompt.nbytes,
                 "used": prompt.last_used,
                 **({"text": beginnings[_key(prompt)]} if with_text else {}),
@@ -87,7 +87,8 @@ def list_(
     click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {title}".rstrip())
     for prompt in prompts:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.last_used))
-        line = f"{used}  {prompt.tokens:>7,}  {megabytes(prompt.nbytes):>9}  {prompt.root[:8]}"
+        line = f"{used}  {prompt.token_count:>7,}  {megabytes(prompt.nbytes):>9}  "
+        line += prompt.model_digest[:8]
         click.echo(f"{line}  {beginnings.get(_key(prompt), '')}".rstrip())
     total = megabytes(sum(prompt.nbytes for prompt in prompts))
     say(f"{counted(len(prompts), 'prompt')}, {total}")
@@ -109,14 +110,14 @@ def _key(prompt: inventory.StoredPrompt) -> str:
 
 def _beginnings(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[str, str]:
     """Return the first characters of one model's prompts, by `_key`."""
-    from kvkeep.storage.prefixes.block import tokens_in
+    from kvkeep.storage.prefixes.block import read_tokens
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
     root = model.fingerprint.digest()[:32]
     beginnings = dict[str, str]()
     for prompt in prompts:
-        if prompt.root == root:
-            text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].location))).split())
+        if prompt.model_digest == root:
+            text = " ".join(model.text.decode(read_tokens(Path(prompt.blocks[0].location))).split())
             if len(text) > _MAX_BEGINNING:
                 text = f"{text[: _MAX_BEGINNING - 3]}..."
             beginnings[_key(prompt)] = text

@@ -44,7 +44,7 @@ def session_folder() -> SessionFolder:
         return SessionFolder(home() / "sessions")
     from platformdirs import user_data_path
 
-    return SessionFolder(user_data_path("kvkeep") / "sessions", older=home() / "sessions")
+    return SessionFolder(user_data_path("kvkeep") / "sessions", legacy_root=home() / "sessions")
 
 
 def session_names(

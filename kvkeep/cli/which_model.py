@@ -14,7 +14,7 @@ from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import pulled_models
 from kvkeep.models.hub.names import named_models
 from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS
-from kvkeep.types import DtypeName, WeightsName
+from kvkeep.types import DtypeName, WeightFormat
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Listed here because the modules that define them import torch, which would slow down --help.
 SECTION = "Model"  # of the help
 DTYPE_NAMES = get_args(DtypeName)
-WEIGHT_NAMES = get_args(WeightsName)
+WEIGHT_NAMES = get_args(WeightFormat)
 
 
 def model_names(
@@ -70,7 +70,7 @@ PREFILL_STEP = prefill_step(512)
 
 
 def load_named(
-    name: str, dtype: DtypeName, device: str, weights: WeightsName | None, progress: bool
+    name: str, dtype: DtypeName, device: str, weights: WeightFormat | None, progress: bool
 ) -> "Model":
     """Load a model by name; warn if it computes slowly. Raises ModelError."""
     require_utf8(name, "the model's name")  # the name is written to reports and sessions

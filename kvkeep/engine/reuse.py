@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvkeep.engine.record import SessionRecord
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.block import CellBlocks, PrefixCache, PrefixMatch
+from kvkeep.storage.prefixes.block import BlockStream, PrefixCache, PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
@@ -122,7 +122,7 @@ class StepAlignedCache:
         return PrefixMatch(match.blocks[:blocks], match.differs_at)
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
     ) -> int:
         """Store all blocks. Raises StoreError."""
         return self._store.add(fingerprint, tokens, start, blocks)

@@ -68,7 +68,7 @@ def test_a_block_without_its_predecessors_is_not_a_prompt(tmp_path: Path) -> Non
     names = [[Path(block.location).stem for block in each.blocks] for each in found]
     assert sorted(names) == [["lost-d", "d-e"], ["root-a", "a-b"], ["root-a", "a-c"]]
     assert sum(each.nbytes for each in found) == 50
-    assert {each.root for each in found} == {"root", "lost"}
+    assert {each.model_digest for each in found} == {"root", "lost"}
     assert stored_prompts(tmp_path / "none") == []
 
 

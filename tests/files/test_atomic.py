@@ -8,7 +8,7 @@ import pytest
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import (
-    TEMPORARY,
+    TEMPORARY_PREFIX,
     atomic_writer,
     check_writable,
     sweep_temporaries,
@@ -69,7 +69,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def test_sweep_removes_stale_temporaries_and_not_those_in_use(tmp_path: Path) -> None:
-    stale = tmp_path / f"{TEMPORARY}0123456789abcdef.json"
+    stale = tmp_path / f"{TEMPORARY_PREFIX}0123456789abcdef.json"
     stale.write_text("half")
     with atomic_writer(tmp_path / "report.json") as out:
         assert not stale.exists()

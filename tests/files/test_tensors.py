@@ -12,7 +12,7 @@ from kvkeep.storage.files.tensors import (
     ALIGNMENT,
     DTYPE_NAMES,
     TensorEntry,
-    dense_chunks,
+    contiguous_chunks,
     tensor_bytes,
     write_tensors,
 )
@@ -58,5 +58,5 @@ def test_a_failure_while_writing_tensors_leaves_no_file(tmp_path: Path) -> None:
 def test_chunks_of_strided_tensors_are_their_contiguous_bytes(order: tuple[int, int, int]) -> None:
     tensor = torch.arange(24, dtype=torch.int32, device="cpu").reshape(2, 3, 4).permute(order)
     for part in (tensor, tensor[:1], tensor[..., 1:], tensor[:0]):
-        joined = b"".join(bytes(chunk) for chunk in dense_chunks(part))
+        joined = b"".join(bytes(chunk) for chunk in contiguous_chunks(part))
         assert joined == part.contiguous().numpy().tobytes()

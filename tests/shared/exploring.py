@@ -14,7 +14,7 @@ from kvkeep.errors import Conflict, StoreError
 from kvkeep.storage.sessions import head as heads
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import (
-    Delete,
+    DeleteSnapshot,
     ListSnapshots,
     PutHead,
     ReadHead,
@@ -112,7 +112,7 @@ class Explorer:
         dead = world.dead | {index}
         yield replace(faulty, dead=dead)  # killed before the step
         yield self._with_result(faulty, index, _UNKNOWN)  # the request never arrived
-        if isinstance(step, (PutHead, Upload, Delete)):
+        if isinstance(step, (PutHead, Upload, DeleteSnapshot)):
             arrived = replace(self._apply(world, step)[0], faults=world.faults - 1)
             yield self._with_result(arrived, index, _UNKNOWN)  # it arrived; its response was lost
             later = replace(faulty, late=world.late | {step})
@@ -140,7 +140,7 @@ class Explorer:
                 return replace(world, head=head, commits=commits), head.nonce
             case Upload(snapshot):
                 return replace(world, snapshots=world.snapshots | {snapshot}), None
-            case Delete(snapshot):
+            case DeleteSnapshot(snapshot):
                 return replace(world, snapshots=world.snapshots - {snapshot}), None
             case ListSnapshots():
                 return world, tuple(sorted(world.snapshots))

@@ -9,7 +9,7 @@ from shared.exploring import Actor, Explorer, Fetch, Upload, Violation
 
 from kvkeep.errors import HeldElsewhere, NoObject, StoreError
 from kvkeep.storage.sessions import protocol
-from kvkeep.storage.sessions.head import SessionHead, snapshot_name
+from kvkeep.storage.sessions.head import SessionHead, new_snapshot_name
 from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, VersionedHead
 
 # A lease of 0 seconds has expired when it begins, so that no clock excludes any writer.
@@ -26,7 +26,7 @@ def writer(name: str, commits: int, renews: bool = False) -> Actor:
             if renews:
                 lease = yield from protocol.renew(lease, LeaseRequest(name, **IGNORING_CLOCKS))
             for _ in range(commits):
-                snapshot = snapshot_name(lease.head)
+                snapshot = new_snapshot_name(lease.head)
                 yield Upload(snapshot)
                 lease = yield from protocol.commit(lease, snapshot, 1.0, name)
                 confirmed.append(lease.head.snapshot)
@@ -62,7 +62,7 @@ def creator(name: str) -> Actor:
     def steps(confirmed: list[str]) -> Generator[Any, Any, None]:
         try:
             lease = yield from protocol.create(LeaseRequest(name, **IGNORING_CLOCKS))
-            snapshot = snapshot_name(lease.head)
+            snapshot = new_snapshot_name(lease.head)
             yield Upload(snapshot)
             lease = yield from protocol.commit(lease, snapshot, protocol.RELEASED, "")
             confirmed.append(lease.head.snapshot)
@@ -154,7 +154,7 @@ def test_the_explorer_finds_a_collector_that_ignores_epochs() -> None:
         version = yield ReadHead()
         for name in names:
             if name != version.head.snapshot:
-                yield protocol.Delete(name)
+                yield protocol.DeleteSnapshot(name)
 
     with pytest.raises(Violation):
         Explorer([writer("a", 1), greedy], START, 0).explore()

@@ -15,7 +15,7 @@ from small_models import small_model
 
 from kvkeep.errors import StoreError
 from kvkeep.storage.files import atomic
-from kvkeep.storage.files.atomic import TEMPORARY
+from kvkeep.storage.files.atomic import TEMPORARY_PREFIX
 from kvkeep.storage.snapshots import container
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -50,7 +50,7 @@ def saved_index(path: Path, snapshots: list[Snapshot]) -> int:
 
 
 def temporary_files(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(TEMPORARY)]
+    return [path.name for path in folder.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
 
 
 def run_in_fork(work: Callable[[], None]) -> int:
@@ -96,13 +96,13 @@ def save_and_be_killed(snapshot: Snapshot, path: Path, after: int) -> None:
     """Save in a child that is killed once it has written `after` bytes."""
 
     def work() -> None:
-        make = atomic._temporary
+        make = atomic._create_temporary
 
         def with_kill(place: Path) -> tuple[BinaryIO, Path]:
             file, temporary = make(place)
             return FileThatKillsItsProcess(file, after), temporary  # type: ignore[return-value]
 
-        atomic._temporary = with_kill
+        atomic._create_temporary = with_kill
         snapshot.save(path)
 
     _, status = os.waitpid(run_in_fork(work), 0)
@@ -170,9 +170,9 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(os, "replace", raise_os_error(errno.EACCES))
         return os.strerror(errno.EACCES)
     if request.param == "open":
-        monkeypatch.setattr(atomic, "_temporary", raise_os_error(errno.EROFS))
+        monkeypatch.setattr(atomic, "_create_temporary", raise_os_error(errno.EROFS))
         return os.strerror(errno.EROFS)
-    make, remaining_bytes = atomic._temporary, room[request.param]
+    make, remaining_bytes = atomic._create_temporary, room[request.param]
 
     def on_full_disk(path: Path) -> tuple[BinaryIO, Path]:
         file, temporary = make(path)
@@ -180,7 +180,7 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     FullDisk.__enter__ = lambda self: self  # type: ignore[attr-defined]
     FullDisk.__exit__ = lambda self, *_: self._file.close()  # type: ignore[attr-defined]
-    monkeypatch.setattr(atomic, "_temporary", on_full_disk)
+    monkeypatch.setattr(atomic, "_create_temporary", on_full_disk)
     return os.strerror(errno.ENOSPC)
 
 
@@ -190,7 +190,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     path = tmp_path / "a.kvkeep"
     path.write_bytes(b"")
     with pytest.MonkeyPatch.context() as unbroken:
-        for module, name in ((os, "fsync"), (os, "replace"), (atomic, "_temporary")):
+        for module, name in ((os, "fsync"), (os, "replace"), (atomic, "_create_temporary")):
             unbroken.setattr(module, name, ORIGINALS[name])
         snapshots[0].save(path)
     with pytest.raises(StoreError, match=f"{failure}.*unchanged"):
@@ -199,7 +199,11 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["a.kvkeep"]
 
 
-ORIGINALS = {"fsync": os.fsync, "replace": os.replace, "_temporary": atomic._temporary}
+ORIGINALS = {
+    "fsync": os.fsync,
+    "replace": os.replace,
+    "_create_temporary": atomic._create_temporary,
+}
 
 
 @pytest.fixture

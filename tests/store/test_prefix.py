@@ -20,9 +20,9 @@ from topics import topic_ids
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.loader import load_model
 from kvkeep.model import Model
-from kvkeep.storage.files.atomic import TEMPORARY
+from kvkeep.storage.files.atomic import TEMPORARY_PREFIX
 from kvkeep.storage.prefixes import store as prefix_store
-from kvkeep.storage.prefixes.block import FORMAT, KIND
+from kvkeep.storage.prefixes.block import FILE_FORMAT, FILE_KIND
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.container import read_container, write_container
@@ -58,7 +58,7 @@ def start_process(*arguments: object) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, arguments)])
 
 
-def folder_bytes(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Return the bytes of all files in a folder, including temporary ones."""
     total = 0
     for entry in os.scandir(folder):
@@ -198,9 +198,9 @@ def rewrite_block(
     file: Path, document: dict[str, object] | None = None, **tensors: torch.Tensor
 ) -> None:
     """Write a block again, validly, with another document or with some tensors replaced."""
-    content = read_container(file, KIND, FORMAT)
+    content = read_container(file, FILE_KIND, FILE_FORMAT)
     write_container(
-        file, KIND, FORMAT, document or content.document, {**content.tensors, **tensors}
+        file, FILE_KIND, FILE_FORMAT, document or content.document, {**content.tensors, **tensors}
     )
 
 
@@ -242,9 +242,9 @@ def test_a_block_without_one_of_its_tensors_is_a_miss(tmp_path: Path, missing: s
     store, ids = PrefixStore(tmp_path), prompt(5, 300)
     add_whole_blocks(store, ids)
     file = only_block(tmp_path)
-    content = read_container(file, KIND, FORMAT)
+    content = read_container(file, FILE_KIND, FILE_FORMAT)
     del content.tensors[missing]
-    write_container(file, KIND, FORMAT, content.document, content.tensors)
+    write_container(file, FILE_KIND, FILE_FORMAT, content.document, content.tensors)
     assert MODEL.session(store=store).feed(ids).reused == 0
     assert MODEL.session(store=store).feed(ids).reused == BLOCK_TOKENS
 
@@ -315,9 +315,9 @@ def test_the_quota_holds_around_every_file_operation(
     store, sizes = PrefixStore(tmp_path, max_bytes=10 * FILE_BYTES), list[int]()
 
     def measured(call: Callable[..., None], *arguments: object) -> None:
-        sizes.append(folder_bytes(tmp_path))
+        sizes.append(folder_size(tmp_path))
         call(*arguments)
-        sizes.append(folder_bytes(tmp_path))
+        sizes.append(folder_size(tmp_path))
 
     for name in ("fsync", "replace", "unlink"):
         monkeypatch.setattr(os, name, partial(measured, getattr(os, name)))
@@ -325,7 +325,7 @@ def test_the_quota_holds_around_every_file_operation(
         ids = prompt(seed, 2 * BLOCK_TOKENS)
         for end in (BLOCK_TOKENS, 2 * BLOCK_TOKENS):
             assert add_last_block(store, ids[:end])
-            assert store.nbytes <= folder_bytes(tmp_path) <= store.max_bytes
+            assert store.nbytes <= folder_size(tmp_path) <= store.max_bytes
     assert len(sizes) >= 2 * 2 * 50
     assert 8 * BLOCK_BYTES < max(sizes) <= store.max_bytes
     assert store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK_TOKENS)).tokens == 2 * BLOCK_TOKENS
@@ -341,12 +341,12 @@ def test_the_quota_holds_across_processes(small_folder: Path, tmp_path: Path) ->
     ]
     sizes = []
     while any(child.poll() is None for child in running):
-        sizes.append(folder_bytes(store))
+        sizes.append(folder_size(store))
         time.sleep(0.02)
     assert [child.wait() for child in running] == [0] * 3
     assert max(sizes, default=0) <= quota
-    assert 5 * BLOCK_BYTES < folder_bytes(store) <= quota
-    assert [x for x in os.listdir(store) if x.startswith(TEMPORARY)] == []
+    assert 5 * BLOCK_BYTES < folder_size(store) <= quota
+    assert [x for x in os.listdir(store) if x.startswith(TEMPORARY_PREFIX)] == []
 
 
 def test_the_least_recently_used_blocks_are_evicted(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_a_block_without_its_predecessors_is_not_stored(tmp_path: Path) -> None:
 def test_gc_evicts_to_the_limit_and_removes_files_of_killed_writers(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path)
     add_whole_blocks(store, prompt(0, 4 * BLOCK_TOKENS))
-    (tmp_path / f"{TEMPORARY}0123456789abcdef.kvblock").write_bytes(bytes(10_000))
+    (tmp_path / f"{TEMPORARY_PREFIX}0123456789abcdef.kvblock").write_bytes(bytes(10_000))
     before = store.nbytes
     assert store.gc(2 * FILE_BYTES) == before - store.nbytes >= 2 * BLOCK_BYTES
     assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).tokens == 2 * BLOCK_TOKENS

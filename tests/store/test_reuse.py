@@ -250,7 +250,7 @@ def test_feeding_works_while_another_process_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = PrefixStore(tmp_path)
-    monkeypatch.setattr(prefix, "PATIENCE", 0.1)
+    monkeypatch.setattr(prefix, "LOCK_TIMEOUT", 0.1)
     with FileLock(tmp_path / "lock"):
         require_session_without_store(store, "another process")
         with pytest.raises(Locked, match="another process"):
@@ -263,7 +263,7 @@ def test_a_failed_store_is_not_used_again_for_the_prompt(
 ) -> None:
     """Waiting for the lock at each step would cost more than reuse saves."""
     store, lock = PrefixStore(tmp_path), FileLock(tmp_path / "lock")
-    monkeypatch.setattr(prefix, "PATIENCE", 0.1)
+    monkeypatch.setattr(prefix, "LOCK_TIMEOUT", 0.1)
     steps = []
 
     def advance(count: int) -> None:

@@ -124,7 +124,7 @@ def migrating_folder(tmp_path: Path) -> SessionFolder:
         file = tmp_path / "old" / f"{name}.kvkeep"
         file.write_bytes(f"old {name}".encode())
         os.utime(file, (1000 - age, 1000 - age))
-    return SessionFolder(tmp_path / "new", older=tmp_path / "old")
+    return SessionFolder(tmp_path / "new", legacy_root=tmp_path / "old")
 
 
 def test_sessions_in_an_older_folder_are_found(
@@ -140,7 +140,7 @@ def test_sessions_in_an_older_folder_are_found(
     assert migrating_folder.existing("b") == tmp_path / "old" / "b.kvkeep"
     with pytest.raises(InvalidArgument, match="a, b, c"):
         migrating_folder.existing("d")
-    only_old = SessionFolder(tmp_path / "none", older=tmp_path / "old")
+    only_old = SessionFolder(tmp_path / "none", legacy_root=tmp_path / "old")
     assert only_old.names() == ["a", "b", "c"]
     assert not (tmp_path / "none").exists(), "listing creates no folder"
 

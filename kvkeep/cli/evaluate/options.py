@@ -20,7 +20,7 @@ from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, 
 from kvkeep.evaluate.haystack import MANUAL, TEXTS, Haystack
 from kvkeep.evaluate.plots import check_plottable
 from kvkeep.evaluate.samples import KEY_TYPES, Placement
-from kvkeep.types import DtypeName, WeightsName
+from kvkeep.types import DtypeName, WeightFormat
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -38,7 +38,7 @@ class ModelOptions:
     model: str = MODEL
     dtype: DtypeName = DTYPE
     device: str = DEVICE
-    weights: WeightsName | None = WEIGHTS
+    weights: WeightFormat | None = WEIGHTS
     prefill_step: int = PREFILL_STEP
     calibration: Path | None = file_option(
         exists=True, help="What was learned of this model for compressing."

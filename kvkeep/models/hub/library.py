@@ -14,9 +14,9 @@ from typing import Any
 
 from kvkeep.errors import Locked, ModelError
 from kvkeep.storage.files.atomic import (
-    PARTIAL,
+    PARTIAL_SUFFIX,
     atomic_folder,
-    folder_bytes,
+    folder_size,
     remove_folder,
     sweep_partial_folders,
     write_atomic,
@@ -139,7 +139,7 @@ def remove_model(model: PulledModel, progress: bool) -> int:
         with _lock_library(home() / "pull.lock", progress):
             derived = (derived_folders(form, model.folder.name) for form in _STATE_PATTERNS)
             folders = [_models_folder() / model.slug, *chain.from_iterable(derived)]
-            freed = sum(map(folder_bytes, folders))
+            freed = sum(map(folder_size, folders))
             for folder in folders:
                 if folder.is_dir():
                     remove_folder(folder)
@@ -180,7 +180,7 @@ def _create(target: Path, name: str, source: str, fill: Callable[[Path], Path | 
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
-    if folder.name.endswith(PARTIAL):
+    if folder.name.endswith(PARTIAL_SUFFIX):
         return None
     try:
         record = json.loads((folder / _RECORD_NAME).read_text(encoding="utf-8"))

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from kvkeep.errors import InvalidArgument, StoreError
 
-TEMPORARY = ".kvkeep-writing-"  # prefix of temporary files
-PARTIAL = ".partial"  # suffix of folders that are being written or removed
+TEMPORARY_PREFIX = ".kvkeep-writing-"  # of files that are being written
+PARTIAL_SUFFIX = ".partial"  # of folders that are being written or removed
 
 # Files
 
@@ -39,7 +39,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     if mode is not None and not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     sweep_temporaries(path.parent)
-    file, temporary = _temporary(path)
+    file, temporary = _create_temporary(path)
     try:
         with file:
             if mode is not None:
@@ -62,30 +62,30 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file's content, or write into a pipe or device. Raises as `atomic_writer`."""
-    if _is_special(path):
+    if _is_pipe_or_device(path):
         path.write_bytes(content)
         return
     with atomic_writer(path) as file:
         file.write(content)
 
 
-def write_json(path: Path | None, result: dict[str, Any]) -> None:
+def write_json(path: Path | None, report: dict[str, Any]) -> None:
     """Write a JSON report with `write_atomic`, unless `path` is None."""
     if path is not None:
-        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-        write_atomic(path, f"{text}\n".encode())
+        report_json = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+        write_atomic(path, f"{report_json}\n".encode())
 
 
 def check_writable(path: Path) -> None:
     """Raise InvalidArgument if `write_atomic` could not write to `path`. Changes nothing."""
     if path.is_dir():
         raise InvalidArgument(f"{path} is a folder; expected a file to write to")
-    if _is_special(path):
+    if _is_pipe_or_device(path):
         return
     try:
-        trial, temporary = _temporary(path.resolve())
+        file, temporary = _create_temporary(path.resolve())
         temporary.unlink()
-        trial.close()
+        file.close()
     except OSError as error:
         raise InvalidArgument(
             f"{path} cannot be written ({error.strerror}); expected a file in a folder that exists "
@@ -100,8 +100,8 @@ def sweep_temporaries(folder: Path) -> list[Path]:
     process id in the name would not do: a process in another container may have the same.
     """
     with os.scandir(folder) as entries:
-        temporaries = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY)]
-    return [path for path in temporaries if _remove_unlocked(path)]
+        paths = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY_PREFIX)]
+    return [path for path in paths if _remove_unlocked(path)]
 
 
 def _remove_unlocked(path: Path) -> bool:
@@ -118,10 +118,10 @@ def _remove_unlocked(path: Path) -> bool:
     return True
 
 
-def _temporary(path: Path) -> tuple[BinaryIO, Path]:
+def _create_temporary(path: Path) -> tuple[BinaryIO, Path]:
     """Create a temporary file beside `path`, locked by this process."""
     while True:
-        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}{path.suffix}")
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{path.suffix}")
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +136,7 @@ def _temporary(path: Path) -> tuple[BinaryIO, Path]:
         os.close(descriptor)
 
 
-def _is_special(path: Path) -> bool:
+def _is_pipe_or_device(path: Path) -> bool:
     """Whether a path is a pipe or a device such as /dev/stderr, which must not be replaced."""
     return path.exists() and not path.is_file()
 
@@ -151,7 +151,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     All files are fsynced before the folder is renamed. Only one process at a time may write folders
     in the same parent. `sweep_partial_folders` cleans up after killed processes. Raises OSError.
     """
-    partial = final.with_name(final.name + PARTIAL)
+    partial = final.with_name(final.name + PARTIAL_SUFFIX)
     partial.mkdir()
     try:
         yield partial
@@ -168,9 +168,9 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 def remove_folder(folder: Path) -> None:
     """Rename a folder, then delete it, so that a crash leaves no half of it under its name."""
-    doomed = folder.with_name(f"{folder.name}.old{PARTIAL}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    renamed_folder = folder.with_name(f"{folder.name}.old{PARTIAL_SUFFIX}")
+    folder.rename(renamed_folder)
+    shutil.rmtree(renamed_folder)
 
 
 def sweep_partial_folders(parent: Path) -> None:
@@ -178,18 +178,18 @@ def sweep_partial_folders(parent: Path) -> None:
 
     No process may be writing a folder in `parent` meanwhile.
     """
-    for path in parent.glob("*" + PARTIAL):
+    for path in parent.glob("*" + PARTIAL_SUFFIX):
         shutil.rmtree(path)
 
 
-def folder_bytes(folder: Path) -> int:
-    """Return the total size of all files below a folder, without links; 0 if it is missing."""
-    total = 0
+def folder_size(folder: Path) -> int:
+    """Return the total bytes of all files below a folder, without links; 0 if it is missing."""
+    total_bytes = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # removed meanwhile
             status = path.lstat()
-            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return total
+            total_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total_bytes
 
 
 def fsync_folder(folder: Path) -> None:

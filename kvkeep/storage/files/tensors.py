@@ -46,36 +46,36 @@ def write_tensors(
     `atomic_writer`.
     """
     with atomic_writer(path) as out:
-        out.write(header_bytes(entries, metadata))
+        out.write(encode_header(entries, metadata))
         for chunk in chunks:
             out.write(chunk)
 
 
-def header_bytes(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the header with its length prefix, padded so that tensors start 64-byte aligned."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, entry in entries.items():
         start, end = end, end + entry.nbytes
-        table[name] = {
+        header[name] = {
             "dtype": entry.dtype,
             "shape": list(entry.shape),
             "data_offsets": [start, end],
         }
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+    header_json = json.dumps(header, separators=(",", ":")).encode()
+    header_json += b" " * (-(8 + len(header_json)) % ALIGNMENT)
+    return struct.pack("<Q", len(header_json)) + header_json
 
 
-def dense_chunks(tensor: Tensor) -> Iterator[bytes]:
-    """Yield a tensor's bytes in order, in dense chunks as large as its strides allow."""
+def contiguous_chunks(tensor: Tensor) -> Iterator[bytes]:
+    """Yield a tensor's bytes in order, in contiguous chunks as large as its strides allow."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
         if flat.numel():
             yield tensor_bytes(flat)
         return
     for part in tensor:
-        yield from dense_chunks(part)
+        yield from contiguous_chunks(part)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

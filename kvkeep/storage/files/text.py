@@ -19,5 +19,5 @@ def decode_text(content: bytes, source: str) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """Raises OSError, and InvalidArgument as `decode_text`."""
+    """Read UTF-8. Raises OSError, and InvalidArgument as `decode_text`."""
     return decode_text(path.read_bytes(), str(path))

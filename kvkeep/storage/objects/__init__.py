@@ -10,7 +10,7 @@ from kvkeep.storage.objects.interface import ObjectInfo, ObjectStore
 
 __all__ = ["ObjectInfo", "ObjectStore", "is_url", "open_object_store"]
 
-_REMOTE = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "memory")
+_REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "memory")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -33,7 +33,7 @@ def open_object_store(address: str | Path) -> ObjectStore:
     scheme = urlsplit(address).scheme.lower()
     if scheme == "file":
         return FolderObjectStore(_file_url_path(address))
-    if scheme not in _REMOTE:
+    if scheme not in _REMOTE_SCHEMES:
         raise InvalidArgument(
             "a store is a folder, or a URL of s3, gs, az, memory or file, such as "
             f"s3://bucket/prefix; found {address!r:.200}"

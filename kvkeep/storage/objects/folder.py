@@ -9,19 +9,19 @@ from blake3 import blake3
 from filelock import FileLock
 
 from kvkeep.errors import Conflict, NoObject, StoreError
-from kvkeep.storage.files.atomic import TEMPORARY, atomic_writer, fsync_folder
+from kvkeep.storage.files.atomic import TEMPORARY_PREFIX, atomic_writer, fsync_folder
 from kvkeep.storage.objects.interface import (
     MAX_GET_BYTES,
     ChunkSource,
     ObjectInfo,
     checked_key,
     checked_prefix,
-    too_large,
+    too_large_error,
 )
 
-_LOCKS = ".locks"
-_STRIPES = 64  # lock files; conditional puts of different keys rarely share one
-_MAX_HASHED = 1 << 16  # bytes; up to this size an object's ETag is a hash of its content
+_LOCKS_FOLDER = ".locks"
+_LOCK_COUNT = 64  # files; conditional puts of different keys rarely share one
+_MAX_HASHED_BYTES = 1 << 16  # up to this size an object's ETag is a hash of its content
 
 
 class FolderObjectStore:
@@ -34,7 +34,7 @@ class FolderObjectStore:
         """Raises StoreError for a folder that cannot be used."""
         self._root = path.absolute()
         try:
-            (self._root / _LOCKS).mkdir(parents=True, exist_ok=True)
+            (self._root / _LOCKS_FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"{path} cannot hold a store: {error.strerror or error}") from error
 
@@ -62,9 +62,9 @@ class FolderObjectStore:
         path = self._path(key)
         with self._translated_errors(key, "read"):
             if path.stat().st_size > max_bytes:
-                raise too_large(key, max_bytes)
+                raise too_large_error(key, max_bytes)
             content = path.read_bytes()
-        return content, _hash(content) if len(content) <= _MAX_HASHED else self.info(key).etag
+        return content, _hash(content) if len(content) <= _MAX_HASHED_BYTES else self.info(key).etag
 
     def get_range(self, info: ObjectInfo, begin: int, end: int) -> memoryview:
         path = self._path(info.key)
@@ -119,8 +119,8 @@ class FolderObjectStore:
 
     @contextmanager
     def _lock(self, key: str) -> Iterator[None]:
-        stripe = blake3(key.encode()).digest()[0] % _STRIPES
-        with FileLock(self._root / _LOCKS / f"{stripe:02}", thread_local=False):
+        index = blake3(key.encode()).digest()[0] % _LOCK_COUNT
+        with FileLock(self._root / _LOCKS_FOLDER / f"{index:02}", thread_local=False):
             yield
 
     @contextmanager
@@ -137,7 +137,7 @@ class FolderObjectStore:
 
 def _etag(path: Path) -> str:
     status = path.stat()
-    if status.st_size <= _MAX_HASHED:
+    if status.st_size <= _MAX_HASHED_BYTES:
         return _hash(path.read_bytes())
     return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
@@ -146,4 +146,4 @@ def _hash(content: bytes) -> str:
     return blake3(content).hexdigest()
 
 
-assert TEMPORARY.startswith(".")  # `list_objects` must skip files that are being written
+assert TEMPORARY_PREFIX.startswith(".")  # `list_objects` must skip files that are being written

@@ -64,7 +64,7 @@ class ObjectStore(Protocol):
         """Delete an object, if there is one."""
 
 
-def too_large(key: str, max_bytes: int) -> StoreError:
+def too_large_error(key: str, max_bytes: int) -> StoreError:
     return StoreError(f"{key} cannot be read at once: it has more than {max_bytes:,} bytes")
 
 

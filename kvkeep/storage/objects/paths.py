@@ -11,8 +11,8 @@ from kvkeep.errors import InvalidArgument, NoObject
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo, ObjectStore
 
-_FIRST_RANGE = 1 << 18  # bytes; small, as many readers need only the header
-_RANGE = 8 << 20  # bytes; the latency of a request is small against the transfer
+_FIRST_RANGE_BYTES = 1 << 18  # small, as many readers need only the header
+_RANGE_BYTES = 8 << 20  # the latency of a request is small against the transfer
 _PARALLEL_RANGES = 3
 
 
@@ -68,13 +68,13 @@ class ObjectPath:
         self.store.put_chunks(self.key, chunks)
 
 
-P = TypeVar("P")
+PathT = TypeVar("PathT")
 
 
 @overload
 def as_path(path: str) -> Path | ObjectPath: ...
 @overload
-def as_path(path: P) -> P: ...
+def as_path(path: PathT) -> PathT: ...
 def as_path(path: object) -> object:
     """Convert a string to a path, or to an object if it is a URL. Returns other types unchanged.
 
@@ -122,8 +122,8 @@ class ObjectFile(io.RawIOBase):
         count = min(len(buffer), self._info.st_size - self._position)
         if count <= 0:
             return 0
-        index = max(0, (self._position - _FIRST_RANGE) // _RANGE + 1)
-        content = self._range(index)[self._position - _range_begin(index) :][:count]
+        index = max(0, (self._position - _FIRST_RANGE_BYTES) // _RANGE_BYTES + 1)
+        content = self._range_content(index)[self._position - _range_begin(index) :][:count]
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
@@ -133,20 +133,20 @@ class ObjectFile(io.RawIOBase):
             self._executor.shutdown(wait=False, cancel_futures=True)
         super().close()
 
-    def _range(self, index: int) -> memoryview:
+    def _range_content(self, index: int) -> memoryview:
         """Return a range's content, and prefetch the next ranges. The first range stays cached."""
-        wanted = range(index, index + _PARALLEL_RANGES) if index else range(1)
-        for unwanted in self._ranges.keys() - {0, *wanted}:
-            self._ranges.pop(unwanted).cancel()
-        for i in wanted:
+        needed = range(index, index + _PARALLEL_RANGES) if index else range(1)
+        for stale in self._ranges.keys() - {0, *needed}:
+            self._ranges.pop(stale).cancel()
+        for i in needed:
             if i not in self._ranges and _range_begin(i) < self._info.st_size:
-                self._ranges[i] = self._executor.submit(self._get, i)
+                self._ranges[i] = self._executor.submit(self._download_range, i)
         return self._ranges[index].result()
 
-    def _get(self, index: int) -> memoryview:
+    def _download_range(self, index: int) -> memoryview:
         end = min(_range_begin(index + 1), self._info.st_size)
         return self._store.get_range(self._info, _range_begin(index), end)
 
 
 def _range_begin(index: int) -> int:
-    return _FIRST_RANGE + (index - 1) * _RANGE if index else 0
+    return _FIRST_RANGE_BYTES + (index - 1) * _RANGE_BYTES if index else 0

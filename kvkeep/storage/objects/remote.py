@@ -20,13 +20,13 @@ from kvkeep.storage.objects.interface import (
     ObjectInfo,
     checked_key,
     checked_prefix,
-    too_large,
+    too_large_error,
 )
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-_SINGLE_REQUEST = 8 << 20  # bytes up to which an object is uploaded in one request
+_SINGLE_REQUEST_BYTES = 8 << 20  # up to which an object is uploaded in one request
 _VERSION_SEPARATOR = " of version "  # between e_tag and version in our ETags
 _ATTEMPTS = 3  # for failures that obstore does not retry, such as a put that timed out
 RETRIES: "RetryConfig" = {
@@ -79,12 +79,12 @@ class RemoteObjectStore:
             result = obstore.put(
                 self._store, checked_key(key), content, mode=mode, use_multipart=False
             )
-            return _joined_etag(key, result)
+            return _join_etag(key, result)
 
     def put_chunks(self, key: str, chunks: ChunkSource) -> None:
         for attempts_left in reversed(range(_ATTEMPTS)):
-            start, rest = _first_part(chunks)
-            content: Any = start if rest is None else itertools.chain((start,), rest)
+            first_chunk, rest = _split_first_request(chunks)
+            content: Any = first_chunk if rest is None else itertools.chain((first_chunk,), rest)
             try:
                 with self._translated_errors(key, "written"):
                     obstore.put(self._store, checked_key(key), content)
@@ -98,11 +98,11 @@ class RemoteObjectStore:
             with self._translated_errors(key, "read"):
                 result = obstore.get(self._store, checked_key(key))
                 if result.meta["size"] > max_bytes:
-                    raise too_large(key, max_bytes)
+                    raise too_large_error(key, max_bytes)
                 content = bytes(result.bytes())
             if len(content) == result.meta["size"]:
-                return content, _joined_etag(key, result.meta)
-        raise self._short_read(key)
+                return content, _join_etag(key, result.meta)
+        raise self._short_read_error(key)
 
     def get_range(self, info: ObjectInfo, begin: int, end: int) -> memoryview:
         options: Any = {"range": (begin, end), "if_match": _split_etag(info.etag)["e_tag"]}
@@ -112,16 +112,16 @@ class RemoteObjectStore:
                 content = memoryview(result.bytes())
             if len(content) == end - begin:
                 return content
-        raise self._short_read(info.key)
+        raise self._short_read_error(info.key)
 
     def info(self, key: str) -> ObjectInfo:
         with self._translated_errors(key, "read"):
-            return _info(obstore.head(self._store, checked_key(key)))
+            return _object_info(obstore.head(self._store, checked_key(key)))
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._translated_errors(prefix, "listed"):
             for page in obstore.list(self._store, prefix=checked_prefix(prefix) or None):
-                yield from map(_info, page)
+                yield from map(_object_info, page)
 
     def delete(self, key: str) -> None:
         try:
@@ -130,7 +130,7 @@ class RemoteObjectStore:
         except NoObject:
             pass
 
-    def _short_read(self, key: str) -> StoreError:
+    def _short_read_error(self, key: str) -> StoreError:
         return StoreError(f"{key} in {self._url} cannot be read: the response ended early")
 
     @contextmanager
@@ -149,22 +149,22 @@ class RemoteObjectStore:
             raise StoreError(f"{key} in {self._url} cannot be {verb}: {reason}") from error
 
 
-def _first_part(chunks: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
+def _split_first_request(chunks: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
     """Return the chunks that fill one request, and an iterator of the rest; None if all fit."""
-    start, rest = bytearray(), iter(chunks())
+    first_chunk, rest = bytearray(), iter(chunks())
     for chunk in rest:
-        start += chunk
-        if len(start) > _SINGLE_REQUEST:
-            return bytes(start), rest
-    return bytes(start), None
+        first_chunk += chunk
+        if len(first_chunk) > _SINGLE_REQUEST_BYTES:
+            return bytes(first_chunk), rest
+    return bytes(first_chunk), None
 
 
-def _info(meta: Any) -> ObjectInfo:
+def _object_info(meta: Any) -> ObjectInfo:
     key = str(meta["path"])
-    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), _joined_etag(key, meta))
+    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), _join_etag(key, meta))
 
 
-def _joined_etag(key: str, result: Any) -> str:
+def _join_etag(key: str, result: Any) -> str:
     """Join e_tag and version: Google's store checks conditions by the version."""
     etag = result["e_tag"]
     if not etag:

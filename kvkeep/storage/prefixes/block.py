@@ -14,9 +14,9 @@ from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import Container, read_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-KIND, FORMAT = "prefix-block", 1
+FILE_KIND, FILE_FORMAT = "prefix-block", 1
 BlockCells: TypeAlias = tuple[Tensor, Tensor]  # keys, values: `[layers, kv_heads, 256, head_dim]`
-CellBlocks: TypeAlias = Iterable[BlockCells]
+BlockStream: TypeAlias = Iterable[BlockCells]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class PrefixMatch:
 
     @property
     def tokens(self) -> int:
+        """How many tokens the matching blocks hold."""
         return BLOCK_TOKENS * len(self.blocks)
 
 
@@ -43,7 +44,7 @@ class PrefixCache(Protocol):
         """Return the longest stored prefix of a prompt, in whole blocks. Raises StoreError."""
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
     ) -> int:
         """Store the blocks of a prompt from token `start` on; return how many tokens are stored.
 
@@ -66,7 +67,7 @@ class PrefixBlock:
         The caller verifies that the file was written under this block's key.
         """
         keys, values = (container.tensors.get(name) for name in ("keys", "values"))
-        if keys is None or values is None or stored_tokens(container) != self.tokens.tolist():
+        if keys is None or values is None or container_tokens(container) != self.tokens.tolist():
             return None
         if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
             return None
@@ -74,35 +75,33 @@ class PrefixBlock:
 
 
 def blocks_of(
-    tokens: Sequence[int], root: str, key_of: Callable[[str, Tensor], str]
+    tokens: Sequence[int], root: str, compute_key: Callable[[str, Tensor], str]
 ) -> list[PrefixBlock]:
     """Return the whole blocks of a prompt.
 
-    root: the first block's parent. key_of: computes a key from the parent's key and the tokens.
+    root: the first block's parent. compute_key: a key from the parent's key and the tokens.
     """
     blocks = list[PrefixBlock]()
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        token_ids = torch.tensor(
-            tokens[start : start + BLOCK_TOKENS], dtype=torch.int32, device="cpu"
-        )
+        ids = torch.tensor(tokens[start : start + BLOCK_TOKENS], dtype=torch.int32, device="cpu")
         parent = blocks[-1].key if blocks else root
-        blocks.append(PrefixBlock(parent, key_of(parent, token_ids), start, token_ids))
+        blocks.append(PrefixBlock(parent, compute_key(parent, ids), start, ids))
     return blocks
 
 
 def first_difference(
     missing: Sequence[PrefixBlock],
     tokens: Sequence[int],
-    common_prefix: Callable[[str, Sequence[int]], int],
+    longest_child_prefix: Callable[[str, Sequence[int]], int],
 ) -> int | None:
     """Return `PrefixMatch.differs_at` for the blocks of a prompt that a lookup did not find.
 
-    common_prefix: returns how many tokens some stored child of a block, by its key, has in common.
+    longest_child_prefix: returns how many tokens a stored child of a block, by key, has in common.
     """
     if not missing:
         return None
     start = missing[0].start
-    return start + common_prefix(missing[0].parent, tokens[start:])
+    return start + longest_child_prefix(missing[0].parent, tokens[start:])
 
 
 def block_key(parent: str, tokens: Tensor) -> str:
@@ -116,19 +115,19 @@ def read_block(path: Path, key: str, names: tuple[str, ...] | None = None) -> Co
     document, and count as missing: equal tokens after different parents could not be told apart.
     """
     try:
-        container = read_container(path, KIND, FORMAT, names)
+        container = read_container(path, FILE_KIND, FILE_FORMAT, names)
     except StoreError:
         return None
     return container if container.document.get("key") == key else None
 
 
-def tokens_in(path: Path) -> list[int]:
+def read_tokens(path: Path) -> list[int]:
     """Return the tokens in a block's file without reading its cells; [] if they do not verify."""
     container = read_block(path, path.stem.partition("-")[2], names=("tokens",))
-    return [] if container is None else stored_tokens(container)
+    return [] if container is None else container_tokens(container)
 
 
-def stored_tokens(container: Container) -> list[int]:
+def container_tokens(container: Container) -> list[int]:
     """Return a block's tokens; [] if they are not as kvkeep writes them."""
     tokens = container.tensors.get("tokens")
     if tokens is None or tokens.dtype != torch.int32 or tokens.shape != (BLOCK_TOKENS,):
@@ -136,6 +135,6 @@ def stored_tokens(container: Container) -> list[int]:
     return list[int](tokens.tolist())
 
 
-def common_length(stored: Sequence[int], tokens: Sequence[int]) -> int:
+def common_prefix_length(stored: Sequence[int], tokens: Sequence[int]) -> int:
     pairs = enumerate(zip(stored, tokens, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))

@@ -37,7 +37,7 @@ class StoredPrompt:
     unshared_blocks: tuple[StoredBlock, ...]  # those of no earlier prompt of the list
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return BLOCK_TOKENS * len(self.blocks)
 
     @property
@@ -50,30 +50,30 @@ class StoredPrompt:
         return self.blocks[-1].last_used
 
     @property
-    def root(self) -> str:
+    def model_digest(self) -> str:
         """The digest of its model and settings."""
         return self.blocks[0].parent
 
 
-def prompts_of(stored: Iterable[StoredBlock]) -> list[StoredPrompt]:
+def prompts_of(all_blocks: Iterable[StoredBlock]) -> list[StoredPrompt]:
     """Return all prompts, the most recently used first.
 
     A block that several prompts share counts for the first of them. Blocks whose ancestors are
     missing, which no lookup can reach, appear as prompts of another root.
     """
-    blocks = {block.key: block for block in stored}
+    blocks = {block.key: block for block in all_blocks}
     parents = {block.parent for block in blocks.values()}
     leaves = [block for key, block in blocks.items() if key not in parents]
-    counted, prompts = set[str](), list[StoredPrompt]()
+    counted_keys, prompts = set[str](), list[StoredPrompt]()
     for leaf in sorted(leaves, key=lambda block: block.last_used, reverse=True):
         chain = {leaf.key: leaf}
         block = leaf
         while (parent := blocks.get(block.parent)) and parent.key not in chain:
             chain[parent.key] = block = parent  # forged names may form a circle, so it stops there
-        prompt = tuple(reversed(chain.values()))
-        unshared = tuple(block for block in prompt if block.key not in counted)
-        counted |= chain.keys()
-        prompts.append(StoredPrompt(prompt, unshared))
+        prompt_blocks = tuple(reversed(chain.values()))
+        unshared = tuple(block for block in prompt_blocks if block.key not in counted_keys)
+        counted_keys |= chain.keys()
+        prompts.append(StoredPrompt(prompt_blocks, unshared))
     return prompts
 
 
@@ -114,15 +114,15 @@ def evict_to(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
     """
     blocks = list(stored_blocks(store))
     prompts = prompts_of(blocks)
-    in_prompts = {block.location for prompt in prompts for block in prompt.blocks}
+    reachable = {block.location for prompt in prompts for block in prompt.blocks}
     # Blocks in a circle of forged names belong to no prompt, and are evicted first.
-    eviction_order = [block for block in blocks if block.location not in in_prompts]
+    eviction_order = [block for block in blocks if block.location not in reachable]
     for prompt in reversed(prompts):
         eviction_order += reversed(prompt.unshared_blocks)
-    total, freed = sum(block.nbytes for block in blocks), 0
+    total_bytes, freed_bytes = sum(block.nbytes for block in blocks), 0
     for block in eviction_order:
-        if total - freed <= max_bytes:
+        if total_bytes - freed_bytes <= max_bytes:
             break
         store.delete(block.location)
-        freed += block.nbytes
-    return freed, total - freed
+        freed_bytes += block.nbytes
+    return freed_bytes, total_bytes - freed_bytes

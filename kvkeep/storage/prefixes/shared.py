@@ -22,16 +22,16 @@ from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes.block import (
-    FORMAT,
-    KIND,
+    FILE_FORMAT,
+    FILE_KIND,
     BlockCells,
-    CellBlocks,
+    BlockStream,
     PrefixBlock,
     PrefixMatch,
     blocks_of,
-    common_length,
+    common_prefix_length,
+    container_tokens,
     first_difference,
-    stored_tokens,
 )
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_prefix
 from kvkeep.storage.snapshots.container import read_container, read_open_container, write_container
@@ -39,9 +39,9 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SECRET_BYTES = 32
 _MAX_BLOCK_BYTES = 2_000_000_000  # more than a block of the largest models has
-_READERS = 4  # blocks read at once
-_MAX_COMPARED = 4  # stored blocks that are compared to find where a prompt differs
-_MAX_QUEUED = 64  # blocks that wait to be written
+_READ_THREADS = 4  # blocks read at once
+_MAX_COMPARED_BLOCKS = 4  # to find where a prompt differs
+_MAX_QUEUED_BLOCKS = 64  # blocks that wait to be written
 _BACKOFF = 30.0  # seconds without requests after a failure of the store
 
 
@@ -66,8 +66,8 @@ class SharedPrefixCache:
             raise InvalidArgument(f"a secret has {SECRET_BYTES} bytes; found {len(secret)}")
         self._store, self._secret, self._arithmetic = store, secret, dict(arithmetic)
         self._queue = queue or WriteQueue()
-        self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
-        self._prefix = owner_prefix(owner)
+        self._mac_key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
+        self._key_prefix = owner_prefix(owner)
 
     def for_owner(self, owner: str) -> "SharedPrefixCache":
         return SharedPrefixCache(self._store, self._secret, self._arithmetic, owner, self._queue)
@@ -96,7 +96,7 @@ class SharedPrefixCache:
         self, blocks: Sequence[PrefixBlock], fingerprint: Fingerprint
     ) -> list[BlockCells]:
         hits = list[BlockCells]()
-        with ThreadPoolExecutor(_READERS, "kvkeep-prefix") as readers:
+        with ThreadPoolExecutor(_READ_THREADS, "kvkeep-prefix") as readers:
             # The first block is read alone, since most prompts are new and miss at once.
             for chunk in (blocks[:1], blocks[1:]):
                 for cells in readers.map(partial(self._read, fingerprint=fingerprint), chunk):
@@ -107,7 +107,7 @@ class SharedPrefixCache:
         return hits
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
     ) -> int:
         """Queue the blocks of a prompt from token `start` on; see `PrefixCache.add`.
 
@@ -116,25 +116,25 @@ class SharedPrefixCache:
         object in its place does not verify.
         """
         self._queue.require_up()
-        stored = start
+        stored_end = start
         prompt_blocks = self._blocks(fingerprint, tokens)[start // BLOCK_TOKENS :]
         for block, (keys, values) in zip(prompt_blocks, blocks, strict=False):
             overwrite = block.start == start
             write = partial(self._write, block, keys.clone(), values.clone(), overwrite)
             if not self._queue.submit(write):
                 break
-            stored = block.start + BLOCK_TOKENS
-        return stored
+            stored_end = block.start + BLOCK_TOKENS
+        return stored_end
 
     def _longest_common_prefix(self, parent: str, tokens: Sequence[int]) -> int:
         """Return the longest common prefix of `tokens` and some stored children of a block."""
-        best, children = 0, self._store.list_objects(f"{self._prefix}{parent}/")
-        for info in itertools.islice(children, _MAX_COMPARED):
+        longest, children = 0, self._store.list_objects(f"{self._key_prefix}{parent}/")
+        for info in itertools.islice(children, _MAX_COMPARED_BLOCKS):
             path = ObjectPath(self._store, info.key)
             with suppress(StoreError):
-                container = read_container(path, KIND, FORMAT, ("tokens",))
-                best = max(best, common_length(stored_tokens(container), tokens))
-        return best
+                container = read_container(path, FILE_KIND, FILE_FORMAT, ("tokens",))
+                longest = max(longest, common_prefix_length(container_tokens(container), tokens))
+        return longest
 
     def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
         settings = "\n".join(f"{name}={value}" for name, value in sorted(self._arithmetic.items()))
@@ -144,7 +144,8 @@ class SharedPrefixCache:
         )
 
     def _path(self, block: PrefixBlock) -> ObjectPath:
-        return ObjectPath(self._store, f"{self._prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}")
+        key = f"{self._key_prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}"
+        return ObjectPath(self._store, key)
 
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
@@ -154,7 +155,7 @@ class SharedPrefixCache:
         except NoObject:
             return None
         try:
-            container = read_open_container(io.BytesIO(content), path, KIND, FORMAT)
+            container = read_open_container(io.BytesIO(content), path, FILE_KIND, FILE_FORMAT)
         except StoreError:
             return None
         cells = block.cells(container, fingerprint)
@@ -167,17 +168,17 @@ class SharedPrefixCache:
         if overwrite or not path.exists():
             document = {"start": block.start, "code": self._content_mac(block, keys, values)}
             tensors = {"tokens": block.tokens, "keys": keys, "values": values}
-            write_container(path, KIND, FORMAT, document, tensors)
+            write_container(path, FILE_KIND, FILE_FORMAT, document, tensors)
 
     def _content_mac(self, block: PrefixBlock, keys: Tensor, values: Tensor) -> str:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
     def _mac(self, *chunks: bytes) -> str:
         """Hash chunks with the key. Each length must be fixed or follow from earlier chunks."""
-        digest = blake3(key=self._key)
+        hasher = blake3(key=self._mac_key)
         for chunk in chunks:
-            digest.update(chunk)
-        return digest.hexdigest()[:32]
+            hasher.update(chunk)
+        return hasher.hexdigest()[:32]
 
 
 class WriteQueue:
@@ -185,12 +186,12 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
-        self._slots = threading.Semaphore(_MAX_QUEUED)
+        self._free_places = threading.Semaphore(_MAX_QUEUED_BLOCKS)
         self._down_until = 0.0
 
     def submit(self, write: Callable[[], None]) -> bool:
         """Returns False if the queue is full."""
-        if not self._slots.acquire(blocking=False):
+        if not self._free_places.acquire(blocking=False):
             return False
         self._writer.submit(write).add_done_callback(self._finish)
         return True
@@ -209,6 +210,6 @@ class WriteQueue:
             raise StoreError(f"the store of prompts failed less than {_BACKOFF:.0f} seconds ago")
 
     def _finish(self, future: "Future[None]") -> None:
-        self._slots.release()
+        self._free_places.release()
         if future.exception() is not None:  # not reported: no session depends on the cache
             self.mark_down()

@@ -18,25 +18,25 @@ from kvkeep import validation
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import sweep_temporaries
 from kvkeep.storage.prefixes.block import (
-    FORMAT,
-    KIND,
+    FILE_FORMAT,
+    FILE_KIND,
     BlockCells,
-    CellBlocks,
+    BlockStream,
     PrefixBlock,
     PrefixMatch,
     block_key,
     blocks_of,
-    common_length,
+    common_prefix_length,
     first_difference,
     read_block,
-    tokens_in,
+    read_tokens,
 )
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-PATIENCE = 5.0  # seconds to wait for the lock of another process
-_OVERHEAD = 8192  # bytes that a block's file may need besides its cells
+LOCK_TIMEOUT = 5.0  # seconds to wait for the lock of another process
+_MAX_FILE_OVERHEAD = 8192  # bytes that a block's file may need besides its cells
 
 
 class PrefixStore:
@@ -74,15 +74,15 @@ class PrefixStore:
 
         Reads no cells. Raises StoreError if the folder cannot be read.
         """
-        stored, parent = 0, _root(fingerprint)
+        count, parent = 0, _root_key(fingerprint)
         for block in _blocks(fingerprint, tokens):
-            if tokens_in(self._block_path(block)) != block.tokens.tolist():
+            if read_tokens(self._block_path(block)) != block.tokens.tolist():
                 break
-            stored, parent = stored + BLOCK_TOKENS, block.key
-        return stored, stored + self._longest_common_prefix(parent, tokens[stored:])
+            count, parent = count + BLOCK_TOKENS, block.key
+        return count, count + self._longest_common_prefix(parent, tokens[count:])
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: CellBlocks
+        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
     ) -> int:
         """Store the blocks of a prompt from token `start` on, under one lock.
 
@@ -115,12 +115,12 @@ class PrefixStore:
         max_bytes: None for the store's own quota. Raises InvalidArgument for a quota below 0,
         StoreError and Locked as `add`.
         """
-        quota = validation.optional_integer("max_bytes", max_bytes, 0)
+        size_limit = validation.optional_integer("max_bytes", max_bytes, 0)
         with self._locked():
-            size_before = self.nbytes
+            bytes_before = self.nbytes
             sweep_temporaries(self.path)
-            _Quota(self._files(), self.max_bytes if quota is None else quota).make_room(0)
-            return size_before - self.nbytes
+            _Quota(self._files(), self.max_bytes if size_limit is None else size_limit).make_room(0)
+            return bytes_before - self.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -128,28 +128,28 @@ class PrefixStore:
         try:
             return sum(size for _, size, _ in self._files())
         except OSError as error:
-            raise self._error("read", error) from error
+            raise self._store_error("read", error) from error
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock for changes of the folder. Lookups need no lock."""
         try:
-            self._lock.acquire(timeout=PATIENCE)
+            self._lock.acquire(timeout=LOCK_TIMEOUT)
         except Timeout:
             raise Locked(
                 f"another process has been using the prefix store {self.path} for more than "
-                f"{PATIENCE:g} seconds"
+                f"{LOCK_TIMEOUT:g} seconds"
             ) from None
         except OSError as error:
-            raise self._error("written", error) from error
+            raise self._store_error("written", error) from error
         try:
             yield
         except OSError as error:
-            raise self._error("written", error) from error
+            raise self._store_error("written", error) from error
         finally:
             self._lock.release()
 
-    def _error(self, verb: str, error: OSError) -> StoreError:
+    def _store_error(self, verb: str, error: OSError) -> StoreError:
         reason = error.strerror or error
         return StoreError(f"the prefix store {self.path} cannot be {verb}: {reason}")
 
@@ -176,11 +176,11 @@ class PrefixStore:
         if path.exists() and not path.is_file():
             return False  # such as a folder of that name, which is not ours to remove
         quota.remove(path)
-        if not quota.make_room(keys.nbytes + values.nbytes + _OVERHEAD):
+        if not quota.make_room(keys.nbytes + values.nbytes + _MAX_FILE_OVERHEAD):
             return False
         document = {"start": block.start, "key": block.key}
         tensors = {"keys": keys, "values": values, "tokens": block.tokens}
-        quota.free -= write_container(path, KIND, FORMAT, document, tensors)
+        quota.free_bytes -= write_container(path, FILE_KIND, FILE_FORMAT, document, tensors)
         return True
 
     def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
@@ -206,38 +206,39 @@ class PrefixStore:
         except FileNotFoundError:
             return 0  # another process removed the folder; the next block creates it again
         except OSError as error:
-            raise self._error("read", error) from error
+            raise self._store_error("read", error) from error
         children = [n for n in names if n.startswith(f"{parent}-") and n.endswith(BLOCK_SUFFIX)]
-        return max((common_length(tokens_in(self.path / n), tokens) for n in children), default=0)
+        lengths = (common_prefix_length(read_tokens(self.path / n), tokens) for n in children)
+        return max(lengths, default=0)
 
 
-def _root(fingerprint: Fingerprint) -> str:
+def _root_key(fingerprint: Fingerprint) -> str:
     return fingerprint.digest()[:32]
 
 
 def _blocks(fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
-    return blocks_of(tokens, _root(fingerprint), block_key)
+    return blocks_of(tokens, _root_key(fingerprint), block_key)
 
 
 class _Quota:
     """A quota of bytes with LRU eviction. For use under the lock.
 
     files: (time of last use, bytes, path) of all blocks. pinned: paths that must not be evicted.
-    free: remaining bytes; negative if the quota is exceeded.
+    free_bytes: remaining; negative if the quota is exceeded.
     """
 
     def __init__(
-        self, files: Iterable[tuple[int, int, Path]], quota: int, pinned: Collection[Path] = ()
+        self, files: Iterable[tuple[int, int, Path]], max_bytes: int, pinned: Collection[Path] = ()
     ):
         oldest_first = sorted(files)
-        self.free = quota - sum(size for _, size, _ in oldest_first)
+        self.free_bytes = max_bytes - sum(size for _, size, _ in oldest_first)
         self._evictable = {path: size for _, size, path in oldest_first if path not in pinned}
 
     def make_room(self, size: int) -> bool:
         """Evict blocks until `size` more bytes fit. False, evicting none, if they cannot fit."""
-        if size > self.free + sum(self._evictable.values()):
+        if size > self.free_bytes + sum(self._evictable.values()):
             return False
-        while self.free < size:
+        while self.free_bytes < size:
             self.remove(next(iter(self._evictable)))
         return True
 
@@ -248,4 +249,4 @@ class _Quota:
     def remove(self, path: Path) -> None:
         """Delete a block's file, if it exists, and count its bytes as free."""
         path.unlink(missing_ok=True)
-        self.free += self._evictable.pop(path, 0)
+        self.free_bytes += self._evictable.pop(path, 0)

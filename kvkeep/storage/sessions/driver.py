@@ -15,27 +15,27 @@ from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX
 from kvkeep.storage.sessions.protocol import Operations, StoreOperation, VersionedHead
 
 T = TypeVar("T")
-HEAD = "head.json"
+HEAD_FILE = "head.json"
 FIRST_WAIT, MAX_WAIT = 0.02, 1.0  # seconds between attempts
 
 
 class SessionObjects:
     """The objects of one session in a store: its head and its snapshots.
 
-    folder: the prefix of their keys, with '/' at the end. name: of the session.
+    prefix: of their keys, with '/' at the end. name: of the session.
     """
 
-    def __init__(self, store: ObjectStore, folder: str, name: str):
+    def __init__(self, store: ObjectStore, prefix: str, name: str):
         self.store, self.name = store, name
-        self._head, self._snapshots = f"{folder}{HEAD}", f"{folder}snapshots/"
+        self._head_key, self._snapshots_prefix = f"{prefix}{HEAD_FILE}", f"{prefix}snapshots/"
 
     def key(self, snapshot: str) -> str:
-        return f"{self._snapshots}{snapshot}{SNAPSHOT_SUFFIX}"
+        return f"{self._snapshots_prefix}{snapshot}{SNAPSHOT_SUFFIX}"
 
     def head(self) -> VersionedHead | None:
         """Read the current head; None if there is none. Raises StoreError."""
         try:
-            content, etag = self.store.get(self._head)
+            content, etag = self.store.get(self._head_key)
         except NoObject:
             return None
         return VersionedHead(SessionHead.from_json(content, self.name), etag)
@@ -61,13 +61,13 @@ class SessionObjects:
             case protocol.ReadHead():
                 return self.head()
             case protocol.PutHead(head, etag):
-                absent = etag is None
-                return self.store.put(self._head, head.to_json(), if_absent=absent, if_match=etag)
+                new = etag is None
+                return self.store.put(self._head_key, head.to_json(), if_absent=new, if_match=etag)
             case protocol.ListSnapshots():
-                infos = self.store.list_objects(self._snapshots)
-                keys = (info.key.removeprefix(self._snapshots) for info in infos)
+                infos = self.store.list_objects(self._snapshots_prefix)
+                keys = (info.key.removeprefix(self._snapshots_prefix) for info in infos)
                 return [key.removesuffix(SNAPSHOT_SUFFIX) for key in keys]
-            case protocol.Delete(snapshot):
+            case protocol.DeleteSnapshot(snapshot):
                 self.store.delete(self.key(snapshot))
             case protocol.Wait(attempt):
                 # Exponentially longer, with jitter, so that competing writers spread out.

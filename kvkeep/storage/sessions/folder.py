@@ -13,7 +13,7 @@ from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporaries
 from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX, SessionStore, checked_name, is_name
 
-_LOCK = ".lock"
+_LOCK_SUFFIX = ".lock"
 
 
 class SessionFolder(SessionStore[Path]):
@@ -22,13 +22,13 @@ class SessionFolder(SessionStore[Path]):
     A process that will save a session holds its lock from before it reads the session until it has
     saved it. Reading needs no lock, since files are replaced atomically.
 
-    older: a folder in which sessions were kept before. Its sessions are listed too, unless one here
-    has the same name, and are moved here when they are locked.
+    legacy_root: a folder in which sessions were kept before. Its sessions are listed too, unless
+    one here has the same name, and are moved here when they are locked.
     """
 
-    def __init__(self, root: str | Path, older: str | Path | None = None):
+    def __init__(self, root: str | Path, legacy_root: str | Path | None = None):
         self.root = Path(root)
-        self._older = SessionFolder(older) if older is not None else None
+        self._legacy = None if legacy_root is None else SessionFolder(legacy_root)
 
     # Reading
 
@@ -36,7 +36,7 @@ class SessionFolder(SessionStore[Path]):
         return self.root / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
 
     def existing(self, name: str) -> Path:
-        for sessions in (self, self._older):
+        for sessions in (self, self._legacy):
             if sessions is not None and (path := sessions.path(name)).is_file():
                 return path
         raise self.unknown(name)
@@ -53,7 +53,7 @@ class SessionFolder(SessionStore[Path]):
 
     def _all_files(self) -> Iterable[Path]:
         """Return the files here, and those in the older folder with other names."""
-        files = {} if self._older is None else {f.stem: f for f in self._older._all_files()}
+        files = {} if self._legacy is None else {f.stem: f for f in self._legacy._all_files()}
         for path in self.root.glob(f"*{SNAPSHOT_SUFFIX}"):
             if is_name(path.stem) and path.is_file():
                 files[path.stem] = path
@@ -104,12 +104,12 @@ class SessionFolder(SessionStore[Path]):
 
     def sweep(self) -> list[Path]:
         """Remove temporary files of killed processes, and lock files without a session."""
-        removed = self._older.sweep() if self._older is not None else []
+        removed = self._legacy.sweep() if self._legacy is not None else []
         if not self.root.is_dir():
             return removed
         removed += sweep_temporaries(self.root)
-        for file in self.root.glob(f".*{_LOCK}"):
-            name = file.name[1 : -len(_LOCK)]
+        for file in self.root.glob(f".*{_LOCK_SUFFIX}"):
+            name = file.name[1 : -len(_LOCK_SUFFIX)]
             try:
                 with self.lock(name) as path:
                     if not path.exists():
@@ -124,14 +124,14 @@ class SessionFolder(SessionStore[Path]):
 
         At any time it is complete in one of the folders.
         """
-        if self._older is None or path.exists() or not self._older.path(name).is_file():
+        if self._legacy is None or path.exists() or not self._legacy.path(name).is_file():
             return
-        with self._older.lock(name) as source:
+        with self._legacy.lock(name) as source:
             if not source.is_file():
                 return
             try:
                 _move(source, path)
-                self._older._lock_file(name).unlink(missing_ok=True)
+                self._legacy._lock_file(name).unlink(missing_ok=True)
                 fsync_folder(self.root)
                 fsync_folder(source.parent)
             except OSError as error:
@@ -141,7 +141,7 @@ class SessionFolder(SessionStore[Path]):
                 ) from error
 
     def _lock_file(self, name: str) -> Path:
-        return self.root / f".{name}{_LOCK}"
+        return self.root / f".{name}{_LOCK_SUFFIX}"
 
 
 def _move(source: Path, target: Path) -> None:

@@ -56,9 +56,7 @@ class SessionHead:
             if document["format"] <= FORMAT:
                 types = {**get_type_hints(cls), "past": list}
                 fields = {field: document[field] for field in types}
-                invalid = [
-                    f for f, field_type in types.items() if type(fields[f]) is not field_type
-                ]
+                invalid = [f for f, expected in types.items() if type(fields[f]) is not expected]
                 fields["past"] = tuple(str(name) for name in fields["past"])
                 invalid += [] if math.isfinite(fields["expires"]) else ["expires"]
                 if invalid or fields["epoch"] < 1 or fields["gen"] < 0:
@@ -79,8 +77,8 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def snapshot_name(head: SessionHead) -> str:
-    """Return a new name for a snapshot that the holder of `head` will upload: EPOCH-GEN-RANDOM.
+def new_snapshot_name(head: SessionHead) -> str:
+    """Make a name for a snapshot that the holder of `head` will upload: EPOCH-GEN-RANDOM.
 
     `protocol.collect` tells by the epoch whether it can still be committed.
     """

@@ -10,7 +10,7 @@ from kvkeep.errors import Moved, StoreError
 from kvkeep.storage.objects.interface import ChunkSource
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import SessionObjects
-from kvkeep.storage.sessions.head import SessionHead, snapshot_name
+from kvkeep.storage.sessions.head import SessionHead, new_snapshot_name
 from kvkeep.storage.sessions.protocol import RELEASED, LeaseRequest, Operations, VersionedHead
 
 T = TypeVar("T")
@@ -38,10 +38,10 @@ class Lease:
         self._ended = threading.Event()
         self.loss: StoreError | None = None
         self._callbacks: list[Callable[[], object]] = []
-        self._renewals = threading.Thread(
+        self._renewal_thread = threading.Thread(
             target=self._renew, name=f"kvkeep-lease-{objects.name}", daemon=True
         )
-        self._renewals.start()
+        self._renewal_thread.start()
 
     @property
     def head(self) -> SessionHead:
@@ -66,7 +66,7 @@ class Lease:
         """
         self.check()
         # Renewals continue during the upload: they change neither epoch nor generation.
-        snapshot = snapshot_name(self.head)
+        snapshot = new_snapshot_name(self.head)
         self.objects.upload(snapshot, chunks)
         with self._store_lock:
             self.check()

@@ -23,8 +23,8 @@ from kvkeep.errors import (
 from kvkeep.storage.sessions.head import SessionHead, epoch_of, new_nonce
 
 T = TypeVar("T")
-ATTEMPTS = 5  # for a request that fails
-MAX_LEASE = 1000.0  # seconds; a lease that ends later was written by a wrong clock, and is ignored
+MAX_ATTEMPTS = 5  # for a request that fails
+MAX_LEASE_SECONDS = 1000.0  # a lease that ends later was written by a wrong clock, and is ignored
 RELEASED = 0.0  # `expires` of a head without a lease holder
 SUPERSEDED = "superseded"  # the ETag of a version that another one has replaced: matches no object
 
@@ -59,7 +59,7 @@ class ListSnapshots:
 
 
 @dataclass(frozen=True)
-class Delete:
+class DeleteSnapshot:
     """Delete a snapshot."""
 
     snapshot: str
@@ -72,7 +72,7 @@ class Wait:
     attempt: int
 
 
-StoreOperation = ReadHead | PutHead | ListSnapshots | Delete | Wait
+StoreOperation = ReadHead | PutHead | ListSnapshots | DeleteSnapshot | Wait
 Operations = Generator[StoreOperation, Any, T]
 
 # The protocol
@@ -103,22 +103,20 @@ def create(request: LeaseRequest) -> Operations[VersionedHead]:
     elif current.head.removed or not current.head.snapshot:
         if not current.head.removed:  # its creator may have been killed before a commit
             _require_free(current.head, request)
+        epoch = current.head.epoch + 1
         head = current.head.next(
-            epoch=current.head.epoch + 1,
-            removed=False,
-            writer=request.writer,
-            expires=request.expires,
+            epoch=epoch, removed=False, writer=request.writer, expires=request.expires
         )
     else:
         raise InvalidArgument("a session of that name exists already")
     try:
-        return (yield from _replace(current, head))
+        return (yield from _replace_head(current, head))
     except Moved:
         raise InvalidArgument("another writer has just created a session of that name") from None
 
 
 def _require_free(head: SessionHead, request: LeaseRequest) -> None:
-    if head.writer and request.now < head.expires < request.now + MAX_LEASE:
+    if head.writer and request.now < head.expires < request.now + MAX_LEASE_SECONDS:
         raise HeldElsewhere(f"{head.writer} is writing it", head.writer, head.expires)
 
 
@@ -138,19 +136,19 @@ def acquire(
         epoch = current.head.epoch + 1
         head = current.head.next(epoch=epoch, writer=request.writer, expires=request.expires)
         try:
-            return (yield from _replace(current, head))
+            return (yield from _replace_head(current, head))
         except Moved:  # another writer was faster, and may have released it since
             cached = None
 
 
 def renew(version: VersionedHead, request: LeaseRequest) -> Operations[VersionedHead]:
     """Extend the lease. Raises Moved if another writer has acquired the session."""
-    return (yield from _replace(version, version.head.next(expires=request.expires)))
+    return (yield from _replace_head(version, version.head.next(expires=request.expires)))
 
 
 def release(version: VersionedHead) -> Operations[VersionedHead]:
     """End the lease. Raises Moved if another writer has acquired the session."""
-    return (yield from _replace(version, version.head.next(writer="", expires=RELEASED)))
+    return (yield from _replace_head(version, version.head.next(writer="", expires=RELEASED)))
 
 
 def commit(
@@ -158,24 +156,24 @@ def commit(
 ) -> Operations[VersionedHead]:
     """Make an uploaded snapshot the session's content, and delete the previous snapshot.
 
-    snapshot: uploaded by the caller, under the `snapshot_name` of a version of this lease.
+    snapshot: uploaded by the caller, under the `new_snapshot_name` of a version of this lease.
     expires, writer: of the new head; RELEASED and "" release the lease in the same operation.
     Raises Moved if another writer has acquired the session; then nothing was committed.
     """
     previous = version.head.snapshot
     head = version.head.after_commit(snapshot, expires=expires, writer=writer)
-    committed = yield from _replace(version, head)
-    yield from _delete([previous] if previous else [])
+    committed = yield from _replace_head(version, head)
+    yield from _delete_snapshots([previous] if previous else [])
     return committed
 
 
 def remove(version: VersionedHead) -> Operations[None]:
     """Remove the session and its snapshots. Its head stays, marked as removed."""
     names = yield ListSnapshots()
-    removed = version.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
-    yield from _replace(version, removed)
+    removed_head = version.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
+    yield from _replace_head(version, removed_head)
     # Snapshots of this epoch too: only this writer has it, and the next creator gets a greater one.
-    yield from _delete([name for name in names if (epoch_of(name) or 0) <= version.head.epoch])
+    yield from _delete_snapshots([n for n in names if (epoch_of(n) or 0) <= version.head.epoch])
 
 
 def collect(version: VersionedHead) -> Operations[list[str]]:
@@ -187,11 +185,11 @@ def collect(version: VersionedHead) -> Operations[list[str]]:
     names = yield ListSnapshots()
     epochs = {name: epoch_of(name) for name in names if name != version.head.snapshot}
     garbage = [n for n, epoch in epochs.items() if epoch is not None and epoch < version.head.epoch]
-    yield from _delete(garbage)
+    yield from _delete_snapshots(garbage)
     return garbage
 
 
-def _replace(previous: VersionedHead | None, head: SessionHead) -> Operations[VersionedHead]:
+def _replace_head(previous: VersionedHead | None, head: SessionHead) -> Operations[VersionedHead]:
     """Compare-and-swap the head from `previous` to `head`.
 
     If a response was lost, the nonce of the current head shows whether the put was applied. Raises
@@ -199,7 +197,7 @@ def _replace(previous: VersionedHead | None, head: SessionHead) -> Operations[Ve
     the put may have been applied, or may still be.
     """
     failure: StoreError | None = None
-    for attempt in range(ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         if attempt:
             yield Wait(attempt)
         try:
@@ -247,23 +245,23 @@ def _was_committed(
 
 
 def _read_head() -> Operations[VersionedHead | None]:
-    for attempt in range(ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         try:
             head: VersionedHead | None = yield ReadHead()
             return head
         except (CorruptFile, NewerFormat):  # another attempt would read the same
             raise
         except StoreError:
-            if attempt == ATTEMPTS - 1:
+            if attempt == MAX_ATTEMPTS - 1:
                 raise
         yield Wait(attempt + 1)
     raise AssertionError
 
 
-def _delete(names: list[str]) -> Operations[None]:
+def _delete_snapshots(names: list[str]) -> Operations[None]:
     for name in names:
         try:
-            yield Delete(name)
+            yield DeleteSnapshot(name)
         except StoreError:  # a later garbage collection deletes it
             return
 

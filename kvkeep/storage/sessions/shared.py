@@ -14,7 +14,7 @@ from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo
 from kvkeep.storage.objects.paths import ObjectPath, open_object
 from kvkeep.storage.sessions import protocol
-from kvkeep.storage.sessions.driver import HEAD, SessionObjects
+from kvkeep.storage.sessions.driver import HEAD_FILE, SessionObjects
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.interface import (
     SNAPSHOT_SUFFIX,
@@ -28,7 +28,7 @@ from kvkeep.storage.sessions.protocol import LeaseRequest, Operations, Versioned
 
 LEASE_SECONDS = 30.0  # for which a session stays leased after a command was killed
 _SESSIONS_PREFIX = "sessions/"
-_READERS = 16  # heads read at once
+_READ_THREADS = 16  # heads read at once
 _ATTEMPTS = 5  # to find a snapshot that commits keep replacing
 
 
@@ -123,13 +123,13 @@ class SharedSessions(SessionStore[SessionPath]):
     ):
         self.store, self.lease_seconds, self._clock = store, lease, clock
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
-        self._prefix = f"{_SESSIONS_PREFIX}{owner}/"
+        self._key_prefix = f"{_SESSIONS_PREFIX}{owner}/"
 
     # Reading
 
     def objects_of(self, name: str) -> SessionObjects:
         """Raises InvalidArgument for an invalid name."""
-        return SessionObjects(self.store, f"{self._prefix}{checked_name(name)}/", name)
+        return SessionObjects(self.store, f"{self._key_prefix}{checked_name(name)}/", name)
 
     def path(self, name: str) -> SessionPath:
         return SessionPath(self.objects_of(name))
@@ -144,13 +144,13 @@ class SharedSessions(SessionStore[SessionPath]):
     def _committed(self) -> list[tuple[float, SessionPath]]:
         """Return the sessions with a commit, and the times when their heads were written."""
         dated = []
-        for info in self.store.list_objects(self._prefix):
-            name, _, file = info.key.removeprefix(self._prefix).rpartition("/")
-            if file == HEAD and is_name(name):
+        for info in self.store.list_objects(self._key_prefix):
+            name, _, file = info.key.removeprefix(self._key_prefix).rpartition("/")
+            if file == HEAD_FILE and is_name(name):
                 dated.append((info.st_mtime, self.path(name)))
-        with ThreadPoolExecutor(_READERS) as readers:
-            committed = readers.map(_may_exist, [path for _, path in dated])
-            return [row for row, exists in zip(dated, committed, strict=True) if exists]
+        with ThreadPoolExecutor(_READ_THREADS) as readers:
+            exist = readers.map(_may_exist, [path for _, path in dated])
+            return [row for row, exists in zip(dated, exist, strict=True) if exists]
 
     # Writing
 
@@ -199,7 +199,7 @@ class SharedSessions(SessionStore[SessionPath]):
     def sweep(self) -> list[str]:
         """Remove what killed writers left; return it as NAME/SNAPSHOT."""
         swept = list[str]()
-        for name in _folders(self.store, self._prefix):
+        for name in _folders(self.store, self._key_prefix):
             if is_name(name):
                 with suppress(StoreError):  # leased, removed meanwhile, or with a corrupt head
                     swept += [f"{name}/{snapshot}" for snapshot in self._sweep_session(name)]
@@ -235,15 +235,15 @@ class SharedLabels(SnapshotStore[ObjectPath]):
     """
 
     def __init__(self, store: ObjectStore, owner: str):
-        self._store, self._prefix = store, f"snapshots/{owner}/"
+        self._store, self._key_prefix = store, f"snapshots/{owner}/"
 
     def path(self, name: str) -> ObjectPath:
-        return ObjectPath(self._store, f"{self._prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
+        return ObjectPath(self._store, f"{self._key_prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
 
     def names(self) -> list[str]:
-        infos = self._store.list_objects(self._prefix)
+        infos = self._store.list_objects(self._key_prefix)
         keys = (info.key for info in infos if info.key.endswith(SNAPSHOT_SUFFIX))
-        names = (key.removeprefix(self._prefix).removesuffix(SNAPSHOT_SUFFIX) for key in keys)
+        names = (key.removeprefix(self._key_prefix).removesuffix(SNAPSHOT_SUFFIX) for key in keys)
         return sorted(name for name in names if is_name(name))
 
     def remove(self, name: str) -> int:

@@ -28,8 +28,8 @@ from kvkeep.storage.files.tensors import (
     ALIGNMENT,
     DTYPE_NAMES,
     TensorEntry,
-    dense_chunks,
-    header_bytes,
+    contiguous_chunks,
+    encode_header,
 )
 from kvkeep.storage.objects.paths import Source, Target
 from kvkeep.storage.snapshots.header import (
@@ -112,14 +112,14 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _Header
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[bytes]:
     for tensor in tensors:
-        for dense in dense_chunks(tensor):
+        for dense in contiguous_chunks(tensor):
             for begin in range(0, len(dense), _CHUNK):
                 yield dense[begin : begin + _CHUNK]
 
 
 def _digest_of(tensor: Tensor) -> str:
     digest = blake3()
-    for chunk in dense_chunks(tensor):
+    for chunk in contiguous_chunks(tensor):
         digest.update(chunk)
     return digest.hexdigest()
 
@@ -143,7 +143,7 @@ def _build_header(
         name: TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
         for name, tensor in tensors.items()
     }
-    header = header_bytes(entries, metadata)
+    header = encode_header(entries, metadata)
     return with_checksum(header, blake3(header).hexdigest())
 
 
