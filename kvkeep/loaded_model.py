@@ -19,7 +19,7 @@ from kvkeep.models.weights.packed_file import checksum_of
 from kvkeep.models.weights.packing import format_name
 from kvkeep.session.default_sampling import model_sampling
 from kvkeep.session.sampling import Sampling
-from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint
+from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint
 from kvkeep.version import __version__
 
 
@@ -105,6 +105,6 @@ class LoadedModel:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The identity that snapshots are checked against. Reads all weights, once."""
-        return fingerprint(
+        return compute_fingerprint(
             self.spec, self.decoder.weights, self.text.tokenizer, self.decoder.new_cache().layout
         )

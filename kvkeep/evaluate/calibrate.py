@@ -56,7 +56,7 @@ def calibrate(
     progress = validation.progress(progress) or (lambda tokens: None)
     parts = _text_parts(model, len(ids))
     layout = model.decoder.new_cache().layout
-    hasher = blake3(str(sorted(model.fingerprint.saved().items())).encode())
+    hasher = blake3(str(sorted(model.fingerprint.to_dict().items())).encode())
     hasher.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
     digest = hasher.hexdigest()  # of model and text, on which the sums depend
     sums = CalibrationSums(layout)
@@ -73,7 +73,7 @@ def calibrate(
     r_squared = sums.held_back.r_squared(weights)
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
-    return Calibration(statistics, model.fingerprint.saved(), model.name, len(ids), r_squared)
+    return Calibration(statistics, model.fingerprint.to_dict(), model.name, len(ids), r_squared)
 
 
 def calibration_tokens(model: LoadedModel, token_count: int) -> int:

@@ -21,7 +21,7 @@ def take_snapshot(core: SessionCore) -> Snapshot:
     model, state = core.model, core.state
     policy, cache = state.memory.policy, state.memory.cache
     return Snapshot(
-        fingerprint=model.fingerprint.saved(),
+        fingerprint=model.fingerprint.to_dict(),
         model=model.name,
         policy={
             "name": policy.name,

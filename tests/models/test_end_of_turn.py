@@ -19,7 +19,7 @@ from kvkeep.models.gguf.convert import convert
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.end_of_turn import end_token_ids
 from kvkeep.server.grammar import Grammar
-from kvkeep.storage.snapshots.fingerprint import fingerprint
+from kvkeep.storage.snapshots.fingerprint import compute_fingerprint
 from tests.models.chat_templates import TEMPLATES
 
 
@@ -153,7 +153,7 @@ def test_answer_ends_at_the_tokenizer_s_end_token(tiny_folder: Path, tmp_path: P
     finally:
         engine.close()
     layout = model.decoder.new_cache().layout
-    alone = fingerprint(model.spec, model.decoder.weights, model.text.tokenizer, layout)
+    alone = compute_fingerprint(model.spec, model.decoder.weights, model.text.tokenizer, layout)
     assert model.fingerprint == alone
     assert model.restore(session.snapshot()).tokens == session.tokens
 

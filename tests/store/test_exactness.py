@@ -38,7 +38,7 @@ def packed_with(bits: Any, seed: int = 0) -> Model:
 
 def restored_despite_weights(model: Model, snapshot: Snapshot) -> Session:
     """Restore under a fingerprint that matches, so that only the decoder's weights can differ."""
-    fingerprint = model.fingerprint.saved()
+    fingerprint = model.fingerprint.to_dict()
     return model.restore(replace(snapshot, fingerprint=fingerprint))
 
 

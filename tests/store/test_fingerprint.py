@@ -16,7 +16,7 @@ from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint
+from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint
 
 MODEL = small_model()
 TEXT = list(b"whose cells are these?")
@@ -24,7 +24,7 @@ TEXT = list(b"whose cells are these?")
 
 def fingerprint_of(spec: ModelSpec) -> Fingerprint:
     layout = MODEL.decoder.new_cache().layout
-    return fingerprint(spec, MODEL.decoder.tensors, MODEL.text.tokenizer, layout)
+    return compute_fingerprint(spec, MODEL.decoder.tensors, MODEL.text.tokenizer, layout)
 
 
 def other_weights() -> Model:

@@ -34,7 +34,7 @@ def calibration() -> Calibration:
         torch.full(heads, 0.5),
         Surrogate.from_weights(torch.ones(*heads, 2 * spec.head_dim + 1)),
     )
-    return Calibration(statistics, MODEL.fingerprint.saved(), MODEL.name, 3000, 0.5)
+    return Calibration(statistics, MODEL.fingerprint.to_dict(), MODEL.name, 3000, 0.5)
 
 
 @pytest.fixture(params=READERS)

@@ -92,7 +92,7 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
 
 def calibration_path(model: LoadedModel) -> Path:
     """Return the default path of a model's calibration."""
-    saved = json.dumps(model.fingerprint.saved(), sort_keys=True)
+    saved = json.dumps(model.fingerprint.to_dict(), sort_keys=True)
     return _calibrations_folder() / f"{blake3(saved.encode()).hexdigest()[:24]}.kvcal"
 
 

@@ -37,7 +37,7 @@ from kvkeep.runtime.cpu import limit_torch_threads
 from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.default_sampling import model_sampling
 from kvkeep.session.sampling import Sampling
-from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weights_digest
+from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint, weights_digest
 from kvkeep.types import DtypeName
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")  # names in different architectures
@@ -104,7 +104,7 @@ class TransformersModel(Model):
         config_json = json.dumps(config, sort_keys=True, default=str)
         layout = self.decoder.new_cache().layout
         return replace(
-            fingerprint(self.spec, {}, self.text.tokenizer, layout),
+            compute_fingerprint(self.spec, {}, self.text.tokenizer, layout),
             weights=weights_digest(self.decoder.tensors),
             config=blake3(config_json.encode()).hexdigest(),
         )

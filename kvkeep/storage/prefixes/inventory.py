@@ -66,8 +66,7 @@ def prompts_of(all_blocks: Iterable[StoredBlock]) -> list[StoredPrompt]:
     leaves = [block for key, block in blocks.items() if key not in parents]
     counted_keys, prompts = set[str](), list[StoredPrompt]()
     for leaf in sorted(leaves, key=lambda block: block.last_used, reverse=True):
-        chain = {leaf.key: leaf}
-        block = leaf
+        chain, block = {leaf.key: leaf}, leaf
         while (parent := blocks.get(block.parent)) and parent.key not in chain:
             chain[parent.key] = block = parent  # forged names may form a circle, so it stops there
         prompt_blocks = tuple(reversed(chain.values()))

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument, Locked, StoreError
@@ -103,7 +102,7 @@ class PrefixStore:
             sweep_temporaries(self.path)
             quota = _Quota(self._files(), self.max_bytes, ancestors)
             for block, cells in zip(prompt_blocks[len(stored) :], blocks, strict=False):
-                if not self._put(block, fingerprint, *cells, quota):
+                if not self._put(block, fingerprint, cells, quota):
                     break
                 stored.append(block)
             self._touch(stored)
@@ -161,15 +160,10 @@ class PrefixStore:
         return None if container is None else block.cells(container, fingerprint)
 
     def _put(
-        self,
-        block: PrefixBlock,
-        fingerprint: Fingerprint,
-        keys: Tensor,
-        values: Tensor,
-        quota: "_Quota",
+        self, block: PrefixBlock, fingerprint: Fingerprint, cells: BlockCells, quota: "_Quota"
     ) -> bool:
         """Write a block unless it is stored. Returns False if there is no room for it."""
-        path = self._block_path(block)
+        (keys, values), path = cells, self._block_path(block)
         if self._read(block, fingerprint) is not None:
             quota.pin(path)
             return True

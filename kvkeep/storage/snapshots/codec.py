@@ -17,7 +17,7 @@ Codec = Literal["none", "zstd", "int8"]
 CODECS: tuple[str, ...] = get_args(Codec)
 _ZSTD_LEVEL = 1  # level 3 gives a larger result for keys and values, in twice the time
 # Real keys and values shrink to about half. Larger expansions (a decompression bomb) are refused.
-_MAX_EXPANSION, _ALWAYS_ALLOWED = 4096, 1 << 20  # a factor, and bytes on top
+_MAX_EXPANSION_FACTOR, _ALWAYS_ALLOWED_BYTES = 4096, 1 << 20  # a factor, bytes on top
 _MIN_SCALE, _MAX_SCALE = 1e-7, 65504.0  # the range of float16
 
 
@@ -32,33 +32,33 @@ def encode(
     if codec not in CODECS:
         raise InvalidArgument(f"codec must be one of {', '.join(CODECS)}; found {codec!r}")
     stored: dict[str, Tensor] = {}
-    coding: dict[str, dict[str, Any]] = {}
+    encodings: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         if codec == "none" or not name.endswith((".keys", ".values")):
             stored[name] = tensor
             continue
         dtype = str(tensor.dtype).removeprefix("torch.")
-        coding[name] = {"codec": codec, "dtype": dtype, "shape": list(tensor.shape)}
+        encodings[name] = {"codec": codec, "dtype": dtype, "shape": list(tensor.shape)}
         if codec == "zstd":
             stored[f"{name}.zstd"] = _compress(tensor)
         else:
             stored[f"{name}.int8"], stored[f"{name}.scale"] = _quantise(tensor)
-    return stored, coding
+    return stored, encodings
 
 
 def decode(
-    stored: Mapping[str, Tensor], coding: Mapping[str, Mapping[str, Any]]
+    stored: Mapping[str, Tensor], encodings: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """Undo `encode`. Raises KeyError or ValueError if the tensors do not match their coding."""
+    """Undo `encode`. Raises KeyError or ValueError if the tensors do not match their encodings."""
     tensors = dict(stored)
-    for name, entry in coding.items():
-        dtype = getattr(torch, entry["dtype"])
-        if entry["codec"] == "zstd":
-            tensors[name] = _decompress(tensors.pop(f"{name}.zstd"), dtype, entry["shape"])
+    for name, encoding in encodings.items():
+        dtype = getattr(torch, encoding["dtype"])
+        if encoding["codec"] == "zstd":
+            tensors[name] = _decompress(tensors.pop(f"{name}.zstd"), dtype, encoding["shape"])
         else:
             quantised, scale = tensors.pop(f"{name}.int8"), tensors.pop(f"{name}.scale")
-            require_tensor(f"{name}.int8", quantised, torch.int8, *entry["shape"])
-            require_tensor(f"{name}.scale", scale, torch.float16, *entry["shape"][:-1], 1)
+            require_tensor(f"{name}.int8", quantised, torch.int8, *encoding["shape"])
+            require_tensor(f"{name}.scale", scale, torch.float16, *encoding["shape"][:-1], 1)
             tensors[name] = (quantised * scale.float()).to(dtype)
     return tensors
 
@@ -68,33 +68,33 @@ def _compress(tensor: Tensor) -> Tensor:
 
     In a bfloat16 only the byte with the exponent has a pattern; in its own plane it compresses.
     """
-    rows = tensor.contiguous().view(torch.uint8).reshape(-1, tensor.dtype.itemsize).numpy()
-    planes = np.empty(rows.shape[::-1], np.uint8)
+    byte_rows = tensor.contiguous().view(torch.uint8).reshape(-1, tensor.dtype.itemsize).numpy()
+    planes = np.empty(byte_rows.shape[::-1], np.uint8)
     for index, plane in enumerate(planes):  # ten times faster than a transposed copy
-        plane[:] = rows[:, index]
-    data = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=-1).compress(planes.data)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        plane[:] = byte_rows[:, index]
+    compressed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=-1).compress(planes.data)
+    return torch.frombuffer(bytearray(compressed), dtype=torch.uint8)
 
 
-def _decompress(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    size = math.prod(shape) * dtype.itemsize
-    if not size:
+def _decompress(compressed: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    frame = tensor_bytes(data)
-    if size > _ALWAYS_ALLOWED + _MAX_EXPANSION * len(frame):
-        raise ValueError(f"{len(frame)} bytes of compressed data cannot hold {size} bytes")
-    if zstandard.frame_content_size(frame) != size:
-        raise ValueError(f"compressed data does not hold the {size} bytes of {shape}")
+    frame = tensor_bytes(compressed)
+    if nbytes > _ALWAYS_ALLOWED_BYTES + _MAX_EXPANSION_FACTOR * len(frame):
+        raise ValueError(f"{len(frame)} bytes of compressed data cannot hold {nbytes} bytes")
+    if zstandard.frame_content_size(frame) != nbytes:
+        raise ValueError(f"compressed data does not hold the {nbytes} bytes of {shape}")
     try:
-        plain = zstandard.ZstdDecompressor().decompress(frame)
+        decompressed = zstandard.ZstdDecompressor().decompress(frame)
     except zstandard.ZstdError as error:
         raise ValueError(f"compressed data cannot be read: {error}") from error
-    planes = np.frombuffer(plain, np.uint8).reshape(dtype.itemsize, -1)
+    planes = np.frombuffer(decompressed, np.uint8).reshape(dtype.itemsize, -1)
     # torch aligns it to 64 bytes; numpy's arrays are not aligned.
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    rows = tensor.view(-1).view(torch.uint8).view(-1, dtype.itemsize).numpy()
+    byte_rows = tensor.view(-1).view(torch.uint8).view(-1, dtype.itemsize).numpy()
     for index, plane in enumerate(planes):
-        rows[:, index] = plane
+        byte_rows[:, index] = plane
     return tensor
 
 

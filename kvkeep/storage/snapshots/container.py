@@ -41,7 +41,7 @@ from kvkeep.storage.snapshots.header import (
 )
 
 PADDING = "padding."  # name prefix of tensors that only fill up to the alignment
-_CHUNK = 1 << 22  # bytes read, hashed or fsynced at once
+_CHUNK_BYTES = 1 << 22  # bytes read, hashed or fsynced at once
 _THREADS = 2  # for hashing and fsync, beside the one that writes
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _HeaderBuilder = Callable[[Mapping[str, str]], bytes]  # from the tensors' checksums
@@ -58,7 +58,7 @@ class Container:
 def write_container(
     path: Path | Target,
     kind: str,
-    version: int,
+    format_version: int,
     document: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> int:
@@ -67,8 +67,8 @@ def write_container(
     Tensors may have any strides; they are written in chunks, without a full copy. Raises StoreError
     if writing fails; then the existing file is unchanged.
     """
-    padded = dict(_padded({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
-    build_header = partial(_build_header, kind, version, document, padded)
+    padded = dict(_with_padding({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
+    build_header = partial(_build_header, kind, format_version, document, padded)
     if isinstance(path, Path):
         return _write_file(path, padded, build_header)
     return _upload(path, padded, build_header)
@@ -77,8 +77,8 @@ def write_container(
 def _upload(target: Target, tensors: Mapping[str, Tensor], build_header: _HeaderBuilder) -> int:
     """Upload to a target without seek: hash all tensors first, then stream header and tensors."""
     with ThreadPoolExecutor(_THREADS) as executor:
-        digests = executor.map(_digest_of, tensors.values())
-        header = build_header(dict(zip(tensors, digests, strict=True)))
+        checksums = executor.map(_checksum_of, tensors.values())
+        header = build_header(dict(zip(tensors, checksums, strict=True)))
     target.write_chunks(lambda: chain([header], _chunks(tensors.values())))
     return len(header) + sum(tensor.nbytes for tensor in tensors.values())
 
@@ -87,18 +87,18 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _Header
     try:
         # Hashing, writing and fsync overlap.
         with atomic_writer(path) as file, ThreadPoolExecutor(_THREADS) as executor:
-            digests = {name: executor.submit(_digest_of, t) for name, t in tensors.items()}
+            checksums = {name: executor.submit(_checksum_of, t) for name, t in tensors.items()}
             syncs = []
             unsynced = file.write(build_header(dict.fromkeys(tensors, NO_CHECKSUM)))  # same size
             for chunk in _chunks(tensors.values()):
                 unsynced += file.write(chunk)
-                if unsynced >= _CHUNK:
+                if unsynced >= _CHUNK_BYTES:
                     file.flush()
                     syncs.append(executor.submit(os.fsync, file.fileno()))
                     unsynced = 0
             size = file.tell()
             file.seek(0)
-            file.write(build_header({name: digest.result() for name, digest in digests.items()}))
+            file.write(build_header({name: c.result() for name, c in checksums.items()}))
             for sync in syncs:
                 sync.result()
     except OSError as error:
@@ -113,20 +113,20 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _Header
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[bytes]:
     for tensor in tensors:
         for dense in contiguous_chunks(tensor):
-            for begin in range(0, len(dense), _CHUNK):
-                yield dense[begin : begin + _CHUNK]
+            for begin in range(0, len(dense), _CHUNK_BYTES):
+                yield dense[begin : begin + _CHUNK_BYTES]
 
 
-def _digest_of(tensor: Tensor) -> str:
-    digest = blake3()
+def _checksum_of(tensor: Tensor) -> str:
+    hasher = blake3()
     for chunk in contiguous_chunks(tensor):
-        digest.update(chunk)
-    return digest.hexdigest()
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def _build_header(
     kind: str,
-    version: int,
+    format_version: int,
     document: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     checksums: Mapping[str, str],
@@ -134,7 +134,7 @@ def _build_header(
     """Return a header with its own checksum. Its size does not depend on the checksums."""
     metadata = {
         "kvkeep": kind,
-        "version": str(version),
+        "version": str(format_version),
         "checksum": NO_CHECKSUM,
         "checksums": json.dumps(checksums),
         "document": json.dumps(document),
@@ -147,23 +147,23 @@ def _build_header(
     return with_checksum(header, blake3(header).hexdigest())
 
 
-def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _with_padding(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Insert padding tensors for the alignment, as safetensors allows no gaps."""
     for name, tensor in tensors.items():
         yield name, tensor
-        if missing := -tensor.nbytes % ALIGNMENT:
-            yield f"{PADDING}{name}", torch.zeros(missing, dtype=torch.uint8, device="cpu")
+        if padding_bytes := -tensor.nbytes % ALIGNMENT:
+            yield f"{PADDING}{name}", torch.zeros(padding_bytes, dtype=torch.uint8, device="cpu")
 
 
 def read_container(
-    path: Source, kind: str, newest: int, names: Collection[str] | None = None
+    path: Source, kind: str, max_format: int, names: Collection[str] | None = None
 ) -> Container:
     """Read a file and verify every byte of it.
 
     Tensors are copies, not memory mappings: a mapping would show later changes made in place, and
     a truncated file would kill the process (SIGBUS).
 
-    newest: the newest format to read. names: of the tensors to read and verify; None for all.
+    max_format: the newest format to read. names: of the tensors to read and verify; None for all.
 
     Raises:
         ForeignFile: it is not a kvkeep file of this kind.
@@ -173,14 +173,14 @@ def read_container(
     """
     # Header and tensors come from one open file: another one may replace it under its path.
     with open_source(path) as file:
-        return read_open_container(file, path, kind, newest, names)
+        return read_open_container(file, path, kind, max_format, names)
 
 
 def read_open_container(
-    file: BinaryIO, path: Source, kind: str, newest: int, names: Collection[str] | None = None
+    file: BinaryIO, path: Source, kind: str, max_format: int, names: Collection[str] | None = None
 ) -> Container:
     """Read an open file as `read_container` does. path: for messages."""
-    header = read_header(file, path, kind, newest)
+    header = read_header(file, path, kind, max_format)
     extents = {name: e for name, e in header.extents.items() if names is None or name in names}
     offsets = accumulate((_aligned(e.end - e.begin) for e in extents.values()), initial=0)
     memory = _allocate(sum(_aligned(e.end - e.begin) for e in extents.values()))
@@ -204,18 +204,18 @@ def _read_into(
     """Fill a buffer from a file; return its checksum. Reading and hashing overlap."""
 
     def next_chunk() -> memoryview:
-        count = file.readinto(buffer[filled : filled + _CHUNK])  # type: ignore[attr-defined]
+        count = file.readinto(buffer[filled : filled + _CHUNK_BYTES])  # type: ignore[attr-defined]
         return buffer[filled : filled + count]
 
-    digest, filled = blake3(), 0
+    hasher, filled = blake3(), 0
     file.seek(begin)
     chunk = next_chunk()
     while chunk:
         filled += len(chunk)
-        following = read_ahead.submit(next_chunk)
-        digest.update(chunk)
-        chunk = following.result()
-    return digest.hexdigest()
+        next_future = read_ahead.submit(next_chunk)
+        hasher.update(chunk)
+        chunk = next_future.result()
+    return hasher.hexdigest()
 
 
 def _tensor_at(memory: mmap.mmap, offset: int, extent: TensorExtent) -> Tensor:

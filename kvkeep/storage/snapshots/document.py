@@ -10,11 +10,11 @@ from kvkeep.cache.checks import require, require_bool, require_int
 from kvkeep.cache.state import MAX_CELLS, MAX_EXACT_INT
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_OBJECTS = ("fingerprint", "policy", "settings", "sampler", "layout", "coding")
-_TYPES = {"model": str, "codec": str, "segments": list, **dict.fromkeys(_OBJECTS, dict)}
-_MAX_TIME = 2**40  # seconds since 1970; later times overflow calendars
+_OBJECT_FIELDS = ("fingerprint", "policy", "settings", "sampler", "layout", "coding")
+_FIELD_TYPES = {"model": str, "codec": str, "segments": list, **dict.fromkeys(_OBJECT_FIELDS, dict)}
+_MAX_CREATED = 2**40  # seconds since 1970; later times overflow calendars
 _LAYOUT_SIZES = ("layers", "kv_heads", "head_dim")
-_MAX_SIZE = 2**20  # of each
+_MAX_LAYOUT_SIZE = 2**20  # of each of them
 
 
 def check_document(document: Mapping[str, Any]) -> None:
@@ -22,7 +22,7 @@ def check_document(document: Mapping[str, Any]) -> None:
 
     Does not check that the document agrees with the tensors or with a model.
     """
-    for name, expected_type in _TYPES.items():
+    for name, expected_type in _FIELD_TYPES.items():
         _require_type(name, document[name], expected_type)
     for name in ("bits", "notes", "arithmetic"):
         _require_type(name, document.get(name, {}), dict)
@@ -31,7 +31,7 @@ def check_document(document: Mapping[str, Any]) -> None:
     require_int("clock", document["clock"], -MAX_EXACT_INT, MAX_EXACT_INT)
     created = document["created"]
     require(
-        type(created) in (int, float) and 0 <= created <= _MAX_TIME,
+        type(created) in (int, float) and 0 <= created <= _MAX_CREATED,
         f"created must be seconds since 1970; found {created!r}",
     )
     for name in ("fingerprint", "arithmetic"):
@@ -42,15 +42,15 @@ def check_document(document: Mapping[str, Any]) -> None:
     check_settings(document["settings"], document["tokens"])
     for entry in document["segments"]:
         _check_segment(entry)
-    for name, coding in document["coding"].items():
-        _check_coding(name, coding)
+    for name, encoding in document["coding"].items():
+        _check_encoding(name, encoding)
     layout_of(document["layout"])
     if any(entry.get("local", False) for entry in document["segments"]):
         layout_of(document["local_layout"])
 
 
-def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
-    """Check the settings of a session with so many tokens. Raises as `check_document`."""
+def check_settings(settings: Mapping[str, Any], token_count: int) -> None:
+    """Check the settings of a session of `token_count` tokens. Raises as `check_document`."""
     require_int("prefill_step", settings["prefill_step"], 1, MAX_EXACT_INT)
     require_bool("keep_whole_prompt", settings["keep_whole_prompt"])
     pins, spans = settings.get("pins", []), settings.get("spans", {})
@@ -59,8 +59,8 @@ def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
     for name, span in spans.items():
         _require_type("a span's name", name, str)
         require(len(span) == 2, f"span {name!r} must have a start and an end; found {span!r:.80}")
-        require_int(f"the start of span {name!r}", span[0], 0, tokens)
-        require_int(f"the end of span {name!r}", span[1], span[0], tokens)
+        require_int(f"the start of span {name!r}", span[0], 0, token_count)
+        require_int(f"the end of span {name!r}", span[1], span[0], token_count)
     _require_type("the window", settings.get("window", {}), dict)
 
 
@@ -69,7 +69,7 @@ def layout_of(entry: Mapping[str, Any]) -> Layout:
     _require_type("a layout", entry, dict)
     sizes = {name: entry[name] for name in _LAYOUT_SIZES}
     for name, size in sizes.items():
-        require_int(name, size, 1, _MAX_SIZE)
+        require_int(name, size, 1, _MAX_LAYOUT_SIZE)
     return Layout(**sizes, dtype=dtype_of(entry["dtype"]), device=torch.device("cpu"))
 
 
@@ -98,7 +98,7 @@ def _check_segment(entry: Any) -> None:
     require(entry["length"] <= entry["limit"], "a segment longer than its limit")
     for name in ("anchor", "frozen", "slot_order"):
         require_bool(name, entry[name])
-    for name in ("sealed", "compressed", "ragged", "worth", "local"):
+    for name in ("sealed", "compressed", "ragged", "worth", "local"):  # worth: scores of cells
         require_bool(name, entry.get(name, False))
     is_full = entry["length"] == entry["capacity"]
     if entry.get("ragged", False):
@@ -108,12 +108,12 @@ def _check_segment(entry: Any) -> None:
     require(is_full or not entry["slot_order"], "a ring that is not full")
 
 
-def _check_coding(name: str, coding: Any) -> None:
-    _require_type(f"the coding of {name}", coding, dict)
-    require(coding["codec"] in ("zstd", "int8"), f"{name} is coded in an unknown way")
-    dtype_of(coding["dtype"])
-    _require_type("shape", coding["shape"], list)
-    for size in coding["shape"]:
+def _check_encoding(name: str, encoding: Any) -> None:
+    _require_type(f"the coding of {name}", encoding, dict)
+    require(encoding["codec"] in ("zstd", "int8"), f"{name} is coded in an unknown way")
+    dtype_of(encoding["dtype"])
+    _require_type("shape", encoding["shape"], list)
+    for size in encoding["shape"]:
         require_int(f"the shape of {name}", size, 0, MAX_CELLS)
 
 

@@ -17,7 +17,7 @@ from kvkeep.errors import FingerprintMismatch
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.storage.files.tensors import tensor_bytes
 
-_ROPE = ("kind", "inverse_frequencies", "attention_scaling")
+_ROPE_FIELDS = ("kind", "inverse_frequencies", "attention_scaling")
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Fingerprint:
     layout: str
     earlier_tokenizer: str = field(default="", repr=False, compare=False)
 
-    def saved(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str]:
         return {name: value for name, value in vars(self).items() if name != "earlier_tokenizer"}
 
     def digest(self) -> str:
         """Return one hex digest of all saved fields."""
-        return _digest(self.saved())
+        return _digest(self.to_dict())
 
     def describes(self, cells: Tensor) -> bool:
         """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout."""
@@ -59,7 +59,7 @@ class Fingerprint:
 
         source: of the saved one, for the message.
         """
-        differing = [name for name, value in self.saved().items() if saved.get(name) != value]
+        differing = [name for name, value in self.to_dict().items() if saved.get(name) != value]
         if "tokenizer" in differing and saved.get("tokenizer") == self.earlier_tokenizer:
             differing.remove("tokenizer")
         if "dtype" in differing and "weights" in differing:
@@ -78,7 +78,7 @@ class Fingerprint:
         return f"the {name} {verb} ({there} there, {here} here)"
 
 
-def fingerprint(
+def compute_fingerprint(
     spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, layout: Layout
 ) -> Fingerprint:
     """Compute the fingerprint of a model, which reads all weights."""
@@ -98,16 +98,16 @@ def _config_without_rope(spec: ModelSpec) -> dict[str, object]:
 
     So a model keeps its digest when a field with a default is added for other models.
     """
-    values = {f.name: getattr(spec, f.name) for f in fields(ModelSpec)}
-    non_default = [f.name for f in fields(ModelSpec) if values[f.name] != f.default]
-    return {name: values[name] for name in non_default if name not in ("rope", "local_rope")}
+    field_values = {f.name: getattr(spec, f.name) for f in fields(ModelSpec)}
+    non_default = [f.name for f in fields(ModelSpec) if field_values[f.name] != f.default]
+    return {name: field_values[name] for name in non_default if name not in ("rope", "local_rope")}
 
 
 def _rope_tables(spec: ModelSpec) -> dict[str, object]:
-    table: dict[str, object] = {name: getattr(spec.rope, name) for name in _ROPE}
+    tables: dict[str, object] = {name: getattr(spec.rope, name) for name in _ROPE_FIELDS}
     if spec.local_rope:
-        table["local"] = {name: getattr(spec.local_rope, name) for name in _ROPE}
-    return table
+        tables["local"] = {name: getattr(spec.local_rope, name) for name in _ROPE_FIELDS}
+    return tables
 
 
 def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
@@ -140,12 +140,12 @@ def _digest(value: object) -> str:
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     """Digest every tensor's name, shape and bytes."""
-    digest = blake3(max_threads=blake3.AUTO)
+    hasher = blake3(max_threads=blake3.AUTO)
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor_bytes(tensor.cpu().contiguous()))
-    return digest.hexdigest()
+        hasher.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        hasher.update(tensor_bytes(tensor.cpu().contiguous()))
+    return hasher.hexdigest()
 
 
 _NO_ARITHMETIC = "what computed it is not noted there, as an earlier kvkeep saved it"
@@ -178,10 +178,10 @@ class Exactness:
             return cls((*differs, _NO_ARITHMETIC))
         if there.get("kernels") in _RENAMED_KERNELS:
             there = {**there, "kernels": _RENAMED_KERNELS[there["kernels"]]}
-        names = [name for name in here if there.get(name) != here[name]]
-        if "weights" in names and "packed weights" in names:
-            names.remove("packed weights")  # follows from other weights
-        for name in names:
+        differing = [name for name in here if there.get(name) != here[name]]
+        if "weights" in differing and "packed weights" in differing:
+            differing.remove("packed weights")  # follows from other weights
+        for name in differing:
             saved, present = (entry.get(name, "")[:40] or "none" for entry in (there, here))
             differs.append(f"{name}: {saved} there, {present} here")
         return cls(tuple(differs))

@@ -25,20 +25,20 @@ from kvkeep.errors import (
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.objects.paths import Source, as_path
 
-SNAPSHOT, SNAPSHOT_FORMAT = "snapshot", 6  # kind and newest format of snapshot files
+SNAPSHOT_KIND, SNAPSHOT_FORMAT = "snapshot", 6  # kind and newest format of snapshot files
 NO_CHECKSUM = "0" * 64  # in place of the header's own checksum while that is computed
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 
 
-def read_document(path: Source, kind: str, newest: int) -> dict[str, Any]:
+def read_document(path: Source, kind: str, max_format: int) -> dict[str, Any]:
     """Return the document in a file's verified header, without reading tensors.
 
     Raises as `read_container`.
     """
     with open_source(path) as file:
-        return read_header(file, path, kind, newest).document
+        return read_header(file, path, kind, max_format).document
 
 
 @contextmanager
@@ -70,36 +70,36 @@ class Header:
     extents: dict[str, TensorExtent]
 
 
-def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
+def read_header(file: BinaryIO, path: Source, kind: str, max_format: int) -> Header:
     """Read and verify a header. path: for messages. Raises as `read_container`."""
-    size = file.seek(0, 2)
+    file_size = file.seek(0, 2)
     file.seek(0)
-    start = file.read(8)
-    if not size:
+    length_prefix = file.read(8)
+    if not file_size:
         raise ForeignFile(f"{path} is not a kvkeep {kind}: it is empty")
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    text = file.read(length) if length <= MAX_HEADER else b""
-    if not text or not (text.startswith(_MAGIC) or _MAGIC.startswith(text)):
+    length = struct.unpack("<Q", length_prefix)[0] if len(length_prefix) == 8 else 0
+    header_json = file.read(length) if length <= MAX_HEADER_BYTES else b""
+    if not header_json or not (header_json.startswith(_MAGIC) or _MAGIC.startswith(header_json)):
         raise ForeignFile(f"{path} is not a kvkeep {kind}: it does not begin like one")
-    if len(text) < length:
+    if len(header_json) < length:
         raise TruncatedFile(f"{path} is truncated: it ends within its header")
-    checksum = blake3(with_checksum(start + text, NO_CHECKSUM)).hexdigest()
-    if with_checksum(start + text, checksum) != start + text:
+    checksum = blake3(with_checksum(length_prefix + header_json, NO_CHECKSUM)).hexdigest()
+    if with_checksum(length_prefix + header_json, checksum) != length_prefix + header_json:
         raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
     try:
-        entries = json.loads(text, object_pairs_hook=_dict_without_duplicates)
+        entries = json.loads(header_json, object_pairs_hook=_dict_without_duplicates)
         metadata = entries.pop("__metadata__")
-        file_kind, version = metadata["kvkeep"], int(metadata["version"])
-        if version < 1:
-            raise ValueError(f"there is no format {version}")
-        if file_kind == kind and version <= newest:
-            return _checked_header(path, size, 8 + length, metadata, entries)
+        file_kind, file_format = metadata["kvkeep"], int(metadata["version"])
+        if file_format < 1:
+            raise ValueError(f"there is no format {file_format}")
+        if file_kind == kind and file_format <= max_format:
+            return _checked_header(path, file_size, 8 + length, metadata, entries)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(f"{path} is corrupt: its header makes no sense ({error!r})") from error
     if file_kind != kind:
         raise ForeignFile(f"{path} is a kvkeep {file_kind}; expected a {kind}")
     raise NewerFormat(
-        f"{path} has format {version}; this kvkeep reads up to {newest}: upgrade kvkeep"
+        f"{path} has format {file_format}; this kvkeep reads up to {max_format}: upgrade kvkeep"
     )
 
 
@@ -117,7 +117,7 @@ def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked_header(
-    path: Source, size: int, data_begin: int, metadata: dict[str, str], entries: dict[str, Any]
+    path: Source, file_size: int, data_begin: int, metadata: dict[str, str], entries: dict[str, Any]
 ) -> Header:
     """Check that tensors fill the file from `data_begin` on, with the sizes of their shapes."""
     extents, end = dict[str, TensorExtent](), data_begin
@@ -134,10 +134,10 @@ def _checked_header(
     checksums, document = json.loads(metadata["checksums"]), json.loads(metadata["document"])
     if checksums.keys() != extents.keys() or not isinstance(document, dict):
         raise ValueError("checksums and tensors do not match")
-    if size < end:
-        raise TruncatedFile(f"{path} is truncated: {end - size} of its bytes are missing")
-    if size > end:
-        raise CorruptFile(f"{path} is corrupt: {size - end} bytes too many")
+    if file_size < end:
+        raise TruncatedFile(f"{path} is truncated: {end - file_size} of its bytes are missing")
+    if file_size > end:
+        raise CorruptFile(f"{path} is corrupt: {file_size - end} bytes too many")
     return Header(document, checksums, extents)
 
 
@@ -155,7 +155,7 @@ class SnapshotSummary:
 
 def read_summary(path: str | Source) -> SnapshotSummary:
     """Read a snapshot file's header alone. Raises as `Snapshot.load`."""
-    document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+    document = read_document(as_path(path), SNAPSHOT_KIND, SNAPSHOT_FORMAT)
     try:
         segments, policy = document["segments"], document["policy"]
         summary = SnapshotSummary(
@@ -189,7 +189,7 @@ def check_output_path(path: Path, kind: str) -> None:
         raise InvalidArgument(f"{path} is a device or a pipe; expected a file to write to")
     try:
         if path.stat().st_size:
-            read_document(path, kind, newest=1)
+            read_document(path, kind, max_format=1)
     except ForeignFile as error:
         raise InvalidArgument(
             f"{path} exists and is no {kind}, so it was left as it is; give another name, or "

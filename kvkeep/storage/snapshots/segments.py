@@ -9,12 +9,12 @@ from kvkeep.cache import Block, Cells, Layout, PositionMap, Ragged, Segment
 from kvkeep.cache.quantised import KVTensor, Quantised
 from kvkeep.cache.state import check_cells
 
-_SCORES = "worth"  # the name of `Ragged.scores` in files
+_SCORES_FIELD = "worth"  # the name of `Ragged.scores` in files
 
 
 def _tensor_names(compressed: bool, ragged: bool, has_scores: bool) -> list[str]:
     """Return the names of a segment's tensors besides keys and values."""
-    optional = {"bias": compressed, "counts": ragged, _SCORES: has_scores}
+    optional = {"bias": compressed, "counts": ragged, _SCORES_FIELD: has_scores}
     return ["positions", "serials", *(name for name, is_stored in optional.items() if is_stored)]
 
 
@@ -25,7 +25,7 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
     tensors = _kv_tensors(f"segment.{index}.keys", cells.stored_keys)
     tensors |= _kv_tensors(f"segment.{index}.values", cells.stored_values)
     return tensors | {
-        f"segment.{index}.{name}": getattr(cells, "scores" if name == _SCORES else name)
+        f"segment.{index}.{name}": getattr(cells, "scores" if name == _SCORES_FIELD else name)
         for name in _tensor_names(segment.compressed, is_ragged(segment), has_scores(segment))
     }
 
@@ -42,14 +42,14 @@ def has_scores(segment: Segment) -> bool:
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
     """Return everything but a segment's tensors, as JSON values. local: is it of local layers."""
     wraps = segment.wrapped or segment.places_wrap
-    optional = {"ragged": is_ragged(segment), _SCORES: has_scores(segment), "local": local}
+    optional = {"ragged": is_ragged(segment), _SCORES_FIELD: has_scores(segment), "local": local}
     return {
         "map": asdict(segment.map),
         "limit": segment.limit,
         "anchor": segment.anchor,
-        "frozen": segment.frozen,
-        "sealed": segment.sealed,
-        "start": segment.first_place,
+        "frozen": segment.frozen,  # takes no new cells until it is reopened
+        "sealed": segment.sealed,  # never takes new cells
+        "start": segment.first_place,  # the place of the oldest cell; see `Segment`
         "length": segment.length,
         "capacity": segment.limit if wraps else segment.first_place + segment.length,
         "slot_order": _in_slot_order(segment),
@@ -67,7 +67,7 @@ def read_segment(
     takes the segment. Raises KeyError, TypeError or ValueError if entry and tensors do not match.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
-    names = _tensor_names(compressed, ragged, entry.get(_SCORES, False))
+    names = _tensor_names(compressed, ragged, entry.get(_SCORES_FIELD, False))
     cells = (Ragged if ragged else Cells)(
         _read_kv(f"segment.{index}.keys", layout.key_bits, tensors),
         _read_kv(f"segment.{index}.values", layout.value_bits, tensors),

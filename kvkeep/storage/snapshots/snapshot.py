@@ -17,7 +17,7 @@ from kvkeep.storage.objects.paths import Source, Target, as_path
 from kvkeep.storage.snapshots.codec import Codec, decode, encode
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import check_document, layout_of
-from kvkeep.storage.snapshots.header import SNAPSHOT, SNAPSHOT_FORMAT, read_document
+from kvkeep.storage.snapshots.header import SNAPSHOT_FORMAT, SNAPSHOT_KIND, read_document
 from kvkeep.storage.snapshots.memory_state import MemoryState
 from kvkeep.storage.snapshots.segments import (
     has_scores,
@@ -27,7 +27,7 @@ from kvkeep.storage.snapshots.segments import (
     segment_tensors,
 )
 
-_RECURRENT = "recurrent."  # prefix of the names of recurrent states
+_RECURRENT_PREFIX = "recurrent."  # of the names of recurrent states
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Snapshot:
             tensors |= {"hidden": memory.hidden, "logits": memory.logits}
         if (observed := cache.observed_queries) is not None:
             tensors |= {"queries": observed.vectors, "query_times": observed.times}
-        tensors |= {f"{_RECURRENT}{name}": state for name, state in cache.recurrent_states.items()}
-        stored, coding = encode(tensors, codec)
+        tensors |= {f"{_RECURRENT_PREFIX}{name}": state for name, state in cache.recurrent_states.items()}
+        stored, encodings = encode(tensors, codec)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
             "fingerprint": self.fingerprint,
@@ -159,27 +159,27 @@ class Snapshot:
             ],
             "codec": codec,
             "arithmetic": self.arithmetic,
-            "coding": coding,
+            "coding": encodings,
             "created": self.created,
             "notes": self.notes,
         }
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
-        return write_container(as_path(path), SNAPSHOT, self._format, document, stored)
+        return write_container(as_path(path), SNAPSHOT_KIND, self._min_format, document, stored)
 
     @property
-    def _format(self) -> int:
+    def _min_format(self) -> int:
         """The oldest format whose readers know everything in this snapshot."""
         segments = self.segments
         compressed = any(segment.compressed for segment in segments)
-        needed_by = {
+        needs_format = {
             6: bool(self.recurrent),
             5: bool(self.local),
             4: any(has_scores(segment) for segment in segments),
             3: "budget" in self.policy or any(is_ragged(segment) for segment in segments),
             2: self.bits != Bits() or self.observed is not None or compressed,
         }
-        return next((version for version, needed in needed_by.items() if needed), 1)
+        return next((version for version, needed in needs_format.items() if needed), 1)
 
     @classmethod
     def load(cls, path: str | Source) -> "Snapshot":
@@ -188,15 +188,15 @@ class Snapshot:
         path: of a file, or the URL of an object. Raises StoreError and its kinds: foreign, newer,
         truncated, corrupt.
         """
-        container = read_container(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+        container = read_container(as_path(path), SNAPSHOT_KIND, SNAPSHOT_FORMAT)
         with _damage_as_corrupt_file(path):
             check_document(container.document)
-            return _from_file(container.document, container.tensors)
+            return _from_document(container.document, container.tensors)
 
 
 def describe(path: str | Source) -> dict[str, Any]:
     """Return the document of a snapshot file, from its checked header alone. Raises as `load`."""
-    document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+    document = read_document(as_path(path), SNAPSHOT_KIND, SNAPSHOT_FORMAT)
     with _damage_as_corrupt_file(path):
         check_document(document)
     return document
@@ -214,17 +214,17 @@ def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
         ) from error
 
 
-def _from_file(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
+def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
     bits, layout = Bits(**document.get("bits", {})), layout_of(document["layout"])
     local_layout = layout_of(document["local_layout"]) if "local_layout" in document else None
-    near, far = bits.layouts(layout)
+    near, far = bits.layouts(layout)  # of cells in the window, and in anchors
     local = bits.layouts(local_layout)[0] if local_layout else None
     layouts = list[Layout]()  # of each segment
     for entry in document["segments"]:
-        cells = local if entry.get("local", False) else far if entry["anchor"] else near
-        assert cells is not None, "`check_document` requires a layout of local segments"
-        layouts.append(cells)
-    _check_coded_shapes(document, stored, layouts)
+        cell_layout = local if entry.get("local", False) else far if entry["anchor"] else near
+        assert cell_layout is not None, "`check_document` requires a layout of local segments"
+        layouts.append(cell_layout)
+    _check_encoded_shapes(document, stored, layouts)
     tensors = decode(stored, document["coding"])
     require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
     settings = document["settings"]
@@ -267,14 +267,14 @@ def _cache_state(
         observed_queries=None if queries is None else Queries(queries, tensors["query_times"]),
         local=tuple(segments[True]),
         recurrent_states={
-            name.removeprefix(_RECURRENT): state
+            name.removeprefix(_RECURRENT_PREFIX): state
             for name, state in tensors.items()
-            if name.startswith(_RECURRENT)
+            if name.startswith(_RECURRENT_PREFIX)
         },
     )
 
 
-def _check_coded_shapes(
+def _check_encoded_shapes(
     document: dict[str, Any], stored: dict[str, Tensor], layouts: Sequence[Layout]
 ) -> None:
     """Check encoded keys and values against their segment's shape, before they are allocated."""
@@ -289,8 +289,8 @@ def _check_coded_shapes(
             require_tensor("positions", positions, torch.int64, None)
             shape[:3] = [len(positions)]
         shapes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
-    for name, coding in document["coding"].items():
-        require(coding["shape"] == shapes[name], f"{name} is coded as of another shape")
+    for name, encoding in document["coding"].items():
+        require(encoding["shape"] == shapes[name], f"{name} is coded as of another shape")
 
 
 def _layout_entry(layout: Layout) -> dict[str, Any]:
