@@ -121,7 +121,7 @@ def _gigabytes(bytes_per_second: float) -> str:
 def disk(as_json: bool = JSON) -> None:
     """Say what kvkeep takes on disk, by kind, and what makes room."""
     sessions = session_folder()
-    size = sum(path.stat().st_size for path in sessions.newest())
+    size = sum(path.stat().st_size for path in sessions.newest_first())
     rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(sessions.root))]
     other_bytes = folder_size(home())
     for folder_name, (description, remedy) in _DISK_FOLDERS.items():

@@ -192,7 +192,7 @@ class SessionMiddleware:
 
     async def _list(self, exchange: Exchange) -> None:
         leases, sessions = self._leases, self._leases.sessions_of(exchange.session_key.owner)
-        paths = await leases.call_store(lambda: list(sessions.newest()))
+        paths = await leases.call_store(lambda: list(sessions.newest_first()))
         entries = await asyncio.gather(*(leases.call_store(_stored_entry, path) for path in paths))
         data = [entry for entry in entries if entry is not None]
         await exchange.respond({"object": "list", "data": data})

@@ -60,7 +60,7 @@ def test_a_saved_session_continues_bit_for_bit(objects: ObjectStore, tiny: Model
         session.snapshot().save(path)
     other = sessions_of(objects, "b")
     assert other.names() == ["one"]
-    assert [path.stem for path in other.newest()] == ["one"]
+    assert [path.stem for path in other.newest_first()] == ["one"]
     restored = tiny.restore(Snapshot.load(other.existing("one")))
     assert list(restored.stream(8)) == list(session.stream(8))
 

@@ -63,7 +63,7 @@ def test_sessions_are_listed_by_name_and_by_age(tmp_path: Path) -> None:
         (tmp_path / stray).write_bytes(b"x")
     (tmp_path / "folder.kvkeep").mkdir()
     assert folder.names() == ["a", "b", "c"]
-    assert [path.stem for path in folder.newest()] == ["c", "a", "b"]
+    assert [path.stem for path in folder.newest_first()] == ["c", "a", "b"]
     assert folder.existing("a") == tmp_path / "a.kvkeep"
     with pytest.raises(InvalidArgument, match="no session 'd'; expected one of: a, b, c"):
         folder.existing("d")
@@ -72,7 +72,7 @@ def test_sessions_are_listed_by_name_and_by_age(tmp_path: Path) -> None:
 def test_a_missing_folder_is_listed_as_empty(tmp_path: Path) -> None:
     folder = SessionFolder(tmp_path / "none")
     assert folder.names() == []
-    assert list(folder.newest()) == []
+    assert list(folder.newest_first()) == []
     assert folder.sweep() == []
     assert not (tmp_path / "none").exists()
 
@@ -131,7 +131,7 @@ def test_sessions_in_an_older_folder_are_found(
     migrating_folder: SessionFolder, tmp_path: Path
 ) -> None:
     assert migrating_folder.names() == ["a", "b", "c"]
-    assert [path.read_bytes() for path in migrating_folder.newest()] == [
+    assert [path.read_bytes() for path in migrating_folder.newest_first()] == [
         b"newer a",
         b"old b",
         b"old c",

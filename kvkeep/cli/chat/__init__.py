@@ -95,7 +95,7 @@ def _latest_chat_name(store: str | None, session: str | None) -> str:
     """Return the name of the chat that was saved last. session: of `--session`, to be None."""
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
-    for path in saved_sessions(store).newest():
+    for path in saved_sessions(store).newest_first():
         try:
             if CHAT_NOTES_KEY in read_summary(path).notes:
                 return path.stem

@@ -33,7 +33,7 @@ def list_(as_json: bool = JSON, store: str | None = STORE) -> None:
 
     Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
     """
-    paths = saved_sessions(store).newest()
+    paths = saved_sessions(store).newest_first()
     rows = [row for path in paths if (row := _session_row(path)) is not None]
     if as_json:
         echo_json(rows)
@@ -173,7 +173,9 @@ def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
 
     files = [(name, _session_or_file(name, store)) for name in names]
     failures = 0
-    for name, file in files or sorted((path.stem, path) for path in saved_sessions(store).newest()):
+    for name, file in files or sorted(
+        (path.stem, path) for path in saved_sessions(store).newest_first()
+    ):
         try:
             snapshot = Snapshot.load(file)
             size = file.stat().st_size

@@ -39,12 +39,12 @@ class SessionFolder(SessionStore[Path]):
         for sessions in (self, self._legacy):
             if sessions is not None and (path := sessions.path(name)).is_file():
                 return path
-        raise self.unknown(name)
+        raise self.unknown_name_error(name)
 
     def names(self) -> list[str]:
         return sorted(path.stem for path in self._all_files())
 
-    def newest(self) -> Iterator[Path]:
+    def newest_first(self) -> Iterator[Path]:
         dated = []
         for path in self._all_files():
             with suppress(FileNotFoundError):  # removed meanwhile

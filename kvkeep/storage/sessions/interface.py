@@ -43,10 +43,10 @@ class SnapshotStore(Protocol[FileT_co]):
         """Return the path of a snapshot. Raises InvalidArgument, naming all snapshots, if none."""
         path = self.path(name)
         if not path.exists():
-            raise self.unknown(name)
+            raise self.unknown_name_error(name)
         return path
 
-    def unknown(self, name: str) -> InvalidArgument:
+    def unknown_name_error(self, name: str) -> InvalidArgument:
         known = ", ".join(self.names()) or "none yet"
         return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
 
@@ -58,7 +58,7 @@ class SessionStore(SnapshotStore[FileT_co], Protocol[FileT_co]):
     that expires when its holder is gone. Reading needs neither.
     """
 
-    def newest(self) -> Iterator[FileT_co]:
+    def newest_first(self) -> Iterator[FileT_co]:
         """Yield all sessions, the last saved first."""
 
     def lock(self, name: str) -> AbstractContextManager[FileT_co]:

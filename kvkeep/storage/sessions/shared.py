@@ -137,7 +137,7 @@ class SharedSessions(SessionStore[SessionPath]):
     def names(self) -> list[str]:
         return sorted(path.stem for _, path in self._committed())
 
-    def newest(self) -> Iterator[SessionPath]:
+    def newest_first(self) -> Iterator[SessionPath]:
         rows = sorted(self._committed(), key=lambda row: (row[0], row[1].stem), reverse=True)
         return (path for _, path in rows)
 

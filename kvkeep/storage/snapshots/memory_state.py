@@ -57,11 +57,11 @@ class MemoryState:
         cell_serials = self.cache.serials()
         if len(cell_serials):
             # NumPy: torch would wake its threads, which costs more than the search.
-            positions = torch.from_numpy(np.searchsorted(ordered.numpy(), cell_serials.numpy()))
-            positions.clamp_(max=max(0, len(ordered) - 1))
-            known = bool(len(ordered)) and torch.equal(ordered[positions], cell_serials)
+            ranks = torch.from_numpy(np.searchsorted(ordered.numpy(), cell_serials.numpy()))
+            ranks.clamp_(max=max(0, len(ordered) - 1))
+            known = bool(len(ordered)) and torch.equal(ordered[ranks], cell_serials)
             require(known, "there are cells of no token")
-            require(bool((indices[positions].diff() > 0).all()), "cells are not in token order")
+            require(bool((indices[ranks].diff() > 0).all()), "cells are not in token order")
         for pin in self.pins:
             require_int("a pin", pin, 0, self.cache.serial - 1)
         require(len(set(self.pins)) == len(self.pins), "a token is pinned twice")
