@@ -27,7 +27,7 @@ from kvkeep.storage.snapshots.segments import (
     segment_tensors,
 )
 
-_RECURRENT_PREFIX = "recurrent."  # of the names of recurrent states
+_STATE_PREFIX = "recurrent."  # of the names of recurrent states
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class Snapshot:
             tensors |= {"hidden": memory.hidden, "logits": memory.logits}
         if (observed := cache.observed_queries) is not None:
             tensors |= {"queries": observed.vectors, "query_times": observed.times}
-        tensors |= {f"{_RECURRENT_PREFIX}{name}": state for name, state in cache.recurrent_states.items()}
+        tensors |= {
+            f"{_STATE_PREFIX}{name}": state for name, state in cache.recurrent_states.items()
+        }
         stored, encodings = encode(tensors, codec)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
@@ -267,9 +269,9 @@ def _cache_state(
         observed_queries=None if queries is None else Queries(queries, tensors["query_times"]),
         local=tuple(segments[True]),
         recurrent_states={
-            name.removeprefix(_RECURRENT_PREFIX): state
+            name.removeprefix(_STATE_PREFIX): state
             for name, state in tensors.items()
-            if name.startswith(_RECURRENT_PREFIX)
+            if name.startswith(_STATE_PREFIX)
         },
     )
 
