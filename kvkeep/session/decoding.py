@@ -72,7 +72,8 @@ def stream_text(
     except BaseException as error:
         core.finish_reason = _failure_reason(error)
         text_stream = TextStream(core.model.text, sampling.stop, context_ids)
-        if not_yielded := text_stream.push_and_flush(core.memory.tokens[len(context_ids) :])[num_yielded:]:
+        text = text_stream.push_and_flush(core.memory.tokens[len(context_ids) :])
+        if not_yielded := text[num_yielded:]:
             try:
                 yield not_yielded
             except GeneratorExit:
