@@ -65,7 +65,7 @@ def measure(name: str, counts: Sequence[int]) -> list[Speed]:
     blocks = random_blocks(np.random.default_rng(0), name, *SHAPE)
     matrix = pack(from_gguf(FORMATS[name], torch.from_numpy(blocks)))
     matrices = [dataclasses.replace(matrix, data=matrix.data.clone()) for _ in range(MATRIX_COPIES)]
-    copies = [matrix_operand(name, copy, SHAPE, None, rounded=False) for copy in matrices]
+    copies = [matrix_operand(name, copy, SHAPE, None, round_weights=False) for copy in matrices]
     speeds = list[Speed]()
     for count in counts:
         seconds = _seconds(copies, count)

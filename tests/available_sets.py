@@ -3,7 +3,7 @@
 import os
 
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.instruction_sets import SETS, load, runs_here
+from kvkeep.compiled.instruction_sets import SETS, load_kernels, runs_here
 
 
 def sets_here() -> list[str]:
@@ -11,4 +11,4 @@ def sets_here() -> list[str]:
     requested = os.environ.get("KVKEEP_ISA")
     if library() is None or requested:
         return [requested or "torch"]
-    return [name for name in SETS if runs_here(name) and load(name) is not None]
+    return [name for name in SETS if runs_here(name) and load_kernels(name) is not None]

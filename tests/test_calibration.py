@@ -173,7 +173,7 @@ def test_a_surrogate_predicts_scores_on_held_back_text(smollm2: Model) -> None:
             ReconstructionPart(1000, 1300, True),
         ):
             part.measure(smollm2, ids, sums, lambda tokens: None)
-    assert sums.held_back.r_squared(sums.fitted.weights()) > 0.6
+    assert sums.held_out.r_squared(sums.training.weights()) > 0.6
 
 
 def test_too_few_tokens_are_refused() -> None:

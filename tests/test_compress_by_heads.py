@@ -20,7 +20,7 @@ from kvkeep.session.compression import newest_queries
 from kvkeep.session.session import Session
 
 SCORING = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
-SCORING_WITHOUT_TEXT = [name for name in SCORING if not METHODS[name].uses_reconstruction]
+SCORING_WITHOUT_TEXT = [name for name in SCORING if not METHODS[name].reconstruction_kind]
 WITHOUT_SCORES = [name for name in METHODS if name not in SCORING]
 HEADS = 4  # layers times KV heads of the small model
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import QUIET, command, file_option, read_nonempty
+from kvkeep.cli.options import QUIET, command, file_option, read_nonempty_text
 from kvkeep.cli.output import progress_bar, say
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import StoreError
@@ -116,10 +116,10 @@ def calibrate(
 
     What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
     """
-    content = read_nonempty(text)
+    content = read_nonempty_text(text)
     if output is not None:
         check_output_path(output, "calibration")
-    loaded_model = load_named(model, dtype, device, weights=None, progress=not quiet)
+    loaded_model = load_named(model, dtype, device, weight_format=None, progress=not quiet)
     measure_calibration(loaded_model, content, output, quiet)
 
 

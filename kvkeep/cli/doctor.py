@@ -10,7 +10,7 @@ import click
 from kvkeep.cli.options import JSON, command, option
 from kvkeep.cli.output import echo_facts, echo_json, megabytes
 from kvkeep.cli.store import session_folder
-from kvkeep.cli.which_model import DTYPE, WEIGHTS, model_names
+from kvkeep.cli.which_model import DTYPE, WEIGHT_FORMAT, model_names
 from kvkeep.models.hub.library import home
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.storage.files.atomic import folder_size
@@ -37,7 +37,7 @@ _DISK_FOLDERS = {
 def doctor(
     name: str,
     dtype: DtypeName = DTYPE,
-    weights: WeightFormat | None = WEIGHTS,
+    weights: WeightFormat | None = WEIGHT_FORMAT,
     measure: bool = option(is_flag=True, help="Also let the model write 40 tokens."),
     as_json: bool = JSON,
 ) -> None:

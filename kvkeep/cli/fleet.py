@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.lazy import OptionsOnly
+from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.options import command, option, option_group
 from kvkeep.cli.output import say
-from kvkeep.cli.serve import ServingChoice, require_installed
+from kvkeep.cli.serve import ServingOptions, require_server_packages
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects import is_url
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.fleet.setup import Setup
 
 
-def _replicas(text: str) -> tuple[int, int]:
+def _parse_replicas(text: str) -> tuple[int, int]:
     """Option type: "N" or "N-M", as minimum and maximum."""
     minimum, _, maximum = text.partition("-")
     if minimum.isdigit() and (maximum or minimum).isdigit():
@@ -30,9 +30,9 @@ def _replicas(text: str) -> tuple[int, int]:
     )
 
 
-@command(cls=OptionsOnly, hint="name a model with -m: kvkeep fleet -m {}")
+@command(cls=OptionsOnlyCommand, hint="name a model with -m: kvkeep fleet -m {}")
 def fleet(
-    serving: ServingChoice = option_group(ServingChoice),
+    serving: ServingOptions = option_group(ServingOptions),
     store: str = option(
         metavar="URL",
         envvar="KVKEEP_STORE",
@@ -41,7 +41,7 @@ def fleet(
     ),
     replicas: tuple[int, int] = option(
         metavar="N|N-M",
-        type=_replicas,
+        type=_parse_replicas,
         default="2",
         help="How many servers; of N-M as many as there are requests for.",
     ),
@@ -72,7 +72,7 @@ def fleet(
     """
     serving.require_safe()
     serving.require_secret()
-    require_installed()
+    require_server_packages()
     if not is_url(store):
         raise InvalidArgument(
             f"--store is a URL, as s3://bucket/prefix or file:///folder; found {store!r}"
@@ -87,7 +87,7 @@ def fleet(
     from kvkeep.server.lifecycle import free_port
 
     host, port = serving.host, free_port(serving.host, serving.port)
-    setup = _setup(serving, store, threads, lease)
+    setup = _replica_setup(serving, store, threads, lease)
     autoscaling = Autoscaling(*replicas, requests, serving.grace)
     if not serving.quiet:
         say(f"starting {autoscaling.min_servers} servers")
@@ -100,7 +100,7 @@ def fleet(
             threading.Event().wait()
 
 
-def _setup(serving: ServingChoice, store: str, threads: int, lease: float) -> "Setup":
+def _replica_setup(serving: ServingOptions, store: str, threads: int, lease: float) -> "Setup":
     """Return the settings of each server, checked before any is started."""
     from kvkeep.fleet.replica import require_conditional_writes
     from kvkeep.fleet.setup import Setup, read_secret
@@ -119,7 +119,7 @@ def _setup(serving: ServingChoice, store: str, threads: int, lease: float) -> "S
         secret=secret,
         session_settings=serving.session_settings(model),
         memory_bytes=serving.max_bytes,
-        share_prefixes=serving.uses_prefixes(),
+        share_prefixes=serving.uses_prefix_cache(),
         threads=threads,
         lease_seconds=lease,
         api_keys=keys,

@@ -4,9 +4,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.cli import options
-from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import CODEC_NAMES, WHOLE_PROMPT, SessionChoice, keep_option, session_options
+from kvkeep.cli import memory, options
+from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.session_file import (
     FIRST_PROMPT,
     UNREAD,
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.storage.snapshots.codec import Codec
 
 
-@options.command(cls=OptionsOnly, hint="give the prompt with -p: kvkeep generate -p {}")
+@options.command(cls=OptionsOnlyCommand, hint="give the prompt with -p: kvkeep generate -p {}")
 def generate(
     prompt: str | None = options.option("-p", metavar="TEXT", help="Text to continue, as it is."),
     file: str | None = options.option(
@@ -46,17 +45,18 @@ def generate(
         help="Continue from a file of --cache-prompt."
     ),
     codec: "Codec" = options.choice_option(
-        CODEC_NAMES,
+        memory.CODEC_NAMES,
         "For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
-        default=CODEC_NAMES[0],
+        default=memory.CODEC_NAMES[0],
     ),
-    choice: SessionChoice = session_options(
-        keep_option(
-            "First tokens that are never evicted; -1: the first prompt.", minimum=WHOLE_PROMPT
+    settings: memory.SessionOptions = memory.session_options(
+        memory.keep_option(
+            "First tokens that are never evicted; -1: the first prompt.",
+            minimum=memory.WHOLE_PROMPT,
         )
     ),
     ignore_eos: bool = options.option(is_flag=True, help="Continue after an end token."),
-    output: options.OutputChoice = options.OUTPUT,
+    output: options.OutputOptions = options.OUTPUT,
 ) -> None:
     """Continue a text.
 
@@ -69,7 +69,7 @@ def generate(
     model writes on from there. Model, --policy and --max-kv-size are then as they were saved.
     """
     output.check()
-    choice.check()
+    settings.check()
     if session is not None and (cache_prompt or restore_prompt):
         raise InvalidArgument(
             "--session already loads and saves: leave --cache-prompt and --restore-prompt out "
@@ -79,29 +79,29 @@ def generate(
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
-    store = choice.prefixes.store
+    store = settings.prefixes.store
     with nullcontext() if session is None else saved_sessions(store).lock(session) as session_file:
         is_saved = session_file is not None and session_file.exists()
-        source = session_file if is_saved else restore_prompt
-        continues = source is not None and prompt is None and file is None
-        text = "" if continues else options.read_prompt(prompt, file)
+        snapshot_file = session_file if is_saved else restore_prompt
+        has_no_text = snapshot_file is not None and prompt is None and file is None
+        text = "" if has_no_text else options.read_prompt(prompt, file)
 
         from kvkeep.cli.run import Run
 
-        if source is not None:
-            opened = resume(source, choice.memory, output.progress)
+        if snapshot_file is not None:
+            opened = resume(snapshot_file, settings.memory, output.progress)
         else:
-            model = choice.memory.load(output.progress)
-            prefix_store = choice.prefixes.open_store(model)
-            opened = OpenedSession(model, choice.memory.session(model, store=prefix_store))
-        resolved = choice.sampling.resolve(opened.model.default_sampling, opened.seed)
-        run = Run("generate", opened, output, resolved.seed)
+            model = settings.memory.load(output.progress)
+            prefix_store = settings.prefixes.open_store(model)
+            opened = OpenedSession(model, settings.memory.new_session(model, store=prefix_store))
+        sampling = settings.sampling.resolve(opened.model.default_sampling, opened.seed)
+        run = Run("generate", opened, output, sampling.seed)
         if session_file is not None:
             label = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
-        if source is not None:
-            apply_keep(opened, choice.memory.keep)
-        with run.reported():
+        if snapshot_file is not None:
+            apply_keep(opened, settings.memory.keep)
+        with run.reporting():
             _prefill(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:
                 label = str(cache_prompt)
@@ -109,7 +109,7 @@ def generate(
                 run.writer.write()
                 reason = "end"
             else:
-                reason = run.generate(None if max_tokens < 0 else max_tokens, resolved, ignore_eos)
+                reason = run.generate(None if max_tokens < 0 else max_tokens, sampling, ignore_eos)
         run.close(reason)
 
 
@@ -118,13 +118,13 @@ def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
 
     A session holds evaluated tokens only. The rest of an interrupted prompt is in its notes.
     """
-    start, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
+    start_time, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
     opened.notes.setdefault(FIRST_PROMPT, len(ids))
     if not ids:
         return
     try:
         run.feed(ids)
     except KeyboardInterrupt:
-        opened.notes[UNREAD] = ids[opened.session.cache.time - start :]
+        opened.notes[UNREAD] = ids[opened.session.cache.time - start_time :]
         raise
     opened.notes.pop(UNREAD, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-OPTIONS = "Options"  # the section of a command's own options
+OWN_OPTIONS = "Options"  # the section of a command's own options
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class LazyGroup(click.Group):
             from difflib import get_close_matches
 
             name = args[0].lower()
-            similar = get_close_matches(name, self.lazy, 1)
+            similar_names = get_close_matches(name, self.lazy, 1)
             if name in self.equivalents:
                 argument = args[1] if len(args) > 1 else "MODEL"
                 suggestion = f"`{self.equivalents[name].replace('MODEL', argument)}`"
             elif name in self.lazy:
                 suggestion = name
-            elif similar:
-                suggestion = similar[0]
+            elif similar_names:
+                suggestion = similar_names[0]
             else:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {suggestion}?", ctx) from None
@@ -109,16 +109,16 @@ class SectionedCommand(click.Command):
     """A command whose help lists options by section, its own ones first."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {OPTIONS: []}
+        sections: dict[str, list[tuple[str, str]]] = {OWN_OPTIONS: []}
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
-                sections.setdefault(getattr(parameter, "section", OPTIONS), []).append(record)
+                sections.setdefault(getattr(parameter, "section", OWN_OPTIONS), []).append(record)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
 
 
-class OptionsOnly(SectionedCommand):
+class OptionsOnlyCommand(SectionedCommand):
     """A command without arguments. hint: ends the error for one, with it in place of "{}"."""
 
     def __init__(self, *args: Any, hint: str, **kwargs: Any):
@@ -127,9 +127,9 @@ class OptionsOnly(SectionedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
-        extra = super().parse_args(ctx, args)
-        if extra and not ctx.resilient_parsing:
-            shown = " ".join(extra)
-            hint = self.hint.format(f'"{shown}"' if " " in shown else shown)
-            raise click.UsageError(f"unexpected argument {shown!r}: {hint}", ctx)
-        return extra
+        extra_args = super().parse_args(ctx, args)
+        if extra_args and not ctx.resilient_parsing:
+            shown_args = " ".join(extra_args)
+            hint = self.hint.format(f'"{shown_args}"' if " " in shown_args else shown_args)
+            raise click.UsageError(f"unexpected argument {shown_args!r}: {hint}", ctx)
+        return extra_args

@@ -11,14 +11,14 @@ from click.shell_completion import get_completion_class
 import kvkeep
 from kvkeep.cli.evaluate import EVALUATIONS
 from kvkeep.cli.lazy import EQUIVALENTS, LazyCommand, LazyGroup
-from kvkeep.cli.output import discard, say
+from kvkeep.cli.output import redirect_to_null, say
 from kvkeep.cli.terminal import signals_interrupt, termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
 # Exit statuses; shells report 128 + N for signal N.
-BAD_INPUT = 2
-INTERRUPTED = 128 + signal.SIGINT
-PIPE_CLOSED = 128 + signal.SIGPIPE
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
 COMMANDS = {
     "generate": LazyCommand("generate:generate", "Continue a text."),
     "chat": LazyCommand("chat:chat", "Talk with a model, for as long as you like."),
@@ -40,7 +40,7 @@ COMMANDS = {
 }
 
 
-class Commands(LazyGroup):
+class RootGroup(LazyGroup):
     """The root group. Bad input ends in one line on standard error and exit status 2."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -55,28 +55,28 @@ class Commands(LazyGroup):
             sys.stdout.flush()
         except click.ClickException as error:
             context = error.ctx if isinstance(error, click.UsageError) else None
-            see = f" (see {context.command_path} --help)" if context else ""
-            _exit_with_error(f"{error.format_message()}{see}")
+            help_hint = f" (see {context.command_path} --help)" if context else ""
+            _exit_with_error(f"{error.format_message()}{help_hint}")
         except KvkeepError as error:
             _exit_with_error(str(error))
         except BrokenPipeError:
-            discard(sys.stdout)
-            sys.exit(PIPE_CLOSED)
+            redirect_to_null(sys.stdout)
+            sys.exit(EXIT_PIPE_CLOSED)
         except OSError as error:
-            file = f"{error.filename}: " if error.filename else ""
-            _exit_with_error(f"{file}{error.strerror or error}")
+            prefix = f"{error.filename}: " if error.filename else ""
+            _exit_with_error(f"{prefix}{error.strerror or error}")
         except UnicodeEncodeError as error:
             _exit_with_error(f"the input is not UTF-8 text ({error}); expected text in UTF-8")
         except click.Abort:
-            sys.exit(INTERRUPTED)
+            sys.exit(EXIT_INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
             return super().make_context(*args, **kwargs)
         except BrokenPipeError:  # while writing help; click itself would exit with status 1
-            discard(sys.stdout)
-            raise click.exceptions.Exit(PIPE_CLOSED) from None
+            redirect_to_null(sys.stdout)
+            raise click.exceptions.Exit(EXIT_PIPE_CLOSED) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         # Caught here because click's own main exits with status 1 for both.
@@ -86,13 +86,13 @@ class Commands(LazyGroup):
         except KeyboardInterrupt:
             raise click.exceptions.Exit(128 + (termination_signal() or signal.SIGINT)) from None
         except BrokenPipeError:
-            discard(sys.stdout)
-            raise click.exceptions.Exit(PIPE_CLOSED) from None
+            redirect_to_null(sys.stdout)
+            raise click.exceptions.Exit(EXIT_PIPE_CLOSED) from None
 
 
 @click.group(
     "kvkeep",
-    cls=Commands,
+    cls=RootGroup,
     lazy=COMMANDS,
     equivalents=EQUIVALENTS,
     invoke_without_command=True,
@@ -131,6 +131,6 @@ def _exit_with_error(message: str) -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError:
-        discard(sys.stdout)
+        redirect_to_null(sys.stdout)
     say("kvkeep: error: " + " ".join(message.split("\n")))
-    sys.exit(BAD_INPUT)
+    sys.exit(EXIT_BAD_INPUT)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from kvkeep.cli import compression, options
 from kvkeep.cli.output import say
 from kvkeep.cli.store import STORE
-from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
+from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHT_FORMAT, load_named
 from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
@@ -24,9 +24,9 @@ CODEC_NAMES = ("none", "zstd", "int8")
 BIT_NAMES = get_args(BitsName)
 
 MEMORY = "Memory"  # the section of its options
-SINKS = 4
+SINKS = 4  # tokens
 WHOLE_PROMPT = -1
-PREFIX_BYTES = 2_000_000_000
+DEFAULT_PREFIX_BYTES = 2_000_000_000
 
 
 def keep_option(
@@ -40,7 +40,7 @@ def keep_option(
 
 
 @dataclass(frozen=True)
-class MemoryChoice:
+class MemoryOptions:
     """The options for a model and its memory.
 
     None means: for keep, the command's default; for discard, group, window, method and ratio, the
@@ -94,7 +94,7 @@ class MemoryChoice:
     )
     prefill_step: int = PREFILL_STEP
     dtype: DtypeName = DTYPE
-    weights: WeightFormat | None = WEIGHTS
+    weights: WeightFormat | None = WEIGHT_FORMAT
     device: str = DEVICE
 
     def check(self) -> None:
@@ -118,7 +118,7 @@ class MemoryChoice:
     def load(self, progress: bool) -> "Model":
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
-    def session(
+    def new_session(
         self, model: "Model", default_keep: int = SINKS, store: "PrefixCache | None" = None
     ) -> "Session":
         return model.session(store=store, **self.settings(model, default_keep))
@@ -145,10 +145,10 @@ class MemoryChoice:
         if self.max_kv_size is None or self.policy in EVICTING_POLICIES:
             return
         try:
-            chat = model.text.chat([{"role": "user", "content": "Hi"}])
+            prompt = model.text.chat([{"role": "user", "content": "Hi"}])
         except UnsupportedModel:  # without a template, any text is a prompt
             return
-        minimum = len(model.text.encode(chat)) + 1
+        minimum = len(model.text.encode(prompt)) + 1
         if self.max_kv_size < minimum:
             raise InvalidArgument(
                 f"the shortest chat takes {minimum} tokens, and policy {self.policy} ends at "
@@ -168,7 +168,7 @@ class MemoryChoice:
 
 
 @dataclass(frozen=True)
-class PrefixChoice:
+class PrefixOptions:
     """The options for the prefix cache, and for the store that it shares with sessions."""
 
     store: str | None = STORE
@@ -176,7 +176,7 @@ class PrefixChoice:
         is_flag=True, help="Read evaluated prompt prefixes from disk, and write new ones."
     )
     prefix_cache_bytes: int = options.integer_option(
-        default=PREFIX_BYTES, help="Most disk space of the prefix cache."
+        default=DEFAULT_PREFIX_BYTES, help="Most disk space of the prefix cache."
     )
     secret_file: Path | None = options.file_option(
         envvar="KVKEEP_SECRET_FILE",
@@ -195,21 +195,21 @@ class PrefixChoice:
             from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
             # Several machines share it: its size is limited only by `kvkeep prefixes gc`.
-            store, secret = open_object_store(self.store), read_secret(self.secret_file)
-            return SharedPrefixCache(store, secret, model.arithmetic)
+            object_store, secret = open_object_store(self.store), read_secret(self.secret_file)
+            return SharedPrefixCache(object_store, secret, model.arithmetic)
         except StoreError as error:
             warn_without_prefixes(str(error))
             return None
 
 
 @dataclass(frozen=True)
-class SessionChoice:
+class SessionOptions:
     """The options for a command's sessions."""
 
-    memory: MemoryChoice = options.option_group(MemoryChoice, section=MEMORY)
-    prefixes: PrefixChoice = options.option_group(PrefixChoice, section="Storage")
-    sampling: options.SamplingChoice = options.option_group(
-        options.SamplingChoice, section="Sampling"
+    memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY)
+    prefixes: PrefixOptions = options.option_group(PrefixOptions, section="Storage")
+    sampling: options.SamplingOptions = options.option_group(
+        options.SamplingOptions, section="Sampling"
     )
 
     def check(self) -> None:
@@ -222,7 +222,7 @@ def warn_without_prefixes(error: str) -> None:
     say(f"going on without the prefix cache: {error}")
 
 
-def uses_prefixes(memory: MemoryChoice, prefix_cache: bool) -> bool:
+def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
     """Whether an engine's sessions use the prefix cache. Warns if they cannot.
 
     Cached prefixes were evaluated over unquantised cells. With quantised ones, answers would depend
@@ -236,13 +236,13 @@ def uses_prefixes(memory: MemoryChoice, prefix_cache: bool) -> bool:
     return prefix_cache
 
 
-def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
+def open_prefix_store(max_bytes: int = DEFAULT_PREFIX_BYTES) -> "PrefixStore":
     from kvkeep import PrefixStore
 
     return PrefixStore(home() / "prefixes", max_bytes)
 
 
 def session_options(keep: Any) -> Any:
-    """Declare the options of a `SessionChoice`. keep: the declaration of `--keep`."""
-    memory = options.option_group(MemoryChoice, section=MEMORY, keep=keep)
-    return options.option_group(SessionChoice, memory=memory)
+    """Declare the options of a `SessionOptions`. keep: the declaration of `--keep`."""
+    memory = options.option_group(MemoryOptions, section=MEMORY, keep=keep)
+    return options.option_group(SessionOptions, memory=memory)

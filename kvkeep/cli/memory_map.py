@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.output import counted, megabytes
+from kvkeep.cli.output import megabytes, plural
 
 if TYPE_CHECKING:
     from kvkeep import Session
@@ -51,7 +51,7 @@ def memory_line(session: "Session") -> str:
 
 def status_line(statuses: "Sequence[TokenStatus]", description: str) -> str:
     """Return a short bar, followed by a description."""
-    return f"{bar(statuses, _SHORT_BAR, int(_needs_ascii()))} {description}".strip()
+    return f"{bar(statuses, _SHORT_BAR, _needs_ascii())} {description}".strip()
 
 
 def draw_map(
@@ -62,40 +62,40 @@ def draw_map(
     ascii_only: bool | None = None,
 ) -> list[str]:
     """Return the bar and a line for each status. sizes: in bytes. labels: in place of names."""
-    style, counts = int(_needs_ascii() if ascii_only is None else ascii_only), Counter(statuses)
-    lines = [bar(statuses, width or min(100, shutil.get_terminal_size().columns - 1), style)]
+    use_ascii, counts = _needs_ascii() if ascii_only is None else ascii_only, Counter(statuses)
+    lines = [bar(statuses, width or min(100, shutil.get_terminal_size().columns - 1), use_ascii)]
     for status, characters in _CHARACTERS.items():
         if counts[status]:
             has_size = sizes is not None and status != "forgotten"
             size = f"  {megabytes(sizes[status]):>9}" if has_size and sizes is not None else ""
-            tokens, label = counted(counts[status], "token"), (labels or {}).get(status, status)
-            lines.append(f"{characters[style]} {label:<10}  {tokens:>13}{size}")
+            tokens, label = plural(counts[status], "token"), (labels or {}).get(status, status)
+            lines.append(f"{characters[use_ascii]} {label:<10}  {tokens:>13}{size}")
     return [line for line in lines if line]
 
 
-def bar(statuses: Sequence["TokenStatus"], width: int, style: int) -> str:
+def bar(statuses: Sequence["TokenStatus"], width: int, ascii_only: bool) -> str:
     """Draw tokens from left to right, equally many in each character.
 
     A character shows the most frequent status of its tokens. Even a rare status gets one character.
-    style: 0 for UTF-8, 1 for ASCII.
     """
     width = min(width, len(statuses))
-    edges = [len(statuses) * n // width for n in range(width + 1)] if width else [0]
-    parts = [Counter(statuses[start:end]) for start, end in itertools.pairwise(edges)]
-    shown = [max(_CHARACTERS, key=part.__getitem__) for part in parts]
-    for status in set(statuses) - set(shown):
-        shown[max(range(width), key=lambda n: parts[n][status])] = status
-    return "".join(_CHARACTERS[status][style] for status in shown)
+    bucket_edges = [len(statuses) * n // width for n in range(width + 1)] if width else [0]
+    buckets = [Counter(statuses[start:end]) for start, end in itertools.pairwise(bucket_edges)]
+    shown_statuses = [max(_CHARACTERS, key=bucket.__getitem__) for bucket in buckets]
+    for status in set(statuses) - set(shown_statuses):
+        shown_statuses[max(range(width), key=lambda n: buckets[n][status])] = status
+    return "".join(_CHARACTERS[status][ascii_only] for status in shown_statuses)
 
 
 def _sizes(session: "Session", counts: Counter["TokenStatus"]) -> dict["TokenStatus", int]:
     """Return the bytes of each status. counts: tokens; compressed ones have fewer cells."""
     cache = session.cache
-    near, far = cache.layout.cell_bytes, cache.far_layout.cell_bytes
+    window_cell_bytes, far_cell_bytes = cache.layout.cell_bytes, cache.far_layout.cell_bytes
     compressed = sum(segment.length for segment in cache.segments if segment.compressed)
     cells: dict[TokenStatus, int] = {**counts, "compressed": compressed, "forgotten": 0}
     return {
-        status: count * (near if status == "window" else far) for status, count in cells.items()
+        status: count * (window_cell_bytes if status == "window" else far_cell_bytes)
+        for status, count in cells.items()
     }
 
 

@@ -12,7 +12,7 @@ import click
 from kvkeep.cli.lazy import MODELS_EQUIVALENTS, LazyCommand, LazyGroup
 from kvkeep.cli.options import JSON, command, declare_options, option
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
-from kvkeep.cli.which_model import DTYPE, WEIGHTS, load_named, model_names
+from kvkeep.cli.which_model import DTYPE, WEIGHT_FORMAT, load_named, model_names
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import PulledModel, home, pulled_models, remove_model
 from kvkeep.models.hub.names import add_name, name_path, named_models
@@ -21,7 +21,7 @@ from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
 if TYPE_CHECKING:
     from kvkeep.model_facts import GroupFacts, ModelFacts
 
-MODELS = {
+SUBCOMMANDS = {
     "list": LazyCommand("models:list_", "List models, and when each was used last."),
     "add": LazyCommand("models:add", "Give a GGUF file or a model folder a name."),
     "show": LazyCommand("models:show", "Show what a model is, and what it takes."),
@@ -32,7 +32,7 @@ _QUIET = option("-q", is_flag=True, help="No progress bars.")
 
 
 @click.group(
-    cls=LazyGroup, lazy=MODELS, equivalents=MODELS_EQUIVALENTS, invoke_without_command=True
+    cls=LazyGroup, lazy=SUBCOMMANDS, equivalents=MODELS_EQUIVALENTS, invoke_without_command=True
 )
 @click.pass_context
 @declare_options
@@ -46,7 +46,7 @@ def models(context: click.Context, as_json: bool = JSON) -> None:
 @command("list")
 def list_(as_json: bool = JSON) -> None:
     """List models as `kvkeep models` does, and when each was used last."""
-    _echo_models(as_json, with_use=True)
+    _echo_models(as_json, with_last_use=True)
 
 
 @command()
@@ -61,7 +61,7 @@ def add(name: str, path: Path) -> None:
     click.echo(f"{name} is {path.absolute()}")
 
 
-def _echo_models(as_json: bool, with_use: bool = False) -> None:
+def _echo_models(as_json: bool, with_last_use: bool = False) -> None:
     models = [*pulled_models(), *named_models().values()]
     rows: list[tuple[str, int | None, str, str | None, float | None]] = [
         (model.name, model.bytes, model.source, str(model.folder), model.used) for model in models
@@ -79,13 +79,13 @@ def _echo_models(as_json: bool, with_use: bool = False) -> None:
         shown_size = "(gone)" if size == 0 else "-" if size is None else megabytes(size)
         shown_use = "-" if used is None else time.strftime("%Y-%m-%d", time.localtime(used))
         table.append((name, shown_size, source, folder or "(not pulled)", shown_use))
-    echo_table(table if with_use else [row[:-1] for row in table], right_aligned=[1])
+    echo_table(table if with_last_use else [row[:-1] for row in table], right_aligned=[1])
 
 
 @command()
 @click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
 def show(
-    name: str, dtype: str = DTYPE, weights: str | None = WEIGHTS, as_json: bool = JSON
+    name: str, dtype: str = DTYPE, weights: str | None = WEIGHT_FORMAT, as_json: bool = JSON
 ) -> None:
     """Show what model NAME is, how it is computed on this machine, and the memory that it takes.
 
@@ -97,10 +97,10 @@ def show(
     if as_json:
         echo_json(asdict(facts))
     else:
-        echo_facts(_facts(facts))
+        echo_facts(_describe_facts(facts))
 
 
-def _facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
+def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "family", facts.architecture
     heads = f"{facts.heads} heads on {facts.kv_heads} KV heads of {facts.head_dim}"
     yield "layers", f"{facts.layers}, {heads}; width {facts.hidden_size:,}"
@@ -112,12 +112,12 @@ def _facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "weights", f"{facts.parameters / 1e6:,.1f} million in {facts.dtype}, {size}"
     if facts.sparse_layers:
         layers = f"{facts.sparse_layers} of {facts.layers} layers"
-        used = f"{facts.parameters_per_token / 1e6:,.1f} million weights"
+        active_weights = f"{facts.parameters_per_token / 1e6:,.1f} million weights"
         experts = f"{facts.experts_per_token} of {facts.experts}"
-        yield "experts", f"{experts} for each token in {layers}: {used}"
-    formats = ", ".join(f"{count} in {kind}" for kind, count in facts.formats.items())
-    read = megabytes(facts.bytes_per_token)
-    yield "a token", f"reads {read}, of matrices {formats}; by {facts.decode}"
+        yield "experts", f"{experts} for each token in {layers}: {active_weights}"
+    formats = ", ".join(f"{count} in {format_name}" for format_name, count in facts.formats.items())
+    read_size = megabytes(facts.bytes_per_token)
+    yield "a token", f"reads {read_size}, of matrices {formats}; by {facts.decode}"
     yield "a prompt", f"products by {facts.prefill}, attention by {facts.attention}"
     sizes = facts.thousand_cells.items()
     yield "1,000 cells", ", ".join(f"{megabytes(size)} in {bits}" for bits, size in sizes)
@@ -147,7 +147,7 @@ def export(name: str, folder: Path, dtype: str = DTYPE, quiet: bool = _QUIET) ->
     from kvkeep.models.hub.source import resolve
     from kvkeep.models.weights.export import export as export_model
 
-    export_model(resolve(name, not quiet), folder, DTYPES[dtype], not quiet)
+    export_model(resolve(name, progress=not quiet), folder, DTYPES[dtype], progress=not quiet)
     click.echo(folder)
 
 
@@ -161,21 +161,21 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
     what the hub's cache holds. Sessions stay, too; they go on once their model is here again.
     In a terminal, it asks first.
     """
-    added = named_models()
+    added_names = named_models()
     # All names are looked up first: an unknown one raises before any model is removed.
-    pulled = [_find_pulled(name) for name in names if name not in added]
-    if pulled and not yes and sys.stdin.isatty():
-        click.confirm(f"Remove {', '.join(model.name for model in pulled)}?", abort=True)
-    for model in pulled:
-        stays = "" if model.folder.is_relative_to(home()) else f"; {model.folder} stays"
-        freed = megabytes(remove_model(model, progress=True))
-        click.echo(f"removed {model.name}, {freed}{stays}")
-    for name in added.keys() & set(names):
+    to_remove = [_find_pulled_model(name) for name in names if name not in added_names]
+    if to_remove and not yes and sys.stdin.isatty():
+        click.confirm(f"Remove {', '.join(model.name for model in to_remove)}?", abort=True)
+    for model in to_remove:
+        kept_note = "" if model.folder.is_relative_to(home()) else f"; {model.folder} stays"
+        freed_size = megabytes(remove_model(model, progress=True))
+        click.echo(f"removed {model.name}, {freed_size}{kept_note}")
+    for name in added_names.keys() & set(names):
         name_path(name).unlink()
-        click.echo(f"removed the name {name}; {added[name].folder} stays")
+        click.echo(f"removed the name {name}; {added_names[name].folder} stays")
 
 
-def _find_pulled(name: str) -> PulledModel:
+def _find_pulled_model(name: str) -> PulledModel:
     pulled = pulled_models()
     matches = [model for model in pulled if model.name == name]
     matches = matches or [model for model in pulled if name in (model.folder.name, model.slug)]
@@ -215,8 +215,8 @@ def pull(
     from kvkeep.evaluate.haystack import manual_text
 
     # In the dtype that commands use by default.
-    model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
+    model = load_named(name, "bfloat16", "cpu", weight_format=None, progress=not quiet)
     if default_calibration(model) is None:
-        measure_calibration(model, manual_text(), None, quiet)
+        measure_calibration(model, manual_text(), None, quiet=quiet)
     elif not quiet:
         say(f"{calibration_path(model)} is its calibration, made before")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 from click.core import ParameterSource
 
-from kvkeep.cli.lazy import OPTIONS, SectionedCommand, SectionedOption
+from kvkeep.cli.lazy import OWN_OPTIONS, SectionedCommand, SectionedOption
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.files.text import decode_text, read_text_file
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 STDIN = "-"
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_BYTES_PER_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def integer_at_least(minimum: int) -> Callable[[str], int]:
@@ -42,12 +42,12 @@ def integer_at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def nbytes(text: str) -> int:
+def parse_size(text: str) -> int:
     """Option type: a number of bytes, such as 8GB or 500MB."""
-    number = text.strip().upper()
-    unit = next((unit for unit in _UNITS if number.endswith(unit)), "")
+    size_text = text.strip().upper()
+    unit = next((unit for unit in _BYTES_PER_UNIT if size_text.endswith(unit)), "")
     try:
-        size = int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
+        size = int(float(size_text.removesuffix(unit)) * _BYTES_PER_UNIT.get(unit, 1))
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
@@ -59,34 +59,34 @@ def option(*flags: str, section: str | None = None, **settings: Any) -> Any:
     """Declare an option, as the default of a command's parameter or of a record's field.
 
     flags: unless there is a long one, the name of the parameter or field is added as one.
-    section: its heading in the help; None for that of the group.
+    section: its heading in the help; None for `default_section`.
     """
 
-    def declare(name: str, group: str = OPTIONS) -> Decorator:
+    def declare(name: str, default_section: str = OWN_OPTIONS) -> Decorator:
         has_long_flag = any(flag.startswith("--") for flag in flags)
         long_flag = [] if has_long_flag else [f"--{name.replace('_', '-')}"]
-        shown = partial(SectionedOption, section=section or group)
-        return click.option(*flags, *long_flag, name, cls=shown, **settings)  # type: ignore[arg-type]
+        option_class = partial(SectionedOption, section=section or default_section)
+        return click.option(*flags, *long_flag, name, cls=option_class, **settings)  # type: ignore[arg-type]
 
     return declare
 
 
-def option_group(record: type[Any], *, section: str | None = None, **replaced: Any) -> Any:
-    """Declare the options in a dataclass's fields, for a parameter that takes the record.
+def option_group(options_class: type[Any], *, section: str | None = None, **overrides: Any) -> Any:
+    """Declare the options in a dataclass's fields, for a parameter of that class.
 
-    section: their heading in the help; None for that of an outer group. replaced: declarations by
+    section: their heading in the help; None for that of an outer group. overrides: declarations by
     field, in place of the field's own.
     """
-    declarations = _declarations(record, **replaced)
+    declarations = _declarations(options_class, **overrides)
 
-    def declare(name: str, group: str = OPTIONS) -> Decorator:
+    def declare(name: str, default_section: str = OWN_OPTIONS) -> Decorator:
         def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(command)
             def wrapper(**arguments: Any) -> Any:
                 values = {field: arguments.pop(field) for field in declarations}
-                return command(**arguments, **{name: record(**values)})
+                return command(**arguments, **{name: options_class(**values)})
 
-            return _add_options(wrapper, declarations, section or group)
+            return _add_options(wrapper, declarations, section or default_section)
 
         return decorate
 
@@ -106,16 +106,16 @@ def declare_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return _add_options(function, _declarations(function))
 
 
-def _declarations(target: Callable[..., Any], **replaced: Any) -> dict[str, Any]:
+def _declarations(target: Callable[..., Any], **overrides: Any) -> dict[str, Any]:
     """Return the declarations in the defaults of a function's parameters or a record's fields."""
     parameters = inspect.signature(target).parameters.values()
-    defaults = {parameter.name: parameter.default for parameter in parameters} | replaced
+    defaults = {parameter.name: parameter.default for parameter in parameters} | overrides
     empty = inspect.Parameter.empty  # of arguments, which `click.argument` declares
     return {name: declare for name, declare in defaults.items() if declare is not empty}
 
 
 def _add_options(
-    function: Callable[..., Any], declarations: dict[str, Any], section: str = OPTIONS
+    function: Callable[..., Any], declarations: dict[str, Any], section: str = OWN_OPTIONS
 ) -> Callable[..., Any]:
     for name, declare in reversed(declarations.items()):
         function = declare(name, section)(function)
@@ -139,7 +139,7 @@ def file_option(
 
 
 def size_option(*flags: str, help: str, **settings: Any) -> Any:
-    return option(*flags, metavar="SIZE", type=nbytes, help=help, **settings)
+    return option(*flags, metavar="SIZE", type=parse_size, help=help, **settings)
 
 
 JSON = option("--json", is_flag=True, help="As JSON.")
@@ -154,14 +154,14 @@ def is_given(parameter: str) -> bool:
     return source is not ParameterSource.DEFAULT
 
 
-def _sampling_option(value: float, help: str) -> Any:
-    """Declare an option whose default is the model's recommendation, or else `value`."""
-    metavar, shown = "N" if isinstance(value, int) else "X", f"{value}, or the model's"
-    return option(metavar=metavar, type=type(value), show_default=shown, help=help)
+def _sampling_option(default: float, help: str) -> Any:
+    """Declare an option whose default is the model's recommendation, or else `default`."""
+    metavar, shown_default = "N" if isinstance(default, int) else "X", f"{default}, or the model's"
+    return option(metavar=metavar, type=type(default), show_default=shown_default, help=help)
 
 
 @dataclass(frozen=True)
-class SamplingChoice:
+class SamplingOptions:
     """Sampling parameters; None for the model's recommendation, or else kvkeep's default."""
 
     temperature: float | None = _sampling_option(0.7, "0: greedy decoding.")
@@ -199,7 +199,7 @@ class SamplingChoice:
 
 
 @dataclass(frozen=True)
-class OutputChoice:
+class OutputOptions:
     """The options for the report file, progress bars and the closing line."""
 
     report: Path | None = file_option(
@@ -218,7 +218,7 @@ class OutputChoice:
             check_writable(self.report)
 
 
-OUTPUT = option_group(OutputChoice, section="Output")
+OUTPUT = option_group(OutputOptions, section="Output")
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -230,8 +230,8 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     text = (read_text(file) if file is not None else "") + (prompt or "")
     require_utf8(text, "the prompt")
     if not text:
-        source = {None: "", STDIN: " (standard input held nothing)"}.get(file, f" ({file})")
-        raise InvalidArgument(f"the prompt is empty{source}: expected some text")
+        source_note = {None: "", STDIN: " (standard input held nothing)"}.get(file, f" ({file})")
+        raise InvalidArgument(f"the prompt is empty{source_note}: expected some text")
     return text
 
 
@@ -242,7 +242,7 @@ def read_text(file: str) -> str:
     return read_text_file(Path(file))
 
 
-def read_nonempty(file: str) -> str:
+def read_nonempty_text(file: str) -> str:
     """Read a text by `read_text`. Raises InvalidArgument if it is empty."""
     text = read_text(file)
     if not text:

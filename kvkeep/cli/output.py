@@ -21,14 +21,14 @@ def say(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
-        discard(sys.stderr)
+        redirect_to_null(sys.stderr)
 
 
-def discard(stream: TextIO) -> None:
+def redirect_to_null(stream: TextIO) -> None:
     """Redirect a stream to the null device, so that flushing it on exit is not an error."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
+    null_descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_descriptor, stream.fileno())
+    os.close(null_descriptor)
 
 
 def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) -> None:
@@ -52,24 +52,24 @@ def echo_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Return a number with its noun: "1 token", "2 tokens"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def megabytes(count: int) -> str:
+def megabytes(num_bytes: int) -> str:
     """Return bytes in megabytes: "1.5 MB", "1,200 MB"."""
-    size = count / 1e6
+    size = num_bytes / 1e6
     return f"{size:,.0f} MB" if size >= 100 else f"{size:.1f} MB"
 
 
-def shown_bytes(count: int) -> str:
+def format_size(num_bytes: int) -> str:
     """Return bytes as size options take them, rounded up: "195MB", "1.5GB"."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        if count >= size:
-            tenths = -(-count * 10 // size)
+    for unit, unit_bytes in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= unit_bytes:
+            tenths = -(-num_bytes * 10 // unit_bytes)
             return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
-    return f"{-(-count // 1000)}KB"
+    return f"{-(-num_bytes // 1000)}KB"
 
 
 def write_flushed(text: str) -> None:

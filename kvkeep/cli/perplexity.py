@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli import options
-from kvkeep.cli.memory import MEMORY, MemoryChoice
+from kvkeep.cli.memory import MEMORY, MemoryOptions
 from kvkeep.cli.output import say
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import write_atomic
@@ -27,7 +27,7 @@ def perplexity(
     end: int | None = options.integer_option(
         "--to", minimum=2, show_default="all", help="Stop before this token."
     ),
-    memory: MemoryChoice = options.option_group(MemoryChoice, section=MEMORY),
+    memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY),
     written: bool = options.option(
         is_flag=True,
         help="Evaluate each token by itself, as what the model writes: with packed weights.",
@@ -35,14 +35,14 @@ def perplexity(
     plot: Path | None = options.file_option(
         metavar="FILE.png", help="Draw perplexity and memory over tokens."
     ),
-    output: options.OutputChoice = options.OUTPUT,
+    output: options.OutputOptions = options.OUTPUT,
 ) -> None:
     """Measure the perplexity of the text in FILE ("-": standard input).
 
     Each token is foretold from what memory then holds, as in a chat that has come so far. Compare
     budgets and policies with the same --from and --to.
     """
-    text = options.read_nonempty(file)
+    text = options.read_nonempty_text(file)
     if end is not None and first >= end:
         raise InvalidArgument(f"--from must be below --to; found {first} and {end}")
     output.check()
@@ -59,14 +59,14 @@ def perplexity(
     ids = model.text.encode(text)
     if end is not None and end > len(ids):
         raise InvalidArgument(f"--to must be at most {len(ids)}, the tokens in {file}; found {end}")
-    run = Run("perplexity", OpenedSession(model, memory.session(model)), output)
+    run = Run("perplexity", OpenedSession(model, memory.new_session(model)), output)
     points: list[PerplexityPoint] = []
-    with run.reported():
+    with run.reporting():
         try:
             _score(run, ids[:end], first, written, points)
         finally:
             if points:
-                _show(run, points, plot)
+                _report_perplexity(run, points, plot)
     run.close("end")
 
 
@@ -85,7 +85,7 @@ def _score(
                 bar.set_postfix_str(f"perplexity {point.perplexity:.2f}", refresh=False)
 
 
-def _show(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> None:
+def _report_perplexity(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> None:
     """Draw the plot, if requested, and print the last perplexity."""
     session = run.session
     if plot is not None:

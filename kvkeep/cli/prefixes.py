@@ -9,22 +9,22 @@ import click
 
 from kvkeep.cli import options
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
-from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
-from kvkeep.cli.output import counted, megabytes, say
+from kvkeep.cli.memory import DEFAULT_PREFIX_BYTES, open_prefix_store
+from kvkeep.cli.output import megabytes, plural, say
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.prefixes import inventory
 from kvkeep.types import DtypeName
 
-PREFIXES = {
+SUBCOMMANDS = {
     "list": LazyCommand("prefixes:list_", "List prompts, the one used last first."),
     "clear": LazyCommand("prefixes:clear", "Remove all of them."),
     "gc": LazyCommand("prefixes:gc", "Remove those used longest ago, down to a size."),
 }
 
 
-@click.group(cls=LazyGroup, lazy=PREFIXES)
+@click.group(cls=LazyGroup, lazy=SUBCOMMANDS)
 def prefixes() -> None:
     """List and remove the beginnings of prompts that --prefix-cache keeps."""
 
@@ -37,7 +37,7 @@ def _require_url(
     return value
 
 
-_MAX_BEGINNING = 60  # characters
+_MAX_BEGINNING_CHARS = 60  # characters
 # Without $KVKEEP_STORE, since that store holds the prompts of others, too.
 _SHARED_STORE = options.option(
     metavar="URL",
@@ -65,16 +65,16 @@ def list_(
     prompts = _stored_prompts(store, with_text)
     beginnings = _beginnings(prompts, model) if with_text else {}
     if with_text:
-        prompts = [prompt for prompt in prompts if _key(prompt) in beginnings]
+        prompts = [prompt for prompt in prompts if _prompt_key(prompt) in beginnings]
     if as_json:
         entries = [
             {
-                "key": _key(prompt),
+                "key": _prompt_key(prompt),
                 "model": prompt.model_digest,
                 "tokens": prompt.token_count,
                 "bytes": prompt.nbytes,
                 "used": prompt.last_used,
-                **({"text": beginnings[_key(prompt)]} if with_text else {}),
+                **({"text": beginnings[_prompt_key(prompt)]} if with_text else {}),
             }
             for prompt in prompts
         ]
@@ -83,15 +83,15 @@ def list_(
     if not prompts:
         say("no prompts; --prefix-cache of generate, chat and batch keeps them")
         return
-    title = "TEXT" if beginnings else ""
-    click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {title}".rstrip())
+    text_title = "TEXT" if beginnings else ""
+    click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {text_title}".rstrip())
     for prompt in prompts:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.last_used))
         line = f"{used}  {prompt.token_count:>7,}  {megabytes(prompt.nbytes):>9}  "
-        line += prompt.model_digest[:8]
-        click.echo(f"{line}  {beginnings.get(_key(prompt), '')}".rstrip())
-    total = megabytes(sum(prompt.nbytes for prompt in prompts))
-    say(f"{counted(len(prompts), 'prompt')}, {total}")
+        text = beginnings.get(_prompt_key(prompt), "")
+        click.echo(f"{line}{prompt.model_digest[:8]}  {text}".rstrip())
+    total_size = megabytes(sum(prompt.nbytes for prompt in prompts))
+    say(f"{plural(len(prompts), 'prompt')}, {total_size}")
 
 
 def _stored_prompts(store: str | None, with_text: bool) -> list[inventory.StoredPrompt]:
@@ -103,37 +103,37 @@ def _stored_prompts(store: str | None, with_text: bool) -> list[inventory.Stored
     return inventory.prompts_of(inventory.stored_blocks(open_object_store(store)))
 
 
-def _key(prompt: inventory.StoredPrompt) -> str:
+def _prompt_key(prompt: inventory.StoredPrompt) -> str:
     """Return the key of the last block, which identifies a prompt."""
     return prompt.blocks[-1].key
 
 
-def _beginnings(prompts: Sequence[inventory.StoredPrompt], name: str) -> dict[str, str]:
-    """Return the first characters of one model's prompts, by `_key`."""
+def _beginnings(prompts: Sequence[inventory.StoredPrompt], model_name: str) -> dict[str, str]:
+    """Return the first characters of one model's prompts, by `_prompt_key`."""
     from kvkeep.storage.prefixes.block import read_tokens
 
-    model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
+    model = load_named(model_name, "bfloat16", "cpu", weight_format=None, progress=True)
     root = model.fingerprint.digest()[:32]
     beginnings = dict[str, str]()
     for prompt in prompts:
         if prompt.model_digest == root:
             text = " ".join(model.text.decode(read_tokens(Path(prompt.blocks[0].location))).split())
-            if len(text) > _MAX_BEGINNING:
-                text = f"{text[: _MAX_BEGINNING - 3]}..."
-            beginnings[_key(prompt)] = text
+            if len(text) > _MAX_BEGINNING_CHARS:
+                text = f"{text[: _MAX_BEGINNING_CHARS - 3]}..."
+            beginnings[_prompt_key(prompt)] = text
     return beginnings
 
 
 @options.command()
 def clear(store: str | None = _SHARED_STORE) -> None:
     """Remove all beginnings of prompts. They are evaluated anew when they come again."""
-    _evict_to(store, 0)
+    _evict_to_size(store, 0)
 
 
 @options.command()
 def gc(
     max_bytes: int | None = options.size_option(
-        show_default=f"{megabytes(PREFIX_BYTES)} on this machine", help="What may stay."
+        show_default=f"{megabytes(DEFAULT_PREFIX_BYTES)} on this machine", help="What may stay."
     ),
     store: str | None = _SHARED_STORE,
 ) -> None:
@@ -144,17 +144,17 @@ def gc(
     """
     if store is not None and max_bytes is None:
         raise click.UsageError("--store needs --max-bytes: it is of all who share the store")
-    _evict_to(store, PREFIX_BYTES if max_bytes is None else max_bytes)
+    _evict_to_size(store, DEFAULT_PREFIX_BYTES if max_bytes is None else max_bytes)
 
 
-def _evict_to(shared_store: str | None, max_bytes: int) -> None:
+def _evict_to_size(shared_store: str | None, max_bytes: int) -> None:
     if shared_store is None:
         store = open_prefix_store()
-        freed, remaining, where = store.gc(max_bytes), store.nbytes, ""
+        freed_bytes, left_bytes, store_note = store.gc(max_bytes), store.nbytes, ""
     else:
-        freed, remaining = inventory.evict_to(open_object_store(shared_store), max_bytes)
-        where = f" in {shared_store}"
-    click.echo(f"removed {megabytes(freed)}, {megabytes(remaining)} left{where}")
+        freed_bytes, left_bytes = inventory.evict_to(open_object_store(shared_store), max_bytes)
+        store_note = f" in {shared_store}"
+    click.echo(f"removed {megabytes(freed_bytes)}, {megabytes(left_bytes)} left{store_note}")
 
 
 _CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
@@ -178,22 +178,22 @@ def why(
     date or a counter near the beginning keeps everything after it from being reused.
     """
     text = options.read_prompt(prompt, file)
-    loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
+    loaded = load_named(model, dtype, "cpu", weight_format=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
-    stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
-    more = len(ids) - stored >= inventory.BLOCK_TOKENS
+    num_stored, differs_at = open_prefix_store().differs_at(loaded.fingerprint, ids)
+    misses_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
     if as_json:
-        counts = {"prompt_tokens": len(ids), "stored_tokens": stored}
-        click.echo(json.dumps(counts | {"differs_at": differs if more else None}))
+        counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}
+        click.echo(json.dumps(counts | {"differs_at": differs_at if misses_block else None}))
         return
-    click.echo(f"{stored:,} of {len(ids):,} tokens are stored")
-    if not more:
+    click.echo(f"{num_stored:,} of {len(ids):,} tokens are stored")
+    if not misses_block:
         click.echo("what remains is less than a block, and is evaluated each time")
-    elif not differs:
+    elif not differs_at:
         click.echo("no stored prompt begins with its first token")
     else:
-        first = max(0, differs - _CONTEXT_TOKENS)
-        decode = loaded.text.decode_inside if first else loaded.text.decode
-        same, different = ids[first:differs], ids[differs : differs + _CONTEXT_TOKENS]
-        click.echo(f"the nearest stored prompt differs, or ends, at token {differs:,}:")
-        click.echo(f"{decode(same)}>>>{loaded.text.decode_inside(different)}")
+        start = max(0, differs_at - _CONTEXT_TOKENS)
+        decode = loaded.text.decode_inside if start else loaded.text.decode
+        common_ids, new_ids = ids[start:differs_at], ids[differs_at : differs_at + _CONTEXT_TOKENS]
+        click.echo(f"the nearest stored prompt differs, or ends, at token {differs_at:,}:")
+        click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_inside(new_ids)}")

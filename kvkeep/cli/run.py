@@ -14,8 +14,8 @@ from tqdm import tqdm
 from kvkeep import Sampling
 from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE_HINT, gains_from_calibration
 from kvkeep.cli.memory import warn_without_prefixes
-from kvkeep.cli.options import OutputChoice, is_given
-from kvkeep.cli.output import Screen, counted, megabytes, progress_bar, say
+from kvkeep.cli.options import OutputOptions, is_given
+from kvkeep.cli.output import Screen, megabytes, plural, progress_bar, say
 from kvkeep.cli.session_file import OpenedSession, SessionWriter
 from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss
@@ -25,11 +25,11 @@ from kvkeep.storage.files.atomic import write_atomic
 
 @dataclass
 class Throughput:
-    tokens: int = 0
+    tokens: int = 0  # evaluated in `seconds`
     seconds: float = 0.0
 
     @property
-    def rate(self) -> float | None:
+    def tokens_per_s(self) -> float | None:
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
@@ -37,13 +37,13 @@ class Run:
     """A command's session, its measurements and its report. writer: None if it is not saved."""
 
     def __init__(
-        self, command: str, opened: OpenedSession, output: OutputChoice, seed: int | None = None
+        self, command: str, opened: OpenedSession, output: OutputOptions, seed: int | None = None
     ):
         self.model, self.session, self.output = opened.model, opened.session, output
         self.writer: SessionWriter | None = None
         self.prefill, self.decode = Throughput(), Throughput()
-        self.reused = opened.restored
-        self.differs_at: int | None = None
+        self.reused_tokens = opened.restored_tokens
+        self.prefix_differs_at: int | None = None
         self.perplexity: float | None = None
         self._command, self._seed = command, seed
 
@@ -56,9 +56,9 @@ class Run:
 
             result = self.session.feed(ids, progress=progress)
         self.prefill.tokens -= result.reused
-        self.reused += result.reused
+        self.reused_tokens += result.reused
         if result.differs_at is not None:
-            self.differs_at = result.differs_at
+            self.prefix_differs_at = result.differs_at
         if result.store_error is not None:
             warn_without_prefixes(result.store_error)
 
@@ -103,17 +103,17 @@ class Run:
         )
 
     @contextmanager
-    def measuring(self, tally: Throughput) -> Iterator[None]:
+    def measuring(self, throughput: Throughput) -> Iterator[None]:
         """Add the tokens and seconds of the block to a throughput."""
-        tokens, start = self.session.cache.time, time.perf_counter()
+        start_time, start_seconds = self.session.cache.time, time.perf_counter()
         try:
             yield
         finally:
-            tally.seconds += time.perf_counter() - start
-            tally.tokens += self.session.cache.time - tokens
+            throughput.seconds += time.perf_counter() - start_seconds
+            throughput.tokens += self.session.cache.time - start_time
 
     @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Save and report if an interrupt or an error ends the block; then re-raise it."""
         try:
             yield
@@ -138,17 +138,17 @@ class Run:
             self._report(finish_reason)
 
     def _report(self, finish_reason: str) -> None:
-        numbers = self._numbers(finish_reason)
+        summary = self._summary(finish_reason)
         if not self.output.quiet:
-            outcome = self.writer.outcome if self.writer else ""
-            say(_closing_line(numbers) + (f" | {outcome}" if outcome else ""))
+            save_outcome = self.writer.save_outcome if self.writer else ""
+            say(_closing_line(summary) + (f" | {save_outcome}" if save_outcome else ""))
             if gains_from_calibration(self.session) and not is_given("method"):
                 say(UNCALIBRATED_ARCHIVE_HINT)
         if self.output.report is not None:
-            text = json.dumps(numbers, indent=2, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.output.report, f"{text}\n".encode())
 
-    def _numbers(self, finish_reason: str) -> dict[str, Any]:
+    def _summary(self, finish_reason: str) -> dict[str, Any]:
         """Return the closing numbers; None if not measured, or not applicable to the command.
 
         settings: the policy's own. prompt_tokens: evaluated in this run. reused_tokens: from a file
@@ -168,36 +168,36 @@ class Run:
             "far_bits": session.bits.far,
             "seed": self._seed,
             "prompt_tokens": self.prefill.tokens,
-            "prefill_tokens_per_s": self.prefill.rate,
+            "prefill_tokens_per_s": self.prefill.tokens_per_s,
             "generated_tokens": self.decode.tokens,
-            "decode_tokens_per_s": self.decode.rate,
+            "decode_tokens_per_s": self.decode.tokens_per_s,
             "peak_rss_bytes": peak_rss(),
             "kv_cells": session.cache.cells,
             "kv_bytes": session.cache.nbytes,
-            "reused_tokens": self.reused,
-            "prefix_differs_at": self.differs_at,
+            "reused_tokens": self.reused_tokens,
+            "prefix_differs_at": self.prefix_differs_at,
             "saved_bytes": None if writer is None or writer.unsaved else writer.saved_bytes,
             "perplexity": perplexity if perplexity and math.isfinite(perplexity) else None,
             "finish_reason": finish_reason,
         }
 
 
-def _closing_line(numbers: Mapping[str, Any]) -> str:
-    parts = [f"prompt {numbers['prompt_tokens']}{_rate(numbers['prefill_tokens_per_s'])}"]
-    if numbers["reused_tokens"] or numbers["prefix_differs_at"] is not None:
-        differs_at = numbers["prefix_differs_at"]
-        differs = f", first differs at token {differs_at}" if differs_at else ""
-        parts.append(f"reused {counted(numbers['reused_tokens'], 'token')}{differs}")
-    cells = f"cells {numbers['kv_cells']} of {numbers['max_kv_size']}"
+def _closing_line(summary: Mapping[str, Any]) -> str:
+    parts = [f"prompt {summary['prompt_tokens']}{_rate_text(summary['prefill_tokens_per_s'])}"]
+    if summary["reused_tokens"] or summary["prefix_differs_at"] is not None:
+        differs_at = summary["prefix_differs_at"]
+        differs_text = f", first differs at token {differs_at}" if differs_at else ""
+        parts.append(f"reused {plural(summary['reused_tokens'], 'token')}{differs_text}")
+    cells = f"cells {summary['kv_cells']} of {summary['max_kv_size']}"
     parts += [
-        f"generated {numbers['generated_tokens']}{_rate(numbers['decode_tokens_per_s'])}",
-        f"{cells}, {megabytes(numbers['kv_bytes'])}",
-        f"peak RAM {megabytes(numbers['peak_rss_bytes'])}",
+        f"generated {summary['generated_tokens']}{_rate_text(summary['decode_tokens_per_s'])}",
+        f"{cells}, {megabytes(summary['kv_bytes'])}",
+        f"peak RAM {megabytes(summary['peak_rss_bytes'])}",
     ]
-    if numbers["finish_reason"] == "interrupt":
+    if summary["finish_reason"] == "interrupt":
         parts.append("interrupted")
     return " | ".join(parts)
 
 
-def _rate(rate: float | None) -> str:
+def _rate_text(rate: float | None) -> str:
     return f" at {rate:,.1f} tok/s" if rate is not None else " tokens"

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import MEMORY, MemoryChoice, keep_option, uses_prefixes
+from kvkeep.cli.lazy import OptionsOnlyCommand
+from kvkeep.cli.memory import MEMORY, MemoryOptions, keep_option, uses_prefix_cache
 from kvkeep.cli.options import command, file_option, option, option_group, size_option
-from kvkeep.cli.output import say, shown_bytes
-from kvkeep.cli.which_model import prefill_step
+from kvkeep.cli.output import format_size, say
+from kvkeep.cli.which_model import prefill_step_option
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url
@@ -23,15 +23,15 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
-class ServingChoice:
+class ServingOptions:
     """The options for a server and its sessions."""
 
-    memory: MemoryChoice = option_group(
-        MemoryChoice,
+    memory: MemoryOptions = option_group(
+        MemoryOptions,
         section=MEMORY,
         keep=keep_option(),
         # Shorter than in commands for one user, since other requests wait for a step.
-        prefill_step=prefill_step(128),
+        prefill_step=prefill_step_option(128),
     )
     host: str = option(metavar="ADDRESS", default="127.0.0.1", help="Address to listen on.")
     port: int = option(
@@ -94,23 +94,23 @@ class ServingChoice:
         """
         self.memory.require_room_for_a_chat(model)
         settings = self.memory.settings(model)
-        tokens, needed = _full_session(model, settings)
+        budget, needed = _session_size(model, settings)
         if needed <= self.max_bytes:
             return settings
-        fitting = _largest_fitting_budget(model, settings, tokens, self.max_bytes)
-        smaller = f", or --max-kv-size {fitting} or less" if fitting else ""
+        fitting_budget = _largest_fitting_budget(model, settings, budget, self.max_bytes)
+        hint = f", or --max-kv-size {fitting_budget} or less" if fitting_budget else ""
         raise InvalidArgument(
-            f"a session of {tokens:,} tokens takes up to {shown_bytes(needed)}, and --memory is "
-            f"{shown_bytes(self.max_bytes)}: give --memory {shown_bytes(needed)} or more{smaller}"
+            f"a session of {budget:,} tokens takes up to {format_size(needed)}, and --memory is "
+            f"{format_size(self.max_bytes)}: give --memory {format_size(needed)} or more{hint}"
         )
 
-    def uses_prefixes(self) -> bool:
-        return uses_prefixes(self.memory, self.prefix_cache)
+    def uses_prefix_cache(self) -> bool:
+        return uses_prefix_cache(self.memory, self.prefix_cache)
 
 
-@command(cls=OptionsOnly, hint="name a model with -m: kvkeep serve -m {}")
+@command(cls=OptionsOnlyCommand, hint="name a model with -m: kvkeep serve -m {}")
 def serve(
-    serving: ServingChoice = option_group(ServingChoice),
+    serving: ServingOptions = option_group(ServingOptions),
     store: str | None = option(
         metavar="FOLDER|URL",
         show_default="in kvkeep's own",
@@ -124,7 +124,7 @@ def serve(
     alone. What a request has in common with an earlier one is not evaluated again.
     """
     serving.require_safe()
-    require_installed()
+    require_server_packages()
     serving.memory.check()
     if store is not None and is_url(store):
         _serve_shared(serving, store, allow_edit)
@@ -132,7 +132,7 @@ def serve(
         _serve_folder(serving, Path(store) if store else home() / "server", allow_edit)
 
 
-def _serve_shared(serving: ServingChoice, store: str, allow_edit: bool) -> None:
+def _serve_shared(serving: ServingOptions, store: str, allow_edit: bool) -> None:
     from kvkeep.fleet.setup import read_secret
 
     secret = read_secret(serving.secret_file)
@@ -149,15 +149,15 @@ def _serve_shared(serving: ServingChoice, store: str, allow_edit: bool) -> None:
         secret,
         settings=serving.session_settings(model),
         limits=Limits(memory=serving.max_bytes),
-        share_prefixes=serving.uses_prefixes(),
+        share_prefixes=serving.uses_prefix_cache(),
     )
     with server.engine:
         keys = ApiKeys.read(serving.api_key_file, secret)
-        options = {**vars(serving), "allow_edit": allow_edit}
-        serve_on(server.engine, keys, options, server.middleware, server.leases.drain)
+        server_options = {**vars(serving), "allow_edit": allow_edit}
+        serve_on(server.engine, keys, server_options, server.middleware, server.leases.drain)
 
 
-def _serve_folder(serving: ServingChoice, folder: Path, allow_edit: bool) -> None:
+def _serve_folder(serving: ServingOptions, folder: Path, allow_edit: bool) -> None:
     model = serving.load()
     from kvkeep.engine import Engine, Limits
     from kvkeep.server.keys import ApiKeys
@@ -168,7 +168,7 @@ def _serve_folder(serving: ServingChoice, folder: Path, allow_edit: bool) -> Non
         settings=serving.session_settings(model),
         limits=Limits(memory=serving.max_bytes),
         folder=folder / "sessions",
-        stores=folder / "prefixes" if serving.uses_prefixes() else None,
+        stores=folder / "prefixes" if serving.uses_prefix_cache() else None,
     ) as engine:
         for line in engine.losses:
             say(line)
@@ -176,7 +176,7 @@ def _serve_folder(serving: ServingChoice, folder: Path, allow_edit: bool) -> Non
         serve_on(engine, keys, {**vars(serving), "allow_edit": allow_edit})
 
 
-def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
+def _session_size(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
     """Return the budget of a session in tokens, and the most bytes that its cells take."""
     from kvkeep.engine.record import max_session_bytes
 
@@ -185,21 +185,21 @@ def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def _largest_fitting_budget(
-    model: "Model", settings: dict[str, Any], tokens: int, max_bytes: int
+    model: "Model", settings: dict[str, Any], limit: int, max_bytes: int
 ) -> int:
-    """Return the largest budget below `tokens` whose full session fits in `max_bytes`, or 0."""
+    """Return the largest budget below `limit` whose full session fits in `max_bytes`, or 0."""
 
     def fits(budget: int) -> bool:
         try:
-            return _full_session(model, {**settings, "max_kv_size": budget})[1] <= max_bytes
+            return _session_size(model, {**settings, "max_kv_size": budget})[1] <= max_bytes
         except InvalidArgument:  # too few tokens for the policy
             return False
 
-    fitting = bisect_left(range(1, tokens), True, key=lambda budget: not fits(budget))
-    return fitting if fitting and fits(fitting) else 0
+    largest = bisect_left(range(1, limit), True, key=lambda budget: not fits(budget))
+    return largest if largest and fits(largest) else 0
 
 
-def require_installed() -> None:
+def require_server_packages() -> None:
     """Raise InvalidArgument if the packages of the server extra are missing."""
     try:
         import fastapi  # noqa: F401

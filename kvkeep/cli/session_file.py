@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.cli.compression import load_calibration_file
-from kvkeep.cli.memory import WHOLE_PROMPT, MemoryChoice
+from kvkeep.cli.memory import WHOLE_PROMPT, MemoryOptions
 from kvkeep.cli.options import is_given
 from kvkeep.cli.output import megabytes, say
 from kvkeep.cli.which_model import require_local
@@ -41,11 +41,11 @@ class OpenedSession:
     model: "Model"
     session: "Session"
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values saved beside the session
-    restored: int = 0  # tokens from the file
+    restored_tokens: int = 0  # tokens from the file
     seed: int | None = None  # as saved
 
 
-def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
+def resume(file: Source, memory: MemoryOptions, progress: bool) -> OpenedSession:
     """Restore the session in a file. Settings without an option stay as saved.
 
     Raises InvalidArgument for an option that contradicts the file, StoreError, FingerprintMismatch
@@ -93,34 +93,34 @@ def restore(
     """
     from kvkeep.compression.calibration.calibration import any_default_calibration
 
-    digest = snapshot.policy.get("calibrated_by")
-    missing = InvalidArgument(
+    calibration_digest = snapshot.policy.get("calibrated_by")
+    missing_calibration = InvalidArgument(
         f"{label} compresses by a calibration: give the file that it was created with as "
         "--calibration"
     )
-    if calibration is not None and not digest:
+    if calibration is not None and not calibration_digest:
         raise InvalidArgument(
             f"{label} was created without a calibration and continues without one; leave "
             "--calibration out, or start a new session"
         )
-    if digest and calibration is None and not any_default_calibration():
-        raise missing
+    if calibration_digest and calibration is None and not any_default_calibration():
+        raise missing_calibration
     if model_name is None:
         require_local(snapshot.model, file)
     model = load(model_name or snapshot.model)
-    original = load_calibration_file(calibration, model)
-    if digest and original is None:
-        original = model.calibration
-        if original is None or original.digest != digest:
-            raise missing
-    return model, model.restore(snapshot, calibration=original)
+    loaded_calibration = load_calibration_file(calibration, model)
+    if calibration_digest and loaded_calibration is None:
+        loaded_calibration = model.calibration
+        if loaded_calibration is None or loaded_calibration.digest != calibration_digest:
+            raise missing_calibration
+    return model, model.restore(snapshot, calibration=loaded_calibration)
 
 
 def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
     """Return a snapshot's notes. Raises CorruptFile unless the command line wrote them."""
     notes = snapshot.notes
-    chat, unread = notes.get(CHAT_NOTES_KEY, {"system": None}), notes.get(UNREAD, [])
-    valid = isinstance(chat, dict) and isinstance(chat.get("system", ""), str | None)
+    chat_note, unread = notes.get(CHAT_NOTES_KEY, {"system": None}), notes.get(UNREAD, [])
+    valid = isinstance(chat_note, dict) and isinstance(chat_note.get("system", ""), str | None)
     valid = valid and isinstance(unread, list) and all(type(token) is int for token in unread)
     if not valid or type(notes.get(FIRST_PROMPT, 0)) is not int:
         raise CorruptFile(
@@ -150,7 +150,7 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
         session.keep = keep
 
 
-def _require_saved_options(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:
+def _require_saved_options(file: Source, snapshot: "Snapshot", memory: MemoryOptions) -> None:
     saved_options = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     saved_options |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED_OPTIONS:
@@ -196,7 +196,7 @@ class SessionWriter:
         return self._is_changed()
 
     @property
-    def outcome(self) -> str:
+    def save_outcome(self) -> str:
         """The last save in words, for the closing line; "" if there was nothing to save."""
         if self.unsaved:
             return f"{self.label} not saved"

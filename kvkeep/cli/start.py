@@ -40,33 +40,33 @@ def _open_closed_streams() -> None:
             is_closed = False
         except OSError:
             is_closed = True
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != descriptor:
-                os.dup2(null, descriptor)
-                os.close(null)
+            null_descriptor = os.open(os.devnull, os.O_RDWR)
+            if null_descriptor != descriptor:
+                os.dup2(null_descriptor, descriptor)
+                os.close(null_descriptor)
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             file = descriptor if is_closed else os.devnull
             setattr(sys, name, open(file, mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     """Handle SIGINT: exit at once during an import, else raise KeyboardInterrupt.
 
     An exception during an import could be swallowed. Once torch is imported, the remaining imports
     are short, and there may be work to save.
     """
-    if not _torch_is_imported() and _importing(frame):
-        os._exit(128 + number)
-    signal.default_int_handler(number, frame)
+    if not _torch_is_imported() and _is_importing(frame):
+        os._exit(128 + signal_number)
+    signal.default_int_handler(signal_number, frame)
 
 
 def _torch_is_imported() -> bool:
-    specification = getattr(sys.modules.get("torch"), "__spec__", None)
-    return specification is not None and not getattr(specification, "_initializing", False)
+    module_spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return module_spec is not None and not getattr(module_spec, "_initializing", False)
 
 
-def _importing(frame: FrameType | None) -> bool:
+def _is_importing(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

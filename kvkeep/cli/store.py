@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvkeep.storage.sessions.interface import SessionStore
     from kvkeep.storage.sessions.shared import SessionPath
 
-
 STORE = option(
     metavar="FOLDER|URL",
     envvar="KVKEEP_STORE",

@@ -11,18 +11,18 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from kvkeep.cli.output import discard
+from kvkeep.cli.output import redirect_to_null
 from kvkeep.runtime.signals import interrupts_deferred
 
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-_received: list[int] = []
-_suspensions: list[None] = []
+_received_signals: list[int] = []
+_suspensions: list[None] = []  # one entry for each Ctrl-Z
 _IFLAG, _LFLAG, _CC = 0, 3, 6  # indices in the list of termios.tcgetattr
 
 
 def termination_signal() -> int | None:
     """Return the SIGTERM or SIGHUP that ended the command, if any."""
-    return _received[-1] if _received else None
+    return _received_signals[-1] if _received_signals else None
 
 
 @contextmanager
@@ -32,28 +32,28 @@ def signals_interrupt() -> Iterator[None]:
     `termination_signal` returns them. A signal that the parent process ignores, as `nohup` does,
     stays ignored.
     """
-    _received.clear()
+    _received_signals.clear()
     is_main_thread = threading.current_thread() is threading.main_thread()
-    handled = [
-        number
-        for number in _TERMINATION_SIGNALS
-        if is_main_thread and signal.getsignal(number) is signal.SIG_DFL
+    handled_signals = [
+        signal_number
+        for signal_number in _TERMINATION_SIGNALS
+        if is_main_thread and signal.getsignal(signal_number) is signal.SIG_DFL
     ]
-    for number in handled:
-        signal.signal(number, _interrupt)
+    for signal_number in handled_signals:
+        signal.signal(signal_number, _interrupt)
     try:
         yield
     finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in handled_signals:
+            signal.signal(signal_number, signal.SIG_DFL)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    _received.append(number)
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    _received_signals.append(signal_number)
     _discard_output_to_closed_terminals()
     sigint_handler = signal.getsignal(signal.SIGINT)
     if callable(sigint_handler):
-        sigint_handler(number, frame)
+        sigint_handler(signal_number, frame)
     else:  # SIGINT is ignored, as in a background job of a script
         raise KeyboardInterrupt
 
@@ -65,7 +65,7 @@ def _discard_output_to_closed_terminals() -> None:
             descriptor = stream.fileno()
             # A closed terminal is still a character device, but no longer a terminal.
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-                discard(stream)
+                redirect_to_null(stream)
 
 
 def suspensions() -> int:
@@ -99,38 +99,35 @@ class _NoEchoMode:
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
-        self._saved: list[Any] | None = None  # the attributes to restore
+        self._saved_attributes: list[Any] | None = None  # the attributes to restore
 
     def enter(self) -> None:
         with suppress(termios.error, OSError):
-            if not self._is_foreground():
+            if not is_foreground(self._descriptor):
                 return  # changing a terminal from the background stops the process
             saved = termios.tcgetattr(self._descriptor)
-            mode = [*saved[:_CC], list(saved[_CC])]
-            mode[_IFLAG] &= ~termios.ICRNL
-            mode[_LFLAG] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
-            mode[_LFLAG] |= termios.NOFLSH  # Ctrl-C discards neither typed keys nor pending output
-            mode[_CC][termios.VMIN], mode[_CC][termios.VTIME] = 1, 0
-            self._saved = saved
-            termios.tcsetattr(self._descriptor, termios.TCSANOW, mode)
+            flags = [*saved[:_CC], list(saved[_CC])]
+            flags[_IFLAG] &= ~termios.ICRNL
+            flags[_LFLAG] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+            flags[_LFLAG] |= termios.NOFLSH  # Ctrl-C discards neither typed keys nor pending output
+            flags[_CC][termios.VMIN], flags[_CC][termios.VTIME] = 1, 0
+            self._saved_attributes = saved
+            termios.tcsetattr(self._descriptor, termios.TCSANOW, flags)
 
     def leave(self) -> None:
-        saved, self._saved = self._saved, None
+        saved, self._saved_attributes = self._saved_attributes, None
         with suppress(termios.error, OSError):
-            if saved is not None and self._is_foreground():
+            if saved is not None and is_foreground(self._descriptor):
                 termios.tcsetattr(self._descriptor, termios.TCSANOW, saved)
 
-    def suspend(self, number: int, frame: FrameType | None) -> None:
+    def suspend(self, signal_number: int, frame: FrameType | None) -> None:
         """Handle Ctrl-Z: restore the terminal for the shell, suspend, and change it again."""
         self.leave()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
         _suspensions.append(None)
-        signal.signal(number, self.suspend)
+        signal.signal(signal_number, self.suspend)
         self.enter()
-
-    def _is_foreground(self) -> bool:
-        return is_foreground(self._descriptor)
 
 
 def is_foreground(descriptor: int) -> bool:

@@ -20,24 +20,23 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 # Listed here because the modules that define them import torch, which would slow down --help.
-SECTION = "Model"  # of the help
+MODEL_SECTION = "Model"  # of the help
 DTYPE_NAMES = get_args(DtypeName)
-WEIGHT_NAMES = get_args(WeightFormat)
+WEIGHT_FORMAT_NAMES = get_args(WeightFormat)
 
 
 def model_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Complete names of known, added and pulled models, or else file names."""
-    pulled = (model.name for model in pulled_models())
-    names = sorted({*KNOWN_MODELS, *named_models(), *pulled})
-    items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-    return items or [CompletionItem(incomplete, type="file")]
+    names = sorted({*KNOWN_MODELS, *named_models(), *(model.name for model in pulled_models())})
+    completions = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return completions or [CompletionItem(incomplete, type="file")]
 
 
 MODEL = option(
     "-m",
-    section=SECTION,
+    section=MODEL_SECTION,
     metavar="NAME",
     default=DEFAULT_MODEL,
     shell_complete=model_names,
@@ -48,29 +47,29 @@ SAVED_MODEL = option(
     "-m", metavar="NAME", show_default="as it was saved", help="Model that the file belongs to."
 )
 DTYPE = choice_option(
-    DTYPE_NAMES, "Data type of weights and KV cache.", default=DTYPE_NAMES[0], section=SECTION
+    DTYPE_NAMES, "Data type of weights and KV cache.", default=DTYPE_NAMES[0], section=MODEL_SECTION
 )
-WEIGHTS = choice_option(
-    WEIGHT_NAMES,
+WEIGHT_FORMAT = choice_option(
+    WEIGHT_FORMAT_NAMES,
     "Format in which decode reads the weights.",
     show_default="as in the file",
-    section=SECTION,
+    section=MODEL_SECTION,
 )
-DEVICE = option(metavar="NAME", default="cpu", section=SECTION, help="Torch device.")
+DEVICE = option(metavar="NAME", default="cpu", section=MODEL_SECTION, help="Torch device.")
 
 
-def prefill_step(default: int) -> Any:
+def prefill_step_option(default: int) -> Any:
     return integer_option(
         default=default,
         help="Prompt tokens evaluated at once. With --kv-bits, results depend on it.",
     )
 
 
-PREFILL_STEP = prefill_step(512)
+PREFILL_STEP = prefill_step_option(512)
 
 
 def load_named(
-    name: str, dtype: DtypeName, device: str, weights: WeightFormat | None, progress: bool
+    name: str, dtype: DtypeName, device: str, weight_format: WeightFormat | None, progress: bool
 ) -> "Model":
     """Load a model by name; warn if it computes slowly. Raises ModelError."""
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
@@ -78,13 +77,15 @@ def load_named(
     from kvkeep.errors import SlowPathWarning
     from kvkeep.executors import slow_path_message
 
-    is_name = name.lower() in KNOWN_MODELS or name in named_models()
-    if not is_name and Path(name).expanduser().exists():
+    is_known_name = name.lower() in KNOWN_MODELS or name in named_models()
+    if not is_known_name and Path(name).expanduser().exists():
         # Sessions store the name, and may be continued from another working directory.
         name = str(Path(name).expanduser().absolute())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPathWarning)  # printed below as one line
-        model = load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
+        model = load_model(
+            name, dtype=dtype, device=device, weights=weight_format, progress=progress
+        )
     if not click.get_current_context().params.get("quiet"):
         _warn_once(slow_path_message(model.path))
     return model

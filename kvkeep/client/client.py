@@ -13,11 +13,11 @@ import httpx
 from kvkeep import errors
 from kvkeep.client.remote import ApiClient, ApiRequest, Convert, RemoteSession, Text, text_fields
 
-URL = "http://127.0.0.1:8080"
+DEFAULT_URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
 _TIMEOUT = httpx.Timeout(10.0, read=None)  # prefill of a long prompt has no time limit
 _MAX_TRIES = 3  # of a request whose response is lost
-_items = itemgetter("data")
+_entries = itemgetter("data")
 _ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by code
     "session_not_found": errors.NoSuchSession,
     "session_busy": errors.Busy,
@@ -43,14 +43,14 @@ class _BaseClient(ApiClient):
 
     def sessions(self, unnamed: bool = False) -> Any:
         """List sessions, the last used first. unnamed: include those made for a prompt."""
-        return self.send(ApiRequest("GET", "/v1/sessions", params={"unnamed": unnamed}), _items)
+        return self.send(ApiRequest("GET", "/v1/sessions", params={"unnamed": unnamed}), _entries)
 
     def delete(self, name: str, revision: int | None = None) -> Any:
         """Delete a session, on disk too."""
         return self.send(ApiRequest("DELETE", f"/v1/sessions/{name}", revision=revision))
 
     def snapshots(self) -> Any:
-        return self.send(ApiRequest("GET", "/v1/snapshots"), _items)
+        return self.send(ApiRequest("GET", "/v1/snapshots"), _entries)
 
     def restore(self, snapshot: str, name: str | None = None) -> Any:
         """Return a new RemoteSession that continues, to the bit, from a snapshot."""
@@ -66,11 +66,11 @@ class _BaseClient(ApiClient):
 
     def misses(self) -> Any:
         """List recent prompts that were not fully reused, in the form of `explain`."""
-        return self.send(ApiRequest("GET", "/v1/prefix/misses"), _items)
+        return self.send(ApiRequest("GET", "/v1/prefix/misses"), _entries)
 
     def operations(self) -> Any:
         """List recent operations, the newest first."""
-        return self.send(ApiRequest("GET", "/v1/operations"), _items)
+        return self.send(ApiRequest("GET", "/v1/operations"), _entries)
 
     def events(self) -> Any:
         """Stream the operations on all sessions as pairs of a name and its data."""
@@ -91,7 +91,7 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
     options: for httpx. A request without a response is sent again; the server makes it once.
     """
 
-    def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
+    def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, **options: Any):
         self._http = httpx.Client(**_http_options(url, api_key, options))
 
     def __exit__(self, *failure: object) -> None:
@@ -125,7 +125,7 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
 class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     """An asyncio client: await methods, and iterate over streams by `async for`."""
 
-    def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
+    def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, **options: Any):
         self._http = httpx.AsyncClient(**_http_options(url, api_key, options))
 
     async def __aexit__(self, *failure: object) -> None:
@@ -154,8 +154,8 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
                         yield event
 
 
-def _http_options(url: str, key: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+def _http_options(url: str, api_key: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     return {"base_url": url, "headers": headers, "timeout": _TIMEOUT, **options}
 
 
@@ -200,8 +200,8 @@ class _EventParser:
             self._data.append(line[5:].removeprefix(" "))
         if line or not self._data:
             return None
-        name, content = self._name, json.loads("\n".join(self._data))
+        name, data = self._name, json.loads("\n".join(self._data))
         self._name, self._data = "message", []
         if name == "error":
-            raise errors.ServerError(content["error"]["message"])
-        return name, content
+            raise errors.ServerError(data["error"]["message"])
+        return name, data

@@ -120,8 +120,8 @@ class RemoteSession:
         revision: int | None = None,
     ) -> Any:
         """Delete tokens, or a span. `Client.delete` deletes the session itself."""
-        edit = {"op": "delete", "recompute": recompute}
-        return self._post("/edit", revision, **edit, **_range(start, end))
+        edit = {"op": "delete", "recompute": recompute, **_range_fields(start, end)}
+        return self._post("/edit", revision, **edit)
 
     def replace(
         self,
@@ -131,14 +131,14 @@ class RemoteSession:
         recompute: str = "none",
         revision: int | None = None,
     ) -> Any:
-        edit = {"op": "replace", "recompute": recompute}
-        return self._post("/edit", revision, **edit, **_range(start, end), **text_fields(text))
+        edit = {"op": "replace", "recompute": recompute, **_range_fields(start, end)}
+        return self._post("/edit", revision, **edit, **text_fields(text))
 
     def pin(self, start: int | str, end: int | None = None, revision: int | None = None) -> Any:
-        return self._post("/pin", revision, **_range(start, end))
+        return self._post("/pin", revision, **_range_fields(start, end))
 
     def unpin(self, start: int | str, end: int | None = None, revision: int | None = None) -> Any:
-        return self._post("/unpin", revision, **_range(start, end))
+        return self._post("/unpin", revision, **_range_fields(start, end))
 
     def name_span(self, name: str, start: int, end: int, revision: int | None = None) -> Any:
         return self._post("/spans", revision, name=name, start=start, end=end)
@@ -179,18 +179,18 @@ class RemoteSession:
         body = {"resident": resident}
         return self._client.send(ApiRequest("PUT", self._path("/resident"), body, revision))
 
-    def _path(self, action: str) -> str:
-        return f"/v1/sessions/{self.name}{action}"
+    def _path(self, subpath: str) -> str:
+        return f"/v1/sessions/{self.name}{subpath}"
 
-    def _get(self, action: str, **params: Any) -> Any:
-        return self._client.send(ApiRequest("GET", self._path(action), params=params))
+    def _get(self, subpath: str, **params: Any) -> Any:
+        return self._client.send(ApiRequest("GET", self._path(subpath), params=params))
 
-    def _post(self, action: str, revision: int | None, /, **body: Any) -> Any:
-        return self._client.send(ApiRequest("POST", self._path(action), body, revision))
+    def _post(self, subpath: str, revision: int | None, /, **body: Any) -> Any:
+        return self._client.send(ApiRequest("POST", self._path(subpath), body, revision))
 
-    def _stream(self, action: str, revision: int | None, /, **body: Any) -> Any:
+    def _stream(self, subpath: str, revision: int | None, /, **body: Any) -> Any:
         body = {**body, "stream": True}
-        return self._client.stream(ApiRequest("POST", self._path(action), body, revision))
+        return self._client.stream(ApiRequest("POST", self._path(subpath), body, revision))
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,5 +207,5 @@ def text_fields(text: Text | None) -> dict[str, Any]:
     return {"messages" if items and isinstance(items[0], Mapping) else "tokens": items}
 
 
-def _range(start: int | str, end: int | None) -> dict[str, Any]:
+def _range_fields(start: int | str, end: int | None) -> dict[str, Any]:
     return {"span": start} if isinstance(start, str) else {"start": start, "end": end}

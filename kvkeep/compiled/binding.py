@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.compiled.instruction_sets import TORCH, load, selected_set
+from kvkeep.compiled.instruction_sets import TORCH, load_kernels, selected_set
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.layers.primitives import non_finite_error
 
@@ -30,6 +30,7 @@ def _fields(*groups: tuple[str, type[Any]]) -> tuple[tuple[str, type[Any]], ...]
 
 
 class CMatrix(_KernelStructure):
+    # rounded: 1 to multiply as if each weight had been rounded to bfloat16.
     _fields_ = _fields(("format rows columns rounded", c_int32), ("data scales bias", c_void_p))
 
 
@@ -186,8 +187,8 @@ class CSimilarity(_KernelStructure):
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 STRUCTURES = tuple(_KernelStructure.__subclasses__())
-_REVISION = 9  # `kRevision` in src/decode.h
-_NO_MEMORY, _NOT_FINITE = 2, 4  # `Status` in src/status.h
+_INTERFACE_REVISION = 9  # `kRevision` in src/decode.h
+_STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 
 def library() -> ctypes.CDLL | None:
@@ -196,7 +197,7 @@ def library() -> ctypes.CDLL | None:
     Raises InvalidArgument if KVKEEP_ISA names kernels that are not available.
     """
     name = selected_set().name
-    kernels = None if name == TORCH else load(name)
+    kernels = None if name == TORCH else load_kernels(name)
     return None if kernels is None else _bind(kernels)
 
 
@@ -227,8 +228,8 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
 
 def require_same_interface(kernels: ctypes.CDLL) -> None:
     """Raise KernelMismatch, naming the field, if a library's structures differ from these."""
-    if not hasattr(kernels, "kvkeep_layout") or kernels.kvkeep_revision() != _REVISION:
-        raise KernelMismatch(f"the kernels' interface is not revision {_REVISION}")
+    if not hasattr(kernels, "kvkeep_layout") or kernels.kvkeep_revision() != _INTERFACE_REVISION:
+        raise KernelMismatch(f"the kernels' interface is not revision {_INTERFACE_REVISION}")
     layout = _kernel_layout(kernels)
     structures = {structure.__name__.removeprefix("C"): structure for structure in STRUCTURES}
     for name, structure in structures.items():
@@ -248,11 +249,10 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
 
 def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, tuple[int, int]]:
     """Return the offset and size of each field, "Structure.field", in a library."""
-    size = 1 << 16
-    text = ctypes.create_string_buffer(size)
-    length = kernels.kvkeep_layout(text, size)
-    lines = map(str.split, text.raw[:length].decode().splitlines())
-    return {name: (int(offset), int(width)) for name, offset, width in lines}
+    buffer = ctypes.create_string_buffer(1 << 16)
+    text_bytes = kernels.kvkeep_layout(buffer, len(buffer))
+    lines = map(str.split, buffer.raw[:text_bytes].decode().splitlines())
+    return {name: (int(offset), int(size)) for name, offset, size in lines}
 
 
 def raise_for_status(status: int) -> None:
@@ -263,9 +263,9 @@ def raise_for_status(status: int) -> None:
         NonFiniteLogits: a result is NaN or infinity.
         KernelMismatch: no kernel supports the call.
     """
-    if status == _NOT_FINITE:
+    if status == _STATUS_NOT_FINITE:
         raise non_finite_error()
-    if status == _NO_MEMORY:
+    if status == _STATUS_NO_MEMORY:
         raise OutOfMemory(
             "there was not enough memory for this step, and nothing was changed; free some, or "
             "take a smaller prefill_step or max_kv_size"

@@ -20,13 +20,13 @@ def layer_attention(step: AnyStep) -> LayerAttention:
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
     layouts = [group_step.newest_segment.layout for group_step in (step, step.local) if group_step]
-    readable = all(
+    is_supported = all(
         layout.device.type == "cpu"
         and layout.dtype is torch.bfloat16
         and layout.head_dim in c.HEAD_DIMS
         for layout in layouts
     )
-    return chunk_attention(step, kernels) if readable else step.layer_attention
+    return chunk_attention(step, kernels) if is_supported else step.layer_attention
 
 
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
@@ -80,13 +80,13 @@ class ChunkAttention:
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new_cells.keys[layer], step.new_cells.values[layer]
         kv_heads = keys.shape[0]
-        new_shape, kv_shape = (kv_heads, n, head_dim), (n, kv_heads, head_dim)
+        cells_shape, kv_shape = (kv_heads, n, head_dim), (n, kv_heads, head_dim)
         require(n == step.count, f"queries of {step.count} tokens", n)
         require(heads % kv_heads == 0, f"a multiple of {kv_heads} heads", heads)
         q = q.contiguous()
         k, v = (None if x is None else x.contiguous() for x in (k, v))
         require((k is None) == (v is None), "keys with values, or neither", (k, v))
-        views = [_describe_view(view, layer, new_shape) for view in step.all_views]
+        views = [_describe_view(view, layer, cells_shape) for view in step.all_views]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
         rotations, attention = len(step.query_positions), step.attention
         angles = self._zero_angles if layer in attention.rope.unrotated_layers else self._angles
@@ -108,8 +108,8 @@ class ChunkAttention:
             None if k is None else address(k, "keys", torch.bfloat16, kv_shape),
             None if v is None else address(v, "values", torch.bfloat16, kv_shape),
             ctypes.cast(angles_address, ctypes.POINTER(ctypes.c_float)),
-            address(keys, "new keys", torch.bfloat16, new_shape),
-            address(values, "new values", torch.bfloat16, new_shape),
+            address(keys, "new keys", torch.bfloat16, cells_shape),
+            address(values, "new values", torch.bfloat16, cells_shape),
             keys.stride(0),
             values.stride(0),
             (c.CChunkView * len(views))(*views),
@@ -123,9 +123,9 @@ class ChunkAttention:
         return out
 
 
-def _describe_view(view: View, layer: int, new_shape: tuple[int, int, int]) -> c.CChunkView:
-    """Describe a view's cells in one layer. new_shape: `(kv_heads, n, head_dim)` of the chunk."""
-    kv_heads, n, head_dim = new_shape
+def _describe_view(view: View, layer: int, cells_shape: tuple[int, int, int]) -> c.CChunkView:
+    """Describe a view's cells in one layer. cells_shape: `(kv_heads, n, head_dim)` of the chunk."""
+    kv_heads, n, head_dim = cells_shape
     cells = view.slots
     if isinstance(cells, Ragged):
         keys, values, biases, offsets = ragged_cells(

@@ -81,12 +81,12 @@ def select_set(requested: str | None, switched_off: bool, folder: Path) -> Instr
 
 
 def runs_here(name: str) -> bool:
-    """Whether this processor runs an instruction set."""
+    """Whether this processor runs an instruction set, by the `_cpu` library, which needs none."""
     cpu = load_library(library_folder(), "_cpu")
     return cpu is not None and bool(cpu.kvkeep_cpu_runs(name.encode()))
 
 
-def load(name: str) -> ctypes.CDLL | None:
+def load_kernels(name: str) -> ctypes.CDLL | None:
     """Load a set's library, if there is one. The processor must run the set."""
     return load_library(library_folder(), f"_{name}")
 
@@ -166,14 +166,15 @@ def _requested_set(name: str, folder: Path) -> InstructionSet:
             "that there is here is used"
         )
     faster = list(SETS)[: list(SETS).index(name)]
-    return InstructionSet(name, dict.fromkeys(faster, f"were left out by KVKEEP_ISA={name}"), True)
+    rejected = dict.fromkeys(faster, f"were left out by KVKEEP_ISA={name}")
+    return InstructionSet(name, rejected, requested=True)
 
 
 def _not_built(folder: Path, name: str) -> str:
     """Say that a library was not built, with the reason from `setup.py` if it recorded one."""
     try:
-        record = json.loads((folder / "built.json").read_text(encoding="utf-8"))
-        reason = record["failures"].get(name, "")
+        build_record = json.loads((folder / "built.json").read_text(encoding="utf-8"))
+        reason = build_record["failures"].get(name, "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         reason = ""
     return "were not built here" + (f" ({reason})" if reason else "")

@@ -39,8 +39,8 @@ class PackedLinear:
     _dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        few = x.shape[0] <= MAX_KERNEL_ROWS
-        return self._multiply_by_kernel(x) if few else self._multiply_by_torch(x)
+        has_few_rows = x.shape[0] <= MAX_KERNEL_ROWS
+        return self._multiply_by_kernel(x) if has_few_rows else self._multiply_by_torch(x)
 
     def dense(self) -> Tensor:
         """Unpack the matrix, `[rows, columns]` bfloat16."""
@@ -89,8 +89,8 @@ class PackedLinear:
 
     def _unpack(self, first_block: int, block_count: int, out: Tensor) -> None:
         kernels, threads = self._kernels, torch.get_num_threads()
-        is_bf16 = out.dtype is torch.bfloat16
-        unpack = kernels.kvkeep_unpack if is_bf16 else kernels.kvkeep_unpack_floats
+        to_bfloat16 = out.dtype is torch.bfloat16
+        unpack = kernels.kvkeep_unpack if to_bfloat16 else kernels.kvkeep_unpack_floats
         raise_for_status(unpack(self._matrix, first_block, block_count, out.data_ptr(), threads))
 
 
@@ -106,10 +106,10 @@ def shared_scratch() -> Iterator[None]:
         vars(_thread_local).pop("scratch", None)
 
 
-def _scratch(size: int, dtype: torch.dtype) -> Tensor:
-    """Return `[size]` numbers of this thread's scratch buffer, enlarged if it is too small."""
+def _scratch(count: int, dtype: torch.dtype) -> Tensor:
+    """Return `[count]` numbers of this thread's scratch buffer, enlarged if it is too small."""
     buffer: Tensor | None = getattr(_thread_local, "scratch", None)
-    if buffer is None or buffer.nbytes < size * dtype.itemsize:
-        buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    if buffer is None or buffer.nbytes < count * dtype.itemsize:
+        buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device="cpu")
         _thread_local.scratch = buffer
-    return buffer[: size * dtype.itemsize].view(dtype)
+    return buffer[: count * dtype.itemsize].view(dtype)

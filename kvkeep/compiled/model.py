@@ -22,7 +22,7 @@ _SPEC_FIELDS = (
     *("centred_norms", "parallel", "experts_per_token", "expert_size", "shared_expert_size"),
     "norm_topk",
 )
-_MATRICES = {
+_ATTENTION_MATRICES = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
@@ -39,8 +39,7 @@ _NORMS = {
 
 # A model's group of layers, and the query scale of its layers in this group; None for no scale.
 KernelGroup: TypeAlias = tuple[LayerGroup, tuple[float, ...] | None]
-# Describes a matrix by its name.
-_MatrixByName: TypeAlias = Callable[[str], c.CMatrix]
+_MatrixByName: TypeAlias = Callable[[str], c.CMatrix]  # describes a matrix by its name
 
 
 def kernel_groups(spec: ModelSpec) -> list[KernelGroup]:
@@ -124,7 +123,7 @@ def _describe_layer(
     sinks = operands.tensors.get(f"{prefix}self_attn.sinks")
     output_scale = operands.tensors.get(f"{prefix}layer_scalar")
     layer = c.CLayer(
-        **{field: matrix(f"{prefix}{name}.weight") for field, name in _MATRICES.items()},
+        **{field: matrix(f"{prefix}{name}.weight") for field, name in _ATTENTION_MATRICES.items()},
         **{field: operands.vector(f"{prefix}{name}.weight") for field, name in _NORMS.items()},
         sinks=None if sinks is None else operands.constant(sinks, torch.float32),
         group=groups.index((group, group.query_scale(index))),
@@ -154,15 +153,15 @@ def _describe_experts(
 
     Raises KernelMismatch for more experts per token than experts, which no kernel checks.
     """
-    per_token, count = spec.experts_per_token, spec.experts
-    require(0 < per_token <= count, f"1 to {count} experts for each token", per_token)
+    per_token, num_experts = spec.experts_per_token, spec.experts
+    require(0 < per_token <= num_experts, f"1 to {num_experts} experts for each token", per_token)
     matrix, prefix = partial(operands.matrix, sampled=sampled), f"{layer_prefix}mlp"
     mixture = c.CMixtureOfExperts(router=matrix(f"{prefix}.gate.weight"))
     if spec.shared_expert_size:
         mixture.shared_router = matrix(f"{prefix}.shared_expert_gate.weight")
         mixture.shared = _describe_mlp(f"{prefix}.shared_expert", matrix)
-    experts = [_describe_mlp(f"{prefix}.experts.{i}", matrix) for i in range(count)]
-    mixture.experts = ctypes.cast((c.CMlp * count)(*experts), ctypes.POINTER(c.CMlp))
+    experts = [_describe_mlp(f"{prefix}.experts.{i}", matrix) for i in range(num_experts)]
+    mixture.experts = ctypes.cast((c.CMlp * num_experts)(*experts), ctypes.POINTER(c.CMlp))
     if spec.experts_beside:
         scales = operands.tensors[f"{layer_prefix}{EXPERT_SCALES}"]
         mixture.expert_scales = operands.constant(scales, torch.float32)

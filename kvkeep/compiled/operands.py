@@ -24,14 +24,14 @@ from kvkeep.models.weights.tensors import is_router
 def address(x: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the address of a dense CPU tensor. Raises KernelMismatch for any other tensor."""
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
-        raise _mismatch(x, name, f"dense {dtype} {list(shape)}")
+        raise _mismatch_error(x, name, f"dense {dtype} {list(shape)}")
     return x.data_ptr()
 
 
 def strided_address(x: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the address of a tensor whose last dimension is dense. Raises KernelMismatch."""
     if x.dtype is not dtype or x.shape != shape or x.stride()[-1] != 1 or not x.is_cpu:
-        raise _mismatch(x, name, f"{dtype} {list(shape)}, the last dimension dense")
+        raise _mismatch_error(x, name, f"{dtype} {list(shape)}, the last dimension dense")
     return x.data_ptr()
 
 
@@ -51,11 +51,11 @@ def stored_cells(stored: KVTensor, shape: tuple[int, ...], *outer_strides: int) 
         strides = c.CStrides(*outer_strides, *stored.stride()[:-1])
         return c.CStoredCells(data, None, strides, c.CStrides(), 16, 0)
     bits, head_dim = stored.bits, shape[-1]
-    dtype, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
-    vectors, scales = shape[:-1], scale_count(head_dim, bits)
+    dtype, vector_bytes = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
+    outer_shape, num_scales = shape[:-1], scale_count(head_dim, bits)
     return c.CStoredCells(
-        strided_address(stored.data, "quantised cells", dtype, (*vectors, width)),
-        strided_address(stored.scale, "their scales", SCALE_DTYPE, (*vectors, scales)),
+        strided_address(stored.data, "quantised cells", dtype, (*outer_shape, vector_bytes)),
+        strided_address(stored.scale, "their scales", SCALE_DTYPE, (*outer_shape, num_scales)),
         c.CStrides(*outer_strides, *stored.data.stride()[:-1]),
         c.CStrides(*outer_strides, *stored.scale.stride()[:-1]),
         bits,
@@ -70,25 +70,25 @@ def ragged_cells(
 
     Raises KernelMismatch, also for counts of other heads or another total.
     """
-    vectors, offsets = (cells.total, head_dim), cells.offsets
+    stored_shape, offsets = (cells.total, head_dim), cells.offsets
     assert cells.bias is not None
     if cells.counts.shape != (layers, kv_heads) or not cells.counts_are_valid:
-        heads = f"{layers} x {kv_heads} heads"
-        require(False, f"{cells.total} cells, shared by {heads}", cells.counts.tolist())
+        heads_text = f"{layers} x {kv_heads} heads"
+        require(False, f"{cells.total} cells, shared by {heads_text}", cells.counts.tolist())
     return (
-        stored_cells(cells.stored_keys, vectors, 0, 0),
-        stored_cells(cells.stored_values, vectors, 0, 0),
+        stored_cells(cells.stored_keys, stored_shape, 0, 0),
+        stored_cells(cells.stored_values, stored_shape, 0, 0),
         cell_bias_address(cells.bias, (cells.total,)),
         address(offsets, "offsets", torch.int64, (layers * kv_heads + 1,)),
     )
 
 
 def matrix_operand(
-    name: str, matrix: Matrix, shape: tuple[int, ...], bias: int | None, rounded: bool
+    name: str, matrix: Matrix, shape: tuple[int, ...], bias: int | None, round_weights: bool
 ) -> c.CMatrix:
     """Describe a weight matrix, dense or packed.
 
-    bias: the address of `[rows]` bfloat16. rounded: multiply as if each weight had been rounded to
+    bias: the address of `[rows]` bfloat16. round_weights: multiply as if each had been rounded to
     bfloat16. Raises KernelMismatch for a matrix of another shape.
     """
     rows, columns = shape
@@ -96,12 +96,12 @@ def matrix_operand(
         require(matrix.dtype in c.DENSE_FORMATS, f"{name} in 16 or 32 bits", matrix.dtype)
         data = address(matrix, name, matrix.dtype, shape)
         format_number = c.DENSE_FORMATS[matrix.dtype]
-        return c.CMatrix(format_number, rows, columns, int(rounded), data, None, bias)
+        return c.CMatrix(format_number, rows, columns, int(round_weights), data, None, bias)
     require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
     data_shape, scales_shape = packed_shapes(matrix.format, rows, columns)
     data = address(matrix.data, name, torch.uint8, data_shape)
     scales = address(matrix.scales, f"the scales of {name}", torch.uint8, scales_shape)
-    return c.CMatrix(matrix.format.kernel_id, rows, columns, int(rounded), data, scales, bias)
+    return c.CMatrix(matrix.format.kernel_id, rows, columns, int(round_weights), data, scales, bias)
 
 
 class ModelOperands:
@@ -124,12 +124,12 @@ class ModelOperands:
 
         Raises KernelMismatch for a missing weight.
         """
-        names = (LM_HEAD, EMBEDDING) if name == LM_HEAD and self._tied_head else (name,)
+        tensor_names = (LM_HEAD, EMBEDDING) if name == LM_HEAD and self._tied_head else (name,)
         sources: tuple[Mapping[str, Matrix], ...] = (self.tensors, self._packed)
         for source in reversed(sources) if sampled else sources:
-            for candidate in names:
-                if candidate in source:
-                    return source[candidate]
+            for tensor_name in tensor_names:
+                if tensor_name in source:
+                    return source[tensor_name]
         raise KernelMismatch(f"the compiled kernels need {name}, and there is none")
 
     def matrix(self, name: str, sampled: bool) -> c.CMatrix:
@@ -138,8 +138,8 @@ class ModelOperands:
         if shape is None:
             return c.CMatrix()
         bias = self.vector(name.removesuffix("weight") + "bias")
-        rounded = not sampled and not is_router(name)
-        return matrix_operand(name, self.weight(name, sampled), shape, bias, rounded)
+        round_weights = not sampled and not is_router(name)
+        return matrix_operand(name, self.weight(name, sampled), shape, bias, round_weights)
 
     def vector(self, name: str) -> int | None:
         """Return a tensor's address; None if the spec does not name it. Raises KernelMismatch."""
@@ -159,7 +159,7 @@ def require(condition: bool, expected: str, actual: Any) -> None:
         raise KernelMismatch(f"the compiled kernels need {expected}; found {actual}")
 
 
-def _mismatch(x: Tensor, name: str, expected: str) -> KernelMismatch:
+def _mismatch_error(x: Tensor, name: str, expected: str) -> KernelMismatch:
     return KernelMismatch(
         f"the compiled kernels read {name} as {expected} on the CPU; found {x.dtype} "
         f"{list(x.shape)} with strides {list(x.stride())} on {x.device}. KVKEEP_COMPILED=0 goes "

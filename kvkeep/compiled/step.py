@@ -102,7 +102,7 @@ def _describe_sequence(token: int, step: DecodeStep, shape: GroupShape) -> c.CSe
 
 def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
     layers, kv_heads, _, head_dim = shape
-    cells, readers = view.slots, len(view.readers)
+    cells, readers = view.slots, len(view.readers)  # a reader is one sequence's use of the view
     if isinstance(cells, Ragged):
         keys, values, cell_biases, offsets = ragged_cells(cells, layers, kv_heads, head_dim)
         count = cells.max_count
@@ -111,16 +111,16 @@ def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
     first, end = view.slot_range.start, view.slot_range.stop
     if not 0 <= first < end <= slots:
         raise KernelMismatch(f"cells {first} to {end} were to be attended to, of {slots}")
-    vectors = (layers, kv_heads, slots)
+    slots_shape = (layers, kv_heads, slots)
     return c.CSharedView(
-        stored_cells(cells.stored_keys, (*vectors, head_dim)),
-        stored_cells(cells.stored_values, (*vectors, head_dim)),
+        stored_cells(cells.stored_keys, (*slots_shape, head_dim)),
+        stored_cells(cells.stored_values, (*slots_shape, head_dim)),
         first,
         end - first,
         readers,
         view.place_offset,
         None if bias is None else address(bias, "a bias", torch.float32, (readers, end - first)),
-        None if cell_bias is None else cell_bias_address(cell_bias, vectors),
+        None if cell_bias is None else cell_bias_address(cell_bias, slots_shape),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),
         None,
     )

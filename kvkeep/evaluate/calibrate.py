@@ -68,9 +68,9 @@ def calibrate(
         sums.parts_done += 1
         if unfinished is not None:
             sums.save(unfinished, digest)
-    query_statistics, weights = sums.queries.statistics(), sums.fitted.weights()
+    query_statistics, weights = sums.query_sums.statistics(), sums.training.weights()
     statistics = replace(query_statistics, surrogate=Surrogate.from_weights(weights))
-    r_squared = sums.held_back.r_squared(weights)
+    r_squared = sums.held_out.r_squared(weights)
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
     return Calibration(statistics, model.fingerprint.to_dict(), model.name, len(ids), r_squared)
@@ -101,7 +101,7 @@ class QueryPart:
         for start in range(self.start, self.end, step):
             chunk = ids[start : min(start + step, self.end)]
             session.feed(chunk)
-            sums.queries.add(session.cache, step)
+            sums.query_sums.add(session.cache, step)
             progress(len(chunk))
 
 
@@ -123,9 +123,10 @@ class ReconstructionPart:
         memory = Memory(model.decoder, Full(self.end - self.start))
         for result in evaluate(memory, ids[self.start : self.end], STEP_TOKENS):
             progress(result.hidden.shape[0])
-        scores = reconstruction_scores(memory, model.text, progress)
-        scores = scores.clamp(min=MIN_SCORE).double().cpu()
-        cache, regression = memory.cache, sums.held_back if self.held_out else sums.fitted
+        scores = (
+            reconstruction_scores(memory, model.text, progress).clamp(min=MIN_SCORE).double().cpu()
+        )
+        cache, regression = memory.cache, sums.held_out if self.held_out else sums.training
         cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
         unrotated_keys = Candidates(cells, cache.rope, cache.scale).unrotated_keys
         for layer, (keys, values) in enumerate(zip(unrotated_keys, cells.values, strict=True)):

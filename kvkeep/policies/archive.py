@@ -177,7 +177,7 @@ class Archive(Policy):
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
         check_budget(self.compression_method, self.head_budget)
-        if self.compression_method.uses_reconstruction:
+        if self.compression_method.reconstruction_kind:
             raise InvalidArgument(
                 f'method "{self.method}" repeats the whole text, which an archive does not hold: '
                 'use "kvzap" with a calibration, or compress a "full" session'

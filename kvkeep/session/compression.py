@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, merge_segments
 from kvkeep.cache.observer import MAX_QUERIES
-from kvkeep.compression.methods import BEST
+from kvkeep.compression.methods import BEST_UNCALIBRATED
 from kvkeep.compression.methods.apply import (
     Compression,
     check_budget,
@@ -103,7 +103,7 @@ def default_method_name(memory: Memory, statistics: Statistics | None) -> str:
     if statistics is not None and statistics.surrogate is not None:
         return KVzap.name
     compressed_before = any(segment.compressed for segment in memory.cache.segments)
-    return BEST if compressed_before else KVzip.name
+    return BEST_UNCALIBRATED if compressed_before else KVzip.name
 
 
 @torch.inference_mode()
@@ -167,7 +167,7 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
     Used instead of reconstruction scores, unless a budget was requested. None if too few repeats
     would remain, or if some cells were compressed before.
     """
-    if not plan.method.uses_reconstruction or plan.budget is not None:
+    if not plan.method.reconstruction_kind or plan.budget is not None:
         return None
     if (tokens := cell_tokens(memory)) is None:
         return None
@@ -224,11 +224,11 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
     cache, method = memory.cache, plan.method
     queries = newest_queries(memory) if method.needs_queries(plan.statistics) else None
     scores, start = None, 0
-    if method.uses_reconstruction:
+    if method.reconstruction_kind:
         newest_runs = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
         num_scored = cache.cells - sum(count for _, _, _, count in newest_runs)
         scores = reconstruction_scores(
-            memory, plan.codec, plan.progress, num_scored, method.uses_reconstruction
+            memory, plan.codec, plan.progress, num_scored, method.reconstruction_kind
         )
     candidates = []
     for run in runs:
@@ -292,7 +292,7 @@ def _split_quota(counts: Sequence[int], quota: int) -> list[int]:
 
 
 def _report_progress(plan: CompressionPlan, cells: int) -> None:
-    if plan.progress and not plan.method.uses_reconstruction:  # which has reported these cells
+    if plan.progress and not plan.method.reconstruction_kind:  # which has reported these cells
         plan.progress(cells)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvkeep.cli.compression import BEST_METHOD, METHOD_NAMES
 from kvkeep.cli.evaluate.grid_options import GRID_TASKS
-from kvkeep.compression.methods import BEST, METHODS
+from kvkeep.compression.methods import BEST_UNCALIBRATED, METHODS
 
 SMALL = ("--junk", 16, "--tokens", 600, "--methods", "random,keydiff", "--ratios", "2,4")
 PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"
@@ -15,7 +15,7 @@ PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"
 
 def test_names_listed_for_help_are_those_that_exist() -> None:
     assert sorted(METHOD_NAMES) == sorted(METHODS)
-    assert BEST_METHOD == BEST
+    assert BEST_METHOD == BEST_UNCALIBRATED
 
 
 def test_every_task_is_measured_shown_and_drawn(invoke, tiny, tmp_path: Path) -> None:

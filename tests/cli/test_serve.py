@@ -14,8 +14,8 @@ import httpx
 import pytest
 from timeouts import PATIENCE
 
-from kvkeep.cli.options import nbytes
-from kvkeep.cli.output import shown_bytes
+from kvkeep.cli.options import parse_size
+from kvkeep.cli.output import format_size
 
 COMMAND = [sys.executable, "-c", "from kvkeep.cli.start import run; run()", "serve"]
 
@@ -145,5 +145,5 @@ def _chat(url: str) -> int:
     [(999, "1KB"), (1_000_000, "1MB"), (1_000_001, "1.1MB"), (17_200_000_000, "17.2GB")],
 )
 def test_sizes_are_rounded_up_and_read_back(count: int, shown: str) -> None:
-    assert shown_bytes(count) == shown
-    assert nbytes(shown) >= count
+    assert format_size(count) == shown
+    assert parse_size(shown) >= count

@@ -12,7 +12,7 @@ import pytest
 
 from kvkeep.compiled import binding
 from kvkeep.compiled.binding import STRUCTURES, CLayer, CMatrix, library, require_same_interface
-from kvkeep.compiled.instruction_sets import SETS, load, runs_here
+from kvkeep.compiled.instruction_sets import SETS, load_kernels, runs_here
 from kvkeep.errors import KernelMismatch
 
 kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -23,7 +23,7 @@ kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels
 @pytest.mark.skipif("KVKEEP_KERNELS" in os.environ, reason="kernels of another folder are tested")
 def test_a_library_is_built_with_the_package_for_each_set() -> None:
     for name in filter(runs_here, SETS):
-        assert load(name) is not None
+        assert load_kernels(name) is not None
 
 
 def test_kernels_can_be_switched_off() -> None:

@@ -18,7 +18,7 @@ from kvkeep.compiled.instruction_sets import (
     ARCHITECTURES,
     SETS,
     InstructionSet,
-    load,
+    load_kernels,
     runs_here,
     selected_set,
 )
@@ -88,7 +88,7 @@ def test_kvkeep_isa_selects_another_set(monkeypatch: pytest.MonkeyPatch) -> None
     for name in sets_here():
         monkeypatch.setenv("KVKEEP_ISA", name)
         assert selected_set().name == name
-        assert library() is load(name)
+        assert library() is load_kernels(name)
         assert all(name in reason for reason in selected_set().rejected.values())
 
 
@@ -205,6 +205,6 @@ def test_numbers_are_rounded_to_the_same_bits(instruction_set: str) -> None:
     out = torch.empty(1, columns, dtype=torch.int16)
     kernels = library()
     assert kernels is not None
-    operand = matrix_operand("matrix", matrix, (1, columns), None, rounded=True)
+    operand = matrix_operand("matrix", matrix, (1, columns), None, round_weights=True)
     raise_for_status(kernels.kvkeep_unpack(operand, 0, 1, out.data_ptr(), 1))
     assert [x & 0xFFFF for x in out[0].tolist()] == list(map(rounded, bits))

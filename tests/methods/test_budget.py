@@ -67,7 +67,7 @@ def test_the_score_of_a_cell_does_not_depend_on_its_storage(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in EVICTIONS if not METHODS[name].uses_reconstruction]
+    "name", [name for name in EVICTIONS if not METHODS[name].reconstruction_kind]
 )
 def test_ragged_cells_are_compressed_again_to_the_given_count(name: str) -> None:
     candidates, _ = ragged(random_candidates(60, compressed=True, queries=20, statistics=True))
@@ -88,7 +88,7 @@ def test_ragged_cells_are_compressed_again_to_the_given_count(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in EVICTIONS if not METHODS[name].uses_reconstruction]
+    "name", [name for name in EVICTIONS if not METHODS[name].reconstruction_kind]
 )
 def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
     old, _ = ragged(random_candidates(60, compressed=True, queries=20, statistics=True))

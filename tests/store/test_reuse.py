@@ -156,7 +156,7 @@ def calibration() -> Calibration:
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in METHODS if not METHODS[name].uses_reconstruction]
+    "method", [name for name in METHODS if not METHODS[name].reconstruction_kind]
 )
 def test_an_archive_keeps_the_same_cells_with_a_store(tmp_path: Path, method: str) -> None:
     """Methods that use queries must have observed those of the newest tokens."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.batch.requests import read_folder, read_jsonl
-from kvkeep.cli.memory import SessionChoice, keep_option, session_options, uses_prefixes
-from kvkeep.cli.options import OUTPUT, OutputChoice, command, integer_option, option, size_option
-from kvkeep.cli.output import counted, shown_bytes
+from kvkeep.cli.memory import SessionOptions, keep_option, session_options, uses_prefix_cache
+from kvkeep.cli.options import OUTPUT, OutputOptions, command, integer_option, option, size_option
+from kvkeep.cli.output import format_size, plural
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def batch(
     max_tokens: int = integer_option("-n", default=256, help="Most tokens of an answer."),
     at_once: int = integer_option(default=16, help="Requests decoded together."),
     memory_bytes: int = size_option(default="4GB", help="Memory for the cells of all requests."),
-    options: SessionChoice = session_options(keep_option()),
-    output: OutputChoice = OUTPUT,
+    options: SessionOptions = session_options(keep_option()),
+    output: OutputOptions = OUTPUT,
 ) -> None:
     """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.
 
@@ -79,13 +79,13 @@ def batch(
                 run_batch(engine, prepared, at_once, results, report, output)
         report.close(output)
         if report.failed:
-            raise InvalidArgument(f"{counted(report.failed, 'request')} failed; see above")
+            raise InvalidArgument(f"{plural(report.failed, 'request')} failed; see above")
 
 
-def _open_engine(model: "Model", options: SessionChoice, max_bytes: int, at_once: int) -> "Engine":
+def _open_engine(model: "Model", options: SessionOptions, max_bytes: int, at_once: int) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
-    use_prefixes = uses_prefixes(options.memory, options.prefixes.prefix_cache)
+    use_prefixes = uses_prefix_cache(options.memory, options.prefixes.prefix_cache)
     store = options.prefixes.open_store(model) if use_prefixes else None
     return Engine(
         model,
@@ -96,15 +96,15 @@ def _open_engine(model: "Model", options: SessionChoice, max_bytes: int, at_once
 
 
 def _require_memory(
-    model: "Model", options: SessionChoice, requests: "Sequence[GenerationRequest]", max_bytes: int
+    model: "Model", options: SessionOptions, requests: "Sequence[GenerationRequest]", max_bytes: int
 ) -> None:
     """Raise InvalidArgument if even the smallest request needs more than `max_bytes`."""
     from kvkeep.engine.record import max_session_bytes
 
     token_count = min(len(request.prompt) + (request.max_tokens or 0) for request in requests)
-    needed = max_session_bytes(options.memory.session(model), token_count)
+    needed = max_session_bytes(options.memory.new_session(model), token_count)
     if needed > max_bytes:
         raise InvalidArgument(
-            f"the smallest request takes up to {shown_bytes(needed)}, and --memory-bytes is "
-            f"{shown_bytes(max_bytes)}: give --memory-bytes {shown_bytes(needed)} or more"
+            f"the smallest request takes up to {format_size(needed)}, and --memory-bytes is "
+            f"{format_size(max_bytes)}: give --memory-bytes {format_size(needed)} or more"
         )

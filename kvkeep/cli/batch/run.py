@@ -13,8 +13,8 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from kvkeep.cli.batch.requests import BatchRequest
-from kvkeep.cli.options import OutputChoice
-from kvkeep.cli.output import counted, progress_bar, say
+from kvkeep.cli.options import OutputOptions
+from kvkeep.cli.output import plural, progress_bar, say
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -158,7 +158,7 @@ class BatchReport:
             self.reused_tokens += answer.finished.usage.reuse.tokens
 
     def closing_line(self) -> str:
-        total = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
+        total = f"{self.before + self.answered} of {plural(self.requests, 'answer')}"
         failed = f", {self.failed} failed" if self.failed else ""
         rate = f" at {self.generated_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
         return (
@@ -166,7 +166,7 @@ class BatchReport:
             f"generated {self.generated_tokens}{rate} | {self.seconds:,.1f} s"
         )
 
-    def close(self, output: OutputChoice) -> None:
+    def close(self, output: OutputOptions) -> None:
         """Write the report and print the closing line."""
         if output.report is not None:
             text = json.dumps({"command": "batch", **asdict(self)}, indent=2)
@@ -181,7 +181,7 @@ def run_batch(
     at_once: int,
     results: BatchResults,
     report: BatchReport,
-    output: OutputChoice,
+    output: OutputOptions,
 ) -> None:
     """Answer the requests, `at_once` together. Each answer is on disk once it is complete."""
     start = time.perf_counter()

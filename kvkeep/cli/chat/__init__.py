@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli import options
 from kvkeep.cli.chat.settings import ChatSettings
-from kvkeep.cli.lazy import OptionsOnly
-from kvkeep.cli.memory import SINKS, MemoryChoice, SessionChoice, keep_option, session_options
+from kvkeep.cli.lazy import OptionsOnlyCommand
+from kvkeep.cli.memory import SINKS, MemoryOptions, SessionOptions, keep_option, session_options
 from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import saved_sessions, session_names
 from kvkeep.errors import InvalidArgument, StoreError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @options.command(
-    cls=OptionsOnly,
+    cls=OptionsOnlyCommand,
     hint="name a model with -m: kvkeep chat -m {}; messages are typed at the prompt or piped in",
 )
 def chat(
@@ -41,8 +41,8 @@ def chat(
     max_tokens: int = options.integer_option(
         "-n", minimum=-1, default=1024, help="Most tokens of an answer; -1: no limit."
     ),
-    session_options: SessionChoice = session_options(keep_option(default=None)),
-    output: options.OutputChoice = options.OUTPUT,
+    session_options: SessionOptions = session_options(keep_option(default=None)),
+    output: options.OutputOptions = options.OUTPUT,
 ) -> None:
     """Talk with a model, for as long as you like.
 
@@ -86,7 +86,7 @@ def chat(
             run.writer.follow(opened.session, {CHAT_NOTES_KEY: conversation.notes})
         if source is not None:
             apply_keep(opened, session_options.memory.keep)
-        with run.reported():
+        with run.reporting():
             LocalChat(run, conversation, settings, store, locks).talk()
         run.close("end")
 
@@ -108,7 +108,7 @@ def _latest_chat_name(store: str | None, session: str | None) -> str:
 
 
 def _open_conversation(
-    source: Source | None, system: str | None, session_options: SessionChoice, progress: bool
+    source: Source | None, system: str | None, session_options: SessionOptions, progress: bool
 ) -> tuple[OpenedSession, Conversation]:
     """Open the session in `source`, or else a new one, and its conversation."""
     memory, saved_system = session_options.memory, system
@@ -117,7 +117,7 @@ def _open_conversation(
         memory.require_room_for_a_chat(model)
         keep = _tokens_to_keep(memory, model, system)
         opened = OpenedSession(
-            model, memory.session(model, keep, session_options.prefixes.open_store(model))
+            model, memory.new_session(model, keep, session_options.prefixes.open_store(model))
         )
     else:
         opened = resume(source, memory, progress)
@@ -136,7 +136,7 @@ def _open_conversation(
     return opened, Conversation(opened.session, codec, eos, saved_system)
 
 
-def _tokens_to_keep(memory: MemoryChoice, model: "Model", system: str | None) -> int:
+def _tokens_to_keep(memory: MemoryOptions, model: "Model", system: str | None) -> int:
     """Return the value of `--keep`, or else the length of the system prompt."""
     if memory.keep is not None:
         return memory.keep

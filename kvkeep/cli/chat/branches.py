@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from itertools import count
 
-from kvkeep.cli.output import counted, megabytes
+from kvkeep.cli.output import megabytes, plural
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.conversation import Conversation
 
@@ -51,8 +51,8 @@ class Branches:
         """Return a line for each branch; a star marks the current one."""
         width, lines = max(map(len, self.conversations)), list[str]()
         for name, conversation in self.conversations.items():
-            turns = counted(len(conversation.turns), "turn")
-            tokens = counted(len(conversation.session.tokens), "token")
+            turns = plural(len(conversation.turns), "turn")
+            tokens = plural(len(conversation.session.tokens), "token")
             cache = conversation.session.cache
             size = megabytes(cache.cells * cache.layout.cell_bytes)
             marker = "*" if name == self.current_name else " "

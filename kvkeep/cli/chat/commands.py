@@ -11,7 +11,7 @@ from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.passages import Passage, find_passage, split_reference
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_map
-from kvkeep.cli.output import counted
+from kvkeep.cli.output import plural
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.text import read_text_file
 
@@ -134,7 +134,7 @@ class ChatCommands(ABC):
     def do_pin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
         self.branches.current.session.pin(passage.start, passage.end)
-        return f"{passage.description} is never forgotten: {counted(passage.token_count, 'token')}"
+        return f"{passage.description} is never forgotten: {plural(passage.token_count, 'token')}"
 
     def do_unpin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
@@ -151,7 +151,7 @@ class ChatCommands(ABC):
         else:
             session.delete(passage.start, passage.end)
         self._update_system(passage)
-        forgotten = counted(old_count - len(session.tokens), "token")
+        forgotten = plural(old_count - len(session.tokens), "token")
         return f"{passage.description} is forgotten: {forgotten}"
 
     def do_edit(self, argument: str) -> str:
@@ -169,7 +169,7 @@ class ChatCommands(ABC):
         start, end = passage.start, passage.end
         report = session.replace(start, end, new_text, "suffix" if exact else "none")
         self._update_system(passage)
-        new_count = counted(passage.token_count + len(session.tokens) - old_count, "token")
+        new_count = plural(passage.token_count + len(session.tokens) - old_count, "token")
         return (
             f"{passage.description} is changed: {new_count} in the place of {passage.token_count}, "
             f"{report.tokens_evaluated} evaluated in {report.seconds:.2f} s"
@@ -185,14 +185,14 @@ class ChatCommands(ABC):
 
     def do_undo(self, argument: str) -> str:
         count = self.branches.current.undo()
-        remaining = counted(len(self.branches.current.turns), "turn")
-        return f"took {counted(count, 'token')} back; {remaining} before this"
+        remaining = plural(len(self.branches.current.turns), "turn")
+        return f"took {plural(count, 'token')} back; {remaining} before this"
 
     def do_keep(self, argument: str) -> str:
         if not argument.isdecimal():
             raise InvalidArgument(f"/keep takes a number of tokens; found {argument!r}")
         self.branches.current.session.keep = int(argument)
-        return f"the first {counted(int(argument), 'token')} are never forgotten"
+        return f"the first {plural(int(argument), 'token')} are never forgotten"
 
     def do_branch(self, argument: str) -> str:
         self.branches.create(argument)
@@ -203,7 +203,7 @@ class ChatCommands(ABC):
 
     def do_switch(self, argument: str) -> str:
         self.branches.switch(argument)
-        turns = counted(len(self.branches.current.turns), "turn")
+        turns = plural(len(self.branches.current.turns), "turn")
         return f"now in {self.branches.current_name}, {turns}"
 
     def do_quit(self, argument: str) -> NoReturn:

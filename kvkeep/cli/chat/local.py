@@ -8,7 +8,7 @@ from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_line
-from kvkeep.cli.output import counted, say
+from kvkeep.cli.output import plural, say
 from kvkeep.cli.run import Run
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import saved_sessions
@@ -43,7 +43,8 @@ class LocalChat(ChatLoop):
 
     def title(self) -> str:
         name = f", {self.run.writer.label}" if self.run.writer else ""
-        tokens = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
+        count = self.run.reused_tokens
+        tokens = f", {plural(count, 'token')} so far" if count else ""
         return f"{self.run.model.name}{name}{tokens}"
 
     def run_turn(self, message: str) -> None:
@@ -78,11 +79,11 @@ class LocalChat(ChatLoop):
         if run.writer is None:
             raise InvalidArgument("this chat has no name yet: /save NAME gives it one")
         run.writer.save()
-        return run.writer.outcome or f"{run.writer.label} is saved already"
+        return run.writer.save_outcome or f"{run.writer.label} is saved already"
 
     def memory_status(self) -> str:
         branch = f", branch {self.branches.current_name}" if self.branches.other_names else ""
-        turns = counted(len(self.branches.current.turns), "turn")
+        turns = plural(len(self.branches.current.turns), "turn")
         return f"{memory_line(self.run.session)}, {turns}{branch}"
 
     def after_input(self) -> None:

@@ -9,7 +9,7 @@ from kvkeep.cli.chat.commands import ChatCommands, LeaveChat, is_command
 from kvkeep.cli.chat.prompt import make_prompt
 from kvkeep.cli.chat.screen import make_screen
 from kvkeep.cli.chat.settings import ChatSettings
-from kvkeep.cli.output import Screen, counted, say
+from kvkeep.cli.output import Screen, plural, say
 from kvkeep.cli.terminal import termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
@@ -128,7 +128,7 @@ class ChatLoop(ChatCommands):
         start, end = spans[span_name]
         forgotten = end - start - session.remembered(start, end)
         if forgotten > 0:
-            earlier = f", and the {counted(len(turns) - 1, 'turn')} before it" if turns[1:] else ""
+            earlier = f", and the {plural(len(turns) - 1, 'turn')} before it" if turns[1:] else ""
             say(
                 f"memory was too small for this question: of its {end - start:,} tokens "
                 f"{forgotten:,} were forgotten or compressed{earlier}; --max-kv-size makes it "

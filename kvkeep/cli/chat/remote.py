@@ -11,10 +11,10 @@ from typing import Any, NoReturn, cast
 from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
-from kvkeep.cli.memory import MemoryChoice
+from kvkeep.cli.memory import MemoryOptions
 from kvkeep.cli.memory_map import draw_map, status_line
 from kvkeep.cli.options import is_given
-from kvkeep.cli.output import counted, megabytes, say
+from kvkeep.cli.output import megabytes, plural, say
 from kvkeep.client import Client, RemoteSession
 from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
@@ -38,7 +38,7 @@ def chat_at_server(
     api_key: str | None,
     session_name: str | None,
     system: str | None,
-    memory: MemoryChoice,
+    memory: MemoryOptions,
     settings: ChatSettings,
 ) -> None:
     """Run a chat in a session on a server."""
@@ -171,7 +171,7 @@ class RemoteChat(ChatLoop):
 
     def title(self) -> str:
         tokens = self._session.info()["tokens"]
-        so_far = f", {counted(tokens, 'token')} so far" if tokens else ""
+        so_far = f", {plural(tokens, 'token')} so far" if tokens else ""
         return f"session {self._session.name}{so_far}"
 
     @property
@@ -236,7 +236,7 @@ class RemoteChat(ChatLoop):
     def do_branches(self, argument: str) -> str:
         return "\n".join(
             f"{'*' if name == self.branches.current_name else ' '} {name}: session {session.name}, "
-            f"{counted(session.info()['tokens'], 'token')}"
+            f"{plural(session.info()['tokens'], 'token')}"
             for name, session in self._branch_sessions().items()
         )
 

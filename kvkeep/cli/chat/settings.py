@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.options import SamplingChoice
+from kvkeep.cli.options import SamplingOptions
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _ON = ("on", "yes", "true", "1")
 class ChatSettings:
     """The settings of a chat."""
 
-    sampling: SamplingChoice
+    sampling: SamplingOptions
     max_tokens: int | None  # of an answer; None for no limit
     seed: int | None = None  # the one in use, at first that of a restored session
     defaults: "Sampling | None" = None  # of the model; None for a model on a server

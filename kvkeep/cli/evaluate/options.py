@@ -16,7 +16,7 @@ from kvkeep.cli.compression import (
     ratio,
 )
 from kvkeep.cli.options import choice_option, file_option, integer_option, option, option_group
-from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
+from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHT_FORMAT, load_named
 from kvkeep.evaluate.haystack import MANUAL, TEXTS, Haystack
 from kvkeep.evaluate.plots import check_plottable
 from kvkeep.evaluate.samples import KEY_TYPES, Placement
@@ -38,7 +38,7 @@ class ModelOptions:
     model: str = MODEL
     dtype: DtypeName = DTYPE
     device: str = DEVICE
-    weights: WeightFormat | None = WEIGHTS
+    weights: WeightFormat | None = WEIGHT_FORMAT
     prefill_step: int = PREFILL_STEP
     calibration: Path | None = file_option(
         exists=True, help="What was learned of this model for compressing."

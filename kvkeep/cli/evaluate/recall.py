@@ -7,7 +7,7 @@ from kvkeep.cli.evaluate.options import (
     load_haystack,
     recall_options,
 )
-from kvkeep.cli.options import OUTPUT, OutputChoice, command, integer_option, option_group
+from kvkeep.cli.options import OUTPUT, OutputOptions, command, integer_option, option_group
 from kvkeep.evaluate.datasets import PASSKEY_TASKS, NeedleDataset, PasskeyDataset, task_key_type
 from kvkeep.evaluate.samples import KEY_TYPES
 from kvkeep.evaluate.tasks import TASKS
@@ -28,7 +28,7 @@ def passkey(
         PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
     ),
     options: ModelOptions = option_group(ModelOptions),
-    output: OutputChoice = OUTPUT,
+    output: OutputOptions = OUTPUT,
 ) -> None:
     """Hide a key in a long text, compress what was read, and ask for the key.
 
@@ -56,7 +56,7 @@ def needle(
         TASKS, "What is hidden, and how it is asked for: see docs/compression-measurements.md."
     ),
     options: ModelOptions = option_group(ModelOptions),
-    output: OutputChoice = OUTPUT,
+    output: OutputOptions = OUTPUT,
 ) -> None:
     """Hide made-up facts in a real text, compress what was read, and ask for them.
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from kvkeep import Model
 from kvkeep.cli.compression import load_calibration_file
 from kvkeep.cli.evaluate.options import ModelOptions, RecallOptions
-from kvkeep.cli.options import OutputChoice
+from kvkeep.cli.options import OutputOptions
 from kvkeep.cli.output import megabytes, progress_bar, say
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.datasets import Dataset
@@ -38,70 +38,71 @@ class RecallRun:
     dataset: Dataset
     settings: dict[str, Any]
     model: Model
-    choice: ModelOptions
-    recall: RecallOptions
+    model_options: ModelOptions
+    options: RecallOptions
     ratio: float
-    output: OutputChoice
+    output: OutputOptions
     results: list[RecallResult] = field(default_factory=list)
 
     def run(self) -> None:
         """Measure and print all samples, then report. After an error, report what there is."""
-        calibration = load_calibration_file(self.choice.calibration, self.model)
-        recall = self.recall
+        calibration = load_calibration_file(self.model_options.calibration, self.model)
+        recall = self.options
         compression = CompressionSettings(
             recall.method, self.ratio, recall.seed, calibration, recall.max_kv_size
         )
         try:
             self._measure(compression)
         except (KeyboardInterrupt, KvkeepError, OSError) as error:
-            self._close(_finish_reason(error))
+            self._finish(_finish_reason(error))
             raise
-        self._close("end")
+        self._finish("end")
 
     def _measure(self, compression: CompressionSettings) -> None:
-        measure = compress_during_prefill if self.recall.streaming else compress_after_prefill
+        measure = compress_during_prefill if self.options.streaming else compress_after_prefill
         with progress_bar(
-            self.recall.count, self.output.progress, desc="measuring", unit=" samples", leave=False
+            self.options.count, self.output.progress, desc="measuring", unit=" samples", leave=False
         ) as bar:
-            for index in range(self.recall.count):
+            for index in range(self.options.count):
                 sample = self.dataset.sample(index)
-                if self.recall.count == 1:
+                if self.options.count == 1:
                     self._print_sample(sample, compression)
                 # A different seed for each sample, or random methods would pick the same cells.
-                seeded = dataclasses.replace(compression, seed=self.recall.seed + index)
-                self.results.append(measure(self.model, sample, seeded, self.choice.prefill_step))
-                self._print_result(self.results[-1])
+                settings = dataclasses.replace(compression, seed=self.options.seed + index)
+                result = measure(self.model, sample, settings, self.model_options.prefill_step)
+                self.results.append(result)
+                self._print_result(result)
                 bar.update(1)
 
     def _print_sample(self, sample: Sample, compression: CompressionSettings) -> None:
         """Print the sizes and the hidden facts, in the format of llama.cpp's passkey example."""
         encode, text = self.model.text.encode, sample.text
-        tokens = len(encode(text))
-        question = max(len(encode(fact.question + fact.answer)) for fact in sample.facts)
-        context = self.model.spec.max_positions
-        if self.recall.streaming:
-            context = compression.budget_cells(tokens)
+        num_tokens = len(encode(text))
+        num_question_tokens = max(len(encode(fact.question + fact.answer)) for fact in sample.facts)
+        num_cells = self.model.spec.max_positions
+        if self.options.streaming:
+            num_cells = compression.budget_cells(num_tokens)
         _print(
-            f"n_len = {tokens + question + EXTRA_TOKENS}, n_ctx = {context}, "
-            f"ratio = {self.ratio:g}, method = {self.recall.method}"
+            f"n_len = {num_tokens + num_question_tokens + EXTRA_TOKENS}, n_ctx = {num_cells}, "
+            f"ratio = {self.ratio:g}, method = {self.options.method}"
         )
         for fact in sample.facts:
-            token = len(encode(text[: text.index(fact.sentence)]))
-            _print(f"{self.command} = {fact.answer}, at token {token}")
+            token_index = len(encode(text[: text.index(fact.sentence)]))
+            _print(f"{self.command} = {fact.answer}, at token {token_index}")
         _print(f"position {sample.position} / {sample.position_count}")
 
     def _print_result(self, result: RecallResult) -> None:
         """Print one line if there are several samples, or else details."""
         sample, compressed, full = result.sample, result.compressed, result.uncompressed
-        if self.recall.count > 1:
-            keys = ", ".join(fact.answer for fact in sample.facts)
-            position = f"{keys} at {sample.position} of {sample.position_count}"
+        if self.options.count > 1:
+            answers = ", ".join(fact.answer for fact in sample.facts)
+            position = f"{answers} at {sample.position} of {sample.position_count}"
             cells = f"{result.tokens:,} -> {compressed.cells:,} cells"
             _print(f"{len(self.results):3d}: {position}, {cells}: {_outcome(result)}")
             return
-        size = f"{megabytes(full.nbytes)} -> " if full else ""
-        size += megabytes(compressed.nbytes)
-        _print(f"cells {result.tokens} -> {compressed.cells}, {size}")
+        full_size = f"{megabytes(full.nbytes)} -> " if full else ""
+        size = megabytes(compressed.nbytes)
+        _print(f"cells {result.tokens} -> {compressed.cells}, {full_size}{size}")
         for index, chunk in enumerate(result.chunks):
             _print(
                 f"chunk {index}: cells {chunk.cells_before} -> {chunk.cells_after}, "
@@ -111,17 +112,17 @@ class RecallRun:
             _print(f"answer: {answer.text!r}")
         _print(_outcome(result))
 
-    def _close(self, finish_reason: str) -> None:
+    def _finish(self, finish_reason: str) -> None:
         """Print the closing lines, draw the plot and write the report, if there are results."""
         if not self.results:
             return
         summary = summarise(self.results)
         with suppress(BrokenPipeError):
-            if self.recall.count > 1:
-                _print(_found_line(summary))
+            if self.options.count > 1:
+                _print(_recall_line(summary))
             if not self.output.quiet:
                 say(self._cost_line(summary))
-        recall = self.recall
+        recall = self.options
         if recall.plot is not None:
             title = f"{self.command}, {recall.task}: {recall.method} at ratio {self.ratio:g}"
             write_atomic(recall.plot, draw_recall(self.results, title, recall.plot.suffix))
@@ -143,7 +144,7 @@ class RecallRun:
         chunk_ms = summary["ms_per_chunk"]
         median = statistics.median(chunk_ms) if chunk_ms else 0
         return (
-            f"{self.recall.method}, ratio {self.ratio:g} | "
+            f"{self.options.method}, ratio {self.ratio:g} | "
             f"{len(chunk_ms)} chunks at {median:.1f} ms | "
             f"cells {summary['cells_before']:,} -> {summary['cells_after']:,} | "
             f"peak RAM {megabytes(peak_rss())}"
@@ -168,7 +169,7 @@ def _found(found: bool) -> str:
     return "key found" if found else "key not found"
 
 
-def _found_line(summary: dict[str, Any]) -> str:
+def _recall_line(summary: dict[str, Any]) -> str:
     line = "found {found} of {samples}, {log_probability:.3f} a token"
     if summary["found_uncompressed"] is not None:
         line += "; uncompressed {found_uncompressed} of {samples_uncompressed}, "

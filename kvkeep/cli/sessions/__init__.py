@@ -4,7 +4,7 @@ import click
 
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 
-SESSIONS = {
+SUBCOMMANDS = {
     "list": LazyCommand("sessions.inspect:list_", "List sessions, the one saved last first."),
     "show": LazyCommand("sessions.inspect:show", "Show what a session holds."),
     "verify": LazyCommand("sessions.inspect:verify", "Check every byte of sessions."),
@@ -16,6 +16,6 @@ SESSIONS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=SESSIONS)
+@click.group(cls=LazyGroup, lazy=SUBCOMMANDS)
 def sessions() -> None:
     """List, look at, check, copy and remove saved sessions."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.options import JSON, command, option
-from kvkeep.cli.output import counted, echo_json, echo_table, megabytes, say
+from kvkeep.cli.output import echo_json, echo_table, megabytes, plural, say
 from kvkeep.cli.session_file import UNREAD, checked_notes
 from kvkeep.cli.store import STORE, saved_sessions, session_names
 from kvkeep.cli.which_model import SAVED_MODEL, require_local
@@ -22,7 +22,6 @@ from kvkeep.storage.snapshots.header import read_summary
 if TYPE_CHECKING:
     from kvkeep import Snapshot
     from kvkeep.models.text.codec import TextCodec
-
 
 _HEADER_FIELDS = ("model", "policy", "max_kv_size", "tokens", "cells")
 
@@ -51,7 +50,7 @@ def _session_row(path: Source) -> dict[str, Any] | None:
     """
     header, error = dict[str, Any].fromkeys(("kind", *_HEADER_FIELDS)), None
     try:
-        status = path.stat()
+        file_status = path.stat()
         summary = read_summary(path)
     except FileNotFoundError:
         return None
@@ -62,17 +61,17 @@ def _session_row(path: Source) -> dict[str, Any] | None:
     else:
         header = {name: getattr(summary, name) for name in _HEADER_FIELDS}
         header = {"kind": "chat" if CHAT_NOTES_KEY in summary.notes else "text", **header}
-    file = {"name": path.stem, "bytes": status.st_size, "saved": status.st_mtime}
-    return {**file, **header, "error": error}
+    file_fields = {"name": path.stem, "bytes": file_status.st_size, "saved": file_status.st_mtime}
+    return {**file_fields, **header, "error": error}
 
 
 def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"]))
-    file = (row["name"], saved, megabytes(row["bytes"]))
+    file_cells = (row["name"], saved, megabytes(row["bytes"]))
     if row["error"] is not None:
-        return (*file, "-", "-", "-", f"({row['error']})")
+        return (*file_cells, "-", "-", "-", f"({row['error']})")
     cells = f"{row['cells']:,} of {row['max_kv_size']:,}"
-    return (*file, f"{row['tokens']:,}", cells, row["policy"], row["model"])
+    return (*file_cells, f"{row['tokens']:,}", cells, row["policy"], row["model"])
 
 
 @command()
@@ -93,38 +92,38 @@ def show(
 
     file = _session_or_file(name, store)
     snapshot = Snapshot.load(file)
-    for label, value in _facts(file, snapshot):
+    for label, value in _description(file, snapshot):
         click.echo(f"{label:<8} {value}")
     click.echo()
-    text = _text_codec(file, snapshot, model)
+    text_codec = _text_codec(file, snapshot, model)
     status = "compressed" if _compressed_cells(snapshot) else "forgotten"
-    decode: Callable[[Sequence[int]], str] = text.decode
-    for remembered, ids in _runs(snapshot):
-        if remembered:
+    decode: Callable[[Sequence[int]], str] = text_codec.decode
+    for is_remembered, ids in _token_runs(snapshot):
+        if is_remembered:
             sys.stdout.write(decode(ids))
         else:
-            sys.stdout.write(_mark(len(ids), status, decode(ids) if forgotten else None))
-        decode = text.decode_inside
+            sys.stdout.write(_gap_mark(len(ids), status, decode(ids) if forgotten else None))
+        decode = text_codec.decode_inside
     click.echo()
 
 
-def _runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
+def _token_runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
     """Yield runs of token ids that are remembered (True) or not (False), in order."""
-    live = {serial for segment in snapshot.segments for serial in segment.serials()}
+    live_serials = {serial for segment in snapshot.segments for serial in segment.serials()}
     tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
-    for remembered, run in groupby(tokens, lambda token: token[0] in live):
-        yield remembered, [token_id for _, token_id in run]
+    for is_remembered, run in groupby(tokens, lambda token: token[0] in live_serials):
+        yield is_remembered, [token_id for _, token_id in run]
 
 
 def _compressed_cells(snapshot: "Snapshot") -> int:
     return sum(segment.length for segment in snapshot.segments if segment.compressed)
 
 
-def _facts(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
+def _description(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     policy = snapshot.policy
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     dtype = str(snapshot.layout.dtype).removeprefix("torch.")
-    total = len(snapshot.tokens)
+    num_tokens = len(snapshot.tokens)
     yield "file", f"{file}, {megabytes(file.stat().st_size)}"
     yield "saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.created))
     yield "model", f"{snapshot.model}, {dtype}"
@@ -132,10 +131,10 @@ def _facts(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     if bits := snapshot.bits.kv or snapshot.bits.far:
         yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", but for the window's")
     compressed = _compressed_cells(snapshot)
-    rest = f", the others compressed to {counted(compressed, 'cell')}" if compressed else ""
-    yield "tokens", f"{total:,}, of which {snapshot.cells - compressed:,} are remembered{rest}"
-    if unread := checked_notes(file, snapshot).get(UNREAD):
-        yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
+    rest = f", the others compressed to {plural(compressed, 'cell')}" if compressed else ""
+    yield "tokens", f"{num_tokens:,}, of which {snapshot.cells - compressed:,} are remembered{rest}"
+    if unread_ids := checked_notes(file, snapshot).get(UNREAD):
+        yield "unread", f"{plural(len(unread_ids), 'token')} of a prompt that was interrupted"
 
 
 def _text_codec(file: Source, snapshot: "Snapshot", model_name: str | None) -> "TextCodec":
@@ -146,16 +145,16 @@ def _text_codec(file: Source, snapshot: "Snapshot", model_name: str | None) -> "
     if model_name is None:
         require_local(snapshot.model, file)
     name = model_name or snapshot.model
-    text = TextCodec.open(resolve(name, progress=True))
-    if not is_tokenizer_of(snapshot.fingerprint, text.tokenizer):
+    text_codec = TextCodec.open(resolve(name, progress=True))
+    if not is_tokenizer_of(snapshot.fingerprint, text_codec.tokenizer):
         raise FingerprintMismatch(
             f"the text of {file} cannot be shown: the tokenizer of {name} is another one than when "
             "it was saved"
         )
-    return text
+    return text_codec
 
 
-def _mark(count: int, status: str, text: str | None) -> str:
+def _gap_mark(count: int, status: str, text: str | None) -> str:
     """Return the mark in place of tokens that are not remembered. text: to show in it."""
     tokens = f"{count:,} {status} {'token' if count == 1 else 'tokens'}"
     mark = f"[... {tokens} ...]" if text is None else f"[{tokens}: {text}]"
@@ -185,7 +184,7 @@ def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
             failures += 1
             click.echo(f"BAD  {name}: {error}")
         else:
-            tokens = counted(len(snapshot.tokens), "token")
+            tokens = plural(len(snapshot.tokens), "token")
             click.echo(f"OK   {name}: {tokens}, {megabytes(size)}")
     if failures:
         raise click.exceptions.Exit(2)

@@ -11,7 +11,7 @@ import click
 
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.options import choice_option, command, file_option, integer_option, option
-from kvkeep.cli.output import counted, megabytes
+from kvkeep.cli.output import megabytes, plural
 from kvkeep.cli.session_file import FIRST_PROMPT, UNREAD, checked_notes, dtype_name, restore
 from kvkeep.cli.store import STORE, saved_sessions, session_names
 from kvkeep.cli.which_model import SAVED_MODEL, load_named
@@ -57,20 +57,22 @@ def fork(
             _copy(file, target_file)
         else:
             notes, dtype = checked_notes(file, snapshot), dtype_name(snapshot.layout.dtype)
-            load = partial(load_named, dtype=dtype, device="cpu", weights=None, progress=False)
+            load = partial(
+                load_named, dtype=dtype, device="cpu", weight_format=None, progress=False
+            )
             _, session = restore(file, source, snapshot, model, calibration, load)
             session.rewind(total - at)
             replace(session.snapshot(), notes=_notes_at(notes, at)).save(target_file)
-        tokens = counted(total if at is None else at, "token")
-        click.echo(f"{target} begins with {tokens} of {source}, {_shown_size(target_file)}")
+        tokens = plural(total if at is None else at, "token")
+        click.echo(f"{target} begins with {tokens} of {source}, {_size_text(target_file)}")
 
 
-def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
+def _notes_at(notes: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     """Return the notes as they were after `count` tokens."""
-    changed = {name: note for name, note in notes.items() if name != UNREAD}
-    if changed.get(FIRST_PROMPT, 0) > count:
-        del changed[FIRST_PROMPT]
-    return changed
+    remaining_notes = {name: note for name, note in notes.items() if name != UNREAD}
+    if remaining_notes.get(FIRST_PROMPT, 0) > num_tokens:
+        del remaining_notes[FIRST_PROMPT]
+    return remaining_notes
 
 
 @command()
@@ -94,7 +96,7 @@ def export(
         _copy(source, file)
     else:
         snapshot.save(file, codec)
-    click.echo(f"{name} written to {file}, {_shown_size(file)}")
+    click.echo(f"{name} written to {file}, {_size_text(file)}")
 
 
 @command("import")
@@ -115,19 +117,19 @@ def import_(
             _require_unused(target_file, name)
         from kvkeep import Snapshot
 
-        tokens = counted(len(Snapshot.load(file).tokens), "token")
+        tokens = plural(len(Snapshot.load(file).tokens), "token")
         _copy(file, target_file)
-        click.echo(f"{name} has {tokens}, {_shown_size(target_file)}")
+        click.echo(f"{name} has {tokens}, {_size_text(target_file)}")
 
 
 def _copy(source: Source, target: "Path | SessionPath") -> None:
     """Copy a snapshot atomically. Raises StoreError."""
     if not isinstance(target, Path):
-        target.write_chunks(lambda: _chunks(source))
+        target.write_chunks(lambda: _read_chunks(source))
         return
     try:
-        with source.open("rb") as original, atomic_writer(target) as file:
-            shutil.copyfileobj(original, file, _CHUNK_BYTES)
+        with source.open("rb") as source_file, atomic_writer(target) as file:
+            shutil.copyfileobj(source_file, file, _CHUNK_BYTES)
     except OSError as error:
         raise StoreError(
             f"{target} could not be written ({error.strerror or error}); what was there before is "
@@ -135,9 +137,9 @@ def _copy(source: Source, target: "Path | SessionPath") -> None:
         ) from error
 
 
-def _chunks(source: Source) -> Iterator[bytes]:
-    with source.open("rb") as original:
-        yield from iter(partial(original.read, _CHUNK_BYTES), b"")
+def _read_chunks(source: Source) -> Iterator[bytes]:
+    with source.open("rb") as source_file:
+        yield from iter(partial(source_file.read, _CHUNK_BYTES), b"")
 
 
 def _require_unused(target_file: Source, name: str) -> None:
@@ -148,7 +150,7 @@ def _require_unused(target_file: Source, name: str) -> None:
         )
 
 
-def _shown_size(file: Source) -> str:
+def _size_text(file: Source) -> str:
     return megabytes(file.stat().st_size)
 
 
@@ -181,4 +183,4 @@ def gc(store: str | None = STORE) -> None:
         removed += sweep_temporaries(prefixes)
     for file in removed:
         click.echo(f"removed {file}")
-    click.echo(f"{counted(len(removed), 'file')} removed")
+    click.echo(f"{plural(len(removed), 'file')} removed")

@@ -24,7 +24,7 @@ from kvkeep.models.hub.library import home
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 
-KIND, FORMAT = "calibration", 2
+_FILE_KIND, _FORMAT_VERSION = "calibration", 2
 # The surrogate's tensors in the file, and its fields.
 _SURROGATE_FIELDS = {
     "surrogate.key": "key_weights",
@@ -68,14 +68,14 @@ class Calibration:
         """Write the file atomically; return its size in bytes."""
         document = {name: value for name, value in vars(self).items() if name != "statistics"}
         statistics = self.statistics
-        rows, columns = _upper_half(statistics.moment.shape[-1])
+        rows, columns = _upper_half_indices(statistics.moment.shape[-1])
         tensors = {
             "mean": statistics.mean,
             "moment_half": statistics.moment[..., rows, columns],
             "tolerance": statistics.min_cosine,
             **_surrogate_tensors(statistics),
         }
-        return write_container(Path(path), KIND, FORMAT, document, tensors)
+        return write_container(Path(path), _FILE_KIND, _FORMAT_VERSION, document, tensors)
 
 
 def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
@@ -83,7 +83,7 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
 
     Raises StoreError and its kinds, and FingerprintMismatch.
     """
-    container = read_container(Path(path), KIND, FORMAT)
+    container = read_container(Path(path), _FILE_KIND, _FORMAT_VERSION)
     try:
         return _from_saved(container.document, container.tensors, model)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -92,8 +92,8 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
 
 def calibration_path(model: LoadedModel) -> Path:
     """Return the default path of a model's calibration."""
-    saved = json.dumps(model.fingerprint.to_dict(), sort_keys=True)
-    return _calibrations_folder() / f"{blake3(saved.encode()).hexdigest()[:24]}.kvcal"
+    saved_fingerprint = json.dumps(model.fingerprint.to_dict(), sort_keys=True)
+    return _calibrations_folder() / f"{blake3(saved_fingerprint.encode()).hexdigest()[:24]}.kvcal"
 
 
 def any_default_calibration() -> bool:
@@ -119,7 +119,7 @@ def _from_saved(
     _check_tensors(tensors, model.decoder.new_cache().layout)
     surrogate = None
     if "surrogate.key" in tensors:
-        surrogate = Surrogate(**{field: tensors[n] for n, field in _SURROGATE_FIELDS.items()})
+        surrogate = Surrogate(**{field: tensors[name] for name, field in _SURROGATE_FIELDS.items()})
     # Files of format 1 store the whole matrix, later ones its upper half.
     moment = tensors["moment"] if "moment" in tensors else _full_moment(tensors["moment_half"])
     statistics = Statistics(tensors["mean"], moment, tensors["tolerance"], surrogate)
@@ -134,15 +134,15 @@ def _from_saved(
 
 def _check_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> None:
     """Raise ValueError for a tensor that is not finite or does not fit the layout."""
-    heads, width = (layout.layers, layout.kv_heads), layout.head_dim
+    heads_shape, head_dim = (layout.layers, layout.kv_heads), layout.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "mean": (*heads, width),
-        "moment": (*heads, width, width),
-        "moment_half": (*heads, width * (width + 1) // 2),
-        "tolerance": heads,
-        "surrogate.key": (*heads, width),
-        "surrogate.value": (*heads, width),
-        "surrogate.constant": heads,
+        "mean": (*heads_shape, head_dim),
+        "moment": (*heads_shape, head_dim, head_dim),
+        "moment_half": (*heads_shape, head_dim * (head_dim + 1) // 2),
+        "tolerance": heads_shape,
+        "surrogate.key": (*heads_shape, head_dim),
+        "surrogate.value": (*heads_shape, head_dim),
+        "surrogate.constant": heads_shape,
     }
     for name, shape in shapes.items():
         if name in tensors:
@@ -150,17 +150,17 @@ def _check_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> None:
             require_finite(name, tensors[name])
 
 
-def _full_moment(half: Tensor) -> Tensor:
+def _full_moment(upper_half: Tensor) -> Tensor:
     """Map upper halves, `[..., width * (width + 1) / 2]`, to whole symmetric matrices."""
-    width = math.isqrt(2 * half.shape[-1])
-    rows, columns = _upper_half(width)
-    moment = torch.empty(*half.shape[:-1], width, width, dtype=torch.float32, device="cpu")
-    moment[..., rows, columns] = half
-    moment[..., columns, rows] = half
+    width = math.isqrt(2 * upper_half.shape[-1])
+    rows, columns = _upper_half_indices(width)
+    moment = torch.empty(*upper_half.shape[:-1], width, width, dtype=torch.float32, device="cpu")
+    moment[..., rows, columns] = upper_half
+    moment[..., columns, rows] = upper_half
     return moment
 
 
-def _upper_half(width: int) -> Tensor:
+def _upper_half_indices(width: int) -> Tensor:
     """Return rows and columns of the upper triangle of a square, `[2, width * (width + 1) / 2]`."""
     return torch.triu_indices(width, width, dtype=torch.int64, device="cpu")
 

@@ -16,7 +16,7 @@ from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import CorruptFile, NewerFormat, TruncatedFile
 from kvkeep.storage.snapshots.container import read_container, write_container
 
-KIND, FORMAT = "unfinished calibration", 1
+_FILE_KIND, _FORMAT_VERSION = "unfinished calibration", 1
 
 COSINES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.1)  # thresholds that are tried; above 1 nothing is merged
 TRIAL_RATIO = 4  # compression ratio of the trials
@@ -56,10 +56,10 @@ class QuerySums:
                 cells for segment, cells in cache.read(first, step_tokens) if not segment.anchor
             ]
             candidates = Candidates(Cells.concatenate(parts), cache.rope, cache.scale)
-            tested, count = queries.every(QUERY_STRIDE), len(candidates) // TRIAL_RATIO
-            for errors, cosine in zip(self.errors, COSINES, strict=True):
-                remaining = Fitted(cosine).compress(candidates, count).cells
-                errors += output_error(candidates, remaining, tested).cpu()
+            trial_queries, trial_cells = queries.every(QUERY_STRIDE), len(candidates) // TRIAL_RATIO
+            for cosine_errors, cosine in zip(self.errors, COSINES, strict=True):
+                remaining_cells = Fitted(cosine).compress(candidates, trial_cells).cells
+                cosine_errors += output_error(candidates, remaining_cells, trial_queries).cpu()
 
     def statistics(self) -> Statistics:
         """Return the means, and for each KV head the cosine with the least error."""
@@ -125,23 +125,23 @@ class RegressionSums:
 class CalibrationSums:
     """All sums of a calibration in progress.
 
-    parts_done: how many parts of the text are in the sums. fitted, held_back: sums over the
+    parts_done: how many parts of the text are in the sums. training, held_out: sums over the
     reconstruction scores that the surrogate is fitted to, and that it is evaluated on.
     """
 
     def __init__(self, layout: Layout):
         width = 2 * layout.head_dim + 1
         self.parts_done = 0
-        self.queries = QuerySums(layout)
-        self.fitted = RegressionSums(layout.layers, layout.kv_heads, width)
-        self.held_back = RegressionSums(layout.layers, layout.kv_heads, width)
+        self.query_sums = QuerySums(layout)
+        self.training = RegressionSums(layout.layers, layout.kv_heads, width)
+        self.held_out = RegressionSums(layout.layers, layout.kv_heads, width)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all sums by their names in the file."""
         sums_by_prefix = {
-            "measured": self.queries,
-            "fitted": self.fitted,
-            "held_back": self.held_back,
+            "measured": self.query_sums,
+            "fitted": self.training,
+            "held_back": self.held_out,
         }
         return {
             f"{prefix}.{name}": tensor
@@ -152,10 +152,10 @@ class CalibrationSums:
     def save(self, path: Path, digest: str) -> None:
         """Write the file. digest: of model and text. Raises StoreError."""
         document = {"of": digest, "done": self.parts_done}
-        write_container(path, KIND, FORMAT, document, self.tensors())
+        write_container(path, _FILE_KIND, _FORMAT_VERSION, document, self.tensors())
 
     @classmethod
-    def resume(cls, path: Path, digest: str, layout: Layout, parts: int) -> Self:
+    def resume(cls, path: Path, digest: str, layout: Layout, num_parts: int) -> Self:
         """Read the sums in a file; start from zero if it is missing, damaged or of another text.
 
         digest: of model and text. Raises ForeignFile for a file of another kind.
@@ -164,10 +164,10 @@ class CalibrationSums:
         if not path.exists():
             return sums
         try:
-            container = read_container(path, KIND, FORMAT)
+            container = read_container(path, _FILE_KIND, _FORMAT_VERSION)
             if container.document["of"] != digest:
                 return sums
-            require_int("done", container.document["done"], 1, parts)
+            require_int("done", container.document["done"], 1, num_parts)
             for name, tensor in sums.tensors().items():
                 stored = container.tensors[name]
                 require_tensor(name, stored, tensor.dtype, *tensor.shape)

@@ -13,17 +13,17 @@ _ALL: tuple[type[Method], ...] = (
     *(Average, Sum, PickHeads, Fitted, KVzip, KVzipPlus, KVzap),
 )
 METHODS = {method.name: method for method in _ALL}
-BEST = Fitted.name
+BEST_UNCALIBRATED = Fitted.name
 
 
 def best_method(statistics: Statistics | None) -> str:
     """Return the name of an archive's default method."""
     has_surrogate = statistics is not None and statistics.surrogate is not None
-    return KVzap.name if has_surrogate else BEST
+    return KVzap.name if has_surrogate else BEST_UNCALIBRATED
 
 
 def make_method(name: str) -> Method:
-    """Raises InvalidArgument for an unknown name."""
+    """Return a method by its name. Raises InvalidArgument for an unknown name."""
     if name not in METHODS:
         raise InvalidArgument(f"method must be one of {', '.join(METHODS)}; found {name!r}")
     return METHODS[name]()

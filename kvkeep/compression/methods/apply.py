@@ -13,13 +13,13 @@ from kvkeep.compression.methods.base import (
     BUDGETS,
     Candidates,
     CellwiseEviction,
-    Compressed,
+    CompressionResult,
     Eviction,
     Method,
 )
 from kvkeep.errors import InvalidArgument
 
-CHUNK = 512  # cells that a method compares with each other
+CHUNK_CELLS = 512  # cells that a method compares with each other
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ def compress(
     cells are one chunk.
     """
     total = len(candidates)
-    chunk_size = total if isinstance(candidates.cells, Ragged) else CHUNK
-    for first in range(0, total, chunk_size):
-        end = min(first + chunk_size, total)
-        quota = count * end // total - count * first // total
-        begun = time.perf_counter()
+    chunk_size = total if isinstance(candidates.cells, Ragged) else CHUNK_CELLS
+    for start in range(0, total, chunk_size):
+        end = min(start + chunk_size, total)
+        quota = count * end // total - count * start // total
+        start_seconds = time.perf_counter()
         if isinstance(candidates.cells, Ragged):
             result = _compress_ragged(method, candidates, candidates.cells, count)
         else:
-            result = _compress_chunk(method, candidates.part(slice(first, end)), quota)
-        seconds = time.perf_counter() - begun
-        yield result.cells, Compression(end - first, len(result.cells), result.merged, seconds)
+            result = _compress_chunk(method, candidates.part(slice(start, end)), quota)
+        seconds = time.perf_counter() - start_seconds
+        yield result.cells, Compression(end - start, len(result.cells), result.merged, seconds)
 
 
 def compress_across_heads(
@@ -67,13 +67,13 @@ def compress_across_heads(
 
     count: the mean number of cells that remain per layer and KV head, over all runs together.
     """
-    begun = time.perf_counter()
-    heads = math.prod(runs[0].layers_and_heads)
-    masks = top_over_heads([score(method, candidates) for candidates in runs], count * heads)
-    seconds_per_cell = (time.perf_counter() - begun) / sum(map(len, runs))
+    start_seconds = time.perf_counter()
+    num_heads = math.prod(runs[0].layers_and_heads)
+    masks = top_over_heads([score(method, candidates) for candidates in runs], count * num_heads)
+    seconds_per_cell = (time.perf_counter() - start_seconds) / sum(map(len, runs))
     for candidates, mask in zip(runs, masks, strict=True):
-        cells, before = Ragged.select_from(candidates.cells, mask), len(candidates)
-        yield cells, Compression(before, len(cells), 0.0, seconds_per_cell * before)
+        cells, cells_before = Ragged.select_from(candidates.cells, mask), len(candidates)
+        yield cells, Compression(cells_before, len(cells), 0.0, seconds_per_cell * cells_before)
 
 
 def compress_and_join(
@@ -83,16 +83,16 @@ def compress_and_join(
 
     runs: oldest first; they differ only in their cells.
     """
-    begun = time.perf_counter()
-    heads = math.prod(runs[0].layers_and_heads)
+    start_seconds = time.perf_counter()
+    num_heads = math.prod(runs[0].layers_and_heads)
     parts = [_ragged_with_scores(method, run) for run in runs]
     if not isinstance(method, CellwiseEviction):  # its scores compare cells with each other
         joined = Cells.concatenate(parts)
         assert isinstance(joined, Ragged)
         parts = [joined]
     scores = [score(method, replace(runs[0], cells=part)) for part in parts]
-    cells = Ragged.select_and_concatenate(parts, top_over_heads(scores, count * heads))
-    seconds = time.perf_counter() - begun
+    cells = Ragged.select_and_concatenate(parts, top_over_heads(scores, count * num_heads))
+    seconds = time.perf_counter() - start_seconds
     return cells, Compression(sum(map(len, runs)), len(cells), 0.0, seconds)
 
 
@@ -102,11 +102,11 @@ def top_over_heads(scores: Sequence[Tensor], count: int) -> list[Tensor]:
     scores: one tensor of any shape per run. Returns bool masks of the same shapes. If there are
     fewer than `count` scores (the length of ragged cells is rounded up), all are selected.
     """
-    flat = torch.cat([score.flatten() for score in scores])
+    flat = torch.cat([run_scores.flatten() for run_scores in scores])
     selected = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
     selected[flat.topk(min(count, len(flat)), sorted=False).indices] = True
-    parts = torch.split(selected, [score.numel() for score in scores])
-    return [part.view(score.shape) for part, score in zip(parts, scores, strict=True)]
+    parts = torch.split(selected, [run_scores.numel() for run_scores in scores])
+    return [part.view(run_scores.shape) for part, run_scores in zip(parts, scores, strict=True)]
 
 
 def check_budget(method: Method, budget: str) -> None:
@@ -135,7 +135,7 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
             if len(head_cells)
         ]
         return torch.cat(scores)
-    chunks = [slice(first, first + CHUNK) for first in range(0, len(candidates), CHUNK)]
+    chunks = [slice(first, first + CHUNK_CELLS) for first in range(0, len(candidates), CHUNK_CELLS)]
     return torch.cat([method.score(candidates.part(chunk)) for chunk in chunks], -1)
 
 
@@ -147,25 +147,25 @@ def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
     return cells
 
 
-def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> Compressed:
+def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> CompressionResult:
     if quota:
         return method.compress(chunk, quota)
-    return Compressed(chunk.cells.part(slice(0, 0)).to_compressed_format())
+    return CompressionResult(chunk.cells.part(slice(0, 0)).to_compressed_format())
 
 
 def _compress_ragged(
     method: Method, candidates: Candidates, cells: Ragged, count: int
-) -> Compressed:
+) -> CompressionResult:
     """Keep the same share of each head's cells, `count / len(cells)`, rounded so that the sum fits.
 
     Heads with 5, 3, 0 and 1 cells (a length of 3) keep 1, 1, 0 and 1 for a count of 1: a third of
     the running sums 5, 8, 8 and 9 is 1, 2, 2 and 3.
     """
-    remaining, merged, total = [], 0.0, 0
+    compressed_heads, merged, total = [], 0.0, 0
     for layer, head, head_cells in cells.heads():
-        before, total = total, total + len(head_cells)
-        quota = total * count // len(cells) - before * count // len(cells)
+        previous_total, total = total, total + len(head_cells)
+        quota = total * count // len(cells) - previous_total * count // len(cells)
         result = _compress_chunk(method, candidates.head(layer, head, head_cells), quota)
-        remaining.append(result.cells)
+        compressed_heads.append(result.cells)
         merged += result.merged / cells.counts.numel()
-    return Compressed(Ragged.from_heads(remaining, cells.counts.shape[0]), merged)
+    return CompressionResult(Ragged.from_heads(compressed_heads, cells.counts.shape[0]), merged)

@@ -12,7 +12,7 @@ from kvkeep.compression.methods.base import Candidates, Eviction
 from kvkeep.compression.methods.statistics import Statistics
 
 SNAPKV_QUERIES = 32
-SNAPKV_POOL = 7  # cells
+SNAPKV_POOL_CELLS = 7  # cells
 FUTURE_POSITIONS = 512  # positions of future queries that `ExpectedAttention` averages over
 EXPECTED_FLOOR = 1e-2  # added to expected attention, so that the norms of values always count
 
@@ -27,8 +27,8 @@ class SnapKV(Eviction):
     uses_queries: ClassVar[bool] = True
 
     def score(self, candidates: Candidates) -> Tensor:
-        weights = attention(candidates, newest_queries(candidates, SNAPKV_QUERIES))
-        return max_pooled(weights.mean(2), SNAPKV_POOL)
+        weights = attention_weights(candidates, newest_queries(candidates, SNAPKV_QUERIES))
+        return max_pool(weights.mean(2), SNAPKV_POOL_CELLS)
 
 
 class H2O(Eviction):
@@ -42,7 +42,7 @@ class H2O(Eviction):
     uses_queries: ClassVar[bool] = True
 
     def score(self, candidates: Candidates) -> Tensor:
-        return attention(candidates, newest_queries(candidates, MAX_QUERIES)).sum(2)
+        return attention_weights(candidates, newest_queries(candidates, MAX_QUERIES)).sum(2)
 
 
 class TOVA(Eviction):
@@ -55,7 +55,7 @@ class TOVA(Eviction):
     uses_queries: ClassVar[bool] = True
 
     def score(self, candidates: Candidates) -> Tensor:
-        weights = attention(candidates, newest_queries(candidates, 1)).squeeze(2)
+        weights = attention_weights(candidates, newest_queries(candidates, 1)).squeeze(2)
         return weights.mean(1, keepdim=True).expand(candidates.shape)
 
 
@@ -79,10 +79,10 @@ class ExpectedAttention(Eviction):
         mean = (rotation @ mean.unsqueeze(-1)).squeeze(-1)
         covariance = rotation @ covariance @ rotation.mT
         keys = candidates.keys * candidates.scale
-        logits = (keys @ mean.unsqueeze(-1)).squeeze(-1)
-        logits = logits + ((keys @ covariance) * keys).sum(-1) / 2 + candidates.bias
+        scores = (keys @ mean.unsqueeze(-1)).squeeze(-1)
+        scores = scores + ((keys @ covariance) * keys).sum(-1) / 2 + candidates.bias
         norms: Tensor = candidates.cells.values.float().norm(dim=-1)
-        return (logits.softmax(-1) + EXPECTED_FLOOR) * norms
+        return (scores.softmax(-1) + EXPECTED_FLOOR) * norms
 
 
 def newest_queries(candidates: Candidates, count: int) -> Queries:
@@ -92,7 +92,7 @@ def newest_queries(candidates: Candidates, count: int) -> Queries:
     return candidates.queries.newest(count)
 
 
-def max_pooled(score: Tensor, width: int) -> Tensor:
+def max_pool(score: Tensor, width: int) -> Tensor:
     """Return the maximum over `width` neighbours of each score, to keep neighbours together."""
     pooled = F.max_pool1d(score.flatten(0, 1), width, stride=1, padding=width // 2)
     return pooled.view_as(score)
@@ -103,7 +103,7 @@ def group_by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.float().reshape(len(queries), kv_heads, -1, queries.shape[-1])
 
 
-def attention(candidates: Candidates, queries: Queries) -> Tensor:
+def attention_weights(candidates: Candidates, queries: Queries) -> Tensor:
     """Return attention weights, averaged over query groups: `[layers, kv_heads, queries, n]`."""
     return logits(candidates, candidates.cells, queries).softmax(-1).nan_to_num_().mean(2)
 
@@ -116,16 +116,16 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
     kv_heads, rope = cells.keys.shape[1], candidates.rope
     rotation = rope.at(queries.times)
     rotated = rope.rotate_layers(queries.vectors.float().unsqueeze(-2), rotation).squeeze(-2)
-    rows = group_by_kv_head(rotated, kv_heads)
-    products = (rows @ cells.keys.float().transpose(-1, -2)) * candidates.scale
-    scores = products.view(*products.shape[:2], -1, len(queries), len(cells))
+    grouped_queries = group_by_kv_head(rotated, kv_heads)
+    products = (grouped_queries @ cells.keys.float().transpose(-1, -2)) * candidates.scale
+    result = products.view(*products.shape[:2], -1, len(queries), len(cells))
     if cells.bias is not None:
-        scores += cells.bias[:, :, None, None]
+        result += cells.bias[:, :, None, None]
     if int(queries.times[0]) < int(cells.positions.max()):
-        positions = cells.positions.expand(*scores.shape[:2], -1)[:, :, None, None]
-        later = positions > queries.times[:, None]
-        scores.masked_fill_(later.to(scores.device), -torch.inf)
-    return scores
+        positions = cells.positions.expand(*result.shape[:2], -1)[:, :, None, None]
+        is_later = positions > queries.times[:, None]
+        result.masked_fill_(is_later.to(result.device), -torch.inf)
+    return result
 
 
 def output_error(candidates: Candidates, remaining: Cells, queries: Queries) -> Tensor:
@@ -166,14 +166,14 @@ def _mean_rotation(candidates: Candidates) -> Tensor:
 
     `[head_dim, head_dim]`, or `[layers, 1, head_dim, head_dim]` if some layers do not rotate.
     """
-    first = int(candidates.positions.max()) + 1
-    rotation = candidates.rope.at(range(first, first + FUTURE_POSITIONS))
-    width, unrotated = rotation.cosine.shape[-1], list(candidates.rope.unrotated_layers)
-    identity = torch.eye(width, dtype=torch.float32, device=rotation.cosine.device)
+    first_position = int(candidates.positions.max()) + 1
+    rotation = candidates.rope.at(range(first_position, first_position + FUTURE_POSITIONS))
+    head_dim, unrotated = rotation.cosine.shape[-1], list(candidates.rope.unrotated_layers)
+    identity = torch.eye(head_dim, dtype=torch.float32, device=rotation.cosine.device)
     matrix = torch.diag(rotation.cosine.mean((0, 1)))
-    matrix = matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * identity.roll(width // 2, 1)
+    matrix = matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * identity.roll(head_dim // 2, 1)
     if not unrotated:
         return matrix
-    layers = matrix.expand(candidates.shape[0], 1, -1, -1).clone()
-    layers[unrotated] = identity
-    return layers
+    layer_matrices = matrix.expand(candidates.shape[0], 1, -1, -1).clone()
+    layer_matrices[unrotated] = identity
+    return layer_matrices

@@ -68,8 +68,8 @@ class Candidates:
         return shape[0], shape[1]
 
     def part(self, indices: slice) -> "Candidates":
-        scores = None if self.reconstruction is None else self.reconstruction[..., indices]
-        return replace(self, cells=self.cells.part(indices), reconstruction=scores)
+        reconstruction = None if self.reconstruction is None else self.reconstruction[..., indices]
+        return replace(self, cells=self.cells.part(indices), reconstruction=reconstruction)
 
     def head(self, layer: int, head: int, cells: Cells) -> "Candidates":
         """Return candidates of one layer and KV head. cells: that head's, `[1, 1, n, ...]`."""
@@ -139,7 +139,7 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressionResult:
     """The remaining cells. merged: mean number of cells per KV head that were merged into them."""
 
     cells: Cells
@@ -152,14 +152,14 @@ class Method(ABC):
     Class attributes:
         uses_queries: whether it decides by observed queries.
         uses_surrogate: whether it decides by a calibration's surrogate.
-        uses_reconstruction: the kind of reconstruction score that it decides by; None for none.
+        reconstruction_kind: the kind of reconstruction score that it decides by; None for none.
         budget: the default budget; "heads" needs the scores of an `Eviction`.
     """
 
     name: ClassVar[str]
     uses_queries: ClassVar[bool] = False
     uses_surrogate: ClassVar[bool] = False
-    uses_reconstruction: ClassVar[ReconstructionScore | None] = None
+    reconstruction_kind: ClassVar[ReconstructionScore | None] = None
     budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
@@ -175,7 +175,7 @@ class Method(ABC):
             )
 
     @abstractmethod
-    def compress(self, candidates: Candidates, count: int) -> Compressed:
+    def compress(self, candidates: Candidates, count: int) -> CompressionResult:
         """Return `count` cells (1 to n) for each layer and KV head."""
 
 
@@ -186,9 +186,9 @@ class Eviction(Method):
     def score(self, candidates: Candidates) -> Tensor:
         """Return each cell's score: `[layers, kv_heads, n]`, or `[total]` for ragged cells."""
 
-    def compress(self, candidates: Candidates, count: int) -> Compressed:
+    def compress(self, candidates: Candidates, count: int) -> CompressionResult:
         indices = self.score(candidates).topk(count, sorted=False).indices
-        return Compressed(candidates.select(indices.sort().values))
+        return CompressionResult(candidates.select(indices.sort().values))
 
 
 class CellwiseEviction(Eviction):
@@ -203,15 +203,15 @@ class CellwiseEviction(Eviction):
 
     def score(self, candidates: Candidates) -> Tensor:
         cells = candidates.cells
-        stored = cells.scores if isinstance(cells, Ragged) else None
-        return self.cell_score(candidates) if stored is None else stored
+        stored_scores = cells.scores if isinstance(cells, Ragged) else None
+        return self.cell_score(candidates) if stored_scores is None else stored_scores
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Copy rows of `[layers, kv_heads, n, width]`. indices: `[layers, kv_heads, m]`."""
     layers, kv_heads, count, width = x.shape
     total = layers * kv_heads * count
-    first = torch.arange(0, total, count, dtype=torch.int64, device=x.device)
-    flat = (indices + first.view(layers, kv_heads, 1)).flatten()
+    first_rows = torch.arange(0, total, count, dtype=torch.int64, device=x.device)
+    flat = (indices + first_rows.view(layers, kv_heads, 1)).flatten()
     # Ten times as fast as `gather`, which takes an index for each number.
     return x.reshape(-1, width).index_select(0, flat).view(*indices.shape, width)

@@ -11,7 +11,7 @@ from kvkeep.cache import NO_TOKEN, Cells
 from kvkeep.compression.methods.base import (
     Candidates,
     CellwiseEviction,
-    Compressed,
+    CompressionResult,
     Eviction,
     Method,
 )
@@ -84,7 +84,7 @@ class RunMerging(Method):
         run_of_cell: `[n]`, indices. sizes: `[runs]`, the number of cells in each run.
         """
 
-    def compress(self, candidates: Candidates, count: int) -> Compressed:
+    def compress(self, candidates: Candidates, count: int) -> CompressionResult:
         layers, kv_heads, total = candidates.shape
         run_of_cell = torch.arange(total, dtype=torch.int64, device="cpu") * count // total
         sizes = torch.bincount(run_of_cell, minlength=count)
@@ -100,7 +100,7 @@ class RunMerging(Method):
             sums = x.new_zeros(layers, kv_heads, count, x.shape[-1])
             return sums.index_add_(2, run_of_cell.to(device), x * weights)
 
-        return Compressed(
+        return CompressionResult(
             Cells(
                 merge(keys).to(cells.keys.dtype),
                 merge(cells.values.float()).to(cells.values.dtype),

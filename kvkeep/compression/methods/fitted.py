@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells
-from kvkeep.compression.methods.base import Candidates, Compressed, Method, gather_rows
+from kvkeep.compression.methods.base import Candidates, CompressionResult, Method, gather_rows
 from kvkeep.compression.methods.baselines import dissimilarity, inverse_norms
 from kvkeep.compression.methods.similarity import most_similar, most_similar_older
 
@@ -41,7 +41,7 @@ class Fitted(Method):
         """min_cosine: the least cosine of keys that are merged; overrides that of statistics."""
         self._min_cosine = min_cosine
 
-    def compress(self, candidates: Candidates, count: int) -> Compressed:
+    def compress(self, candidates: Candidates, count: int) -> CompressionResult:
         min_cosine, statistics = self._min_cosine_of(candidates), candidates.statistics
         metric = None if statistics is None else statistics.metric
         age_penalty = torch.zeros_like(candidates.bias)
@@ -66,7 +66,7 @@ class Fitted(Method):
 
 def _compress_layers(
     candidates: Candidates, count: int, min_cosine: Tensor, penalty: Tensor, metric: Tensor | None
-) -> Compressed:
+) -> CompressionResult:
     """Compress some layers. penalty: subtracted from scores. metric: see `Statistics.metric`."""
     rotated_inverse_norms = inverse_norms(candidates.keys)  # unrotated keys have the same
     keys, key_inverse_norms = candidates.unrotated_keys, rotated_inverse_norms
@@ -88,14 +88,14 @@ def _compress_layers(
     return _merge_into_dominant(candidates, dominant, others, target, joins)
 
 
-def _stack_layers(parts: list[Compressed]) -> Compressed:
+def _stack_layers(parts: list[CompressionResult]) -> CompressionResult:
     cells = [part.cells for part in parts]
     keys, values, positions, bias = (
         torch.cat([getattr(layer_cells, name) for layer_cells in cells])
         for name in ("keys", "values", "positions", "bias")
     )
     merged = sum(part.merged * len(part.cells.keys) for part in parts) / len(keys)
-    return Compressed(Cells(keys, values, positions, cells[0].serials, bias), merged)
+    return CompressionResult(Cells(keys, values, positions, cells[0].serials, bias), merged)
 
 
 def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _merge_into_dominant(
     candidates: Candidates, dominant: Tensor, others: Tensor, target: Tensor, joins: Tensor
-) -> Compressed:
+) -> CompressionResult:
     """Return the dominant cells, with the mass and mean value of all cells that join them.
 
     target: of each other cell, the most similar dominant one (index). joins: 1 if it joins, else 0.
@@ -124,7 +124,7 @@ def _merge_into_dominant(
     means /= total_mass.unsqueeze(-1)
     bias = MASS_EXPONENT * total_mass.log() * (BIAS_DECAY if candidates.ageing else 1)
     values = means.to(cells.values.dtype)
-    return Compressed(
+    return CompressionResult(
         Cells(cells.keys, values, cells.positions, cells.serials, bias),
         merged=float(joins.sum(-1).mean()),
     )

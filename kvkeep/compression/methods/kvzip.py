@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkeep.cache import Ragged
 from kvkeep.cache.rope import Rotation, rotate
-from kvkeep.compression.methods.attention import max_pooled
+from kvkeep.compression.methods.attention import max_pool
 from kvkeep.compression.methods.base import (
     Budget,
     Candidates,
@@ -36,14 +36,14 @@ class KVzip(Eviction):
     """
 
     name: ClassVar[str] = "kvzip"
-    uses_reconstruction: ClassVar[ReconstructionScore | None] = "attention"
+    reconstruction_kind: ClassVar[ReconstructionScore | None] = "attention"
     budget: ClassVar[Budget] = "heads"
 
     def score(self, candidates: Candidates) -> Tensor:
         score = candidates.reconstruction
         assert score is not None, "the text was not reconstructed"
         score = torch.maximum(score, score.amax(1, keepdim=True) - HEAD_PENALTY)
-        return torch.maximum(score, max_pooled(score, 3) - NEIGHBOUR_PENALTY)
+        return torch.maximum(score, max_pool(score, 3) - NEIGHBOUR_PENALTY)
 
 
 class KVzipPlus(KVzip):
@@ -54,7 +54,7 @@ class KVzipPlus(KVzip):
     """
 
     name: ClassVar[str] = "kvzip+"
-    uses_reconstruction: ClassVar[ReconstructionScore | None] = "contribution"
+    reconstruction_kind: ClassVar[ReconstructionScore | None] = "contribution"
 
 
 class KVzap(CellwiseEviction):
