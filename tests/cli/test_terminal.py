@@ -1,5 +1,6 @@
 """The chat at an emulated terminal, key by key."""
 
+import json
 import os
 import signal
 import time
@@ -361,9 +362,9 @@ print("with an empty line in it")
 
 The \x1b[2Jend."""
 WRITES = """
-import sys
+import json, sys
 from kvkeep.cli.chat.screen import make_screen
-text, size, markdown = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "yes"
+text, size, markdown = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "yes"
 shown = make_screen(markdown)
 for at in range(0, len(text), size):
     shown.write(text[at : at + size])
@@ -375,7 +376,10 @@ print("ended")
 def drawn(text: str, piece: int, markdown: bool, size: tuple[int, int] = (60, 24)) -> Terminal:
     """The screen after a text was written in pieces of that many characters."""
     terminal = Terminal(
-        *(text, piece, "yes" if markdown else "no"), program=("-c", WRITES), size=size
+        # As JSON, since an argument cannot hold a null byte.
+        *(json.dumps(text), piece, "yes" if markdown else "no"),
+        program=("-c", WRITES),
+        size=size,
     )
     assert terminal.ended(PATIENCE) == 0
     return terminal

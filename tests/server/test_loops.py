@@ -14,7 +14,7 @@ from kvkeep.model import Model
 from kvkeep.models.hub.library import home
 
 pytestmark = pytest.mark.extended
-LENGTH = 200  # tokens of an answer
+LENGTH = 120  # tokens of an answer
 QUESTIONS = (
     *("What is the capital of France?", "Write a short story about a lighthouse."),
     *("Explain photosynthesis.", "List ten animals.", "Give me a recipe for bread."),
@@ -37,7 +37,7 @@ def test_loops_are_found() -> None:
     assert not has_loop([*range(20)] * 2 + [*range(19)])
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("api", ["chat/completions", "turns"])
 def test_answers_of_the_server_do_not_loop(
     server: RunningServer, smollm2: Model, api: str, seed: int
@@ -61,7 +61,7 @@ def test_answers_of_the_server_do_not_loop(
     assert [q for q, answer in answers.items() if has_loop(smollm2.text.encode(answer))] == []
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_answers_of_the_chat_command_do_not_loop(
     smollm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
