@@ -14,7 +14,7 @@ from kvkeep.model import Model
 from tools.terminal import Terminal
 
 TALK = "What is the capital of France?\n/pin 1.answer\nAnd of Italy?\n/memory\n"
-GREEDY = ("--temperature", 0, "--system", "You are terse.")
+GREEDY = ("--temperature", 0, "--repetition-penalty", 1.1, "--system", "You are terse.")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,19 @@ def test_a_saved_chat_keeps_its_branches(
 
 def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: RunningServer) -> None:
     """Also in a chat that is resumed by name."""
-    first = ("chat", "--server", server.url, "--session", "bare", "--temperature", 0, "-n", 8)
+    first = (
+        "chat",
+        "--server",
+        server.url,
+        "--session",
+        "bare",
+        "--temperature",
+        0,
+        "--repetition-penalty",
+        1.1,
+        "-n",
+        8,
+    )
     system = ("--system", "You are terse.", "--max-kv-size", 128)
     assert invoke(*first, *system, input="Hello.\n").exit_code == 0
     again = invoke(*first, input="Tell me more.\nAnd more.\n/clear\nHello.\n")

@@ -25,7 +25,7 @@ from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.sessions.shared import SharedSessions
 
 pytest.importorskip("ray.serve", reason="a fleet needs kvkeep[fleet]")
-PROMPT = {"text": STORY, "max_tokens": 200, "ignore_eos": True}
+PROMPT = {"temperature": 0, "text": STORY, "max_tokens": 200, "ignore_eos": True}
 
 
 @contextmanager
