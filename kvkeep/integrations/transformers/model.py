@@ -92,7 +92,7 @@ class TransformersModel(Model):
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """What the bits of a computation depend on, with transformers' version and the threads."""
+        """Versions and settings that a result's bits depend on, those of transformers included."""
         threads = str(torch.get_num_threads())
         return super().arithmetic | {"transformers": transformers.__version__, "threads": threads}
 
