@@ -13,7 +13,7 @@ from kvkeep.cli.main import main
 from kvkeep.model import Model
 from kvkeep.models.hub.library import home
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.slow
 LENGTH = 120  # tokens of an answer
 QUESTIONS = (
     *("What is the capital of France?", "Write a short story about a lighthouse."),
