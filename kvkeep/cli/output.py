@@ -3,7 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -82,6 +85,28 @@ def progress_bar(total: int, shown: bool, **settings: Any) -> "tqdm[Never]":
     from tqdm import tqdm
 
     return tqdm(total=total, disable=None if shown else True, **settings)
+
+
+@contextmanager
+def spinner(label: str, shown: bool) -> Iterator[None]:
+    """Show a label with a turning sign during the block, above progress bars of the block."""
+    frames = cycle("|/-\\")
+    ended = threading.Event()
+    with progress_bar(0, shown, bar_format="{desc}", leave=False) as bar:
+
+        def turn() -> None:
+            while not ended.wait(0.1):
+                bar.set_description_str(f"{next(frames)} {label}")
+
+        turning = threading.Thread(target=turn, daemon=True)
+        if not bar.disable:
+            turning.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if not bar.disable:
+                turning.join()  # or it would draw a closed bar again
 
 
 class Screen:

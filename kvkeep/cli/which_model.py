@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvkeep.cli.options import choice_option, integer_option, option, require_utf8
-from kvkeep.cli.output import say
+from kvkeep.cli.output import say, spinner
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import pulled_models
 from kvkeep.models.hub.names import named_models
@@ -73,15 +73,15 @@ def load_named(
 ) -> "Model":
     """Load a model by name; warn if it computes slowly. Raises ModelError."""
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
-    from kvkeep import load_model
-    from kvkeep.errors import SlowPathWarning
-    from kvkeep.executors import slow_path_message
-
     is_known_name = name.lower() in KNOWN_MODELS or name in named_models()
     if not is_known_name and Path(name).expanduser().exists():
         # Sessions store the name, and may be continued from another working directory.
         name = str(Path(name).expanduser().absolute())
-    with warnings.catch_warnings():
+    with spinner(f"loading {name}", progress), warnings.catch_warnings():
+        from kvkeep import load_model
+        from kvkeep.errors import SlowPathWarning
+        from kvkeep.executors import slow_path_message
+
         warnings.simplefilter("ignore", SlowPathWarning)  # printed below as one line
         model = load_model(
             name, dtype=dtype, device=device, weights=weight_format, progress=progress
