@@ -286,7 +286,7 @@ def test_bits_may_be_integers(bits: Any) -> None:
 
 @pytest.mark.extended
 def test_perplexity_of_the_real_model_hardly_rises_with_fewer_bits(smollm2: Model) -> None:
-    """Measured in steps of 128 and token by token: docs/command-line.md, "Fewer bits"."""
+    """Measured in steps of 128 and token by token: docs/compression-measurements.md."""
     from topics import topic_ids
 
     ids = topic_ids(smollm2)[:500]
