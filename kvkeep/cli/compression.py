@@ -101,20 +101,20 @@ def calibrate(
         "-o",
         metavar="FILE.kvcal",
         show_default="where every command finds it",
-        help="Where it is kept.",
+        help="Output file.",
     ),
     model: str = MODEL,
     dtype: DtypeName = DTYPE,
     device: str = DEVICE,
     quiet: bool = QUIET,
 ) -> None:
-    """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
+    """Measure a model's attention on the file TEXT ("-": standard input), for compression.
 
-    Some ten thousand tokens of the kind of text to come are enough. kvzap decides by it, and policy
-    archive does so from then on. A file of its own is given as --calibration to commands that
-    compress; expected_attention and fitted decide better with it, too.
+    About ten thousand tokens of typical text are enough. Method kvzap needs a calibration, and
+    expected_attention and fitted get better with one. Policy archive uses the default calibration
+    of a model if there is one; pass a file written by --output to other commands as --calibration.
 
-    What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
+    Progress is kept in FILE.kvcal.unfinished: the same command resumes an interrupted run.
     """
     content = read_nonempty_text(text)
     if output is not None:

@@ -38,12 +38,12 @@ def doctor(
     name: str,
     dtype: DtypeName = DTYPE,
     weights: WeightFormat | None = WEIGHT_FORMAT,
-    measure: bool = option(is_flag=True, help="Also let the model write 40 tokens."),
+    measure: bool = option(is_flag=True, help="Also measure decoding of 40 tokens."),
     as_json: bool = JSON,
 ) -> None:
-    """Say what computes on this machine, why nothing faster does, and what model NAME reaches.
+    """Show which kernels run on this machine, and how fast model NAME can be.
 
-    Takes about a second: how fast memory is read is measured. No model is fetched.
+    Takes about a second, to measure memory bandwidth. No model is fetched.
     """
     from kvkeep.doctor import examine
 
@@ -119,7 +119,7 @@ def _gigabytes(bytes_per_second: float) -> str:
 
 @command()
 def disk(as_json: bool = JSON) -> None:
-    """Say what kvkeep takes on disk, by kind, and what makes room."""
+    """Show kvkeep's disk usage by kind, and the commands that free space."""
     sessions = session_folder()
     size = sum(path.stat().st_size for path in sessions.newest_first())
     rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(sessions.root))]

@@ -37,38 +37,39 @@ def fleet(
         metavar="URL",
         envvar="KVKEEP_STORE",
         required=True,
-        help="Where sessions are kept, as s3://bucket/prefix; file:///folder on one machine.",
+        help="Object store for sessions (s3://bucket/prefix), or file:///folder on one machine.",
     ),
     replicas: tuple[int, int] = option(
         metavar="N|N-M",
         type=_parse_replicas,
         default="2",
-        help="How many servers; of N-M as many as there are requests for.",
+        help="Number of servers; N-M: scaled with the number of requests.",
     ),
     threads: int = option(
-        metavar="N", type=click.IntRange(1), default=1, help="That each server computes with."
+        metavar="N", type=click.IntRange(1), default=1, help="Compute threads of each server."
     ),
     requests: int = option(
         metavar="N",
         type=click.IntRange(1),
         default=16,
-        help="At work at a server, before another is started.",
+        help="Requests in progress at a server before another server is started.",
     ),
     lease: float = option(
         metavar="SECONDS",
         type=click.FloatRange(0.5, 600),
         default=2.0,
-        help="For which nobody else goes on with a session whose server was killed.",
+        help="Time before another server takes over a killed server's sessions.",
     ),
     address: str | None = option(
-        metavar="HOST:PORT", help="Of a Ray cluster that runs; none: this machine."
+        metavar="HOST:PORT",
+        help="Address of a running Ray cluster; none: start Ray on this machine.",
     ),
 ) -> None:
     """Serve a model from several servers, on Ray Serve.
 
-    Sessions are kept in an object store, and go on at another server when theirs is killed. What
-    is about one session goes to one server, and so do chats that begin alike; or, where it is sent,
-    all requests with the same header `x-session-id`.
+    Sessions are stored in an object store; if a server is killed, another continues its sessions.
+    Requests for one session are routed to one server, and so are chats with a common prefix, and
+    requests with the same `x-session-id` header.
     """
     serving.require_safe()
     serving.require_secret()

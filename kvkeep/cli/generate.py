@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @options.command(cls=OptionsOnlyCommand, hint="give the prompt with -p: kvkeep generate -p {}")
 def generate(
-    prompt: str | None = options.option("-p", metavar="TEXT", help="Text to continue, as it is."),
+    prompt: str | None = options.option("-p", metavar="TEXT", help="Text to continue."),
     file: str | None = options.option(
         "-f", metavar="FILE", help='File with the text; "-": standard input.'
     ),
     special: bool = options.SPECIAL,
     max_tokens: int = options.integer_option(
-        "-n", minimum=-1, default=256, help="Most tokens to generate; -1: no limit."
+        "-n", minimum=-1, default=256, help="Maximum tokens to generate; -1: no limit."
     ),
     session: str | None = options.option(
         metavar="NAME",
@@ -39,10 +39,10 @@ def generate(
         help="Resume this session, or start it; saved at the end.",
     ),
     cache_prompt: Path | None = options.file_option(
-        help="Prefill the text, save the session to a file, and exit."
+        help="Prefill the prompt, save the session to a file, and exit."
     ),
     restore_prompt: Path | None = options.file_option(
-        help="Continue from a file of --cache-prompt."
+        help="Continue from a file that --cache-prompt wrote."
     ),
     codec: "Codec" = options.choice_option(
         memory.CODEC_NAMES,
@@ -60,13 +60,13 @@ def generate(
 ) -> None:
     """Continue a text.
 
-    The text comes from --file, then --prompt, or else from standard input. It goes to the model
-    as it is: no special token and no chat template is added, and what reads like a special token
-    is text, unless --special says that it is one. What the model writes streams to
-    standard output; progress and the closing line go to standard error. Ctrl-C ends it.
+    The prompt is --file followed by --prompt, or else standard input. It is tokenized as plain
+    text: without a chat template, and special tokens in it are parsed only with --special.
+    Generated text goes to standard output, progress and statistics to standard error. Ctrl-C stops.
 
-    With --session or --restore-prompt, the text follows on what was saved, and without a text the
-    model writes on from there. Model, --policy and --max-kv-size are then as they were saved.
+    With --session or --restore-prompt, the prompt is appended to the saved session; without a
+    prompt, generation continues where it stopped. The model, --policy and --max-kv-size are those
+    of the session.
     """
     output.check()
     settings.check()

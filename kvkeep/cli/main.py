@@ -21,22 +21,26 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
 COMMANDS = {
     "generate": LazyCommand("generate:generate", "Continue a text."),
-    "chat": LazyCommand("chat:chat", "Talk with a model, for as long as you like."),
+    "chat": LazyCommand("chat:chat", "Chat with a model."),
     "batch": LazyCommand("batch:batch", "Answer many prompts at once."),
-    "serve": LazyCommand("serve:serve", "Serve a model to many over HTTP."),
-    "fleet": LazyCommand("fleet:fleet", "Serve a model from several servers."),
+    "serve": LazyCommand("serve:serve", "Serve a model over the OpenAI and Anthropic APIs."),
+    "fleet": LazyCommand("fleet:fleet", "Serve a model from several processes or machines."),
     "sessions": LazyCommand("sessions:sessions", "List, check, copy and remove saved sessions."),
-    "prefixes": LazyCommand("prefixes:prefixes", "List and clear what prompts began with."),
-    "why": LazyCommand("prefixes:why", "Say why a prompt is not taken from the prefix cache."),
+    "prefixes": LazyCommand("prefixes:prefixes", "List and remove prompts in the prefix cache."),
+    "why": LazyCommand("prefixes:why", "Show how much of a prompt is in the prefix cache."),
     "models": LazyCommand("models:models", "List, show, export and remove models."),
-    "pull": LazyCommand("models:pull", "Fetch a model now, and say where it is."),
-    "calibrate": LazyCommand("compression:calibrate", "Measure what compression needs to know."),
-    "evaluate": LazyCommand("evaluate:evaluate", "Measure what a memory still knows."),
+    "pull": LazyCommand("models:pull", "Download or convert a model."),
+    "calibrate": LazyCommand(
+        "compression:calibrate", "Measure a model's attention, for compression."
+    ),
+    "evaluate": LazyCommand(
+        "evaluate:evaluate", "Measure perplexity and recall of a bounded or compressed cache."
+    ),
     # The commands of `evaluate` are also available at the top level.
     **EVALUATIONS,
-    "doctor": LazyCommand("doctor:doctor", "Say what computes here, and why nothing faster."),
-    "disk": LazyCommand("doctor:disk", "Say what kvkeep takes on disk, and where."),
-    "completion": LazyCommand("main:completion", "Let a shell complete commands."),
+    "doctor": LazyCommand("doctor:doctor", "Show which kernels run on this machine."),
+    "disk": LazyCommand("doctor:disk", "Show disk usage."),
+    "completion": LazyCommand("main:completion", "Print a shell completion script."),
 }
 
 
@@ -105,7 +109,7 @@ class RootGroup(LazyGroup):
 @click.version_option(kvkeep.__version__, "-V", "--version", message="kvkeep %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """A bounded, durable and editable memory for language models."""
+    """A KV cache for local language models that you can bound, save, edit and compress."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -113,7 +117,7 @@ def main(context: click.Context) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 def completion(shell: str) -> None:
-    """Write what lets SHELL complete commands, options, and the names of sessions and models.
+    """Print a script with which SHELL completes commands, options, sessions and models.
 
     \b
     bash:  eval "$(kvkeep completion bash)"      in ~/.bashrc

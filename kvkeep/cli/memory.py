@@ -50,7 +50,7 @@ class MemoryOptions:
 
     model: str = MODEL
     max_kv_size: int | None = options.integer_option(
-        show_default="trained length", help="Most tokens held in the KV cache."
+        show_default="trained length", help="Maximum tokens held in the KV cache."
     )
     keep: int | None = keep_option()
     policy: PolicyName = options.choice_option(
@@ -176,12 +176,12 @@ class PrefixOptions:
         is_flag=True, help="Read evaluated prompt prefixes from disk, and write new ones."
     )
     prefix_cache_bytes: int = options.integer_option(
-        default=DEFAULT_PREFIX_BYTES, help="Most disk space of the prefix cache."
+        default=DEFAULT_PREFIX_BYTES, help="Maximum disk space of the prefix cache."
     )
     secret_file: Path | None = options.file_option(
         envvar="KVKEEP_SECRET_FILE",
         exists=True,
-        help="Secret of those who share a prefix cache in an object store.",
+        help="Secret shared by all users of a prefix cache in an object store.",
     )
 
     def open_store(self, model: "Model") -> "PrefixCache | None":

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvkeep.model_facts import GroupFacts, ModelFacts
 
 SUBCOMMANDS = {
-    "list": LazyCommand("models:list_", "List models, and when each was used last."),
-    "add": LazyCommand("models:add", "Give a GGUF file or a model folder a name."),
-    "show": LazyCommand("models:show", "Show what a model is, and what it takes."),
+    "list": LazyCommand("models:list_", "List local models, with size and last use."),
+    "add": LazyCommand("models:add", "Add a short name for a GGUF file or a model folder."),
+    "show": LazyCommand("models:show", "Show a model's architecture, kernels and memory use."),
     "export": LazyCommand("models:export", "Write a model for other programs."),
     "rm": LazyCommand("models:rm", "Remove models, or names that were added."),
 }
@@ -37,7 +37,7 @@ _QUIET = option("-q", is_flag=True, help="No progress bars.")
 @click.pass_context
 @declare_options
 def models(context: click.Context, as_json: bool = JSON) -> None:
-    """List models that are here or have a name; add, show, export or remove one."""
+    """List local models; add, show, export or remove one."""
     if context.invoked_subcommand is not None:
         return
     _echo_models(as_json)
@@ -45,7 +45,7 @@ def models(context: click.Context, as_json: bool = JSON) -> None:
 
 @command("list")
 def list_(as_json: bool = JSON) -> None:
-    """List models as `kvkeep models` does, and when each was used last."""
+    """List local models, with size and last use."""
     _echo_models(as_json, with_last_use=True)
 
 
@@ -53,9 +53,9 @@ def list_(as_json: bool = JSON) -> None:
 @click.argument("name")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 def add(name: str, path: Path) -> None:
-    """Give a GGUF file or a model folder a NAME, by which every command takes it.
+    """Add a short NAME for a GGUF file or a model folder.
 
-    Nothing is copied: the file stays where it is. `kvkeep models rm NAME` removes the name alone.
+    Nothing is copied: the file stays where it is. `kvkeep models rm NAME` removes only the name.
     """
     add_name(name, path)
     click.echo(f"{name} is {path.absolute()}")
@@ -87,9 +87,9 @@ def _echo_models(as_json: bool, with_last_use: bool = False) -> None:
 def show(
     name: str, dtype: str = DTYPE, weights: str | None = WEIGHT_FORMAT, as_json: bool = JSON
 ) -> None:
-    """Show what model NAME is, how it is computed on this machine, and the memory that it takes.
+    """Show model NAME: its architecture, its kernels on this machine, and its memory use.
 
-    Its weights are not read. A model that is not here is to be pulled first.
+    The weights are not read. The model must be on this machine; `kvkeep pull` fetches it.
     """
     from kvkeep.model_facts import model_facts
 
@@ -138,10 +138,10 @@ def _group_description(group: "GroupFacts") -> str:
 @click.argument("name", shell_complete=model_names)
 @click.argument("folder", type=click.Path(path_type=Path))
 def export(name: str, folder: Path, dtype: str = DTYPE, quiet: bool = _QUIET) -> None:
-    """Write model NAME to a new FOLDER in Hugging Face layout, its weights unpacked.
+    """Write model NAME to a new FOLDER in Hugging Face layout, with unpacked weights.
 
-    For transformers and other programs that do not read packed weights. A GGUF file is taken over
-    first where that was not done.
+    For transformers and other programs that do not read packed weights. A GGUF file is converted
+    first if needed.
     """
     from kvkeep.model import DTYPES
     from kvkeep.models.hub.source import resolve
@@ -154,12 +154,11 @@ def export(name: str, folder: Path, dtype: str = DTYPE, quiet: bool = _QUIET) ->
 @command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=model_names)
 def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do not ask.")) -> None:
-    """Remove models from this machine, and the other forms of weights that were made of them.
+    """Remove models, and weights that were converted from them.
 
-    NAME is as `kvkeep models` lists it, or the folder's; of one that was added, the name alone is
-    removed. Files that are not kvkeep's stay: the GGUF file that a model was converted from, and
-    what the hub's cache holds. Sessions stay, too; they go on once their model is here again.
-    In a terminal, it asks first.
+    NAME is a name of `kvkeep models list`, or a folder. Of an added model, only the name is
+    removed. Original GGUF files, files in the hub's cache, and sessions are kept; a session can be
+    resumed once its model is back. In a terminal, asks for confirmation.
     """
     added_names = named_models()
     # All names are looked up first: an unknown one raises before any model is removed.
@@ -193,16 +192,14 @@ def pull(
     with_calibration: bool = option(
         "--calibrate",
         is_flag=True,
-        help="Also measure it on Python's own manual, for compressing its memory: some minutes, "
-        "once.",
+        help="Also calibrate it for compression, on Python's manual; takes some minutes.",
     ),
     quiet: bool = _QUIET,
 ) -> None:
-    """Fetch a model now, and say where it is.
+    """Download or convert a model, and print its folder.
 
-    NAME is a known name, a hub id such as owner/name or, for a GGUF file, owner/name:Q4_K_M, or a
-    GGUF file to convert. Every command that takes --model does the same when it needs a model that
-    is not here yet.
+    NAME is a known name, a hub id (owner/name, or owner/name:Q4_K_M for a GGUF file), or a GGUF
+    file to convert. Commands with --model do the same when the model is missing.
     """
     from kvkeep.models.hub.source import resolve
 

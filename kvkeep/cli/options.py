@@ -144,7 +144,7 @@ def size_option(*flags: str, help: str, **settings: Any) -> Any:
 
 JSON = option("--json", is_flag=True, help="As JSON.")
 NO_PROGRESS = option(is_flag=True, help="No progress bars.")
-QUIET = option("-q", is_flag=True, help="No progress bars, no closing line.")
+QUIET = option("-q", is_flag=True, help="No progress bars and no statistics.")
 SPECIAL = option(is_flag=True, help="Parse special tokens, such as <|im_end|>, in the text.")
 
 

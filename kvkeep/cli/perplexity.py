@@ -30,17 +30,17 @@ def perplexity(
     memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY),
     written: bool = options.option(
         is_flag=True,
-        help="Evaluate each token by itself, as what the model writes: with packed weights.",
+        help="Evaluate tokens one by one, as in decode: with packed weights.",
     ),
     plot: Path | None = options.file_option(
-        metavar="FILE.png", help="Draw perplexity and memory over tokens."
+        metavar="FILE.png", help="Plot perplexity and memory over tokens."
     ),
     output: options.OutputOptions = options.OUTPUT,
 ) -> None:
     """Measure the perplexity of the text in FILE ("-": standard input).
 
-    Each token is foretold from what memory then holds, as in a chat that has come so far. Compare
-    budgets and policies with the same --from and --to.
+    Each token is predicted from the cells that the cache holds at that point, as in streaming.
+    Compare budgets and policies with the same --from and --to.
     """
     text = options.read_nonempty_text(file)
     if end is not None and first >= end:

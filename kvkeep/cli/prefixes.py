@@ -18,15 +18,15 @@ from kvkeep.storage.prefixes import inventory
 from kvkeep.types import DtypeName
 
 SUBCOMMANDS = {
-    "list": LazyCommand("prefixes:list_", "List prompts, the one used last first."),
-    "clear": LazyCommand("prefixes:clear", "Remove all of them."),
-    "gc": LazyCommand("prefixes:gc", "Remove those used longest ago, down to a size."),
+    "list": LazyCommand("prefixes:list_", "List prompts, most recently used first."),
+    "clear": LazyCommand("prefixes:clear", "Remove all prompts."),
+    "gc": LazyCommand("prefixes:gc", "Remove the least recently used blocks, down to a size."),
 }
 
 
 @click.group(cls=LazyGroup, lazy=SUBCOMMANDS)
 def prefixes() -> None:
-    """List and remove the beginnings of prompts that --prefix-cache keeps."""
+    """List and remove prompts in the prefix cache that --prefix-cache writes."""
 
 
 def _require_url(
@@ -43,24 +43,26 @@ _SHARED_STORE = options.option(
     metavar="URL",
     callback=_require_url,
     show_default="this machine's",
-    help="Prompts that a fleet shares, as s3://bucket/prefix.",
+    help="Object store that a fleet shares (s3://bucket/prefix).",
 )
 
 
 @options.command("list")
 def list_(
     with_text: bool = options.option(
-        "--text", is_flag=True, help="Show how each begins; reads the model."
+        "--text",
+        is_flag=True,
+        help="Show the beginning of each prompt; loads the tokenizer of --model.",
     ),
     model: str = MODEL,
     as_json: bool = options.JSON,
     store: str | None = _SHARED_STORE,
 ) -> None:
-    """List the prompts of which the prefix cache holds the beginning, the one used last first.
+    """List the prompts in the prefix cache, most recently used first.
 
-    SIZE is what a prompt takes beside those above it, with which it may begin alike. With --text,
-    those of --model are shown alone. In a --store, USED is when it was written, and the prompts of
-    all owners are listed.
+    SIZE leaves out blocks that a prompt shares with those listed above it. With --text, only the
+    prompts of --model are listed. In an object store, the prompts of all owners are listed, and
+    USED is the time of writing.
     """
     prompts = _stored_prompts(store, with_text)
     beginnings = _beginnings(prompts, model) if with_text else {}
@@ -126,21 +128,20 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], model_name: str) -> d
 
 @options.command()
 def clear(store: str | None = _SHARED_STORE) -> None:
-    """Remove all beginnings of prompts. They are evaluated anew when they come again."""
+    """Remove all prompts from the prefix cache. They are prefilled again when needed."""
     _evict_to_size(store, 0)
 
 
 @options.command()
 def gc(
     max_bytes: int | None = options.size_option(
-        show_default=f"{megabytes(DEFAULT_PREFIX_BYTES)} on this machine", help="What may stay."
+        show_default=f"{megabytes(DEFAULT_PREFIX_BYTES)} on this machine", help="Size to keep."
     ),
     store: str | None = _SHARED_STORE,
 ) -> None:
-    """Remove the blocks used longest ago, and what killed processes left, down to a size.
+    """Remove the least recently used blocks, down to a size, and files of killed processes.
 
-    In a --store, those of all owners that were written longest ago: it does not tell when they were
-    read.
+    In an object store, removes the oldest blocks of all owners, as reads are not recorded there.
     """
     if store is not None and max_bytes is None:
         raise click.UsageError("--store needs --max-bytes: it is of all who share the store")
@@ -160,7 +161,7 @@ def _evict_to_size(shared_store: str | None, max_bytes: int) -> None:
 _CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
 
 
-@options.command(short_help="Say why a prompt is not taken from the prefix cache.")
+@options.command(short_help="Show how much of a prompt is in the prefix cache.")
 def why(
     prompt: str | None = options.option("-p", metavar="TEXT", help="The prompt."),
     file: str | None = options.option(
@@ -172,10 +173,10 @@ def why(
     as_json: bool = options.JSON,
     no_progress: bool = options.NO_PROGRESS,
 ) -> None:
-    """Say how much of a prompt the prefix cache holds, and where the rest goes another way.
+    """Show how much of a prompt is in the prefix cache, and where stored prompts differ from it.
 
-    Nothing is evaluated. Stored are whole blocks of 256 tokens, from the beginning of a prompt: a
-    date or a counter near the beginning keeps everything after it from being reused.
+    Nothing is evaluated. The cache holds whole blocks of 256 tokens from the start of a prompt: a
+    date or counter near the start prevents reuse of everything after it.
     """
     text = options.read_prompt(prompt, file)
     loaded = load_named(model, dtype, "cpu", weight_format=None, progress=not no_progress)

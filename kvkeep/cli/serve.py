@@ -38,7 +38,7 @@ class ServingOptions:
         metavar="N", type=click.IntRange(0, 65535), default=8080, help="Port; 0: any free one."
     )
     max_bytes: int = size_option(
-        "--memory", default="4GB", help="Memory for the cells of all sessions."
+        "--memory", default="4GB", help="Memory for the KV cache of all sessions."
     )
     secret_file: Path | None = file_option(
         exists=True, help="Secret that all servers of one object store share."
@@ -56,7 +56,7 @@ class ServingOptions:
         help="Accept browser requests from this origin (CORS); repeatable.",
     )
     alias: str | None = option(
-        metavar="NAME", show_default="its own", help="Model name shown to clients."
+        metavar="NAME", show_default="its own", help="Model name in API responses."
     )
     grace: float = option(
         metavar="SECONDS",
@@ -114,14 +114,16 @@ def serve(
     store: str | None = option(
         metavar="FOLDER|URL",
         show_default="in kvkeep's own",
-        help="Where sessions are kept: a folder, or an object store, as s3://bucket/prefix.",
+        help="Folder or object store (s3://bucket/prefix) for sessions.",
     ),
-    allow_edit: bool = option(is_flag=True, help="The page may change sessions, and chat."),
+    allow_edit: bool = option(
+        is_flag=True, help="Allow the web page to chat and to edit sessions."
+    ),
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, and sessions.
+    """Serve a model over HTTP: the OpenAI and Anthropic APIs, sessions, and a web page.
 
-    Every request is evaluated by one engine: answers are written together, each as if it were
-    alone. What a request has in common with an earlier one is not evaluated again.
+    Requests are decoded together; each gets the same tokens as if it ran alone. A prefix that a
+    prompt shares with an earlier one is not prefilled again.
     """
     serving.require_safe()
     require_server_packages()

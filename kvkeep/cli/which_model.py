@@ -44,7 +44,7 @@ MODEL = option(
     "transformers:FOLDER runs it by transformers.",
 )
 SAVED_MODEL = option(
-    "-m", metavar="NAME", show_default="as it was saved", help="Model that the file belongs to."
+    "-m", metavar="NAME", show_default="as it was saved", help="Model of the session."
 )
 DTYPE = choice_option(
     DTYPE_NAMES, "Data type of weights and KV cache.", default=DTYPE_NAMES[0], section=MODEL_SECTION

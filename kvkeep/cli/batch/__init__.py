@@ -27,7 +27,7 @@ def batch(
         "--each",
         metavar="FOLDER",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Make one request of each file in a folder, instead of FILE.",
+        help="Make one request for each file in a folder, instead of FILE.",
     ),
     question: str | None = option(
         "--ask", metavar="TEXT", help="For --each: the question about each file."
@@ -38,21 +38,21 @@ def batch(
         metavar="FILE.jsonl",
         required=True,
         type=click.Path(dir_okay=False, path_type=Path),
-        help="Output; requests that it already answers are skipped.",
+        help="Output file; requests already answered in it are skipped.",
     ),
     again: bool = option(is_flag=True, help="Answer all requests again."),
-    max_tokens: int = integer_option("-n", default=256, help="Most tokens of an answer."),
+    max_tokens: int = integer_option("-n", default=256, help="Maximum tokens of an answer."),
     at_once: int = integer_option(default=16, help="Requests decoded together."),
-    memory_bytes: int = size_option(default="4GB", help="Memory for the cells of all requests."),
+    memory_bytes: int = size_option(default="4GB", help="Memory for the KV cache of all requests."),
     options: SessionOptions = session_options(keep_option()),
     output: OutputOptions = OUTPUT,
 ) -> None:
-    """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.
+    """Answer many prompts: the lines of FILE.jsonl, or one prompt for each file of a folder.
 
-    A line is {"prompt": "..."} or {"messages": [...]}, with an "id", "max_tokens", "temperature"
-    and the like if wanted; or a line of an OpenAI batch, which is answered in that form. What
-    prompts have in common is evaluated once, and answers are written together. Each is on disk as
-    soon as it is whole: the same command goes on where an earlier one was stopped.
+    A line is {"prompt": "..."} or {"messages": [...]}, with optional fields such as "id",
+    "max_tokens" and "temperature", or a line of an OpenAI batch, which is answered in OpenAI's
+    format. Common prefixes of prompts are prefilled once, and answers are decoded together. Each
+    answer is written to disk when it is complete; the same command resumes an interrupted batch.
     """
     if (file is None) == (folder is None) or (folder is None) != (question is None):
         raise InvalidArgument("give FILE.jsonl, or --each FOLDER with --ask TEXT")

@@ -36,23 +36,24 @@ def chat(
         metavar="URL", help="Chat in a session of a running `kvkeep serve`."
     ),
     api_key: str | None = options.option(
-        metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="API key of that server."
+        metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="API key of the server."
     ),
     max_tokens: int = options.integer_option(
-        "-n", minimum=-1, default=1024, help="Most tokens of an answer; -1: no limit."
+        "-n", minimum=-1, default=1024, help="Maximum tokens of an answer; -1: no limit."
     ),
     session_options: SessionOptions = session_options(keep_option(default=None)),
     output: options.OutputOptions = options.OUTPUT,
 ) -> None:
-    """Talk with a model, for as long as you like.
+    """Chat with a model.
 
-    Memory stays within --max-kv-size: the system prompt and the newest tokens. What is pasted is
-    one message; Alt-Enter begins another line. Ctrl-C stops an answer, Ctrl-D ends the chat, and
-    /help lists what else can be done at the prompt. With standard input from a pipe or file, each
-    line is a turn.
+    The KV cache stays within --max-kv-size: it holds the system prompt and the newest tokens, so a
+    chat never runs out of context. Alt-Enter starts a new line, and pasted text is one message.
+    Ctrl-C stops an answer, Ctrl-D ends the chat, and /help lists the commands of the prompt. If
+    standard input is a pipe or file, each line is a turn.
 
-    With --session the chat is saved after each turn and goes on where it was, with the model and
-    memory that it had. With --server it is a session there, and the model is the server's.
+    With --session, the chat is saved after each turn; the same command resumes it with its model
+    and settings. With --server, the chat is a session of a running server and uses the server's
+    model.
     """
     if system is not None:
         options.require_utf8(system, "the system prompt")

@@ -20,31 +20,31 @@ _HELP_PASSAGES = """\
 WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
 With --session NAME, the branch that is current is saved under it, the others as NAME-BRANCH."""
 _HELP_KEYS = """\
-Alt-Enter begins another line, and so does Enter within three quotes (\"\"\"). Tab completes. Ctrl-C
+Alt-Enter starts a new line, and so does Enter within three quotes (\"\"\"). Tab completes. Ctrl-C
 stops an answer or clears the line; Ctrl-D ends the chat."""
 
 _QUIT = ("/quit", "end the chat, as Ctrl-D and /exit do")
 # By name: the usage and the meaning, as help shows them. `ChatCommands.do_NAME` runs a command.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "/help": ("/help", "this list"),
-    "/file": ("/file PATH [TEXT]", "say what is in a file, and TEXT after it"),
-    "/regenerate": ("/regenerate", "have the last answer written anew"),
-    "/clear": ("/clear", "forget all turns; the system prompt stays"),
-    "/save": ("/save [NAME]", "save now, under a name from now on"),
-    "/set": ("/set [NAME VALUE]", "show or change temperature, markdown..."),
-    "/memory": ("/memory", "a picture of what is held, and what that takes"),
-    "/pin": ("/pin WHAT", "never forget it"),
-    "/unpin": ("/unpin WHAT", "let it be forgotten in its time"),
-    "/forget": ("/forget WHAT", "take it out of memory now"),
+    "/help": ("/help", "list these commands"),
+    "/file": ("/file PATH [TEXT]", "send the contents of a file, followed by TEXT"),
+    "/regenerate": ("/regenerate", "generate the last answer again"),
+    "/clear": ("/clear", "remove all turns; the system prompt stays"),
+    "/save": ("/save [NAME]", "save the chat now; with NAME, under that name from now on"),
+    "/set": ("/set [NAME VALUE]", "show or change settings: temperature, markdown..."),
+    "/memory": ("/memory", "show which tokens the KV cache holds, and its size"),
+    "/pin": ("/pin WHAT", "keep it in the cache for good"),
+    "/unpin": ("/unpin WHAT", "let it be evicted again"),
+    "/forget": ("/forget WHAT", "remove it from the cache now"),
     "/edit": (
         "/edit WHAT NEW TEXT",
-        "change it where it is; --exact before WHAT evaluates what follows anew",
+        "replace it in place; with --exact before WHAT, re-evaluate what follows",
     ),
-    "/undo": ("/undo", "take the last turn back, as far as memory still holds it"),
-    "/keep": ("/keep N", "never forget the first N tokens"),
-    "/branch": ("/branch [NAME]", "go on in a copy; it shares memory"),
-    "/branches": ("/branches", "list them"),
-    "/switch": ("/switch NAME", "go on in another branch"),
+    "/undo": ("/undo", "remove the last turn, if its cells are still held"),
+    "/keep": ("/keep N", "never evict the first N tokens"),
+    "/branch": ("/branch [NAME]", "continue in a copy, which shares its cells"),
+    "/branches": ("/branches", "list branches"),
+    "/switch": ("/switch NAME", "continue in another branch"),
     **dict.fromkeys(("/quit", "/exit", "/bye"), _QUIT),
 }
 

@@ -7,15 +7,15 @@ from kvkeep.cli.lazy import LazyCommand, LazyGroup
 EVALUATIONS = {
     "perplexity": LazyCommand("perplexity:perplexity", "Measure the perplexity of a text."),
     "passkey": LazyCommand(
-        "evaluate.recall:passkey", "Hide a key in a long text, compress, ask for it."
+        "evaluate.recall:passkey", "Hide a key in a long text, compress the cache, ask for the key."
     ),
     "needle": LazyCommand(
-        "evaluate.recall:needle", "Hide a sentence in real text, compress, ask for it."
+        "evaluate.recall:needle", "Hide facts in a real text, compress the cache, ask for them."
     ),
-    "grid": LazyCommand("evaluate.grid:grid", "Measure all methods of compression on all tasks."),
+    "grid": LazyCommand("evaluate.grid:grid", "Measure all compression methods on all tasks."),
 }
 
 
 @click.group(cls=LazyGroup, lazy=EVALUATIONS)
 def evaluate() -> None:
-    """Measure what a memory still knows, compressed or bounded."""
+    """Measure perplexity and recall of a bounded or compressed KV cache."""

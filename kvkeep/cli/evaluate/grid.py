@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid
 
 
-@command(short_help="Measure all methods of compression on all tasks.")
+@command(short_help="Measure all compression methods on all tasks.")
 def grid(
     plan: GridOptions = option_group(GridOptions),
     files: GridFiles = option_group(GridFiles),
     options: ModelOptions = option_group(ModelOptions),
     no_progress: bool = NO_PROGRESS,
 ) -> None:
-    """Measure every method of compression at every ratio on every task.
+    """Measure every compression method at every ratio on every task.
 
-    Each text is read once; every method compresses a copy of that memory and is asked afterwards.
-    The tables give the share found, of all samples / of those that the uncompressed model finds,
-    and the log-probability of a token of the key; of task perplexity that of the next 512 tokens,
-    and how much higher it is than from the whole memory. Ctrl-C ends it with what was measured;
-    --resume goes on.
+    Each text is prefilled once; every method compresses a copy of that cache and is then asked.
+    Tables give the share of keys found (of all samples / of those found uncompressed) and the
+    log-probability of the key's tokens. For task perplexity, they give the perplexity of the next
+    512 tokens and its increase over the uncompressed cache. Ctrl-C stops and shows what was
+    measured; --resume continues.
     """
     files.check()
     if files.earlier_paths:

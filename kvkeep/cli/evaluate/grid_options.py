@@ -53,7 +53,7 @@ class GridOptions:
         metavar="X,...",
         type=comma_separated(ratio),
         default="2,4,8",
-        help="To how many times fewer cells.",
+        help="Compression ratio.",
     )
     tasks: tuple[str, ...] = option(
         metavar="NAME,...",
@@ -62,16 +62,18 @@ class GridOptions:
         show_default="all",
         help=f"Of {', '.join(GRID_TASKS)}.",
     )
-    samples: int = integer_option(default=40, help="Texts of each task.")
-    junk: int = integer_option(default=250, help="Repetitions of the text that hides pass keys.")
-    tokens: int = integer_option(minimum=16, default=4000, help="Of a real text, about.")
+    samples: int = integer_option(default=40, help="Number of texts for each task.")
+    junk: int = integer_option(default=250, help="Repetitions of the filler text in passkey tasks.")
+    tokens: int = integer_option(
+        minimum=16, default=4000, help="Approximate tokens of a real text."
+    )
     haystack: str = HAYSTACK
     kv_bits: BitsName | None = choice_option(
         BIT_NAMES,
-        "Keep all cells in so many bits, the uncompressed ones, too.",
+        "Bits of all cells, also of the uncompressed cache.",
         show_default="not quantised",
     )
-    seed: int = integer_option(minimum=0, default=0, help="Same seed, same texts.")
+    seed: int = integer_option(minimum=0, default=0, help="Seed of the texts.")
 
     def passkey_datasets(self) -> dict[str, Dataset]:
         """Return the datasets without a real text, by task. Raises InvalidArgument."""
@@ -102,17 +104,17 @@ class GridFiles:
         metavar="FILE.json",
         exists=True,
         multiple=True,
-        help="Measure nothing: show what --out wrote. Repeatable: all of them together.",
+        help="Show results that --out wrote instead of measuring; repeatable, results are merged.",
     )
     out: Path | None = file_option(
-        metavar="FILE.json", help="Write every reading there, after each sample."
+        metavar="FILE.json", help="Write all results to a file, after each sample."
     )
     resume: bool = option(
         is_flag=True,
-        help="Go on with what is in --out, as it was asked for but for what is said now.",
+        help="Continue the run in --out, with its settings where none are given now.",
     )
     plot: Path | None = file_option(
-        metavar="FILE.png", help="Draw a panel for each task, a line for each method."
+        metavar="FILE.png", help="Plot a panel for each task, with a line for each method."
     )
     page: Path | None = file_option(
         "--into",

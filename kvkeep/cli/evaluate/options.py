@@ -40,9 +40,7 @@ class ModelOptions:
     device: str = DEVICE
     weights: WeightFormat | None = WEIGHT_FORMAT
     prefill_step: int = PREFILL_STEP
-    calibration: Path | None = file_option(
-        exists=True, help="What was learned of this model for compressing."
-    )
+    calibration: Path | None = file_option(exists=True, help="The model's calibration file.")
 
     def load(self, progress: bool) -> "Model":
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
@@ -62,12 +60,12 @@ class RecallOptions:
         metavar="N,...",
         type=comma_separated(float_in_range(0, 100)),
         show_default="random",
-        help="Where the fact lies, in percent of the text; samples take turns.",
+        help="Depths of the fact, in percent of the text; samples cycle through them.",
     )
     samples: int | None = integer_option(
-        show_default="1, or one a depth", help="Texts with other keys."
+        show_default="1, or one a depth", help="Number of texts, each with other keys."
     )
-    seed: int = integer_option(minimum=0, default=0, help="Same seed, same keys.")
+    seed: int = integer_option(minimum=0, default=0, help="Seed of the keys.")
     method: str = option(
         metavar="NAME[:BUDGET]",
         type=method_and_budget,
@@ -75,17 +73,15 @@ class RecallOptions:
         help=f"How memory is compressed: {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
     )
     ratio: float | None = option(
-        metavar="X", type=ratio, show_default="2", help="To how many times fewer cells."
+        metavar="X", type=ratio, show_default="2", help="Compression ratio."
     )
     streaming: bool = option(
-        is_flag=True, help="Compress while reading, rather than once after it."
+        is_flag=True, help="Compress during prefill, rather than once after it."
     )
     max_kv_size: int | None = integer_option(
-        show_default="length / ratio", help="Of --streaming: most cells held."
+        show_default="length / ratio", help="For --streaming: maximum cells held."
     )
-    plot: Path | None = file_option(
-        metavar="FILE.png", help="Draw how many are found at each depth."
-    )
+    plot: Path | None = file_option(metavar="FILE.png", help="Plot the share found at each depth.")
 
     def check(self, model_options: ModelOptions) -> None:
         """Check what can be checked without the model. Raises UsageError."""
@@ -110,7 +106,7 @@ class RecallOptions:
 
 HAYSTACK = choice_option(
     tuple(TEXTS),
-    "Python's own manual, or its library's docstrings: nothing of one is in the other.",
+    "Python's manual, or the docstrings of its library; the two don't overlap.",
     default=MANUAL,
 )
 

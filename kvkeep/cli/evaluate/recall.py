@@ -15,25 +15,25 @@ from kvkeep.evaluate.tasks import TASKS
 DEFAULT_NEEDLE_RATIO = 2.0
 
 
-@command(short_help="Hide a key in a long text, compress, ask for it.")
+@command(short_help="Hide a key in a long text, compress the cache, ask for the key.")
 def passkey(
-    junk: int = integer_option(default=250, help="Repetitions of the text that hides it."),
+    junk: int = integer_option(default=250, help="Repetitions of the filler text."),
     pos: int | None = integer_option(
-        minimum=0, show_default="as --depths", help="Repetition that the key comes before."
+        minimum=0, show_default="as --depths", help="Repetition before which the key is inserted."
     ),
     group: int = integer_option(
-        minimum=2, default=2, help="Cells that become one, where --ratio is not given."
+        minimum=2, default=2, help="Compression ratio, if --ratio is not given."
     ),
     recall: RecallOptions = recall_options(
-        PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
+        PASSKEY_TASKS, "One fact; several facts, one asked for; or two, both asked for."
     ),
     options: ModelOptions = option_group(ModelOptions),
     output: OutputOptions = OUTPUT,
 ) -> None:
-    """Hide a key in a long text, compress what was read, and ask for the key.
+    """Hide a key in a long text, compress the cache, and ask for the key.
 
-    The text is that of llama.cpp's example of this name. The question comes after compression, so
-    that nothing can look ahead to it. The same text is also asked for the key uncompressed.
+    The text is that of llama.cpp's passkey example. The question is fed after compression, so
+    compression cannot use it. The uncompressed cache is asked, too, for comparison.
     """
     key_type = recall.keys or KEY_TYPES[0]
     dataset = PasskeyDataset(junk, key_type, recall.task, recall.placement(pos), recall.seed)
@@ -48,20 +48,20 @@ def passkey(
     RecallRun("passkey", dataset, task_settings, model, options, recall, ratio, output).run()
 
 
-@command(short_help="Hide a sentence in real text, compress, ask for it.")
+@command(short_help="Hide facts in a real text, compress the cache, ask for them.")
 def needle(
-    tokens: int = integer_option(minimum=16, default=4000, help="Of the text, about."),
+    tokens: int = integer_option(minimum=16, default=4000, help="Approximate tokens of the text."),
     haystack: str = HAYSTACK,
     recall: RecallOptions = recall_options(
-        TASKS, "What is hidden, and how it is asked for: see docs/compression-measurements.md."
+        TASKS, "Kind of facts and questions: see docs/compression-measurements.md."
     ),
     options: ModelOptions = option_group(ModelOptions),
     output: OutputOptions = OUTPUT,
 ) -> None:
-    """Hide made-up facts in a real text, compress what was read, and ask for them.
+    """Hide made-up facts in a real text, compress the cache, and ask for them.
 
-    Each sample is a stretch of the text from anywhere on, with each fact between two sentences.
-    The question comes after compression. The same text is also asked for it uncompressed.
+    Each sample is a random stretch of the text with the facts inserted between sentences. The
+    question is fed after compression. The uncompressed cache is asked, too, for comparison.
     """
     key_type = task_key_type(recall.task, recall.keys)
     recall.check(options)

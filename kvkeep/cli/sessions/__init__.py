@@ -5,17 +5,19 @@ import click
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 
 SUBCOMMANDS = {
-    "list": LazyCommand("sessions.inspect:list_", "List sessions, the one saved last first."),
-    "show": LazyCommand("sessions.inspect:show", "Show what a session holds."),
-    "verify": LazyCommand("sessions.inspect:verify", "Check every byte of sessions."),
+    "list": LazyCommand("sessions.inspect:list_", "List sessions, newest first."),
+    "show": LazyCommand(
+        "sessions.inspect:show", "Show a session's model, settings, cells and text."
+    ),
+    "verify": LazyCommand("sessions.inspect:verify", "Check sessions for damage."),
     "fork": LazyCommand("sessions.manage:fork", "Copy a session under another name."),
     "rm": LazyCommand("sessions.manage:rm", "Remove sessions."),
     "export": LazyCommand("sessions.manage:export", "Copy a session to a file."),
-    "import": LazyCommand("sessions.manage:import_", "Make a session of a file."),
-    "gc": LazyCommand("sessions.manage:gc", "Remove what processes that were killed left behind."),
+    "import": LazyCommand("sessions.manage:import_", "Create a session from a file."),
+    "gc": LazyCommand("sessions.manage:gc", "Remove files that killed processes left behind."),
 }
 
 
 @click.group(cls=LazyGroup, lazy=SUBCOMMANDS)
 def sessions() -> None:
-    """List, look at, check, copy and remove saved sessions."""
+    """List, show, check, copy and remove saved sessions."""

@@ -28,9 +28,9 @@ _HEADER_FIELDS = ("model", "policy", "max_kv_size", "tokens", "cells")
 
 @command("list")
 def list_(as_json: bool = JSON, store: str | None = STORE) -> None:
-    """List sessions, the one saved last first.
+    """List sessions, newest first.
 
-    Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
+    Only the header of each file is read; `kvkeep sessions verify` checks whole files.
     """
     paths = saved_sessions(store).newest_first()
     rows = [row for path in paths if (row := _session_row(path)) is not None]
@@ -79,14 +79,12 @@ def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
 def show(
     name: str,
     model: str | None = SAVED_MODEL,
-    forgotten: bool = option(
-        is_flag=True, help="Show the text that is forgotten or compressed, too."
-    ),
+    forgotten: bool = option(is_flag=True, help="Also show forgotten and compressed text."),
     store: str | None = STORE,
 ) -> None:
-    """Show what a session holds, and its text.
+    """Show a session's model, settings, cells and text.
 
-    Where tokens are forgotten or compressed, a mark in brackets says how many.
+    Forgotten or compressed tokens are shown as a count in brackets.
     """
     from kvkeep import Snapshot
 
@@ -164,9 +162,9 @@ def _gap_mark(count: int, status: str, text: str | None) -> str:
 @command()
 @click.argument("names", metavar="[NAME|FILE]...", nargs=-1, shell_complete=session_names)
 def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
-    """Check every byte of sessions, or of snapshot files; without names, of all sessions.
+    """Check every byte of sessions or snapshot files; without names, of all sessions.
 
-    Each is said to be OK, or what is wrong with it; status 2 if anything is. Nothing is changed.
+    Prints OK or the damage for each, and exits with status 2 if any is damaged. Changes nothing.
     """
     from kvkeep import Snapshot
 

@@ -35,14 +35,16 @@ _CHUNK_BYTES = 1 << 20
 def fork(
     source: str,
     target: str,
-    at: int | None = integer_option(minimum=0, help="As it was after N tokens, if still held."),
+    at: int | None = integer_option(
+        minimum=0, help="Copy it as it was after N tokens, if their cells are still held."
+    ),
     calibration: Path | None = file_option(
-        exists=True, help="With --at, of a session that was begun with one."
+        exists=True, help="With --at: the calibration that the session was created with."
     ),
     model: str | None = SAVED_MODEL,
     store: str | None = STORE,
 ) -> None:
-    """Begin a session where another one is; each then goes its own way."""
+    """Copy a session under another name."""
     from kvkeep import Snapshot
 
     sessions = saved_sessions(store)
@@ -86,7 +88,7 @@ def export(
     ),
     store: str | None = STORE,
 ) -> None:
-    """Write a session to a file, for another place or machine."""
+    """Write a session to a file, to import on another machine."""
     source = saved_sessions(store).existing(name)
     check_output_path(file, "snapshot")
     from kvkeep import Snapshot
@@ -105,12 +107,12 @@ def export(
 def import_(
     file: Path,
     name: str,
-    force: bool = option(is_flag=True, help="Replace a session of that name."),
+    force: bool = option(is_flag=True, help="Replace an existing session of this name."),
     store: str | None = STORE,
 ) -> None:
-    """Make a session of a file that `export` or `generate --cache-prompt` wrote.
+    """Create a session from a file that `export` or `generate --cache-prompt` wrote.
 
-    Every byte of it is verified first.
+    The file's checksums are verified first.
     """
     with saved_sessions(store).lock(name) as target_file:
         if not force:
@@ -167,10 +169,10 @@ def rm(names: tuple[str, ...], store: str | None = STORE) -> None:
 
 @command()
 def gc(store: str | None = STORE) -> None:
-    """Remove what processes that were killed left behind; no session goes.
+    """Remove files that killed processes left behind; no session is removed.
 
-    These are half-written files of sessions and of the prefix cache, and locks of sessions that
-    are gone. In a --store that is a URL, snapshots that nobody goes on from, of all owners.
+    These are partly written files of sessions and of the prefix cache, and locks of removed
+    sessions. In an object store, also unreferenced snapshots, of all owners.
     """
     prefixes = home() / "prefixes"
     if store is not None and is_url(store):
