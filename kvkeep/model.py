@@ -152,7 +152,7 @@ class Model(LoadedModel):
             raise InvalidArgument(
                 f"{error}. The model's RoPE is longrope: further than that it rotates by another "
                 "table, which keys that are written once cannot take. Give no max_kv_size or a "
-                'smaller one: such a session goes on for ever, and policy "self_extend" looks '
+                'smaller one: such a session continues indefinitely, and "self_extend" looks '
                 "further"
             ) from error
 
