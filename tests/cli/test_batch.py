@@ -222,7 +222,7 @@ def test_a_file_of_other_answers_is_left_unchanged(
     out = tmp_path / "out"
     invoke("batch", source, "-o", out, *tiny, "-n", 2)
     kept = out.read_bytes()
-    changed = written(tmp_path / "c", [{**prompts(1)[0], "max_tokens": 3}])
+    changed = written(tmp_path / "c", [{**prompts(1)[0], "max_tokens": 3, "temperature": 0}])
     refused = invoke("batch", changed, "-o", out, *tiny)
     assert refused.exit_code == 2
     assert "--again" in refused.stderr

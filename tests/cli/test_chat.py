@@ -165,7 +165,8 @@ def test_undoing_an_evicted_turn_changes_nothing(model: Model) -> None:
 def test_each_piped_line_is_a_turn_in_a_bounded_memory(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     result = invoke(
-        *("chat", "--system", SYSTEM, "--max-kv-size", 48, "-n", 20, "--report", file, *tiny),
+        *("chat", "--system", SYSTEM, "--max-kv-size", 48, "-n", 20, "--temperature", 0),
+        *("--report", file, *tiny),
         input="".join(f"What of rose number {n}?\n" for n in range(5)),
     )
     assert result.exit_code == 0
@@ -179,7 +180,8 @@ def test_each_piped_line_is_a_turn_in_a_bounded_memory(invoke, tiny, tmp_path: P
 
 def test_commands_work_from_a_pipe(invoke, tiny) -> None:
     script = "/help\n/undo\n/dance\n\nHello\n/memory\n/keep 9\n/keep\n/undo\n/exit\nnever read\n"
-    result = invoke("chat", "-n", 5, "--max-kv-size", 256, *tiny, input=script)
+    options = ("-n", 5, "--temperature", 0, "--max-kv-size", 256, *tiny)
+    result = invoke("chat", *options, input=script)
     assert result.exit_code == 0
     said = result.stderr
     for command in ("/help", "/keep N", "/undo", "/memory", "/quit"):

@@ -468,7 +468,8 @@ def test_a_closed_terminal_loses_nothing(start, tiny, home, in_an_answer: bool) 
         while wanted not in seen or len(seen) < least:
             seen += os.read(ours, 1000)
 
-    asked = ["chat", "--session", "s", "--temperature", 3, "--top-k", 0, "--max-kv-size", 64, *tiny]
+    asked = ["chat", "--session", "s", "--temperature", 3, "--top-k", 0, "--seed", 1]
+    asked += ["--max-kv-size", 64, *tiny]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     count = -1 if in_an_answer else 4
     process = start(*asked, "-n", count, "-q", **streams, preexec_fn=_in_a_terminal)

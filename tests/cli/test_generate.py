@@ -103,7 +103,7 @@ def test_stop_ends_before_its_text(invoke, tiny, tmp_path: Path) -> None:
 
 
 def test_quiet_writes_nothing_but_the_text(invoke, tiny) -> None:
-    result = invoke("generate", "-p", "Hello", "-n", 5, "-q", *tiny)
+    result = invoke("generate", "-p", "Hello", "-n", 5, "-q", *GREEDY, *tiny)
     assert result.stdout
     assert result.stderr == ""
 

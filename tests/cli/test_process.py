@@ -125,7 +125,7 @@ def test_a_closed_pipe_ends_the_command_quietly(start, tiny, tmp_path: Path) -> 
 
 
 def test_piped_text_is_continued(start, tiny) -> None:
-    process = start("generate", "-n", 3, "--ignore-eos", *tiny)
+    process = start("generate", "-n", 3, "--ignore-eos", "--temperature", 0, *tiny)
     text, said = process.communicate(b"Once upon a time", timeout=PATIENCE)
     assert process.returncode == 0
     assert text.strip()

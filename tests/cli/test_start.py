@@ -125,7 +125,8 @@ def test_a_pipe_closed_before_the_start_is_not_an_error(start, command) -> None:
 def test_a_closed_stderr_does_not_end_the_command(start, tiny, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    process = start("chat", "-n", 3, "--max-kv-size", 64, *tiny, stderr=writer)
+    options = ("-n", 3, "--temperature", 0, "--max-kv-size", 64, *tiny)
+    process = start("chat", *options, stderr=writer)
     out, _ = process.communicate(b"Hi\n/memory\n/nope\nAnd?\n", timeout=PATIENCE)
     assert process.returncode == 0
     assert out.count(b"\n") >= 2

@@ -17,7 +17,7 @@ def scrape(server: RunningServer) -> dict[str, float]:
 def test_counters_count_prefilled_reused_and_sampled_tokens(server: RunningServer) -> None:
     before = scrape(server)
     with server.client() as client:
-        body = {"prompt": "One two three. " * 60, "max_tokens": 5}
+        body = {"prompt": "One two three. " * 60, "max_tokens": 5, "temperature": 0}
         first, second = (client.post("/v1/completions", json=body).json() for _ in range(2))
         client.post("/v1/completions", json={})
         client.post("/v1/sessions", json={"name": "counted"})

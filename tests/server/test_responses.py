@@ -9,6 +9,8 @@ import openai
 import pytest
 from server.conftest import RunningServer
 
+from kvkeep.model import Model
+
 QUESTION = "What is the capital of France? One word."
 
 
@@ -121,14 +123,16 @@ def test_truncation_disabled_refuses_a_prompt_that_does_not_fit(client: openai.O
 
 
 def test_cancelling_or_disconnecting_ends_the_generation(
-    client: openai.OpenAI, server: RunningServer
+    client: openai.OpenAI, server: RunningServer, smollm2: Model
 ) -> None:
     engine = server.service.engine
-    stream = create(client, "Count for ever.", stream=True, max_output_tokens=100_000)
+    endless = {"logit_bias": {str(token): -1e6 for token in smollm2.end_token_ids}}
+    params = {"stream": True, "max_output_tokens": 100_000, "extra_body": endless}
+    stream = create(client, "Count for ever.", **params)
     first = next(iter(stream)).response.id
     assert client.responses.cancel(first).status == "cancelled"
     stream.close()
-    other = create(client, "Count for ever.", stream=True, max_output_tokens=100_000)
+    other = create(client, "Count for ever.", **params)
     second = next(iter(other)).response.id
     other.close()
     while engine.totals().result().running:
