@@ -98,7 +98,7 @@ def test_requests_without_a_session_header_reach_the_server_with_the_prefix(
             messages = [{"role": "user", "content": f"{begins}: say hello."}]
             of_turns = set[str]()
             for _ in range(2):
-                chat = {"model": "any", "messages": messages, "max_tokens": 2}
+                chat = {"model": "any", "messages": messages, "max_tokens": 2, "temperature": 0}
                 response = http.post("/v1/chat/completions", json=chat)
                 of_turns.add(response.headers["x-kvkeep-server"])
                 message = response.json()["choices"][0]["message"]

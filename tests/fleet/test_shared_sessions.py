@@ -147,7 +147,8 @@ def test_disconnecting_with_a_key_rolls_back_and_a_retry_runs_whole(
     a: httpx.Client, b: httpx.Client, smollm2: Model
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    key, body = {"Idempotency-Key": "k"}, {"text": STORY, "max_tokens": 60, "ignore_eos": True}
+    key = {"Idempotency-Key": "k"}
+    body = {"text": STORY, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     with a.stream(
         "POST", "/v1/sessions/s/generate", json={**body, "stream": True}, headers=key
     ) as response:

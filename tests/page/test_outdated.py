@@ -35,7 +35,7 @@ def start_chat(client: httpx.Client) -> str:
     name = next(names)
     assert client.post("/v1/sessions", json={"name": name}).status_code == 201
     for content in ("What is the capital of France?", "And of Italy?"):
-        body = {"content": content, "max_tokens": 6}
+        body = {"content": content, "max_tokens": 6, "temperature": 0}
         assert client.post(f"/v1/sessions/{name}/turns", json=body).status_code == 200
     return name
 
@@ -195,7 +195,8 @@ def test_a_turn_is_for_the_conversation_that_is_shown(page: Page, client: httpx.
     name = start_chat(client)
     show(page, name)
     page.route("**/memory", lambda route: route.abort())  # the page keeps showing the old revision
-    client.post(f"/v1/sessions/{name}/turns", json={"content": "And of Spain?", "max_tokens": 4})
+    body = {"content": "And of Spain?", "max_tokens": 4, "temperature": 0}
+    client.post(f"/v1/sessions/{name}/turns", json=body)
     before = token_ids(client, name)
     page.get_by_label("Say").fill("Why that one?")
     page.get_by_label("Say").press("Enter")
