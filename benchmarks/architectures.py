@@ -317,7 +317,7 @@ def table(outcomes: list[Outcome]) -> str:
         "",
         "Work: " + ", ".join(f"`{outcome.name}`" for outcome in working) + ".",
         "",
-        "| Refused, since | |",
+        "| Why it is refused | Architectures |",
         "|---|---|",
     ]
     for why, names in sorted(reasons.items(), key=lambda pair: -len(pair[1])):

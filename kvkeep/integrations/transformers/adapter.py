@@ -74,20 +74,19 @@ def attention_facts(model: PreTrainedModel, configs: Sequence[PreTrainedConfig])
     body, config = body_of(model), configs[0]
     _require(
         not getattr(config, "kv_lora_rank", None),
-        "its attention is latent (MLA): what layers keep of a token are no keys and values, but "
-        "what they make these of",
+        "it has latent attention (MLA): its layers do not cache keys and values",
     )
     _require(
         "dynamic" not in rope_types(config),
-        "its RoPE is dynamic: frequencies change with the length of the text, which keys that "
-        "are written once cannot follow",
+        "its RoPE is dynamic: frequencies change with the length of the text, and cells hold keys "
+        "that are rotated once",
     )
     calls_by_position = [
         probe_calls(body, configs, _PROBE_TOKEN_ID, rotary_position=position)
         for position in PROBED_POSITIONS
     ]
     calls = calls_by_position[0]
-    _require(bool(calls), "none of its layers attends by way of transformers' attention interface")
+    _require(bool(calls), "none of its layers uses transformers' attention interface")
     _require_only_rotary_positions(body, configs, calls)
     tables = list(_frequency_tables(body))
     rotations = [
@@ -112,9 +111,8 @@ def _require_only_rotary_positions(
     body: nn.Module, configs: Sequence[PreTrainedConfig], calls: Sequence[ProbedCall]
 ) -> None:
     reason = (
-        "positions enter it in another way than by rotary embeddings (a table that is added to "
-        "embeddings, or queries that are scaled by their position); its cells are valid at one "
-        "position only"
+        "its positions are not only those of rotary embeddings (a table is added to embeddings, or "
+        "queries are scaled by their position); its cells are valid at one position only"
     )
     # A table of positions has a second row, but rarely one for the far position.
     for position in (1, _FAR_POSITION):
@@ -159,7 +157,7 @@ class _AttentionFactsBuilder:
         spec = self._model_spec()
         calls = tuple(self._attention_call(spec, index) for index in range(len(self.probes)))
         sinks = [call.sinks.detach().float() for call in self.probes if call.sinks is not None]
-        _require(len(sinks) in (0, len(calls)), "some of its layers have sinks, and others none")
+        _require(len(sinks) in (0, len(calls)), "some layers have attention sinks, others none")
         dtype = _common_value("dtypes of keys", [call.k.dtype for call in self.probes])
         device = _common_value("devices", [call.k.device for call in self.probes])
         return AttentionFacts(spec, calls, sinks, dtype, device, new_cache_layers(self.config))

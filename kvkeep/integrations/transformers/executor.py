@@ -133,11 +133,11 @@ def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     memory, begin = Memory(decoder, Full(2 * len(ids))), 0
     for count in _CHECK_LENGTHS:
         (result,) = evaluate(memory, ids[begin : begin + count], count)
-        subject = f"its layers, given {count} tokens after {begin}, make"
+        subject = f"its layers for {count} tokens after {begin}"
         _require_close(result.hidden, expected[begin : begin + count], expected.dtype, subject)
         begin += count
     logits = decoder.logits(expected)
-    _require_close(logits, output.logits[0], expected.dtype, "its head makes")
+    _require_close(logits, output.logits[0], expected.dtype, "its head")
 
 
 def _require_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, subject: str) -> None:
@@ -151,8 +151,8 @@ def _require_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, subject
     tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _REDUCED_PRECISION_TOLERANCE
     if not difference <= tolerance:  # true for NaN as well
         raise UnsupportedModel(
-            f"{subject} something else with kvkeep's memory than with the model's own cache: they "
-            f"differ by {difference:.1%}; use a cache of transformers with it"
+            f"with kvkeep's cache, the output of {subject} differs by {difference:.1%} from that "
+            "with the model's own cache; use a cache of transformers with it"
         )
 
 

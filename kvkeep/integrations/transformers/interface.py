@@ -127,8 +127,8 @@ def _attend_by_backend(
         unsupported.append("is_causal=False")
     if unsupported:
         raise UnsupportedModel(
-            f"{type(module).__name__} asks attention for {', '.join(unsupported)}, which kvkeep "
-            "does not know; use a cache of transformers with this model"
+            f"{type(module).__name__} passes {', '.join(unsupported)} to attention, which kvkeep "
+            "does not support; use a cache of transformers with this model"
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     options = AttentionOptions(scale, float(softcap or 0), sliding_window)

@@ -67,19 +67,19 @@ class AttentionProbe:
         has_values = any(values is v for _, values in updates.values())
         if layer_idx is None or not has_values or k.dim() != 4 or k.shape[2] != 1:
             raise UnsupportedModel(
-                f"{type(module).__name__} attends to something else than the keys and values that "
-                "it gives to its cache; kvkeep can keep no cells for it"
+                f"{type(module).__name__} attends to other tensors than the keys and values that "
+                "it gives to its cache; kvkeep can hold no cells for it"
             )
         if q.shape[1] % k.shape[1] or v.shape[:3] != k.shape[:3]:
             raise UnsupportedModel(
-                f"{type(module).__name__} has {q.shape[1]} heads, {k.shape[1]} of keys and "
-                f"{v.shape[1]} of values; kvkeep needs as many heads for each KV head"
+                f"{type(module).__name__} has {q.shape[1]} heads of queries, {k.shape[1]} of keys "
+                f"and {v.shape[1]} of values; kvkeep needs the same number for each KV head"
             )
         if q.shape[-1] != v.shape[-1]:
             raise UnsupportedModel(
                 f"{type(module).__name__} has keys of {q.shape[-1]} numbers and values of "
-                f"{v.shape[-1]}, as latent attention (MLA) has; kvkeep keeps cells in which they "
-                "are alike"
+                f"{v.shape[-1]}, as latent attention (MLA) has; kvkeep needs keys and values of "
+                "one width"
             )
         self.calls.append(
             ProbedCall(
@@ -142,13 +142,13 @@ def _window_of(mask_function: MaskFunction, device: torch.device) -> int | None:
         }
     except IndexError as error:
         raise UnsupportedModel(
-            "which cells its layers see depends on what the tokens are (blocks that see each other "
-            "in both directions), and not only on their positions"
+            "which cells its layers see depends on the tokens (blocks that see each other in both "
+            "directions), and not only on their positions"
         ) from error
     if len(widths) != 1:
         raise UnsupportedModel(
-            "some of its layers attend in chunks, or by another mask than that of a window; kvkeep "
-            "supports layers that see everything before them, or a window of it"
+            "some of its layers attend in chunks, or with another mask that is not a window; "
+            "kvkeep supports layers that see all earlier tokens, or a window of them"
         )
     return widths.pop()
 
@@ -199,9 +199,9 @@ def find_rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor
         if error_of(rotation) <= _TOLERANCES.get(calls[0].q.dtype, _REDUCED_PRECISION_TOLERANCE):
             return rotation
     raise UnsupportedModel(
-        f"the keys of layer {calls[0].layer_idx} at another position are no rotation of what "
-        "they are at 0 by any frequencies that the model has (they may be normed after they "
-        "are rotated); kvkeep could not attend to them from another distance"
+        f"the keys of layer {calls[0].layer_idx} at another position are not a rotation of those "
+        "at position 0 by any of the model's frequencies (they may be normalised after rotation); "
+        "kvkeep could not attend to them from another distance"
     )
 
 
