@@ -1,6 +1,6 @@
 """`kvkeep serve`: serve a model over HTTP; options and checks that `kvkeep fleet` shares."""
 
-from bisect import bisect_left
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,14 +191,14 @@ def _largest_fitting_budget(
 ) -> int:
     """Return the largest budget below `limit` whose full session fits in `max_bytes`, or 0."""
 
-    def fits(budget: int) -> bool:
+    def size(budget: int) -> int:
         try:
-            return _session_size(model, {**settings, "max_kv_size": budget})[1] <= max_bytes
+            return _session_size(model, {**settings, "max_kv_size": budget})[1]
         except InvalidArgument:  # too few tokens for the policy
-            return False
+            return 0
 
-    largest = bisect_left(range(1, limit), True, key=lambda budget: not fits(budget))
-    return largest if largest and fits(largest) else 0
+    largest = bisect_right(range(1, limit), max_bytes, key=size)
+    return largest if largest and size(largest) else 0
 
 
 def require_server_packages() -> None:

@@ -66,7 +66,8 @@ class Match:
     resumes_session: bool = False  # the prompt continues after the session's last, sampled token
 
     def to_reuse(self, prompt: Sequence[int]) -> Reuse:
-        differs_at = self.common_tokens if self.common_tokens < len(prompt) else None
+        differs = self.nearest_text is not None and self.common_tokens < len(prompt)
+        differs_at = self.common_tokens if differs else None
         if self.record is None:
             return Reuse(0, "", self.reason, differs_at)
         return Reuse(self.reused_tokens, "session", self.reason, differs_at, self.record.name)

@@ -134,6 +134,18 @@ def test_memory_too_small_for_a_full_session_is_refused_at_the_start(
     assert "--memory" in refused(*model, *few, str(int(longest) + 1))
 
 
+def test_the_longest_session_that_fits_is_found_above_what_it_keeps(tiny_folder: Path) -> None:
+    """Budgets below --keep are invalid; the longest valid one may be just above them."""
+    model = ["--model", str(tiny_folder), "--keep", "300"]
+    said = refused(*model, "--memory", "1KB", "--max-kv-size", "301")
+    found = re.search(r"give --memory (\S+) or more", said)
+    assert found, said
+    said = refused(*model, "--memory", found[1], "--max-kv-size", "4096")
+    hint = re.search(r"or --max-kv-size (\d+) or less", said)
+    assert hint, said
+    assert 301 <= int(hint[1]) < 400
+
+
 def _chat(url: str) -> int:
     """The status of a chat request without a limit on its answer."""
     said = {"messages": [{"role": "user", "content": "Hi"}], "stop": [" ", "e", "a"]}

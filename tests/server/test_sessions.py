@@ -256,7 +256,7 @@ def test_explain_reports_why_a_prompt_misses_the_cache(
     assert "This is how" in result["nearest_text"]
     assert "And now" in result["prompt_text"]
     cold = client.post("/v1/prefix/explain", json={"text": "\u4e16 nothing like it"}).json()
-    assert (cold["reused"], cold["reason"]) == (0, "cold")
+    assert (cold["reused"], cold["reason"], cold["differs_at"]) == (0, "cold", None)
 
 
 def test_sessions_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) -> None:

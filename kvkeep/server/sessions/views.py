@@ -167,12 +167,7 @@ async def misses(context: ContextDep) -> dict[str, Any]:
     """List recent prompts that were reused in part or not at all, in the form of `explain`."""
     recent_misses = await wrap_future(context.engine.cache_misses(context.owner))
     data = [
-        {
-            "number": miss.number,
-            "created": int(miss.when),
-            **_reuse_entry(miss, context.codec),
-            "differs_at": miss.difference.at if miss.difference else None,
-        }
+        {"number": miss.number, "created": int(miss.when), **_reuse_entry(miss, context.codec)}
         for miss in recent_misses
     ]
     return {"object": "list", "data": data}
