@@ -9,7 +9,7 @@ from benchmarks.progress import bar
 
 def decode_measures(bench: Bench) -> list[Measure]:
     return [
-        Measure(f"decode/{context}", f"write after {context:,} tokens", "tokens/s", more=True)
+        Measure(f"decode/{context}", f"decode after {context:,} tokens", "tokens/s", more=True)
         for context in bench.plan.contexts
     ]
 

@@ -26,7 +26,7 @@ def endless_measures(bench: Bench) -> list[Measure]:
     plan = bench.plan
     group, budget = plan.group, f"on {plan.budget:,} cells"
     return [
-        Measure("endless/speed", f"write without end {budget}", "tokens/s", more=True),
+        Measure("endless/speed", f"endless decode {budget}", "tokens/s", more=True),
         Measure("endless/early", f"median, tokens {group:,} to {2 * group:,}", "ms", more=False),
         Measure("endless/late", f"median, last {group:,} of {plan.endless:,}", "ms", more=False),
         Measure("endless/growth", "last against early", "x", more=False),

@@ -19,7 +19,7 @@ def memory_measures(bench: Bench) -> list[Measure]:
         "restore": f"restore {context}, to first logits",
         "save": f"save {context}",
         "fork": f"fork {context}",
-        "fork-token": "fork, and write a token",
+        "fork-token": "fork, and decode a token",
         "delete": f"delete {deleted} in the middle, to next logits",
     }
     times = [Measure(f"memory/{key}", title, "ms", more=False) for key, title in titles.items()]

@@ -7,7 +7,7 @@ from benchmarks.progress import bar
 
 def prefill_measures(bench: Bench) -> list[Measure]:
     return [
-        Measure(f"prefill/{length}", f"read {length:,} tokens", "tokens/s", more=True)
+        Measure(f"prefill/{length}", f"prefill {length:,} tokens", "tokens/s", more=True)
         for length in bench.plan.prefill
     ]
 

@@ -18,8 +18,8 @@ def steps_measures(bench: Bench) -> list[Measure]:
         measure
         for key, title in zip(_KEYS, titles, strict=True)
         for measure in (
-            Measure(f"steps/{key}-speed", f"read {title}", "tokens/s", more=True),
-            Measure(f"steps/{key}-peak", f"read {title}, peak above weights", "MB", more=False),
+            Measure(f"steps/{key}-speed", f"prefill {title}", "tokens/s", more=True),
+            Measure(f"steps/{key}-peak", f"prefill {title}, peak above weights", "MB", more=False),
         )
     ]
 

@@ -69,7 +69,7 @@ def test_an_endless_run_is_compared_at_its_beginning_and_its_end(asking: Asking)
     ours, theirs = result.traces
     assert (ours.variant, ours.tokens) == ("kvkeep", [50, 100, 150, 200])
     assert theirs.tokens == [50]  # it evaluates its window anew, and writes a part of them
-    assert "transformers: wrote 50 endless tokens, not 200" in result.skipped
+    assert "transformers: generated 50 endless tokens instead of 200" in result.skipped
     of = {(each.variant, each.measure): each.value for each in result.readings}
     assert of["kvkeep", "endless/growth"] == pytest.approx(
         of["kvkeep", "endless/late"] / of["kvkeep", "endless/early"]
@@ -114,7 +114,7 @@ def test_the_command_writes_what_it_found(small_folder: Path, tmp_path: Path) ->
     assert [each.startswith("llama.cpp: ") for each in found["skipped"]] == [True]
     assert found["skipped"][0] in done.output
     assert [path.name for path in plots.iterdir()] == ["decode.png"]
-    assert "| write after 256 tokens, tokens/s |" in page.read_text()
+    assert "| decode after 256 tokens, tokens/s |" in page.read_text()
     again = run("--table", out)
     assert again.exit_code == 0
     assert again.stdout.strip() in page.read_text()

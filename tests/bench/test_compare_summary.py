@@ -21,7 +21,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.prefill import Spread
 from kvkeep.errors import InvalidArgument
 
-SPEED = Measure("decode/128", "write after 128 tokens", "tokens/s", more=True)
+SPEED = Measure("decode/128", "decode after 128 tokens", "tokens/s", more=True)
 TIME = Measure("memory/fork", "fork", "ms", more=False)
 
 
