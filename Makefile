@@ -18,10 +18,11 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 # torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries.
 $(PRODUCT): $(SOURCES)
 	@echo "kvkeep: installing into $(VENV) (about a minute on 2 cores, and 1.1 GB; the kernels need a C++ compiler)"
+	@echo "kvkeep: installing PyTorch (pip shows nothing while it unpacks, up to half a minute)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	@echo "kvkeep: installing kvkeep, and compiling its kernels for this processor"
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[server]'
 	touch $@
 
 # With all that developers need, and the kernels of every instruction set.

@@ -9,12 +9,17 @@ is left out; without any, kvkeep computes by torch alone.
 import copy
 import ctypes
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -90,7 +95,26 @@ class BuildSets(build_ext):
         self.failures = {name: left_out for name in SETS if name not in selected}
         names = {cpu.name, *map(library_name, selected)}
         self.extensions = [extension for extension in self.extensions if extension.name in names]
-        super().build_extensions()
+        with self._time_announced():
+            super().build_extensions()
+
+    @contextmanager
+    def _time_announced(self) -> Iterator[None]:
+        """Print the seconds every second: pip's spinner turns with each line of a build."""
+        start, ended = time.monotonic(), threading.Event()
+
+        def announce() -> None:
+            while not ended.wait(1):
+                seconds = time.monotonic() - start
+                self.announce(f"compiling the kernels: {seconds:.0f} s", level=logging.INFO)
+
+        thread = threading.Thread(target=announce, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _selected_sets(self) -> list[str]:
         """Return the names of the sets to build.

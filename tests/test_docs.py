@@ -29,7 +29,20 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
 # Programs of others, whose options are not checked.
 INSTALLERS = (
-    *(".", "cd", "curl", "docker", "export", "git", "openssl", "pip", "pipx", "python", "source"),
+    *(
+        ".",
+        "cd",
+        "chmod",
+        "curl",
+        "docker",
+        "export",
+        "git",
+        "openssl",
+        "pip",
+        "pipx",
+        "python",
+        "source",
+    ),
     "uv",
 )
 SEA = "The sea is wide and the night is long. A light goes out, and another one comes on. " * 12

@@ -146,3 +146,12 @@ def test_no_requirement_is_a_library_of_a_gpu() -> None:
     names = {Requirement(line).name for line in lines} | set(pinned_releases())
     assert {name for name in names if re.match(r"nvidia|cuda|triton|cupy|jax", name)} == set()
     assert "+" not in pinned_releases()["torch"]
+
+
+def test_make_run_installs_what_the_commands_of_the_readme_need() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    product = makefile.partition("\n$(PRODUCT):")[2].partition("\n\n")[0]
+    assert "make run" in readme
+    assert "\nkvkeep serve" in readme
+    assert "--editable '.[server]'" in product

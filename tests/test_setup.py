@@ -70,6 +70,22 @@ def test_a_build_without_a_compiler_succeeds_and_doctor_gives_the_reason(
     assert set(status.values()) == {f"were not built here ({reasons['cpu']})"}
 
 
+def test_a_build_prints_a_line_each_second(sources: Path, tmp_path: Path) -> None:
+    """pip's spinner turns with them."""
+    compiler = tmp_path / "slow"
+    compiler.write_text("#!/bin/sh\nsleep 2\nexit 1\n")
+    compiler.chmod(0o755)
+    environment = {
+        **os.environ,
+        "CC": str(compiler),
+        "CXX": str(compiler),
+        "KVKEEP_KERNELS_FOR": "",
+    }
+    command = [sys.executable, "-W", "ignore", "setup.py", "build_ext"]
+    process = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True)
+    assert "compiling the kernels: 1 s" in process.stdout + process.stderr
+
+
 def test_an_instruction_set_that_the_compiler_refuses_is_left_out(
     sources: Path, tmp_path: Path
 ) -> None:

@@ -57,6 +57,9 @@ class RootGroup(LazyGroup):
         try:
             status = super().main(*args, **kwargs)
             sys.stdout.flush()
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(EXIT_BAD_INPUT)
         except click.ClickException as error:
             context = error.ctx if isinstance(error, click.UsageError) else None
             help_hint = f" (see {context.command_path} --help)" if context else ""

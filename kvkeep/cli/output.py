@@ -95,18 +95,16 @@ def spinner(label: str, shown: bool) -> Iterator[None]:
     with progress_bar(0, shown, bar_format="{desc}", leave=False) as bar:
 
         def turn() -> None:
-            while not ended.wait(0.1):
+            while not (bar.disable or ended.wait(0.1)):
                 bar.set_description_str(f"{next(frames)} {label}")
 
         turning = threading.Thread(target=turn, daemon=True)
-        if not bar.disable:
-            turning.start()
+        turning.start()
         try:
             yield
         finally:
             ended.set()
-            if not bar.disable:
-                turning.join()  # or it would draw a closed bar again
+            turning.join()  # or it would draw a closed bar again
 
 
 class Screen:

@@ -13,7 +13,7 @@ from kvkeep.cli.output import say, spinner
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import pulled_models
 from kvkeep.models.hub.names import named_models
-from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS
+from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
 from kvkeep.types import DtypeName, WeightFormat
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def load_named(
     if not is_known_name and Path(name).expanduser().exists():
         # Sessions store the name, and may be continued from another working directory.
         name = str(Path(name).expanduser().absolute())
-    with spinner(f"loading {name}", progress), warnings.catch_warnings():
+    # A fetch has progress bars, and pip's do not go with a spinner.
+    is_fetched = local_folder(name.removeprefix("transformers:")) is not None
+    with spinner(f"loading {name}", progress and is_fetched), warnings.catch_warnings():
         from kvkeep import load_model
         from kvkeep.errors import SlowPathWarning
         from kvkeep.executors import slow_path_message
@@ -102,8 +104,6 @@ def require_local(name: str, file: object) -> None:
 
     It is not fetched, unlike a model named by the user, since files can come from anywhere.
     """
-    from kvkeep.models.hub.source import local_folder
-
     if local_folder(name) is None:
         raise ModelNotFound(
             f"{file} was saved with the model {name!r}, which is not on this machine, and a file "

@@ -26,9 +26,9 @@ _BACKLOG = 512
 class _UvicornServer(uvicorn.Server):
     """Shuts down gracefully on SIGINT and SIGTERM, so that the process exits with status 0."""
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def __init__(self, config: uvicorn.Config, service: Service, banner: str):
         super().__init__(config)
-        self._service = service
+        self._service, self._banner = service, banner
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.closing = True
@@ -39,6 +39,7 @@ class _UvicornServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, self.handle_exit, signal_number, None)
+        print(self._banner, end="", flush=True)  # from here on, Ctrl-C is a shutdown
         try:
             yield
         finally:
@@ -68,16 +69,14 @@ def serve_on(
         timeout_graceful_shutdown=max(1, round(options["grace"])),
         lifespan="off",
     )
-    if not options["quiet"]:
-        url_host = f"[{host}]" if ":" in host else host
-        url = f"http://{url_host}:{port}"
-        web_ui = "with chat and edits" if options["allow_edit"] else "read only; see --allow-edit"
-        urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui})"
-        print(f"kvkeep serves {name} on {url}\n{urls}", flush=True)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    web_ui = "with chat and edits" if options["allow_edit"] else "read only; see --allow-edit"
+    urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui})\n"
+    banner = "" if options["quiet"] else f"kvkeep serves {name} on {url}\n{urls}"
 
     async def serve_and_drain() -> None:
         try:
-            await _UvicornServer(config, service).serve(sockets=[listener])
+            await _UvicornServer(config, service, banner).serve(sockets=[listener])
         finally:
             if drain is not None:
                 await drain()

@@ -155,3 +155,10 @@ def test_a_missing_device_is_a_one_line_error(invoke, tiny, device) -> None:
     result = invoke("generate", "-p", "x", *tiny, "--device", device)
     _refused(result, f"device '{device}'", "has cpu here")
     assert len(result.stderr) < 120
+
+
+def test_a_group_without_a_command_shows_its_help_line_by_line(invoke) -> None:
+    result = invoke("sessions")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Usage: kvkeep sessions [OPTIONS] COMMAND [ARGS]...\n")
+    assert "error" not in result.stderr

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import gguf
@@ -49,6 +50,27 @@ def test_chat_with_a_gguf_file_uses_its_tokenizer_and_template(invoke: Invoke, f
     shown = invoke("sessions", "show", "talk").stdout
     assert "<|start|>user hello<|stop|><|start|>assistant " in shown
     assert f"model    {file}" in shown
+
+
+def test_a_spinner_is_shown_for_loading_and_not_for_fetching(
+    invoke: Invoke, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch has progress bars, which a spinner would break up."""
+    shown: list[bool] = []
+
+    def spinner(label: str, shown_now: bool) -> AbstractContextManager[None]:
+        shown.append(shown_now)
+        return nullcontext()
+
+    monkeypatch.setattr("kvkeep.cli.which_model.spinner", spinner)
+    for _ in range(2):
+        assert invoke("generate", "-m", file, "-p", "hello", "-n", 1).exit_code == 0
+    assert shown == [False, True]
+
+
+def test_an_unknown_name_lists_added_names(invoke: Invoke, file: Path) -> None:
+    invoke("models", "add", "mine", file)
+    assert "a name (smollm2-135m-instruct, mine)" in invoke("pull", "mnie").stderr
 
 
 def test_added_name_is_taken_in_the_place_of_a_file(
@@ -208,5 +230,5 @@ def test_interrupted_pull_leaves_no_model(start: Start, hub: HubServer, tmp_path
     with hub:
         hub.cut_after = 0
         pull = start("pull", "owner/tiny:Q4_K_M", environment=environment(hub.url, tmp_path))
-        assert b"kvkeep: error: pull 'owner/tiny' again" in pull.communicate()[1]
+        assert b"Pull 'owner/tiny' again" in pull.communicate()[1]
     assert pulled_models() == []

@@ -55,6 +55,32 @@ def test_the_server_answers_once_it_prints_its_address(tiny_folder: Path, tmp_pa
         assert model["id"] == "tiny"
 
 
+def test_ctrl_c_as_soon_as_the_address_is_shown_is_a_shutdown(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    code = """if True:
+        import builtins, os, signal
+        from kvkeep.cli.start import run
+        real_print = print
+        def print_and_interrupt(*words, **settings):
+            real_print(*words, **settings)
+            if "kvkeep serves" in words[0]:
+                os.kill(os.getpid(), signal.SIGINT)
+        builtins.print = print_and_interrupt
+        run()
+    """
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--store", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--model", str(tiny_folder)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_on_sigterm_the_server_finishes_requests_and_saves_sessions(
     tiny_folder: Path, tmp_path: Path, number: signal.Signals

