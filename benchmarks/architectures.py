@@ -328,7 +328,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 def _without_model_names(why: str) -> str:
     """Return a reason without the names of single models, so that equal reasons can be grouped."""
-    why = why.split("kvkeep's memory: ")[-1]
+    why = why.split("supported by kvkeep: ")[-1]
     why = re.sub(r"\b[A-Z]\w*(Attention|ForCausalLM|Layer)\b", "a layer", why)
     why = re.sub(r"\b\d+\b", "n", why)
     return why.split(";")[0].replace("|", "/")

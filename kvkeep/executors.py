@@ -20,7 +20,7 @@ from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix
 
-_HINT = "`kvkeep doctor` says what there is on this machine"
+_HINT = "run `kvkeep doctor` for details"
 
 
 def new_decoder(
@@ -55,16 +55,16 @@ class ComputePath:
         against = "; ".join(f"{name} {why}" for name, why in self.against.items())
         if self.name == TORCH:
             return f"{TORCH}: {against}"
-        return f"compiled kernels of {self.name}" + (f"; {against}" if against else "")
+        return f"compiled kernels for {self.name}" + (f"; {against}" if against else "")
 
 
 def compute_path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
     """Return how a model with such cells and weights is computed here. Raises InvalidArgument."""
     selected, reason = selected_set(), unsupported_reason(spec, layout)
     if not reason:
-        against = {f"those of {name}": why for name, why in selected.rejected.items()}
+        against = {f"the {name} kernels": why for name, why in selected.rejected.items()}
         usable = [] if selected.requested else list(filter(runs_here, selected.rejected))
-        slow = f"those of {usable[0]} {selected.rejected[usable[0]]}" if usable else ""
+        slow = f"the {usable[0]} kernels {selected.rejected[usable[0]]}" if usable else ""
         return ComputePath(selected.name, against, slow)
     for_kernels = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
     slow = f"the compiled kernels {reason}" if for_kernels and not selected.requested else ""
@@ -75,8 +75,8 @@ def slow_path_message(path: ComputePath) -> str:
     """Return the warning about a path that is slower than it could be; "" if it is not."""
     if not (reason := path.slow_reason):
         return ""
-    executor = "torch" if path.name == TORCH else f"the kernels of {path.name}"
-    return f"the model is computed by {executor}, slower than it could be: {reason}; {_HINT}"
+    executor = "torch" if path.name == TORCH else f"the {path.name} kernels"
+    return f"the model runs on {executor}, slower than this machine allows: {reason}; {_HINT}"
 
 
 @cache

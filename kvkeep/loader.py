@@ -71,7 +71,7 @@ def load_model(
     if name.startswith(TRANSFORMERS_PREFIX):
         if weights is not None:
             raise InvalidArgument(
-                f"weights={weights!r} are read by kvkeep's own forwards, and {name} is computed by "
+                f"weights={weights!r} needs kvkeep's own executors, and {name} runs through "
                 "transformers: leave weights out"
             )
         return _load_by_transformers(name, dtype, device, progress)
@@ -97,7 +97,7 @@ def _load_by_transformers(
         from kvkeep.integrations.transformers.model import load_folder
     except ImportError as error:
         raise ModelError(
-            f'{name} is computed by transformers: pip install "kvkeep[transformers]" ({error})'
+            f'{name} runs through transformers: pip install "kvkeep[transformers]" ({error})'
         ) from error
     return load_folder(name, name.removeprefix(TRANSFORMERS_PREFIX), dtype, device, progress)
 
@@ -125,8 +125,8 @@ def _load_decoder(
     if weight_format in ("int8", "int4"):
         if not has_kernels:
             raise InvalidArgument(
-                f'weights="{weight_format}" is read by compiled kernels, and there are none for '
-                'this model, dtype, device and processor: use weights="bf16"'
+                f'weights="{weight_format}" needs compiled kernels, and there are none for this '
+                'model, dtype, device and processor: use weights="bf16"'
             )
         packed = load_quantised(folder, spec, weight_format, tensors, progress)
     return new_decoder(spec, tensors, packed)

@@ -67,7 +67,7 @@ class Model(LoadedModel):
         """
         if snapshot is not None:
             if system is not None or settings:
-                raise InvalidArgument("a snapshot has a system prompt and settings; give it alone")
+                raise InvalidArgument("a snapshot includes the system prompt and all settings")
             system = saved_system(snapshot.notes)
         elif system is not None and settings.get("policy", "sliding") in _KEEPING_POLICIES:
             settings = {"keep": count_system_tokens(self.text, system), **settings}
@@ -120,7 +120,7 @@ class Model(LoadedModel):
         if isinstance(policy, Policy):
             if names := _given_names(max_kv_size=max_kv_size, keep=keep, **settings):
                 raise InvalidArgument(
-                    f"{', '.join(names)} cannot be given beside {policy}, which says it already"
+                    f"{', '.join(names)} cannot be combined with {policy}, which already defines it"
                 )
             session_policy = policy
         else:
@@ -135,7 +135,7 @@ class Model(LoadedModel):
             session_policy = session_policy.calibrated(calibration.statistics, calibration.digest)
         session_policy.require_statistics()
         if bits is not None and _given_names(kv_bits=kv_bits, far_bits=far_bits):
-            raise InvalidArgument("give bits, or kv_bits or far_bits")
+            raise InvalidArgument("pass either bits, or kv_bits and far_bits")
         bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
         session = Session(self, session_policy, prefill_step, store, bits)
         if keep_all:
@@ -150,10 +150,10 @@ class Model(LoadedModel):
             if self.spec.rope.kind != "longrope":
                 raise
             raise InvalidArgument(
-                f"{error}. The model's RoPE is longrope: further than that it rotates by another "
-                "table, which keys that are written once cannot take. Give no max_kv_size or a "
-                'smaller one: such a session continues indefinitely, and "self_extend" looks '
-                "further"
+                f"{error}. The model uses RoPE kind longrope: beyond this length its frequencies "
+                "change, and cached keys are already rotated. Leave max_kv_size out or lower it: "
+                'such a session can generate indefinitely, and policy "self_extend" reaches '
+                "further back"
             ) from error
 
 
@@ -168,7 +168,7 @@ def resolve_device(name: str) -> torch.device:
         torch.zeros(1, dtype=torch.float32, device=device).cpu()  # "meta" can be created, not read
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         raise InvalidArgument(
-            f"device {name!r} cannot be used: torch {torch.__version__} has {_device_names()} here"
+            f"device {name!r} is not available: torch {torch.__version__} has {_device_names()}"
         ) from error
     return device
 

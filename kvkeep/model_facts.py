@@ -118,9 +118,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
         if weights != "bf16" and no_kernels:
-            raise InvalidArgument(
-                f'weights="{weights}" is read by compiled kernels, which {no_kernels}'
-            )
+            raise InvalidArgument(f'weights="{weights}" needs compiled kernels, which {no_kernels}')
     parameters = sum(map(prod, tensor_shapes(spec).values()))
     sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
     names, shapes = matrices_per_token(spec), matrices(spec)
@@ -170,14 +168,14 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
 def _find_folder(name: str) -> Path:
     if name.startswith(TRANSFORMERS_PREFIX):
         raise InvalidArgument(
-            f"{name} is computed by transformers: kvkeep knows of it once it is loaded, and not "
+            f"{name} runs through transformers: its facts are known only after it is loaded, not "
             "from its files"
         )
     folder = local_folder(name)
     if folder is None:
         raise ModelNotFound(
-            f"{name!r} is none of the models that were fetched or converted here (`kvkeep models` "
-            f"lists them): `kvkeep pull {name}` does that, if it is one"
+            f"{name!r} is not among the models on this machine (`kvkeep models` lists them): fetch "
+            f"it with `kvkeep pull {name}`"
         )
     return folder
 

@@ -64,8 +64,8 @@ def text(name: str, value: Any) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument(
-            f"{name} holds half of a character, {value[error.start]!r} at index {error.start}, "
-            'which no encoding has: decode the bytes that it came from with errors="replace"'
+            f"{name} has a lone surrogate, {value[error.start]!r} at index {error.start}, which "
+            'cannot be encoded: decode the original bytes with errors="replace"'
         ) from None
     return str(value)
 
@@ -90,7 +90,7 @@ def instance(name: str, value: Any, expected: type[T]) -> T:
 
 def progress(value: Any) -> Callable[[int], None] | None:
     if value is not None and not callable(value):
-        raise _invalid("progress", "something to call with a number, or None", value)
+        raise _invalid("progress", "a callable that takes a number, or None", value)
     return value  # type: ignore[no-any-return]
 
 

@@ -255,7 +255,7 @@ def test_a_calibration_changes_which_cells_are_kept(calibration: Calibration) ->
 
 @pytest.mark.parametrize("policy", ["full", "sliding"])
 def test_policies_that_use_no_calibration_refuse_one(calibration: Calibration, policy: str) -> None:
-    with pytest.raises(InvalidArgument, match="has no use for a calibration"):
+    with pytest.raises(InvalidArgument, match="does not use a calibration"):
         MODEL.session(64, policy=policy, calibration=calibration)
 
 

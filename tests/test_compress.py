@@ -168,7 +168,7 @@ def test_other_policies_are_refused_with_a_hint(policy: str) -> None:
     session = MODEL.session(400, policy=policy, **{"window": 64} if policy == "self_extend" else {})
     session.feed(TEXT[:200])
     before = state(session)
-    with pytest.raises(InvalidArgument, match='policy="full" when it is asked to'):
+    with pytest.raises(InvalidArgument, match='policy="full" on request'):
         session.compress(2.0)
     assert same(state(session), before)
 

@@ -140,7 +140,8 @@ def test_by_default_up_to_half_of_the_kept_cells_are_the_newest(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "recent", "message"), [(0.5, None, "a ratio above 1; found 0.5$"), (2, 0, "found 0$")]
+    ("ratio", "recent", "message"),
+    [(0.5, None, "ratio must be above 1; found 0.5$"), (2, 0, "found 0$")],
 )
 def test_an_invalid_ratio_or_number_of_recent_tokens_is_named(
     ratio: float, recent: int | None, message: str
@@ -233,7 +234,7 @@ def test_kvzip_refuses_a_session_with_ragged_cells() -> None:
     session = fed(300)
     session.compress(2.0, "keydiff", recent=20, budget="heads")
     before = state(session)
-    with pytest.raises(InvalidArgument, match="126 compressed ones of 150"):
+    with pytest.raises(InvalidArgument, match="126 compressed of 150"):
         session.compress(2.0, "kvzip", recent=20)
     assert same(state(session), before)
 

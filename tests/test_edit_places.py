@@ -144,6 +144,6 @@ def test_what_touches_a_forgotten_token_is_refused(start: int, end: int) -> None
     session, _ = pinned()
     session.rewind(4)
     before = state(session)
-    with pytest.raises(InvalidArgument, match="remembered"):
+    with pytest.raises(InvalidArgument, match="not all in the cache"):
         session.replace(start, end, [5]) if end > start else session.insert(start, [5])
     assert same(state(session), before)

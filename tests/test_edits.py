@@ -34,7 +34,7 @@ from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.store import PrefixStore
 
 TEXT = MODEL.text.encode("keys are written once; queries choose where they stand")
-NOT_HELD = r"remembered|held"
+NOT_HELD = r"in the cache"
 POLICIES = ("full", "sliding", "shift")
 
 

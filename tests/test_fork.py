@@ -129,10 +129,10 @@ def test_a_fork_at_a_token_stands_as_the_session_did_then(policy: str, at: int) 
 def test_a_fork_at_a_forgotten_token_is_refused() -> None:
     session = MODEL.session(24)
     session.feed(TEXT)
-    with pytest.raises(InvalidArgument, match="held"):
+    with pytest.raises(InvalidArgument, match="in the cache"):
         session.fork(at=10)
     for wrong in (-1, len(TEXT) + 1):
-        with pytest.raises(InvalidArgument, match="fork at 0 to 77"):
+        with pytest.raises(InvalidArgument, match="fork must be at 0 to 77"):
             session.fork(at=wrong)
 
 

@@ -64,7 +64,7 @@ def test_keep_minus_one_is_refused_by_policies_without_keep(policy: str) -> None
         MODEL.session(policy=policy, keep=-1, window=64 if policy == "self_extend" else None)
     session = MODEL.session(policy=policy, window=64 if policy == "self_extend" else None)
     before = whole_state(session)
-    with pytest.raises(InvalidArgument, match="keep has no meaning"):
+    with pytest.raises(InvalidArgument, match="has no setting keep"):
         session.keep = -1
     assert same(whole_state(session), before)
     session.feed(TEXT[:10])
@@ -80,7 +80,7 @@ def test_compression_frees_room() -> None:
     assert session.room == 75
     session.feed(TEXT[100:175])
     assert (session.cache.cells, session.room) == (100, 0)
-    with pytest.raises(ContextFull, match="100 are held"):
+    with pytest.raises(ContextFull, match="100 are in the cache"):
         session.feed(TEXT[:1])
 
 
@@ -88,10 +88,10 @@ def test_room_is_limited_by_the_trained_distance() -> None:
     session = MODEL.session(policy="full")
     session.feed(TEXT[:380])
     session.compress(4, recent=10)
-    assert session.room == 20  # few cells, but the first is 380 of 400 positions away
+    assert session.room == 20  # few cells, but the first is 380 of 400 positions back
     session.feed(TEXT[:20])
     assert session.cache.reach == 400
-    with pytest.raises(ContextFull, match="400 positions away"):
+    with pytest.raises(ContextFull, match="400 positions back"):
         session.feed(TEXT[:1])
 
 

@@ -231,7 +231,7 @@ def test_a_group_needs_sessions_of_one_model_each_once() -> None:
         SessionGroup([])
     with pytest.raises(InvalidArgument, match="session 1 is in the group already"):
         SessionGroup([session, session])
-    with pytest.raises(InvalidArgument, match="session 1 is of another model"):
+    with pytest.raises(InvalidArgument, match="session 1 and session 0 belong to different"):
         SessionGroup([session, small_model(seed=1).session()])
 
 
@@ -250,7 +250,7 @@ def test_each_session_needs_a_constraint_of_its_own() -> None:
     shared = Sampling(constraint=Counting())
     own = [Sampling(constraint=Counting()) for _ in range(3)]
     for wrong in (shared, [own[0], shared, replace(shared, temperature=1.0)]):
-        with pytest.raises(InvalidArgument, match="same constraint object"):
+        with pytest.raises(InvalidArgument, match="shares its constraint object"):
             group.next_tokens(wrong)
     assert [len(session.tokens) for session in group.sessions] == [31, 31, 31]
     assert [group.next_tokens(own) for _ in range(3)] == [[10] * 3, [11] * 3, [12] * 3]

@@ -66,7 +66,7 @@ def test_compressed_sessions_are_refused() -> None:
     session = fed()
     session.compress(2)
     cells = session.cache.cells
-    with pytest.raises(InvalidArgument, match="read the text anew"):
+    with pytest.raises(InvalidArgument, match="in a new session"):
         session.compress(2, "kvzip")
     assert session.cache.cells == cells
     assert session.compress(2).method == "fitted"

@@ -93,7 +93,7 @@ def test_a_file_lists_local_segments(tmp_path: Path) -> None:
 def test_more_local_cells_than_the_window_are_refused(tmp_path: Path) -> None:
     wider = Snapshot.load(saved(fed(), tmp_path / "wide.kvkeep"))
     narrow = fed("sliding", 5).snapshot()
-    with pytest.raises(InvalidSnapshot, match="cells of local layers, which hold 5"):
+    with pytest.raises(InvalidSnapshot, match="cells of local layers, which have room for 5"):
         LOCAL_MODEL.restore(replaced_local(narrow, wider))
     with pytest.raises(KvkeepError):
         MODEL.restore(wider)
@@ -122,6 +122,6 @@ def test_a_clock_before_the_first_token_can_be_saved(tmp_path: Path) -> None:
 def test_a_prefix_store_reports_that_it_cannot_be_used(tmp_path: Path) -> None:
     session = LOCAL_MODEL.session(256, store=PrefixStore(tmp_path))
     report = session.feed(TEXT)
-    assert "some layers of this model see the newest tokens alone" in report.store_error
+    assert "some layers of this model keep only the newest tokens" in report.store_error
     assert report.reused == 0
     assert not list(tmp_path.glob("**/*.safetensors"))

@@ -268,7 +268,7 @@ def test_with_far_bits_results_depend_on_the_prefill_step(keep: int, depends: bo
         ({"kv_bits": 16}, 'kv_bits must be one of "8", "8/4", "4"; found \'16\''),
         ({"kv_bits": True}, "found True"),
         ({"kv_bits": torch.tensor(8.0)}, "found tensor"),
-        ({"kv_bits": "8", "far_bits": "4"}, "give one of them"),
+        ({"kv_bits": "8", "far_bits": "4"}, "use only one of them"),
         ({"far_bits": "8", "policy": "full"}, 'policy "full" has none: use kv_bits'),
     ],
 )

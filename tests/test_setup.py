@@ -67,7 +67,7 @@ def test_a_build_without_a_compiler_succeeds_and_doctor_gives_the_reason(
     assert reasons["cpu"] == "there is no compiler no-such-compiler"
     assert set(reasons.values()) == {reasons["cpu"]}
     status = kernel_status_from_doctor(sources, tmp_path / "home")
-    assert set(status.values()) == {f"were not built here ({reasons['cpu']})"}
+    assert set(status.values()) == {f"were not built on this machine ({reasons['cpu']})"}
 
 
 def test_a_build_prints_a_line_each_second(sources: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_span_says_how_much_of_it_is_remembered() -> None:
     assert session.spans["all"].partly_forgotten
     before = state(session)
     for refused in (session.delete, session.pin, lambda name: session.replace(name, None, "x")):
-        with pytest.raises(InvalidArgument, match="remembered"):
+        with pytest.raises(InvalidArgument, match="not all in the cache"):
             refused("all")
     assert same(state(session), before)
 

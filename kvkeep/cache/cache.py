@@ -283,7 +283,7 @@ class KVCache:
         cells = sum(segment.length for segment in segments)
         limit = max((segment.limit for segment in segments), default=0)
         fits = max(cells, limit) <= capacity
-        require(fits, f"{cells} cells of local layers, which hold {capacity}")
+        require(fits, f"{cells} cells of local layers, which have room for {capacity}")
 
     def trim(self, budget: int) -> None:
         """Free storage that dropped cells have left; see `storage.trim`."""

@@ -168,7 +168,7 @@ class Ragged(Cells):
 
     def part(self, slot_range: slice) -> "Ragged":
         """Return the cells themselves: only a slice of all of them is allowed."""
-        assert slot_range.indices(len(self)) == (0, len(self), 1), "ragged cells are taken whole"
+        assert slot_range.indices(len(self)) == (0, len(self), 1), "ragged cells cannot be sliced"
         return self
 
     def key_shifts(self, rope: Rope, shifts: Tensor) -> Tensor:

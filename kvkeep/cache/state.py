@@ -64,12 +64,12 @@ class CacheState:
         if self.observed_queries is not None:
             _check_queries(self.observed_queries, layout, heads, self.time)
         for index, segment in enumerate(self.local):
-            require(local is not None, "cells of local layers, of which the model has none")
+            require(local is not None, "cells of local layers, but the model has no local layers")
             assert local is not None
             with _error_prefix(f"segment {index} of local layers"):
                 self._check_segment(segment, local, local)
                 plain = not segment.anchor and not segment.compressed
-                require(plain and segment.map.group == 1, "cells that are not a window's")
+                require(plain and segment.map.group == 1, "cells that are not a plain window")
         for name, state in self.recurrent_states.items():
             require_finite(f"the state {name!r}", state)
 
@@ -82,7 +82,7 @@ class CacheState:
         require_instance("it", segment, Segment)
         for name in ("anchor", "frozen", "sealed"):
             require_bool(name, getattr(segment, name))
-        require(not segment.arriving_count, "cells of a step that is not finished")
+        require(not segment.arriving_count, "cells of an unfinished step")
         require_int("a map's group", segment.map.group, 1, MAX_CELLS)
         require_int("a map's offset", segment.map.offset, -MAX_EXACT_INT, MAX_EXACT_INT)
         require_int("the limit", segment.limit, 1, MAX_CELLS)
@@ -92,12 +92,12 @@ class CacheState:
         cells = segment.block.slots
         if isinstance(cells, Ragged):
             whole = segment.length == segment.capacity == segment.limit and not segment.first_place
-            message = "a part of ragged cells, or ragged cells that grow"
+            message = "ragged cells that are incomplete or not frozen"
             require(whole and segment.frozen, message)
         check_cells(cells, far_layout if segment.anchor else layout, segment.capacity)
         serials = segment.select_live(cells.serials)
         if cells.bias is not None:
-            require(bool((serials == NO_TOKEN).all()), "compressed cells with serials of tokens")
+            require(bool((serials == NO_TOKEN).all()), "compressed cells have token serials")
             require_finite("the bias", segment.select_live(cells.bias))
             if isinstance(cells, Ragged) and cells.scores is not None:
                 require_finite("the scores", cells.scores)
@@ -139,7 +139,7 @@ def _checked_total(cells: Ragged, head_shape: tuple[int, int], count: int) -> in
     require_within("counts", cells.counts, 0, MAX_CELLS)
     total, head_count = int(cells.counts.sum()), math.prod(head_shape)
     matches = (count - 1) * head_count < total <= count * head_count
-    require(matches, f"{total} cells are not {count} for each head")
+    require(matches, f"{total} ragged cells do not match a mean of {count} cells per head")
     return total
 
 

@@ -26,8 +26,8 @@ BEST_METHOD = METHOD_NAMES[0]
 UNCALIBRATED_METHODS = tuple(name for name in METHOD_NAMES if name != "kvzap")
 BUDGET_NAMES = ("heads", "uniform")
 UNCALIBRATED_ARCHIVE_HINT = (
-    "the archive was compressed without a calibration; with one it keeps far more of the text's "
-    "facts: kvkeep pull --calibrate makes one, once for a model"
+    "the archive was compressed without a calibration; with one, far more facts of the text stay "
+    "in it. Make one for this model with: kvkeep pull --calibrate"
 )
 
 
@@ -51,7 +51,7 @@ def ratio(value: str) -> float:
     """Option type: a compression ratio, greater than 1."""
     parsed = float_in_range(1)(value)
     if parsed == 1:
-        raise click.BadParameter(f"expected more than 1, found {value}")
+        raise click.BadParameter(f"expected a number above 1, found {value}")
     return parsed
 
 
@@ -72,8 +72,8 @@ def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
     for name in (method.partition(":")[0] for method in methods):
         if calibration is None and name not in UNCALIBRATED_METHODS:
             raise click.UsageError(
-                f"{name} decides by a calibration: add --calibration FILE (`kvkeep calibrate` "
-                "makes one, once for a model)"
+                f"{name} needs a calibration: add --calibration FILE (`kvkeep calibrate` makes one "
+                "for a model)"
             )
 
 

@@ -23,12 +23,12 @@ _Facts = Iterator[tuple[str, str]]
 # Folders in kvkeep's home: a description, and the command that frees space there.
 _DISK_FOLDERS = {
     "models": ("models, in Hugging Face layout", "kvkeep models rm NAME"),
-    "downloads": ("interrupted downloads of models", "kvkeep pull NAME"),
-    "packed": ("their weights, packed", "kvkeep models rm NAME"),
-    "unpacked": ("their weights, unpacked for bf16", "kvkeep models rm NAME"),
-    "prefixes": ("evaluated beginnings of prompts", "kvkeep prefixes gc | clear"),
-    "calibrations": ("what compression knows of models", ""),
-    "server": ("sessions and prompts of `kvkeep serve`", ""),
+    "downloads": ("interrupted model downloads", "kvkeep pull NAME"),
+    "packed": ("packed weights", "kvkeep models rm NAME"),
+    "unpacked": ("unpacked weights for bf16", "kvkeep models rm NAME"),
+    "prefixes": ("the prefix cache", "kvkeep prefixes gc | clear"),
+    "calibrations": ("calibrations for compression", ""),
+    "server": ("sessions and prefix cache of `kvkeep serve`", ""),
 }
 
 
@@ -57,13 +57,13 @@ def doctor(
 def _labelled_facts(findings: "Findings") -> _Facts:
     yield "kvkeep", f"{findings.kvkeep}; Python {findings.python}; {findings.system}"
     features = findings.processor.features
-    feature_list = "the system lists no features" if features is None else " ".join(features)
-    yield "processor", f"{findings.processor.name}: {feature_list or 'no feature that matters'}"
+    feature_list = "features unknown" if features is None else " ".join(features)
+    yield "processor", f"{findings.processor.name}: {feature_list or 'no known feature'}"
     yield from _kernel_facts(findings.kernels)
     yield "threads", _threads_text(findings.threads)
     memory = findings.memory
-    speed = f"{megabytes(memory.read_size)} are read at {_gigabytes(memory.read_per_s)}"
-    yield "memory", f"{megabytes(memory.total)}, {megabytes(memory.available)} of it free; {speed}"
+    speed = f"bandwidth {_gigabytes(memory.read_per_s)} over {megabytes(memory.read_size)}"
+    yield "memory", f"{megabytes(memory.total)}, {megabytes(memory.available)} available; {speed}"
     yield "torch", _torch_text(findings.torch)
     yield "CUDA", _cuda_text(findings.cuda)
     if findings.model is None:
@@ -73,8 +73,8 @@ def _labelled_facts(findings: "Findings") -> _Facts:
 
 
 def _kernel_facts(kernels: "Kernels") -> _Facts:
-    yield "kernels", "none: torch computes" if kernels.name == "torch" else kernels.name
-    yield from (("", f"those of {name} {why}") for name, why in kernels.against.items())
+    yield "kernels", "none; PyTorch is used" if kernels.name == "torch" else kernels.name
+    yield from (("", f"the {name} kernels {why}") for name, why in kernels.against.items())
     yield from (("", f"{name}={value}") for name, value in kernels.environment.items())
 
 
@@ -83,32 +83,32 @@ def _threads_text(threads: "Threads") -> str:
     if threads.load is not None:
         parts[0] += f", load {threads.load:g}"
     if threads.quota is not None:
-        parts.append(f"the control group has the time of {threads.quota:g}")
+        parts.append(f"cgroup CPU quota {threads.quota:g}")
     return "; ".join([*parts, *(f"{k}={v}" for k, v in threads.environment.items())])
 
 
 def _torch_text(torch: "Torch") -> str:
-    libraries = ", ".join(torch.libraries) or "neither MKL nor oneDNN"
+    libraries = ", ".join(torch.libraries) or "no MKL or oneDNN"
     bf16 = {
-        True: "oneDNN multiplies bfloat16",
-        False: "oneDNN does not multiply bfloat16 on this processor",
-        None: "bfloat16 without oneDNN",
+        True: "oneDNN supports bfloat16",
+        False: "oneDNN does not support bfloat16 on this processor",
+        None: "no oneDNN for bfloat16",
     }[torch.multiplies_bf16]
-    prompts = f"prompts of bfloat16 models are multiplied in {torch.prompts} beside the kernels"
+    prompts = f"prefill of bfloat16 models multiplies in {torch.prompts}"
     return f"{torch.version} with {libraries}, for {torch.capability}; {bf16}; {prompts}"
 
 
 def _cuda_text(cuda: "Cuda") -> str:
     if cuda.devices:
-        return f"{', '.join(cuda.devices)}: unused without `--device cuda`"
-    return "no GPU found" if cuda.built_for else "none: this torch was built without it"
+        return f"{', '.join(cuda.devices)}: used with `--device cuda` only"
+    return "no GPU found" if cuda.built_for else "none: this torch is built without CUDA"
 
 
 def _model_facts(model: "ModelSpeed", bandwidth: float) -> _Facts:
-    yield "model", f"{model.name}: written by {model.decode}"
-    read = f"{megabytes(model.bytes_per_token)} are read for each token"
+    yield "model", f"{model.name}: decode by {model.decode}"
+    read = f"{megabytes(model.bytes_per_token)} read per token"
     max_speed = f"at most {model.most_tokens_per_s:,.0f} tokens/s at {_gigabytes(bandwidth)}"
-    yield "", f"{read}: {max_speed}, few tokens being held"
+    yield "", f"{read}: {max_speed}, with few cells"
     if model.measured_tokens_per_s is not None:
         yield "", f"measured: {model.measured_tokens_per_s:,.0f} tokens/s"
 
@@ -130,7 +130,7 @@ def disk(as_json: bool = JSON) -> None:
         other_bytes -= size
     if sessions.root.is_relative_to(home()):
         other_bytes -= folder_size(sessions.root)
-    rows.append(("other", max(0, other_bytes), "locks and the like", "", str(home())))
+    rows.append(("other", max(0, other_bytes), "locks and other small files", "", str(home())))
     if as_json:
         names = ("kind", "bytes", "what", "remedy", "place")
         click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))

@@ -26,7 +26,7 @@ def _parse_replicas(text: str) -> tuple[int, int]:
         if 1 <= replicas[0] <= replicas[1]:
             return replicas
     raise click.BadParameter(
-        f"expected a number, as 2, or the least and the most, as 1-4; found {text!r}"
+        f"expected a number, such as 2, or a range, such as 1-4; found {text!r}"
     )
 
 
@@ -76,10 +76,10 @@ def fleet(
     require_server_packages()
     if not is_url(store):
         raise InvalidArgument(
-            f"--store is a URL, as s3://bucket/prefix or file:///folder; found {store!r}"
+            f"--store must be a URL, such as s3://bucket/prefix or file:///folder; found {store!r}"
         )
     if store.startswith("memory:"):
-        raise InvalidArgument("--store memory:// is of one process, and a fleet has several")
+        raise InvalidArgument("--store memory:// is for one process, and a fleet has several")
     serving.memory.check()
     from kvkeep.fleet import deployment
 

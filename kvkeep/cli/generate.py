@@ -72,11 +72,11 @@ def generate(
     settings.check()
     if session is not None and (cache_prompt or restore_prompt):
         raise InvalidArgument(
-            "--session already loads and saves: leave --cache-prompt and --restore-prompt out "
-            "(`kvkeep sessions import` makes a session of such a file)"
+            "--session already loads and saves the session: leave out --cache-prompt and "
+            "--restore-prompt (`kvkeep sessions import` creates a session from such a file)"
         )
     if options.is_given("codec") and cache_prompt is None:
-        raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
+        raise InvalidArgument("--codec sets the format of --cache-prompt: use both")
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
     store = settings.prefixes.store

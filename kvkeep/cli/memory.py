@@ -107,7 +107,7 @@ class MemoryOptions:
         # A session restored from a file keeps its policy unless --policy is given.
         settings = self._policy_settings if options.is_given("policy") else {}
         if self.calibration is not None and options.is_given("policy") and self.policy != "archive":
-            raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
+            raise InvalidArgument(f'policy "{self.policy}" does not use a calibration')
         if self.max_kv_size is not None and (self.keep is not None or not self._passes_keep):
             from kvkeep.policies import make_policy
 
@@ -151,9 +151,8 @@ class MemoryOptions:
         minimum = len(model.text.encode(prompt)) + 1
         if self.max_kv_size < minimum:
             raise InvalidArgument(
-                f"the shortest chat takes {minimum} tokens, and policy {self.policy} ends at "
-                f"--max-kv-size {self.max_kv_size}: give {minimum} or more, or a policy that "
-                "forgets"
+                f"the shortest chat takes {minimum} tokens, and policy {self.policy} stops at "
+                f"--max-kv-size {self.max_kv_size}: use {minimum} or more, or a policy that evicts"
             )
 
     @property
@@ -219,7 +218,7 @@ class SessionOptions:
 
 
 def warn_without_prefixes(error: str) -> None:
-    say(f"going on without the prefix cache: {error}")
+    say(f"continuing without the prefix cache: {error}")
 
 
 def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
@@ -230,7 +229,7 @@ def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
     """
     if prefix_cache and (memory.kv_bits or memory.far_bits):
         warn_without_prefixes(
-            "it keeps cells in all bits, and --kv-bits or --far-bits asks for fewer"
+            "--kv-bits and --far-bits round cells, and the prefix cache stores them unrounded"
         )
         return False
     return prefix_cache

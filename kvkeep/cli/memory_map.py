@@ -35,7 +35,7 @@ def memory_map(session: "Session", width: int | None = None, ascii_only: bool | 
     cache = session.cache
     summary = (
         f"{cache.cells} of {session.max_kv_size} cells, {megabytes(sum(sizes.values()))} "
-        f"({megabytes(cache.nbytes)} set aside); policy {session.policy}"
+        f"({megabytes(cache.nbytes)} allocated); policy {session.policy}"
     )
     return "\n".join([*draw_map(statuses, sizes, labels, width, ascii_only), summary])
 

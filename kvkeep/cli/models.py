@@ -102,7 +102,7 @@ def show(
 
 def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "family", facts.architecture
-    heads = f"{facts.heads} heads on {facts.kv_heads} KV heads of {facts.head_dim}"
+    heads = f"{facts.heads} query heads, {facts.kv_heads} KV heads, head_dim {facts.head_dim}"
     yield "layers", f"{facts.layers}, {heads}; width {facts.hidden_size:,}"
     if len(facts.groups) > 1 or facts.groups[0].unrotated:
         yield from (("", _group_description(group)) for group in facts.groups)
@@ -117,21 +117,21 @@ def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
         yield "experts", f"{experts} for each token in {layers}: {active_weights}"
     formats = ", ".join(f"{count} in {format_name}" for format_name, count in facts.formats.items())
     read_size = megabytes(facts.bytes_per_token)
-    yield "a token", f"reads {read_size}, of matrices {formats}; by {facts.decode}"
-    yield "a prompt", f"products by {facts.prefill}, attention by {facts.attention}"
+    yield "decode", f"{read_size} of weights per token ({formats}); by {facts.decode}"
+    yield "prefill", f"products by {facts.prefill}, attention by {facts.attention}"
     sizes = facts.thousand_cells.items()
     yield "1,000 cells", ", ".join(f"{megabytes(size)} in {bits}" for bits, size in sizes)
     weights, cells = facts.weight_bytes_held, facts.full_cells
-    parts = f"{megabytes(weights)} of weights, mapped, and {megabytes(cells)} of cells"
-    yield "memory", f"{megabytes(weights + cells)} with all {facts.trained:,} tokens: {parts}"
+    parts = f"{megabytes(weights)} of mapped weights and {megabytes(cells)} of cells"
+    yield "memory", f"{megabytes(weights + cells)} at {facts.trained:,} tokens: {parts}"
 
 
 def _group_description(group: "GroupFacts") -> str:
-    sees = "every token" if group.window is None else f"the newest {group.window:,} tokens"
+    sees = "all tokens" if group.window is None else f"the newest {group.window:,} tokens"
     heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
     unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
-    shared = f", {group.shared} of them by others' cells" if group.shared else ""
-    return f"{group.layers} with {heads} see {sees}{unrotated}{shared}"
+    shared = f", {group.shared} of them with shared cells" if group.shared else ""
+    return f"{group.layers} with {heads}, attending to {sees}{unrotated}{shared}"
 
 
 @command()
@@ -166,12 +166,12 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
     if to_remove and not yes and sys.stdin.isatty():
         click.confirm(f"Remove {', '.join(model.name for model in to_remove)}?", abort=True)
     for model in to_remove:
-        kept_note = "" if model.folder.is_relative_to(home()) else f"; {model.folder} stays"
+        kept_note = "" if model.folder.is_relative_to(home()) else f"; {model.folder} remains"
         freed_size = megabytes(remove_model(model, progress=True))
         click.echo(f"removed {model.name}, {freed_size}{kept_note}")
     for name in added_names.keys() & set(names):
         name_path(name).unlink()
-        click.echo(f"removed the name {name}; {added_names[name].folder} stays")
+        click.echo(f"removed the name {name}; {added_names[name].folder} remains")
 
 
 def _find_pulled_model(name: str) -> PulledModel:
@@ -182,7 +182,7 @@ def _find_pulled_model(name: str) -> PulledModel:
     if matches:
         return matches[0]
     known = ", ".join(model.name for model in pulled) or "none"
-    raise ModelNotFound(f"there is no model {name!r} here; there is: {known}")
+    raise ModelNotFound(f"there is no model {name!r} on this machine; there is: {known}")
 
 
 @command()
@@ -216,4 +216,4 @@ def pull(
     if default_calibration(model) is None:
         measure_calibration(model, manual_text(), None, quiet=quiet)
     elif not quiet:
-        say(f"{calibration_path(model)} is its calibration, made before")
+        say(f"{calibration_path(model)} is its existing calibration")

@@ -225,12 +225,12 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     """Return the text of `--file` followed by `--prompt`, or else standard input."""
     if prompt is None and file is None:
         if sys.stdin.isatty():
-            raise InvalidArgument("no prompt: give -p TEXT or -f FILE, or pipe text in")
+            raise InvalidArgument("no prompt: use -p TEXT or -f FILE, or pipe text in")
         file = STDIN
     text = (read_text(file) if file is not None else "") + (prompt or "")
     require_utf8(text, "the prompt")
     if not text:
-        source_note = {None: "", STDIN: " (standard input held nothing)"}.get(file, f" ({file})")
+        source_note = {None: "", STDIN: " (standard input was empty)"}.get(file, f" ({file})")
         raise InvalidArgument(f"the prompt is empty{source_note}: expected some text")
     return text
 
@@ -256,5 +256,5 @@ def require_utf8(text: str, source: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidArgument(
-            f"{source} is not UTF-8 text from character {error.start} on; expected text in UTF-8"
+            f"{source} is not UTF-8 text from character {error.start} on; expected UTF-8"
         ) from error

@@ -96,6 +96,6 @@ def _report_perplexity(run: "Run", points: list["PerplexityPoint"], plot: Path |
         )
         write_atomic(plot, draw_perplexity(points, title, plot.suffix))
         if len(points) == 1:
-            say(f"{plot} shows one point, as the text is one step: a smaller --prefill-step, more")
+            say(f"{plot} has only one point, since the text was one step: lower --prefill-step")
     if run.perplexity is not None:
         click.echo(f"perplexity {run.perplexity:.4f} of {points[-1].scored} tokens")

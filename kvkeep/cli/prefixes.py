@@ -33,7 +33,7 @@ def _require_url(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> str | None:
     if value is not None and not is_url(value):
-        raise click.BadParameter(f"a URL, as s3://bucket/prefix; found {value!r}")
+        raise click.BadParameter(f"a URL, such as s3://bucket/prefix; found {value!r}")
     return value
 
 
@@ -83,7 +83,7 @@ def list_(
         click.echo(json.dumps(entries, indent=2))
         return
     if not prompts:
-        say("no prompts; --prefix-cache of generate, chat and batch keeps them")
+        say("the prefix cache is empty; --prefix-cache of generate, chat and batch fills it")
         return
     text_title = "TEXT" if beginnings else ""
     click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {text_title}".rstrip())
@@ -101,7 +101,7 @@ def _stored_prompts(store: str | None, with_text: bool) -> list[inventory.Stored
     if store is None:
         return inventory.stored_prompts(home() / "prefixes")
     if with_text:
-        raise click.UsageError("--text reads the prompts of this machine alone, not of a --store")
+        raise click.UsageError("--text shows prompts on this machine only, not those in a --store")
     return inventory.prompts_of(inventory.stored_blocks(open_object_store(store)))
 
 
@@ -144,7 +144,7 @@ def gc(
     In an object store, removes the oldest blocks of all owners, as reads are not recorded there.
     """
     if store is not None and max_bytes is None:
-        raise click.UsageError("--store needs --max-bytes: it is of all who share the store")
+        raise click.UsageError("--store needs --max-bytes, since the store is shared")
     _evict_to_size(store, DEFAULT_PREFIX_BYTES if max_bytes is None else max_bytes)
 
 
@@ -187,14 +187,14 @@ def why(
         counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}
         click.echo(json.dumps(counts | {"differs_at": differs_at if misses_block else None}))
         return
-    click.echo(f"{num_stored:,} of {len(ids):,} tokens are stored")
+    click.echo(f"{num_stored:,} of {len(ids):,} tokens are in the prefix cache")
     if not misses_block:
-        click.echo("what remains is less than a block, and is evaluated each time")
+        click.echo("the rest is less than a block, and is always evaluated")
     elif not differs_at:
-        click.echo("no stored prompt begins with its first token")
+        click.echo("no prompt in the prefix cache begins with its first token")
     else:
         start = max(0, differs_at - _CONTEXT_TOKENS)
         decode = loaded.text.decode_inside if start else loaded.text.decode
         common_ids, new_ids = ids[start:differs_at], ids[differs_at : differs_at + _CONTEXT_TOKENS]
-        click.echo(f"the nearest stored prompt differs, or ends, at token {differs_at:,}:")
+        click.echo(f"the nearest prompt differs, or ends, at token {differs_at:,}:")
         click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_inside(new_ids)}")

@@ -70,7 +70,7 @@ class ServingOptions:
         """Raise InvalidArgument if other machines can reach a server without API keys."""
         if self.host not in _LOOPBACK and self.api_key_file is None:
             raise InvalidArgument(
-                f"at {self.host} the server can be reached from other machines: give API keys with "
+                f"{self.host} can be reached from other machines: set API keys with "
                 "--api-key-file, or listen on 127.0.0.1"
             )
 
@@ -78,9 +78,9 @@ class ServingOptions:
         """Raise InvalidArgument for API keys over an object store without --secret-file."""
         if self.api_key_file is not None and self.secret_file is None:
             raise InvalidArgument(
-                "--api-key-file with an object store needs --secret-file: the owners of sessions "
-                "are derived from a secret that all servers share; make one, for example with "
-                "`openssl rand -hex 32 > secret`"
+                "--api-key-file with an object store needs --secret-file: session owners are "
+                "derived from a secret that all servers share. Make one, for example with `openssl "
+                "rand -hex 32 > secret`"
             )
 
     def load(self) -> "Model":
@@ -100,8 +100,8 @@ class ServingOptions:
         fitting_budget = _largest_fitting_budget(model, settings, budget, self.max_bytes)
         hint = f", or --max-kv-size {fitting_budget} or less" if fitting_budget else ""
         raise InvalidArgument(
-            f"a session of {budget:,} tokens takes up to {format_size(needed)}, and --memory is "
-            f"{format_size(self.max_bytes)}: give --memory {format_size(needed)} or more{hint}"
+            f"a session of {budget:,} tokens needs up to {format_size(needed)}, and --memory is "
+            f"{format_size(self.max_bytes)}: use --memory {format_size(needed)} or more{hint}"
         )
 
     def uses_prefix_cache(self) -> bool:
@@ -209,5 +209,5 @@ def require_server_packages() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InvalidArgument(
-            f"the server needs more ({error.name} is missing): pip install 'kvkeep[server]'"
+            f"kvkeep serve needs {error.name}: pip install 'kvkeep[server]'"
         ) from None

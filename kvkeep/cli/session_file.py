@@ -68,8 +68,8 @@ def resume(file: Source, memory: MemoryOptions, progress: bool) -> OpenedSession
     )
     if not session.exactness.bit_exact:
         say(
-            f"{file} does not go on to the bit here ({'; '.join(session.exactness.differs)}): what "
-            "follows agrees as far as rounding does"
+            f"{file} does not continue bit-exactly on this machine "
+            f"({'; '.join(session.exactness.differs)}): results agree up to rounding"
         )
     if is_given("prefill_step"):
         session.prefill_step = memory.prefill_step
@@ -95,13 +95,12 @@ def restore(
 
     calibration_digest = snapshot.policy.get("calibrated_by")
     missing_calibration = InvalidArgument(
-        f"{label} compresses by a calibration: give the file that it was created with as "
-        "--calibration"
+        f"{label} needs the calibration that it was created with: pass its file as --calibration"
     )
     if calibration is not None and not calibration_digest:
         raise InvalidArgument(
-            f"{label} was created without a calibration and continues without one; leave "
-            "--calibration out, or start a new session"
+            f"{label} was created without a calibration; leave --calibration out, or start a new "
+            "session"
         )
     if calibration_digest and calibration is None and not any_default_calibration():
         raise missing_calibration
@@ -124,8 +123,8 @@ def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
     valid = valid and isinstance(unread, list) and all(type(token) is int for token in unread)
     if not valid or type(notes.get(FIRST_PROMPT, 0)) is not int:
         raise CorruptFile(
-            f"{file} is corrupt: its notes were not written by kvkeep's command line, although "
-            "its checksums are right. Restore it from a copy, or start a new session"
+            f"{file} is corrupt: its checksums match, but its notes were not written by kvkeep's "
+            "command line. Restore it from a copy, or start a new session"
         )
     return notes
 
@@ -142,8 +141,8 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
     if keep == WHOLE_PROMPT:
         if FIRST_PROMPT not in opened.notes:
             raise InvalidArgument(
-                "--keep -1 means the first prompt, and where that ended was not saved; give the "
-                f"number of tokens (now {session.keep})"
+                "--keep -1 means the first prompt, whose length was not saved; use a number of "
+                f"tokens (now {session.keep})"
             )
         keep = int(opened.notes[FIRST_PROMPT])
     if keep != session.keep:
@@ -158,8 +157,8 @@ def _require_saved_options(file: Source, snapshot: "Snapshot", memory: MemoryOpt
         if is_given(option) and requested != saved:
             flag = f"--{option.replace('_', '-')}"
             raise InvalidArgument(
-                f"{flag} is {requested}, but {file} was saved with {saved}, which cannot be "
-                f"changed; leave {flag} out, or start a new session"
+                f"{flag} is {requested}, but {file} was saved with {saved}, which cannot change; "
+                f"leave {flag} out, or start a new session"
             )
 
 

@@ -106,6 +106,6 @@ def require_local(name: str, file: object) -> None:
     """
     if local_folder(name) is None:
         raise ModelNotFound(
-            f"{file} was saved with the model {name!r}, which is not on this machine, and a file "
-            f"alone has none fetched: name it with --model, or fetch it with `kvkeep pull`"
+            f"{file} was saved with the model {name!r}, which is not on this machine: pass it with "
+            "--model, or fetch it with `kvkeep pull`"
         )

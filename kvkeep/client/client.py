@@ -167,7 +167,7 @@ def _response_from(url: object, tries_left: int = 0) -> Iterator[None]:
     except httpx.TransportError as error:
         if not tries_left or isinstance(error, httpx.ConnectError):
             text = str(error) or type(error).__name__
-            raise errors.ServerError(f"no answer from {url}: {text}") from error
+            raise errors.ServerError(f"no response from {url}: {text}") from error
 
 
 def _json_or_error(response: httpx.Response) -> Any:

@@ -208,8 +208,8 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
         require_same_interface(kernels)
     except KernelMismatch as error:
         warnings.warn(
-            "the compiled kernels were built from other sources than this kvkeep's and are not "
-            f"used: install it again to build them ({error})",
+            "the compiled kernels were built from the sources of another kvkeep version and are "
+            f"not used; reinstall kvkeep to rebuild them ({error})",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -243,8 +243,8 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
     for full_name in layout:
         name, _, _ = full_name.partition(".")
         if name in structures:
-            raise KernelMismatch(f"{full_name} is a field of the kernels alone")
-        raise KernelMismatch(f"{name} is a structure of the kernels alone")
+            raise KernelMismatch(f"the field {full_name} exists only in the kernels")
+        raise KernelMismatch(f"the structure {name} exists only in the kernels")
 
 
 def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, tuple[int, int]]:
@@ -267,11 +267,11 @@ def raise_for_status(status: int) -> None:
         raise non_finite_error()
     if status == _STATUS_NO_MEMORY:
         raise OutOfMemory(
-            "there was not enough memory for this step, and nothing was changed; free some, or "
-            "take a smaller prefill_step or max_kv_size"
+            "not enough memory for this step; nothing was changed. Free some memory, or use a "
+            "smaller prefill_step or max_kv_size"
         )
     if status:
         raise KernelMismatch(
-            f"no compiled kernel takes this model (status {status}); KVKEEP_COMPILED=0 goes by "
-            "torch alone"
+            f"the compiled kernels do not support this model (status {status}); set "
+            "KVKEEP_COMPILED=0 to use torch"
         )

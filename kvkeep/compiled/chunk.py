@@ -85,7 +85,7 @@ class ChunkAttention:
         require(heads % kv_heads == 0, f"a multiple of {kv_heads} heads", heads)
         q = q.contiguous()
         k, v = (None if x is None else x.contiguous() for x in (k, v))
-        require((k is None) == (v is None), "keys with values, or neither", (k, v))
+        require((k is None) == (v is None), "keys and values together, or neither", (k, v))
         views = [_describe_view(view, layer, cells_shape) for view in step.all_views]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
         rotations, attention = len(step.query_positions), step.attention

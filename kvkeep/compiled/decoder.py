@@ -37,20 +37,20 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
     unsupported_dims = ", ".join(str(dim) for dim in head_dims if dim not in HEAD_DIMS)
     reasons = {
         f"run on a CPU, not on {layout.device}": layout.device.type != "cpu",
-        f"are for bfloat16, not for {str(layout.dtype).removeprefix('torch.')}": (
+        f"support bfloat16, not {str(layout.dtype).removeprefix('torch.')}": (
             layout.dtype is not torch.bfloat16
         ),
-        f"know one residual stream, not {spec.altup_inputs} (AltUp)": spec.altup_inputs > 0,
-        f"are for heads of {', '.join(map(str, HEAD_DIMS))}, not of {unsupported_dims}": (
+        f"support one residual stream, not {spec.altup_inputs} (AltUp)": spec.altup_inputs > 0,
+        f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {unsupported_dims}": (
             bool(unsupported_dims)
         ),
-        "rotate whole heads": any(
+        "need RoPE over the whole head": any(
             group.head_dim != 2 * len(group.rope.inverse_frequencies) for group in spec.groups
         ),
-        f"read groups of {GROUP}, and its widths are {', '.join(map(str, widths))}": (
+        f"need widths that are multiples of {GROUP}; found {', '.join(map(str, widths))}": (
             any(width % GROUP for width in widths)
         ),
-        "take as many heads for each KV head": any(
+        "need the same number of query heads for each KV head": any(
             spec.heads % group.kv_heads for group in spec.groups
         ),
     }
@@ -69,7 +69,7 @@ def unavailable_reason() -> str:
     selected = selected_set()
     if error := load_error(selected.name):
         return f"cannot be loaded ({error})"
-    return selected.torch_reason or "were built from other sources"
+    return selected.torch_reason or "were built from the sources of another kvkeep version"
 
 
 def _mlp_sizes(spec: ModelSpec) -> list[int]:
@@ -166,8 +166,8 @@ class CompiledExecutor:
         spec = self.spec
         if len(tokens) != len(steps) or not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
             raise KernelMismatch(
-                f"{len(steps)} tokens of 0 to {spec.vocab_size - 1} were to be decoded; found "
-                f"{list(tokens)}"
+                f"expected {len(steps)} tokens to decode, each from 0 to {spec.vocab_size - 1}; "
+                f"found {list(tokens)}"
             )
         hidden = torch.empty(len(tokens), spec.hidden_size, dtype=torch.bfloat16, device="cpu")
         step, _shared_views = describe_step(

@@ -68,7 +68,7 @@ def select_set(requested: str | None, switched_off: bool, folder: Path) -> Instr
     """Return the instruction set to use. requested: the value of KVKEEP_ISA."""
     if switched_off or requested == TORCH:
         variable = "KVKEEP_COMPILED=0" if switched_off else "KVKEEP_ISA=torch"
-        reason = f"were switched off by {variable}"
+        reason = f"are disabled by {variable}"
         return InstructionSet(TORCH, dict.fromkeys(SETS, reason), requested=True)
     if requested is not None:
         return _requested_set(requested, folder)
@@ -154,19 +154,19 @@ def _requested_set(name: str, folder: Path) -> InstructionSet:
     for architecture, sets in ARCHITECTURES.items():
         if name in sets and name not in SETS:
             raise InvalidArgument(
-                f"KVKEEP_ISA={name} cannot be had: its kernels are for {architecture}, and this "
-                f"is {ARCHITECTURE}"
+                f"KVKEEP_ISA={name} is not available: its kernels are for {architecture}, and this "
+                f"machine is {ARCHITECTURE}"
             )
     if name not in SETS:
         known = ", ".join([*SETS, TORCH])
         raise InvalidArgument(f"KVKEEP_ISA must be one of {known}; found {name!r}")
     if reason := unusable_reason(name, folder):
         raise InvalidArgument(
-            f"KVKEEP_ISA={name} cannot be had: its kernels {reason}. Without KVKEEP_ISA the best "
-            "that there is here is used"
+            f"KVKEEP_ISA={name} is not available: its kernels {reason}. Unset KVKEEP_ISA to use "
+            "the best instruction set of this machine"
         )
     faster = list(SETS)[: list(SETS).index(name)]
-    rejected = dict.fromkeys(faster, f"were left out by KVKEEP_ISA={name}")
+    rejected = dict.fromkeys(faster, f"are excluded by KVKEEP_ISA={name}")
     return InstructionSet(name, rejected, requested=True)
 
 
@@ -177,4 +177,4 @@ def _not_built(folder: Path, name: str) -> str:
         reason = build_record["failures"].get(name, "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         reason = ""
-    return "were not built here" + (f" ({reason})" if reason else "")
+    return "were not built on this machine" + (f" ({reason})" if reason else "")

@@ -54,7 +54,7 @@ class PackedLinear:
         matrix, indices = self._matrix, indices.contiguous()
         rows, count = indices.tolist(), len(indices)
         in_range = not rows or 0 <= min(rows) <= max(rows) < matrix.rows
-        require(in_range, f"rows of 0 to {matrix.rows - 1}", rows)
+        require(in_range, f"row indices from 0 to {matrix.rows - 1}", rows)
         out = torch.empty(count, matrix.columns, dtype=torch.bfloat16, device="cpu")
         raise_for_status(
             self._kernels.kvkeep_rows(matrix, indices.data_ptr(), count, out.data_ptr())

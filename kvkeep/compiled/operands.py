@@ -74,7 +74,7 @@ def ragged_cells(
     assert cells.bias is not None
     if cells.counts.shape != (layers, kv_heads) or not cells.counts_are_valid:
         heads_text = f"{layers} x {kv_heads} heads"
-        require(False, f"{cells.total} cells, shared by {heads_text}", cells.counts.tolist())
+        require(False, f"{cells.total} ragged cells in {heads_text}", cells.counts.tolist())
     return (
         stored_cells(cells.stored_keys, stored_shape, 0, 0),
         stored_cells(cells.stored_values, stored_shape, 0, 0),
@@ -130,7 +130,7 @@ class ModelOperands:
             for tensor_name in tensor_names:
                 if tensor_name in source:
                     return source[tensor_name]
-        raise KernelMismatch(f"the compiled kernels need {name}, and there is none")
+        raise KernelMismatch(f"the compiled kernels need {name}, which is missing")
 
     def matrix(self, name: str, sampled: bool) -> c.CMatrix:
         """Describe a matrix; it has no rows if the spec does not name it. Raises KernelMismatch."""
@@ -161,7 +161,7 @@ def require(condition: bool, expected: str, actual: Any) -> None:
 
 def _mismatch_error(x: Tensor, name: str, expected: str) -> KernelMismatch:
     return KernelMismatch(
-        f"the compiled kernels read {name} as {expected} on the CPU; found {x.dtype} "
-        f"{list(x.shape)} with strides {list(x.stride())} on {x.device}. KVKEEP_COMPILED=0 goes "
-        "by torch alone"
+        f"the compiled kernels need {name} as {expected} on the CPU; found {x.dtype} "
+        f"{list(x.shape)} with strides {list(x.stride())} on {x.device}. Set KVKEEP_COMPILED=0 to "
+        "use torch"
     )

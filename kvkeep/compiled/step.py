@@ -110,7 +110,7 @@ def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
     bias, cell_bias, slots = view.bias, cells.bias, len(cells)
     first, end = view.slot_range.start, view.slot_range.stop
     if not 0 <= first < end <= slots:
-        raise KernelMismatch(f"cells {first} to {end} were to be attended to, of {slots}")
+        raise KernelMismatch(f"cell range {first} to {end} is outside of the {slots} slots")
     slots_shape = (layers, kv_heads, slots)
     return c.CSharedView(
         stored_cells(cells.stored_keys, (*slots_shape, head_dim)),

@@ -121,11 +121,11 @@ class Admission:
     def _check_prompt(self, request: GenerationRequest, session_length: int) -> None:
         max_prompt = self._policy.limits.prompt_tokens
         if not request.prompt and not session_length:
-            raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
+            raise InvalidArgument("nothing to continue: feed a prompt first")
         if len(request.prompt) > max_prompt:
             raise InvalidArgument(
-                f"a prompt has at most {max_prompt:,} tokens here; found "
-                f"{len(request.prompt):,}: feed a session in parts"
+                f"a prompt can have at most {max_prompt:,} tokens; found {len(request.prompt):,}: "
+                "feed a session in parts"
             )
 
     def _samplings_in_progress(self) -> Iterator[Sampling]:
@@ -158,7 +158,7 @@ class Admission:
     def _release_session(self, generation: Generation) -> None:
         """Make the session of a generation idle, and log what was done."""
         for follower in self._followers.pop(generation, ()):
-            follower.fail(generation.error or Cancelled("the prompt was not prefilled to its end"))
+            follower.fail(generation.error or Cancelled("the prompt was not completely prefilled"))
         record, usage = generation.record, generation.usage
         self._add_to_totals(generation)
         if generation.generated:

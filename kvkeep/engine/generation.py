@@ -25,7 +25,7 @@ from kvkeep.session.streaming import TextStream
 # "waiting": until another generation has prefilled the prompt that they share.
 Phase = Literal["waiting", "prefill", "decode", "done"]
 
-CANCELLED = "the answer was cancelled"  # message of `Cancelled`
+CANCELLED = "the generation was cancelled"  # message of `Cancelled`
 _MIN_LOGPROB = -9999.0
 _generation_numbers = itertools.count(1)
 
@@ -52,7 +52,7 @@ class GenerationRequest:
         validation.optional_integer("logprobs", self.logprobs, 0)
         validation.integer("priority", self.priority)
         if not self.prompt and self.max_tokens == 0:
-            raise InvalidArgument("nothing is asked for: no prompt, and no tokens")
+            raise InvalidArgument("the request has neither a prompt nor tokens to generate")
 
 
 # A request, or a function that returns it, called with the session's record at admission.
@@ -82,7 +82,7 @@ class Usage:
     @property
     def written(self) -> int:
         """Deprecated: use `generated`."""
-        warnings.warn("Usage.written is now generated", DeprecationWarning, stacklevel=2)
+        warnings.warn("use Usage.generated, not Usage.written", DeprecationWarning, stacklevel=2)
         return self.generated
 
 

@@ -63,7 +63,7 @@ class SessionRecord:
     @property
     def live(self) -> Session:
         """The session, which must be in memory."""
-        assert self.session is not None, "loaded before it is used"
+        assert self.session is not None, "the session must be loaded first"
         return self.session
 
     @property
@@ -135,13 +135,13 @@ class SessionRecord:
 
     def require_idle(self) -> None:
         if self.busy:
-            raise Busy(f"session {self.name!r} is {self.activity}; wait for it, or cancel it")
+            raise Busy(f"session {self.name!r} is {self.activity}; wait, or cancel the request")
 
     def require_revision(self, expected: int | None) -> None:
         if expected is not None and expected != self.revision:
             raise WrongRevision(
-                f"session {self.name!r} is at revision {self.revision}, and the change was meant "
-                f"for {expected}: look at it again"
+                f"session {self.name!r} is at revision {self.revision}, not {expected}: fetch it "
+                "again before you change it"
             )
 
     def end_of_last_step(self, token_count: int) -> int:

@@ -57,7 +57,7 @@ class SessionRegistry:
             try:
                 notes = describe(file.path).get("notes", {})
             except StoreError as error:
-                self.losses.append(f"{file.path} is left where it is: {error}")
+                self.losses.append(f"{file.path} was not loaded and is left unchanged: {error}")
                 continue
             file.lock()  # before the marker is read: the engine that holds the lock writes it
             record = SessionRecord(name, owner, named=True, file=file, session=None)
@@ -66,13 +66,13 @@ class SessionRegistry:
             if unsaved_revision > record.revision:
                 record.lost_revision = unsaved_revision
                 self.losses.append(
-                    f"session {name!r} goes on from revision {record.revision}: what came "
-                    f"after it, up to {unsaved_revision}, was not saved"
+                    f"session {name!r} resumes at revision {record.revision}: later changes, up to "
+                    f"revision {unsaved_revision}, were not saved"
                 )
             file.clear_marker()
             self._records[owner, name] = record
         for name in remove_orphaned_markers(folder):
-            self.losses.append(f"session {name!r} was never saved, and is lost")
+            self.losses.append(f"session {name!r} was never saved and is lost")
 
     # By name
 
@@ -101,13 +101,13 @@ class SessionRegistry:
         if named:
             self.policy.require_session_slot(self.owned_by(owner))
         if not is_valid_owner(owner):
-            raise InvalidArgument(f"an owner is 1 to 64 of a-z and 0-9; found {owner!r}")
+            raise InvalidArgument(f"an owner must be 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or f"s-{secrets.token_hex(8)}"
         file = None
         if named and self._folder is not None:
             file = SessionFile(SessionFolder(self._folder / owner), name)
         if self.get(name, owner):
-            raise InvalidArgument(f"there is a session {name!r} already")
+            raise InvalidArgument(f"session {name!r} already exists")
         record = SessionRecord(name, owner, named, file, session)
         # With snapshots in a store and sessions in memory only, unsaved sessions may be lost.
         record.ephemeral = named and file is None and self._labelled_snapshots is not None
@@ -161,8 +161,8 @@ class SessionRegistry:
             victim = self.policy.choose_victim(self, requester=record)
             if victim is None:
                 raise NoRoom(
-                    f"{requested_bytes / 1e6:,.0f} MB are wanted, and of {limit / 1e6:,.0f} MB "
-                    f"{self.nbytes / 1e6:,.0f} are taken by sessions that are busy or pinned"
+                    f"the request needs {requested_bytes / 1e6:,.0f} MB; of {limit / 1e6:,.0f} MB, "
+                    f"{self.nbytes / 1e6:,.0f} MB are in use by sessions that are busy or resident"
                 )
             self.evict(victim)
         record.reserved_bytes = requested_bytes

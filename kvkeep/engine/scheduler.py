@@ -40,8 +40,8 @@ class SchedulingPolicy:
         if is_full or running_of_owner >= self.limits.running_per_owner:
             steps_left = (_steps_left(generation) for generation in running)
             raise NoRoom(
-                f"{len(running)} answers are being made, {running_of_owner} of them yours: "
-                "come back when one is done",
+                f"too many requests: {len(running)} generations are running, {running_of_owner} of "
+                "them yours; retry later",
                 max(1.0, min(steps_left, default=0) * step_seconds),
             )
 
@@ -49,14 +49,14 @@ class SchedulingPolicy:
         """Raise NoRoom if an owner, who has `records`, may not add a named session."""
         count = sum(record.named and not record.may_be_lost for record in records)
         if count >= self.limits.sessions_per_owner:
-            raise NoRoom(f"there are {count} sessions already: delete some", float("inf"))
+            raise NoRoom(f"the limit of {count} sessions is reached: delete some", float("inf"))
 
     def require_fits_memory(self, requested_bytes: int) -> None:
         """Raise NoRoom if the bytes would not fit even with every other session evicted."""
         if requested_bytes > self.limits.memory:
             raise NoRoom(
-                f"the session could take {requested_bytes / 1e6:,.0f} MB, and the engine has "
-                f"{self.limits.memory / 1e6:,.0f} MB for all: take a smaller max_kv_size, or fewer "
+                f"the session could take {requested_bytes / 1e6:,.0f} MB, and the engine's memory "
+                f"limit is {self.limits.memory / 1e6:,.0f} MB: use a smaller max_kv_size, or fewer "
                 "tokens",
                 retry_after=float("inf"),
             )

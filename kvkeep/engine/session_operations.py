@@ -51,7 +51,7 @@ class SessionOperations:
         if session is None:
             session = self._new_session(owner, **settings)
         elif any(record.session is session for record in self._registry):
-            raise InvalidArgument("the engine has that session already; give it a fork of it")
+            raise InvalidArgument("this session is already in the engine; add a fork of it instead")
         record = self._registry.add(session, owner, name)
         record.notes = notes or {}
         self._operation_log.add(record, "create")
@@ -202,7 +202,7 @@ class BorrowedSessions:
         session = self._registry.model.restore(snapshot)
         if previous := self._registry.get(name, owner):
             if not previous.borrowed:
-                raise InvalidArgument(f"this server has a session {name!r} of its own")
+                raise InvalidArgument(f"this server already has its own session {name!r}")
             self._registry.remove(previous)
         record = self._registry.add(session, owner, name)
         record.resume(snapshot.notes)
@@ -232,7 +232,7 @@ class BorrowedSessions:
     def revision(self, record: SessionRecord) -> int:
         """Raises Busy, StoreError if the session is no longer in the engine."""
         if record.removed:
-            raise StoreError(f"session {record.name!r} went while it was worked on: send it again")
+            raise StoreError(f"session {record.name!r} was removed during the request: retry it")
         record.require_idle()
         return record.revision
 

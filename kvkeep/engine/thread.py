@@ -37,7 +37,7 @@ class EngineThread:
         """Run a function in the thread. The future raises Cancelled if the thread is ending."""
         future: Future[T] = Future()
         if self.closing.is_set():
-            future.set_exception(Cancelled("the engine has ended"))
+            future.set_exception(Cancelled("the engine is shut down"))
         else:
             self._calls.put((partial(function, *args, **kwargs), future))
             if self._ended.is_set():  # it ended before it could see this call
@@ -73,7 +73,7 @@ class EngineThread:
             while True:
                 _, future = self._calls.get_nowait()
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(Cancelled("the engine has ended"))
+                    future.set_exception(Cancelled("the engine is shut down"))
 
     def _run_calls(self, wait: bool) -> None:
         """Run all waiting calls. wait: if there is none, wait for the first one."""

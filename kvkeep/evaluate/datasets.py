@@ -55,14 +55,14 @@ class PasskeyDataset:
         require_choice(self.key_type, KEY_TYPES)
         if self.junk < self._key_count:
             raise InvalidArgument(
-                f"task {self.task!r} hides {self._key_count} keys in places of their own; "
+                f"task {self.task!r} needs a separate position for each of {self._key_count} keys; "
                 f"found {self.junk} repetitions"
             )
         position = self.placement.position
         if position is not None and not 0 <= position < self.junk:
             raise InvalidArgument(
-                f"a key's position must be 0 to {self.junk - 1}, before one of {self.junk} "
-                f"repetitions; found {position}"
+                f"a key's position must be 0 to {self.junk - 1} (it is put before one of "
+                f"{self.junk} repetitions); found {position}"
             )
 
     def sample(self, sample_index: int) -> Sample:

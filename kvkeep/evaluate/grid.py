@@ -84,8 +84,8 @@ class Grid:
         for name in {**self.metadata, **metadata}:
             if self.metadata.get(name) != metadata.get(name):
                 raise InvalidArgument(
-                    f"these are of different grids: {name} is {self.metadata.get(name)!r} in one "
-                    f"and {metadata.get(name)!r} in the other"
+                    f"the results are from different grids: {name} is {self.metadata.get(name)!r} "
+                    f"in one and {metadata.get(name)!r} in the other"
                 )
 
     def merge(self, other: "Grid") -> None:
@@ -129,8 +129,8 @@ def measure_sample(
     context_tokens = len(ids) - sample.continuation_tokens
     if context_tokens < 1:
         raise InvalidArgument(
-            f"the last {sample.continuation_tokens} tokens of a text are foretold; found one of "
-            f"{len(ids)}: ask for more tokens"
+            f"the perplexity of the last {sample.continuation_tokens} tokens is measured, but the "
+            f"text has only {len(ids)} tokens: ask for more"
         )
     session.feed(ids[:context_tokens])
     for setting in settings:

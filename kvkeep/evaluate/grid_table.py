@@ -33,7 +33,7 @@ def page_with_grid(path: Path, grid: "Grid | None") -> bytes:
     """
     page = path.read_text(encoding="utf-8")
     if not has_section(page, BEGIN, END):
-        raise InvalidArgument(f"{path} has no lines {BEGIN} and {END} to write between")
+        raise InvalidArgument(f"{path} must have the lines {BEGIN} and {END}")
     if grid is not None:
         page = replace_section(page, BEGIN, END, grid_markdown(grid))
     return page.encode()

@@ -56,7 +56,7 @@ class Haystack:
         last_start = bisect_right(sentence_ends, sentence_ends[-1] - tokens)
         if tokens > sentence_ends[-1] or len(self.sentences) - last_start < min_sentences:
             raise InvalidArgument(
-                f"the text has {sentence_ends[-1]:,} tokens; found {tokens:,}: ask for fewer"
+                f"the text has {sentence_ends[-1]:,} tokens, fewer than {tokens:,}: use fewer"
             )
         for _ in range(MAX_DRAWS):
             start = rng.randrange(last_start + 1)
@@ -111,8 +111,8 @@ def _docstrings(module: str) -> Iterator[str]:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
         raise InvalidArgument(
-            f"docstrings are read from the sources of Python's library, and {path} is not there: "
-            "take the manual instead"
+            f"the docstrings come from the sources of Python's library, and {path} does not exist: "
+            "use the manual instead"
         ) from error
     documented_nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented_nodes)]

@@ -43,19 +43,18 @@ def perplexity_points(
     """
     if session.cache.time:
         raise InvalidArgument(
-            f"perplexity is measured in a new session; this one has read {session.cache.time} "
-            "tokens"
+            f"perplexity needs a new session; this one has evaluated {session.cache.time} tokens"
         )
     if not 1 <= first < len(ids):
         raise InvalidArgument(
             f"the first token to score must be 1 to {len(ids) - 1} in a text of {len(ids)} tokens "
-            f"(nothing foretells token 0); found {first}"
+            f"(token 0 has no prediction); found {first}"
         )
     room = session.room
     if room is not None and len(ids) > room:
         raise ContextFull(
-            f'policy "{session.policy}" holds at most {room} tokens and the text has {len(ids)}; '
-            'measure fewer of them, or take policy "sliding"'
+            f'policy "{session.policy}" holds at most {room} tokens, and the text has {len(ids)}: '
+            'score fewer tokens, or use policy "sliding"'
         )
     return _points(session, ids, first, one_by_one)
 

@@ -28,7 +28,7 @@ def require_ray() -> None:
         import ray.serve  # noqa: F401
     except ImportError as error:
         raise InvalidArgument(
-            f"a fleet needs more ({error.name} is missing): pip install 'kvkeep[fleet]'"
+            f"kvkeep fleet needs {error.name}: pip install 'kvkeep[fleet]'"
         ) from None
 
 
@@ -51,7 +51,7 @@ def running_fleet(
     _connect(autoscaling.max_servers * setup.threads, address)
     try:
         if serve.status().proxies:  # they would keep their configuration, and stop with this fleet
-            raise ServerError(f"the Ray cluster at {address} already serves: run `serve shutdown`")
+            raise ServerError(f"the Ray cluster at {address} is in use: run `serve shutdown`")
         try:
             _serve(_application(setup, autoscaling), host, port)
             yield
@@ -80,8 +80,8 @@ def _connect(total_threads: int, address: str | None) -> None:
         ray.init(address=address, **quiet_options)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ServerError(
-            f"cannot join the Ray cluster at {address} ({error}): Python, Ray, "
-            "RAY_AUTH_MODE and ~/.ray/auth_token must be the same there and here"
+            f"cannot join the Ray cluster at {address} ({error}): Python, Ray, RAY_AUTH_MODE and "
+            "~/.ray/auth_token must be the same on both machines"
         ) from error
 
 
@@ -93,7 +93,7 @@ def _require_listener(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        raise ServerError(f"no Ray cluster answers at {address} ({error})") from None
+        raise ServerError(f"no Ray cluster responds at {address} ({error})") from None
 
 
 def _serve(application: Any, host: str, port: int) -> None:
@@ -108,7 +108,7 @@ def _serve(application: Any, host: str, port: int) -> None:
         serve.run(application, name=APPLICATION_NAME, route_prefix="/")
     except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
         raise ServerError(
-            f"the fleet did not start ({error}); see the logs of its servers, below "
+            f"the fleet did not start ({error}); see the servers' logs in "
             "/tmp/ray/session_latest/logs/serve on their machines"
         ) from error
 

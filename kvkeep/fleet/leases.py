@@ -193,11 +193,11 @@ class SessionLeases:
         """Admit one request of this server at a time to a session. Raises Busy."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         if key in self._records_being_written and not patience:
-            raise Busy(f"session {key.name!r} is busy; wait for it, or cancel it")
+            raise Busy(f"session {key.name!r} is busy; wait, or cancel the request")
         try:
             await asyncio.wait_for(lock.acquire(), patience or _IDLE_TIMEOUT_SECONDS)
         except TimeoutError:
-            raise Busy(f"session {key.name!r} is still at work on another request") from None
+            raise Busy(f"session {key.name!r} is still busy with another request") from None
         try:
             yield
         finally:
@@ -208,7 +208,7 @@ class SessionLeases:
         if leased.record is None:
             leased.record = await self._call_engine(self._borrowed.adopt, *leased.key)
         if leased.record is None:
-            raise StoreError(f"session {leased.key.name!r} went while it was made: send it again")
+            raise StoreError(f"session {leased.key.name!r} was removed; retry the request")
         return leased.record
 
     async def _load_latest(self, key: SessionKey) -> SessionRecord:

@@ -85,7 +85,7 @@ class SessionMiddleware:
         session_key, leases = exchange.session_key, self._leases
         match exchange.target.operation:
             case "unknown":
-                raise ApiError(404, "there is nothing of that name", "not_found_error")
+                raise ApiError(404, "not found", "not_found_error")
             case "list":
                 await self._list(exchange)
             case "create":
@@ -184,7 +184,7 @@ class SessionMiddleware:
                 return
             entry = _stored_entry(path)
             if entry is None or entry["revision"] != revision:
-                message = f"session {name!r} is not at revision {revision}: look at it again"
+                message = f"session {name!r} is not at revision {revision}: fetch it again"
                 raise WrongRevision(message)
 
         await self._leases.remove(exchange.session_key, require_revision)
@@ -220,8 +220,8 @@ async def _repeat_response(leased: LeasedSession, exchange: Exchange) -> bool:
     if recorded.body is None:
         raise ApiError(
             409,
-            "the request with this key was carried out, but its response was too long to keep: "
-            "look at the session",
+            "the request with this key has completed, but its response was too long to store: "
+            "fetch the session",
             "conflict_error",
             "key_answered",
         )

@@ -72,8 +72,8 @@ def require_conditional_writes(objects: ObjectStore) -> None:
                 refusals += 1
         if refusals < 2 or objects.get(key) != (b"second", new_etag):
             raise StoreError(
-                f"{objects.url} ignores If-Match and If-None-Match, without which two servers "
-                "could write one session: use a store that honours them"
+                f"{objects.url} ignores If-Match and If-None-Match, so two servers could write the "
+                "same session: use a store that supports conditional writes"
             )
     finally:
         objects.delete(key)

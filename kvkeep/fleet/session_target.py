@@ -60,7 +60,7 @@ def session_target(method: str, path: str) -> SessionTarget:
 def require_new_name(name: object) -> str:
     """Return the name. Raises ApiError if a new session of the store cannot have it."""
     if not isinstance(name, str) or not is_name(name):
-        raise ApiError(400, f"name: {name!r:.120} is no name of a session", param="name")
+        raise ApiError(400, f"name: {name!r:.120} is not a valid session name", param="name")
     if _RESERVED_NAME.fullmatch(name):
         raise ApiError(400, f"name: {name!r} is reserved for slots and responses", param="name")
     return name

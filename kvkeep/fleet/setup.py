@@ -54,7 +54,7 @@ def read_secret(file: Path | None) -> bytes:
     content = file.read_bytes().strip()
     if len(content) < _MIN_SECRET_BYTES:
         raise InvalidArgument(
-            f"{file} holds {len(content)} bytes; a secret has {_MIN_SECRET_BYTES} or more, as "
-            "`openssl rand -hex 32` makes them"
+            f"{file} has {len(content)} bytes; a secret needs at least {_MIN_SECRET_BYTES}. Make "
+            "one with `openssl rand -hex 32`"
         )
     return blake3(content, derive_key_context="kvkeep fleet secret, first form").digest()

@@ -76,7 +76,7 @@ def checked_bits(policy: Policy | str, bits: Bits) -> Bits:
             raise InvalidArgument(f"{option} must be one of {known}; found {value!r}")
     if bits.kv and bits.far:
         raise InvalidArgument(
-            "kv_bits applies to all cells and far_bits to all but the window's: give one of them"
+            "kv_bits applies to all cells, far_bits to all but the window's: use only one of them"
         )
     if bits.far and name == Full.name:
         raise InvalidArgument(

@@ -83,8 +83,8 @@ class Archive(Policy):
         span = self.span or min(2 * self.max_kv_size, trained)
         if span > trained:
             raise InvalidArgument(
-                f"span must be up to {trained}, the positions that the model was trained for; "
-                f"found {span}"
+                f"span must be at most {trained}, the number of positions that the model was "
+                f"trained for; found {span}"
             )
         return replace(policy, span=span)
 
@@ -136,7 +136,7 @@ class Archive(Policy):
         evictable = sum(not segment.anchor for segment in archived)
         require_held(
             cells <= limit and not evictable,
-            f"{cells} archived cells of {limit}, in {evictable} segments that are not anchors",
+            f"{cells} of {limit} archived cells, and {evictable} archived segments without anchors",
         )
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
@@ -179,7 +179,7 @@ class Archive(Policy):
         check_budget(self.compression_method, self.head_budget)
         if self.compression_method.reconstruction_kind:
             raise InvalidArgument(
-                f'method "{self.method}" repeats the whole text, which an archive does not hold: '
+                f'method "{self.method}" repeats the whole text, which an archive does not have: '
                 'use "kvzap" with a calibration, or compress a "full" session'
             )
         if self.ratio < 1:
@@ -194,8 +194,8 @@ class Archive(Policy):
             pins = f" of which {pinned} are pinned" if pinned else ""
             raise InvalidArgument(
                 f"a budget of {self.max_kv_size} cells{pins} with a window of {self.window} and "
-                f"blocks of {self.block} takes a keep of 0 to {max(max_keep, 0)}; found "
-                f"{self.keep}: raise max_kv_size, or make the window smaller"
+                f"blocks of {self.block} allows keep from 0 to {max(max_keep, 0)}; found "
+                f"{self.keep}: raise max_kv_size, or lower window"
             )
         if self.reach < (min_reach := self.keep + self.window + 2 * self.block):
             raise InvalidArgument(
@@ -209,8 +209,8 @@ class Archive(Policy):
         policy = self.with_settings(**settings)
         if policy.keep != self.keep and NO_TOKEN in cache.serials()[: max(policy.keep, self.keep)]:
             raise InvalidArgument(
-                f"keep was {self.keep} when the first tokens were archived, and stays so; pin "
-                "tokens of the window instead"
+                f"keep was {self.keep} when the first tokens were archived, and cannot change now; "
+                "pin tokens of the window instead"
             )
         policy.check(cells_to_pin(cache, policy.keep, pins))
         policy._set_anchors(cache, pins)

@@ -61,8 +61,8 @@ class Policy(ABC):
         """
         if self.max_kv_size > (limit := self.longest(trained)):
             raise InvalidArgument(
-                f"max_kv_size must be 1 to {limit}, what policy {self.name!r} can do with a model "
-                f"trained for {trained} positions; found {self.max_kv_size}"
+                f"max_kv_size must be 1 to {limit} for policy {self.name!r} and a model trained "
+                f"for {trained} positions; found {self.max_kv_size}"
             )
         return self
 
@@ -85,7 +85,7 @@ class Policy(ABC):
         for key in settings:
             if key not in self.settings():
                 raise InvalidArgument(
-                    f'{key} has no meaning for policy "{self.name}"; its settings are '
+                    f'policy "{self.name}" has no setting {key}; its settings are '
                     f"{', '.join(self.settings())}"
                 )
         return replace(self, **settings)
@@ -100,7 +100,7 @@ class Policy(ABC):
 
         Raises InvalidArgument if the policy does not use one.
         """
-        raise InvalidArgument(f'policy "{self.name}" has no use for a calibration')
+        raise InvalidArgument(f'policy "{self.name}" does not use a calibration')
 
     def require_statistics(self) -> None:
         """Raise InvalidArgument if a needed calibration is missing."""
@@ -118,10 +118,10 @@ class Policy(ABC):
             bounded = segment.anchor or segment.wrapped
             require_held(
                 not bounded or segment.limit <= self.max_kv_size,
-                f"room for {segment.limit} cells, of {self.max_kv_size}",
+                f"a limit of {segment.limit} cells, of {self.max_kv_size}",
             )
             same_group = segment.map.group == self.group_of(segment)
-            require_held(same_group, "cells grouped in another way")
+            require_held(same_group, "cells in groups of another size")
             require_held(self.compresses or not segment.compressed, "compressed cells")
         limit, count = self.window_limit(cache), window_cells(cache)
         require_held(count <= limit, f"{count} cells in a window of {limit}")

@@ -94,7 +94,7 @@ class SelfExtend(Policy):
     def check_held(self, cache: KVCache) -> None:
         super().check_held(cache)
         anchors = [segment.anchor for segment in cache.segments]
-        require_held(anchors == sorted(anchors, reverse=True), "far cells after near ones")
+        require_held(anchors == sorted(anchors, reverse=True), "far cells after window cells")
 
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells

@@ -30,7 +30,7 @@ _StopSequence = Annotated[str, Field(max_length=1000)]
 
 
 class CountTokensRequest(RequestBody):
-    """The part of a request that makes the prompt."""
+    """The fields of a request that form the prompt."""
 
     model: str = ""
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
@@ -101,7 +101,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
-    """Count the tokens of a prompt, those of the chat template included."""
+    """Count the tokens of a prompt, including those of the chat template."""
     return {"input_tokens": len(await body.encode_prompt(context, body.validate_tools()))}
 
 

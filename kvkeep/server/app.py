@@ -106,7 +106,7 @@ async def health() -> dict[str, str]:
 @_router.get("/v1/models")
 @_router.get("/models", include_in_schema=False)
 async def models(context: ContextDep) -> dict[str, Any]:
-    """List the one model that is served."""
+    """List the model of this server."""
     service, spec = context.service, context.service.model.spec
     meta = {
         "vocab_size": spec.vocab_size,
@@ -121,10 +121,10 @@ async def models(context: ContextDep) -> dict[str, Any]:
 
 @_router.get("/v1/models/{name:path}")
 async def model(name: str, context: ContextDep) -> dict[str, Any]:
-    """Return the model of that name."""
+    """Return the model with that name."""
     entry: dict[str, Any] = (await models(context))["data"][0]
     if entry["id"] != name:
-        message = f"there is no model {name!r}; there is {entry['id']!r}"
+        message = f"there is no model {name!r}; this server has {entry['id']!r}"
         raise ApiError(404, message, "not_found_error")
     return entry
 
@@ -148,7 +148,7 @@ class _EngineCollector(Collector):
         responses = counter("kvkeep_requests", "HTTP requests by status.", labels=["status"])
         for status, count in sorted(self._status_counts.items()):
             responses.add_metric([str(status)], count)
-        generations = counter("kvkeep_answers", "Generations by how they ended.", labels=["ended"])
+        generations = counter("kvkeep_answers", "Finished generations by status.", labels=["ended"])
         for reason, count in sorted(totals.ended.items()):
             generations.add_metric([reason], count)
         yield from (responses, generations)
@@ -160,11 +160,11 @@ class _EngineCollector(Collector):
         yield counter("kvkeep_reading_seconds", "Prefill time.", totals.prefill_seconds)
         yield counter("kvkeep_writing_seconds", "Decode time.", totals.decode_seconds)
         yield gauge("kvkeep_answers_working", "Generations in progress.", totals.running)
-        sessions = gauge("kvkeep_sessions", "Sessions by place.", labels=["place"])
+        sessions = gauge("kvkeep_sessions", "Sessions by location.", labels=["place"])
         sessions.add_metric(["memory"], totals.in_memory)
         sessions.add_metric(["disk"], totals.on_disk)
         yield sessions
-        yield gauge("kvkeep_cell_bytes", "Bytes of cells, held or reserved.", totals.nbytes)
+        yield gauge("kvkeep_cell_bytes", "Bytes of cells, used or reserved.", totals.nbytes)
         yield gauge("kvkeep_cell_bytes_limit", "Limit on bytes of cells.", totals.memory_limit)
         yield counter("llamacpp:prompt_tokens", "Prefilled prompt tokens.", totals.prefilled)
         yield counter("llamacpp:tokens_predicted", "Sampled tokens.", totals.generated)

@@ -83,7 +83,7 @@ def api_error_for(error: BaseException) -> ApiError:
             return ApiError(409, message, "conflict_error", "locked")
         case errors.KvkeepError():
             return ApiError(500, message, "server_error")
-    return ApiError(500, "something failed inside the server; its log says what", "server_error")
+    return ApiError(500, "internal server error; see the server's log", "server_error")
 
 
 def _malformed_request_error(detail: dict[str, Any]) -> ApiError:
@@ -101,7 +101,7 @@ class ErrorFields(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error in OpenAI's form. `/v1/messages` reports errors in Anthropic's form instead."""
+    """An error in OpenAI's format; `/v1/messages` uses Anthropic's format instead."""
 
     error: ErrorFields
 
@@ -109,16 +109,16 @@ class ErrorBody(BaseModel):
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "model": ErrorBody}
     for status, description in (
-        (400, "The request is malformed or cannot be carried out."),
+        (400, "The request is malformed or cannot be processed."),
         (401, "The API key is missing or unknown."),
         (403, "The origin of the page is not allowed."),
-        (404, "Nothing has that name."),
+        (404, "There is nothing with that name."),
         (405, "The method is not allowed."),
         (409, "The session is busy."),
         (412, "The session is at another revision."),
         (413, "The body is too large."),
         (421, "The Host header is not allowed."),
-        (429, "The server is out of room; Retry-After says when to try again."),
+        (429, "The server is at its limit; Retry-After says when to try again."),
         (500, "The server failed."),
         (503, "The server is shutting down."),
     )

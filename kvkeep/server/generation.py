@@ -17,7 +17,7 @@ from kvkeep.session.sampling import Sampling
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with plain text and the roles of templates. Raises InvalidArgument."""
     if not messages:
-        raise InvalidArgument("messages: there must be one at least")
+        raise InvalidArgument("messages: needs at least one message")
     result = []
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
@@ -62,8 +62,8 @@ async def prompt_ids(
             return codec.encode(codec.chat(template_messages, tools=template_tools))
         if from_assistant == [True, True]:
             raise InvalidArgument(
-                "the assistant's last message is to be continued, but the one before it is the "
-                "assistant's too: join them"
+                "the last message is the assistant's and is to be continued, but the one before it "
+                "is the assistant's too: join them"
             )
         return codec.chat_to_continue(template_messages, template_tools)
 

@@ -33,7 +33,7 @@ class Grammar:
         eos_ids = tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
         tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), eos_ids)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
-            raise InvalidArgument(f"the schema or grammar cannot be used: {problem[:500]}")
+            raise InvalidArgument(f"the schema or grammar is not supported: {problem[:500]}")
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._bitmask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
         self._substitute_eos_id = None if eos_ids else int(tokenizer.eos_token)
@@ -45,25 +45,25 @@ class Grammar:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"the schema is not JSON: {error}") from error
         if len(schema_json) > _MAX_CHARACTERS:
-            raise InvalidArgument(f"a schema has at most {_MAX_CHARACTERS:,} characters")
+            raise InvalidArgument(f"a schema can have at most {_MAX_CHARACTERS:,} characters")
         try:
             # Without flexible white space, which small models would write endlessly.
             grammar = LLMatcher.grammar_from_json_schema(
                 schema_json, defaults={"whitespace_flexible": False}
             )
         except Exception as error:  # the library raises its own types
-            raise InvalidArgument(f"the schema cannot be used: {str(error)[:500]}") from error
+            raise InvalidArgument(f"the schema is not supported: {str(error)[:500]}") from error
         return cls(model, grammar)
 
     @classmethod
     def from_gbnf(cls, model: Model, gbnf: str) -> "Grammar":
         """Compile a GBNF grammar, llama.cpp's form. Raises InvalidArgument for an invalid one."""
         if len(gbnf) > _MAX_CHARACTERS:
-            raise InvalidArgument(f"a grammar has at most {_MAX_CHARACTERS:,} characters")
+            raise InvalidArgument(f"a grammar can have at most {_MAX_CHARACTERS:,} characters")
         try:
             grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(gbnf))
         except Exception as error:  # the library raises its own types
-            raise InvalidArgument(f"the grammar cannot be used: {str(error)[:500]}") from error
+            raise InvalidArgument(f"the grammar is not supported: {str(error)[:500]}") from error
         return cls(model, grammar)
 
     def masked(self, logits: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ class Grammar:
             allowed[self._substitute_eos_id : self._substitute_eos_id + 1] = False
             if not allowed.any():
                 raise InvalidArgument(
-                    "the schema or grammar allows no text, and the model has no token to end one: "
-                    "leave the schema or grammar out, or give one with a text"
+                    "the schema or grammar allows only the empty text, and the model has no end "
+                    "token: leave the schema or grammar out, or use one that allows text"
                 )
         return logits.masked_fill(~torch.from_numpy(allowed), -torch.inf)
 

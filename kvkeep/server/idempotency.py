@@ -108,11 +108,11 @@ def _idempotency_key(scope: Scope) -> str | None:
 
 
 def bad_key_error() -> ApiError:
-    return ApiError(400, f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} characters")
+    return ApiError(400, f"an Idempotency-Key must have 1 to {MAX_KEY_LENGTH} characters")
 
 
 def key_reused_error() -> ApiError:
-    message = "this Idempotency-Key was used with another request"
+    message = "this Idempotency-Key was already used with another request"
     return ApiError(400, message, code="key_reused")
 
 

@@ -46,9 +46,9 @@ class ApiKeys:
         lines = [line.strip() for line in read_text_file(file).splitlines()]
         keys = tuple(line for line in lines if line and not line.startswith("#"))
         if not keys:
-            raise InvalidArgument(f"{file} holds no key: write one in each line")
+            raise InvalidArgument(f"{file} has no keys: write one key per line")
         if any(len(key) < _MIN_KEY_LENGTH for key in keys):
-            raise InvalidArgument(f"{file}: a key has {_MIN_KEY_LENGTH} characters or more")
+            raise InvalidArgument(f"{file}: a key must have {_MIN_KEY_LENGTH} characters or more")
         return cls(keys, secret if isinstance(secret, bytes) else _read_or_create_secret(secret))
 
 
@@ -63,5 +63,5 @@ def _read_or_create_secret(folder: Path) -> bytes:
     except OSError as error:
         raise StoreError(f"{file} cannot be used: {error.strerror or error}") from error
     if len(secret) != 32:
-        raise StoreError(f"{file} is no secret of kvkeep's: remove it")
+        raise StoreError(f"{file} is not a secret written by kvkeep: remove it")
     return secret

@@ -70,7 +70,7 @@ def serve_on(
         lifespan="off",
     )
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    web_ui = "with chat and edits" if options["allow_edit"] else "read only; see --allow-edit"
+    web_ui = "editing allowed" if options["allow_edit"] else "read-only; see --allow-edit"
     urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui})\n"
     banner = "" if options["quiet"] else f"kvkeep serves {name} on {url}\n{urls}"
 

@@ -83,5 +83,5 @@ def _bias_pairs(biases: Mapping[str, float] | Sequence[Any]) -> tuple[tuple[int,
     if not isinstance(biases, Mapping):
         return tuple((token, _FORBIDDING_BIAS if bias is False else bias) for token, bias in biases)
     if any(not (token.isascii() and token.isdigit()) for token in biases):
-        raise InvalidArgument("logit_bias: each name is a token id, written in digits")
+        raise InvalidArgument("logit_bias: each key must be a token id, in digits")
     return tuple((int(token), bias) for token, bias in biases.items())

@@ -103,7 +103,7 @@ def _check_content_length(content_length: str) -> None:
 
 
 def _too_large_error() -> ApiError:
-    return ApiError(413, f"a request has at most {MAX_BODY_BYTES:,} bytes", code="too_large")
+    return ApiError(413, f"a request can have at most {MAX_BODY_BYTES:,} bytes", code="too_large")
 
 
 def _without_port(host: str) -> str:

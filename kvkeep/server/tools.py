@@ -110,13 +110,13 @@ class Tools:
 def validate_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
     """Validate OpenAI's `tools` and `tool_choice`. Raises InvalidArgument."""
     if len(entries) > _MAX_TOOLS:
-        raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(entries)}")
+        raise InvalidArgument(f"at most {_MAX_TOOLS} tools are supported; found {len(entries)}")
     for index, tool in enumerate(entries):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidArgument(
-                f"tools[{index}] must be a function, its name of letters, digits, '_', '.' and '-'"
+                f"tools[{index}] must be a function named with letters, digits, '_', '.' and '-'"
             )
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
@@ -125,7 +125,7 @@ def validate_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
     if tools.choice == "none" or (not entries and tools.choice == "auto"):
         return Tools()
     if tools.choice not in ("auto", "required", *tools.names) or not entries:
-        raise InvalidArgument(f"tool_choice: there is no such tool; there are {tools.names}")
+        raise InvalidArgument(f"tool_choice: unknown tool; the tools are {tools.names}")
     return tools
 
 

@@ -91,11 +91,9 @@ class CompressionPlan:
         """Raise InvalidArgument if the plan is impossible for any memory."""
         check_budget(self.method, self.effective_budget)
         if not self.ratio > 1:
-            raise InvalidArgument(f"compressing takes a ratio above 1; found {self.ratio:g}")
+            raise InvalidArgument(f"ratio must be above 1; found {self.ratio:g}")
         if self.recent is not None and self.recent < 1:
-            raise InvalidArgument(
-                f"compressing leaves 1 or more recent cells as they are; found {self.recent}"
-            )
+            raise InvalidArgument(f"recent must be 1 or more; found {self.recent}")
         self.method.require_statistics(self.statistics)
 
 
@@ -116,8 +114,8 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     memory.require_no_recurrent_states("compressed")
     if memory.policy.name != "full":
         raise InvalidArgument(
-            f'policy "{memory.policy.name}" cannot be compressed at once: policy="archive" '
-            'compresses as it goes, policy="full" when it is asked to'
+            f'policy "{memory.policy.name}" does not support compress(): policy="archive" '
+            'compresses continuously, policy="full" on request'
         )
     cache, cells_before, bytes_before = memory.cache, memory.cache.cells, memory.cache.nbytes
     budget, runs, results = _plan_repeats(memory, plan) or _plan_by_method(memory, plan)
@@ -212,9 +210,9 @@ def _split_into_runs(
     remaining_cells = math.ceil(cells / plan.ratio) - unchanged_cells
     if remaining_cells < len(runs):
         raise InvalidArgument(
-            f"{cells} cells cannot become {plan.ratio:g} times fewer with the first {SINK_CELLS}, "
-            f"the newest {recent} and {len(pins)} pinned ones kept as they are: take a smaller "
-            "ratio, or keep fewer"
+            f"{cells} cells cannot become {plan.ratio:g} times fewer: the first {SINK_CELLS}, the "
+            f"newest {recent} and {len(pins)} pinned ones stay uncompressed. Lower the ratio, or "
+            "keep fewer"
         )
     return runs, remaining_cells
 
@@ -300,7 +298,7 @@ def newest_queries(memory: Memory) -> Queries | None:
     """Return queries of the last tokens, evaluated again in a fork. Raises InvalidArgument."""
     count = min(MAX_QUERIES, memory.rewindable - 1)
     if count < 1:
-        raise InvalidArgument("a method that decides by queries needs recent tokens that are held")
+        raise InvalidArgument("this method needs recent tokens with cells, and there are none")
     tokens, fork = memory.tokens[-count:], memory.fork()
     rewind(fork, count)
     fork.cache.observe()

@@ -166,7 +166,7 @@ class Conversation:
     def undo(self) -> int:
         """Rewind the last turn; return its token count. Raises InvalidArgument if it cannot."""
         if not self.last_turn:
-            raise InvalidArgument("there is no turn to take back")
+            raise InvalidArgument("there is no turn to remove")
         count = len(self.session.tokens) - self.session.span_ranges[f"turn {self.last_turn}"][0]
         self.session.rewind(count)
         return count

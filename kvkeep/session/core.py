@@ -107,8 +107,8 @@ class SessionCore:
             return self.model.text.encode(prompt, validation.flag("special", special))
         if isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt[:1]):
             raise InvalidArgument(
-                "a prompt is text or token ids; found messages: say() of model.chat() takes one "
-                "message at a time, and model.text.chat(messages) makes text of all"
+                "a prompt is text or token ids; found messages. model.chat().say() takes one "
+                "message at a time; model.text.chat(messages) renders them all as text"
             )
         return validation.token_ids("tokens", prompt, self.model.spec.vocab_size)
 
@@ -128,7 +128,7 @@ class SessionCore:
         """
         if isinstance(start, str):
             if end is not None:
-                raise InvalidArgument(f"a span's name takes no end; found {start!r} to {end}")
+                raise InvalidArgument(f"a span name takes no end; found {start!r} to {end}")
             spans = self.state.spans
             if start not in spans:
                 known = ", ".join(spans) or "none"

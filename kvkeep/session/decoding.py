@@ -22,7 +22,7 @@ _MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole pro
 def next_token(core: SessionCore, sampling: Sampling) -> int:
     logits = core.memory.logits()
     if logits is None:
-        raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
+        raise InvalidArgument("nothing to continue: feed a prompt first")
     core.memory.require_room(1)
     return decode_step([core], [logits], [sampling])[0]
 

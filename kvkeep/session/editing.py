@@ -107,14 +107,14 @@ class SessionEdits:
         max_count = len(memory.tokens) - keep - len(ids) - 1
         if not 1 <= count <= max_count or keep < 0:
             raise InvalidArgument(
-                f"make_room takes 1 to {max_count} tokens here, with the first {keep} kept and a "
-                f"bridge of {len(ids)}; found {count}"
+                f"make_room takes 1 to {max_count} tokens, with {keep} kept tokens and a bridge of "
+                f"{len(ids)}; found {count}"
             )
         end = keep + count + len(ids)
         if memory.pins & set(memory.serials[keep:end]):
             raise InvalidArgument(
-                f"make_room would remove tokens {keep} to {end}, and some of them are pinned: "
-                "unpin them, or keep more"
+                f"make_room would remove tokens {keep} to {end}, some of which are pinned: unpin "
+                "them, or increase keep"
             )
         return _edit(core, keep, end, ids, "none")
 
@@ -146,8 +146,8 @@ def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
     core.memory.require_no_recurrent_states("edited")
     if any(segment.compressed for segment in core.memory.cache.segments):
         raise InvalidArgument(
-            f"tokens {start} to {end} are not remembered, but may live on in compressed "
-            "cells, which they share with others: compressed tokens cannot be removed"
+            f"tokens {start} to {end} are not in the cache, but compressed cells may still contain "
+            "them: compressed tokens cannot be removed"
         )
     with session_transaction([core]) as (state,):
         state.memory.replace_tokens(start, end, ())
@@ -185,7 +185,7 @@ def prepare_edit(
             f"found {start} to {end}"
         )
     if start == end and not ids:
-        raise InvalidArgument(f"nothing to do: no token between {start} and {end}, none to put in")
+        raise InvalidArgument(f"nothing to edit: no tokens in {start} to {end}, and none to insert")
     if end == total or recompute == "suffix":
         edited_memory = _evaluate_suffix(memory, start, end, ids, prefill_step)
         tokens_evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)

@@ -21,11 +21,11 @@ from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 
 _NO_PREFIX_FORMAT = (
-    "some layers of this model {}: its prompts are evaluated from the beginning; save a session "
-    "and restore it instead"
+    "some layers of this model {}, so a prefix cache cannot be used: save a session and restore it "
+    "instead"
 )
-_LOCAL_ERROR = _NO_PREFIX_FORMAT.format("see the newest tokens alone, and keep no others")
-_RECURRENT_ERROR = _NO_PREFIX_FORMAT.format("keep states of all tokens so far")
+_LOCAL_ERROR = _NO_PREFIX_FORMAT.format("keep only the newest tokens")
+_RECURRENT_ERROR = _NO_PREFIX_FORMAT.format("keep states of all tokens")
 _TRIM_AFTER_SECONDS = 0.25  # after so many, returning freed memory to the system costs nothing
 
 

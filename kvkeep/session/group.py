@@ -34,9 +34,8 @@ class SessionGroup:
             model = session.core.model
             if model is not self.model:
                 raise InvalidArgument(
-                    f"session {index} is of another model than session 0: {model.name!r} "
-                    f"and {self.model.name!r}, loaded apart; "
-                    "a group is of sessions of one loaded model"
+                    f"session {index} and session 0 belong to different loaded models: "
+                    f"{model.name!r} and {self.model.name!r}. Use sessions of one loaded model"
                 )
 
     def __repr__(self) -> str:
@@ -84,8 +83,7 @@ class SessionGroup:
         for index, core in enumerate(cores):
             if (last_logits := core.memory.logits()) is None:
                 raise InvalidArgument(
-                    f"session {index} has nothing to continue: feed it a prompt before asking for "
-                    "tokens"
+                    f"session {index} has nothing to continue: feed a prompt first"
                 )
             core.memory.require_room(1)
             logits.append(last_logits)

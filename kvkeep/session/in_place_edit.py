@@ -147,8 +147,8 @@ def _locate_edit(memory: Memory, start: int, end: int) -> tuple[int, int]:
     elif start and (previous := cells.get(memory.serials[start - 1])):
         return previous[0] + 1, previous[1] + 1
     raise InvalidArgument(
-        f"tokens {start} to {end} are not all remembered: edit what is held, or begin anew "
-        "with the edited text"
+        f"tokens {start} to {end} are not all in the cache: edit tokens that are, or start a new "
+        "session with the edited text"
     )
 
 
@@ -169,9 +169,9 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
     evictable_later = excess_cells if memory.is_bounded and scope.permanent else 0
     if excess_cells > evictable + evictable_later:
         raise ContextFull(
-            f"{len(scope.ids)} tokens do not fit in the place of {scope.num_removed}: "
-            f"{cache.cells} of {policy.max_kv_size} cells are held, and {evictable} of them can "
-            "make room for what is inserted there"
+            f"{len(scope.ids)} tokens do not fit in place of {scope.num_removed}: {cache.cells} of "
+            f"{policy.max_kv_size} cells are in use, and only {evictable} can be evicted for this "
+            "edit"
         )
     return 0 if archives else min(evictable, excess_cells)
 

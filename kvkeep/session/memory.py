@@ -101,9 +101,9 @@ class Memory:
         if available is not None and count > available:
             raise ContextFull(
                 f'policy "{self.policy.name}" holds at most {self.policy.max_kv_size} tokens: '
-                f"{self.cache.cells} are held, seen from up to {self.cache.reach} positions away, "
-                f"and {count} more do not fit; "
-                'policy="sliding" generates indefinitely in a fixed budget'
+                f"{self.cache.cells} are in the cache, up to {self.cache.reach} positions back, "
+                f'and {count} more do not fit; policy="sliding" generates indefinitely in a fixed '
+                "budget"
             )
 
     @property
@@ -115,9 +115,9 @@ class Memory:
         """Raise InvalidArgument if layers keep states. operation: a participle, as "edited"."""
         if self.cache.recurrent_states:
             raise InvalidArgument(
-                f"this memory cannot be {operation}: some layers of the model keep states of all "
-                "tokens so far in place of cells, and no token can be removed from these; fork or "
-                "save the session before tokens that may have to be removed"
+                f"this session cannot be {operation}: some layers of the model keep states of all "
+                "tokens instead of cells, so no token can be removed; fork or save the session "
+                "before tokens that you may want to remove"
             )
 
     def require_rewind(self, count: int) -> None:
@@ -129,8 +129,8 @@ class Memory:
         maximum = total if rewindable == total else rewindable - 1
         if not 0 <= count <= maximum:
             raise InvalidArgument(
-                f"rewind takes 0 to {maximum} tokens here, or all {total}; found {count}: the last "
-                f"{rewindable} are held without a gap, and one of them must remain to go on from"
+                f"rewind takes 0 to {maximum} tokens, or all {total}; found {count}: only the last "
+                f"{rewindable} are in the cache without a gap, and one must remain"
             )
 
     @property
@@ -233,8 +233,8 @@ class Memory:
         total = len(self.tokens)
         if self.rewindable != total or not _holds_local_window(self.cache, total, count):
             raise InvalidArgument(
-                f"the last {count} tokens cannot be taken back without a trace: what was there "
-                "before them is not all held any more, or layers keep states of it"
+                f"the last {count} tokens cannot be removed: earlier cells were evicted, or layers "
+                "keep states"
             )
         self.remove_newest(validation.integer("count", count, 0, total))
 
@@ -261,8 +261,8 @@ class Memory:
         rewindable, total = self.rewindable, len(self.tokens)
         if not self.holds_all or not _holds_local_window(self.cache, total, total - count):
             raise InvalidArgument(
-                f"the first {count} tokens are not all held: of {total} only the last {rewindable} "
-                "are, without a gap, or local layers have gone past them"
+                f"the first {count} tokens are not all in the cache: only the last {rewindable} of "
+                f"{total} are, without a gap, or local layers have evicted them"
             )
         memory = copy.copy(self)
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
@@ -288,11 +288,11 @@ class Memory:
         """
         serials = set(self.serials[start:end])
         if not serials:
-            raise InvalidArgument(f"there is no token between {start} and {end} to pin")
+            raise InvalidArgument(f"there are no tokens between {start} and {end} to pin")
         if not serials <= set(self.cache.serials()):
-            raise InvalidArgument(f"tokens {start} to {end} are not all remembered")
+            raise InvalidArgument(f"tokens {start} to {end} are not all in the cache")
         if serials & self.pins:
-            raise InvalidArgument(f"some of tokens {start} to {end} are pinned already")
+            raise InvalidArgument(f"some of tokens {start} to {end} are already pinned")
         self.policy = self.policy.changed(self.cache, self.pins | serials)
         self.pins |= serials
 
@@ -301,7 +301,7 @@ class Memory:
         """Return pinned tokens to the window, as its oldest. Raises InvalidArgument without any."""
         serials = self.pins & set(self.serials[start:end])
         if not serials:
-            raise InvalidArgument(f"no token from {start} to {end} is pinned")
+            raise InvalidArgument(f"none of tokens {start} to {end} is pinned")
         self.policy = self.policy.changed(self.cache, self.pins - serials)
         self.pins -= serials
 

@@ -65,9 +65,8 @@ def reconstruction_scores(
     if tokens is None:
         serials = memory.cache.serials()
         raise InvalidArgument(
-            "what is compressed by repeating it must hold a text as it was read: expected cells "
-            f"of one token each, found {serials.count(NO_TOKEN)} compressed ones of {len(serials)}:"
-            " read the text anew"
+            "methods that repeat the text need a text with uncompressed cells; found "
+            f"{serials.count(NO_TOKEN)} compressed of {len(serials)}: evaluate it in a new session"
         )
     ids = tokens[:max_cells]
     while scored_count < len(ids):

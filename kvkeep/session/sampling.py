@@ -104,14 +104,14 @@ class Sampling:
 
 def require_own_constraints(samplings: Sequence[Sampling], in_use: Iterable[Sampling] = ()) -> None:
     """Raise InvalidArgument if two samplings, or one and a used one, share a constraint."""
-    owners = {id(s.constraint): "one in use" for s in in_use if s.constraint is not None}
+    owners = {id(s.constraint): "an object in use" for s in in_use if s.constraint is not None}
     for index, sampling in enumerate(samplings):
         if sampling.constraint is None:
             continue
         if owner := owners.get(id(sampling.constraint)):
             raise InvalidArgument(
-                f"sampling {index} has the same constraint object as {owner}: a constraint follows "
-                "the tokens of one session; make one for each, in a Sampling of its own"
+                f"sampling {index} shares its constraint object with {owner}: a constraint follows "
+                "one session's tokens; create one for each Sampling"
             )
         owners[id(sampling.constraint)] = f"sampling {index}"
 

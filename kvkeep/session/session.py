@@ -261,7 +261,7 @@ class Session(SessionEdits):
         """
         core, name = self.core, validation.text("name", name)
         if name in core.state.spans and not core.is_forgotten(core.state.spans[name]):
-            raise InvalidArgument(f"there is a span {name!r} already")
+            raise InvalidArgument(f"span {name!r} already exists")
         try:
             first = len(self.tokens)
             core.set_span(name, (first, first))
@@ -333,7 +333,7 @@ class Session(SessionEdits):
         core, total = self.core, len(self.tokens)
         at = validation.optional_integer("at", at)
         if at is not None and not 0 <= at <= total:
-            raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
+            raise InvalidArgument(f"fork must be at 0 to {total} tokens; found {at}")
         fork = self._with_state(core.state.fork())
         if at is not None:
             fork.rewind(total - at)
@@ -422,7 +422,7 @@ class Session(SessionEdits):
     def discard(self, discard: int) -> None:
         if "discard" not in self.settings:
             raise InvalidArgument(
-                f'policy "{self.policy}" has no discard to set; policy="shift" has'
+                f'policy "{self.policy}" has no setting discard; policy="shift" has'
             )
         with session_transaction([self.core]) as (state,):
             state.memory.change_policy(discard=validation.integer("discard", discard))

@@ -59,8 +59,8 @@ def restore_state(
         if calibration is None or calibration.digest != needed_digest:
             found_digest = calibration.digest[:12] if calibration else "none"
             raise InvalidArgument(
-                f"the snapshot's session compresses by the calibration {needed_digest[:12]}; "
-                f"found {found_digest}: pass the one that the session was created with"
+                f"the snapshot needs the calibration {needed_digest[:12]}; found {found_digest}: "
+                "pass the one that the session was created with"
             )
         calibration.require(model)
         policy = policy.calibrated(calibration.statistics, calibration.digest)
@@ -68,7 +68,7 @@ def restore_state(
         settings = snapshot.settings
         check_settings(settings, len(snapshot.tokens))
         needs_states = model.spec.recurrent and len(snapshot.tokens) > 0
-        require(bool(snapshot.recurrent) == needs_states, "states of layers missing, or of none")
+        require(bool(snapshot.recurrent) == needs_states, "recurrent states missing or unexpected")
         spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
         memory = Memory.from_state(model.decoder, policy, snapshot.bits, snapshot.memory)
         sampler = Sampler.from_state(snapshot.sampler)
@@ -82,6 +82,6 @@ def _errors_as_invalid_snapshot(model: LoadedModel) -> Iterator[None]:
         yield
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise InvalidSnapshot(
-            f"no session of {model.name} could have been so: {error}. Restore a snapshot as it "
-            "was taken, or evaluate the text again"
+            f"the snapshot is not valid for {model.name}: {error}. Restore an unmodified snapshot, "
+            "or evaluate the text again"
         ) from error

@@ -83,7 +83,7 @@ def test_a_saved_session_keeps_its_compression_settings(invoke, tiny, home: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "archive", "--ratio", 1], "expected more than 1, found 1"),
+        (["--policy", "archive", "--ratio", 1], "expected a number above 1, found 1"),
         (["--policy", "archive", "--ratio", "nan"], "expected 1 or more, found nan"),
         (["--policy", "archive", "--method", "best"], "'best' is not one of 'fitted'"),
         (["--policy", "archive", "--window", 48], "raise max_kv_size"),

@@ -153,7 +153,7 @@ def test_a_missing_device_is_a_one_line_error(invoke, tiny, device) -> None:
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("has devices of its own")
     result = invoke("generate", "-p", "x", *tiny, "--device", device)
-    _refused(result, f"device '{device}'", "has cpu here")
+    _refused(result, f"device '{device}'", "has cpu")
     assert len(result.stderr) < 120
 
 

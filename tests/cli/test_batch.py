@@ -84,7 +84,7 @@ def test_a_stopped_batch_resumes(
     broken = invoke("batch", source, "-o", out, *options)
     assert broken.exit_code == 130
     assert "2 of 6 answers" in broken.stderr
-    assert "goes on from here" in broken.stderr
+    assert "run the same command to continue" in broken.stderr
     monkeypatch.undo()
     again = invoke("batch", source, "-o", out, *options, "--report", tmp_path / "r.json")
     assert again.exit_code == 0
@@ -114,7 +114,7 @@ def test_interrupting_a_batch_with_a_failed_request_exits_as_interrupted(
     interrupted = invoke("batch", source, "-o", tmp_path / "out", *options)
     assert interrupted.exit_code == 130
     assert "1 failed" in interrupted.stderr
-    assert "the same command goes on from here" in interrupted.stderr
+    assert "run the same command to continue" in interrupted.stderr
     assert json.loads(report.read_text())["finish_reason"] == "interrupt"
 
 
@@ -176,15 +176,15 @@ def test_failed_requests_are_reported_and_retried(
     [
         ("{", "not JSON"),
         ("[1]", "object"),
-        ('{"prompt": "x", "messages": []}', "messages, or a prompt"),
-        ("{}", "messages, or a prompt"),
-        ('{"prompt": 5}', "a prompt is text"),
+        ('{"prompt": "x", "messages": []}', "needs messages or a prompt"),
+        ("{}", "needs messages or a prompt"),
+        ('{"prompt": 5}', "the prompt must be text"),
         ('{"prompt": "x", "n": 2}', "n is not supported in a batch"),
         ('{"prompt": "x", "tools": [{}]}', "tools is not supported"),
         ('{"prompt": "x", "max_tokens": 0}', "max_tokens"),
-        ('{"prompt": "x", "stop": 5}', "stop is text"),
+        ('{"prompt": "x", "stop": 5}', "stop must be text"),
         ('{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', "url"),
-        ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "has the name"),
+        ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "has the same id"),
     ],
 )
 def test_invalid_requests_are_refused_before_the_model_loads(
@@ -255,7 +255,7 @@ def test_memory_too_small_for_any_request_is_refused_at_the_start(
     refused = invoke(*asked, "5KB")
     assert refused.exit_code == 2
     assert results(out) == []
-    enough = refused.stderr.rpartition("give --memory-bytes ")[2].split()[0]
+    enough = refused.stderr.rpartition("use --memory-bytes ")[2].split()[0]
     assert invoke(*asked, enough, "--at-once", 1).exit_code == 0
 
 
@@ -267,4 +267,4 @@ def test_a_quantised_batch_warns_that_it_has_no_prefix_cache(
     options = ("--prefix-cache", "--kv-bits", "8", "-n", 2)
     done = invoke("batch", source, "-o", out, *tiny, *options)
     assert done.exit_code == 0
-    assert "going on without the prefix cache" in done.stderr
+    assert "continuing without the prefix cache" in done.stderr

@@ -28,14 +28,14 @@ def test_a_saved_session_keeps_its_bits(invoke, tiny, tmp_path: Path) -> None:
     other = invoke(*again, "--kv-bits", "8")
     assert other.exit_code == 2
     assert "--kv-bits is 8, but" in other.stderr
-    assert "in 4 bits, but for the window's" in invoke("sessions", "show", file).stdout
+    assert "in 4 bits, except in the window" in invoke("sessions", "show", file).stdout
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--kv-bits", "5"), "'5' is not one of '8', '8/4', '4'"),
-        (("--kv-bits", "8", "--far-bits", "4"), "give one of them"),
+        (("--kv-bits", "8", "--far-bits", "4"), "use only one of them"),
         (("--policy", "full", "--far-bits", "4"), "use kv_bits"),
     ],
 )

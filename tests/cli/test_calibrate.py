@@ -60,7 +60,7 @@ def test_the_library_can_read_the_file(invoke, tiny, tiny_folder, tmp_path: Path
         ("no-such-folder/a", "x", "cannot be written"),
         ("/dev/null", "x", "device or a pipe"),
         (".", "x", "is a folder"),
-        ("text", "x", "exists and is no calibration"),
+        ("text", "x", "exists and is not a calibration"),
     ],
 )
 def test_cheap_checks_run_before_the_model_loads(
@@ -134,8 +134,10 @@ def test_a_session_continues_with_its_original_calibration(
 
 def test_a_superfluous_calibration_is_refused(invoke, tiny, file: Path, home: Path) -> None:
     asked = ("generate", "-p", "One two", "-n", 0, "--calibration", file)
-    _refused(invoke(*asked, *tiny), 'policy "sliding" has no use for a calibration')
-    _refused(invoke(*asked, "--policy", "full", "-m", "no-such-model"), 'policy "full" has no use')
+    _refused(invoke(*asked, *tiny), 'policy "sliding" does not use a calibration')
+    _refused(
+        invoke(*asked, "--policy", "full", "-m", "no-such-model"), 'policy "full" does not use'
+    )
     invoke("generate", "-p", "One two", "-n", 0, "--session", "s", *tiny)
     _refused(invoke(*asked, "--session", "s"), "created without a calibration")
 

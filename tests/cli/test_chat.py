@@ -156,7 +156,7 @@ def test_undoing_an_evicted_turn_changes_nothing(model: Model) -> None:
     conversation = Conversation(session, model.text, (), None)
     say(conversation, "One?", "word " * 50)
     tokens = session.tokens
-    with pytest.raises(InvalidArgument, match="held"):
+    with pytest.raises(InvalidArgument, match="in the cache"):
         conversation.undo()
     assert session.tokens == tokens
     assert conversation.turns == [1]
@@ -186,12 +186,12 @@ def test_commands_work_from_a_pipe(invoke, tiny) -> None:
     said = result.stderr
     for command in ("/help", "/keep N", "/undo", "/memory", "/quit"):
         assert f"\n  {command}" in f"\n{said}"
-    assert "there is no turn to take back" in said
+    assert "there is no turn to remove" in said
     assert "there is no command /dance" in said
     assert re.search(r"# kept +4 tokens", said)
-    assert "the first 9 tokens are never forgotten" in said
-    assert "/keep takes a number of tokens; found ''" in said
-    assert "back; 0 turns before this" in said
+    assert "the first 9 tokens are never evicted" in said
+    assert "/keep needs a number of tokens; found ''" in said
+    assert "; 0 turns left" in said
     assert "generated 5 at" in said
 
 

@@ -109,6 +109,6 @@ def test_pull_calibrates_once(invoke, tiny_folder: Path, home: Path) -> None:
     assert str(file) in first.stderr
     made = file.stat().st_mtime_ns
     again = invoke("pull", tiny_folder, "--calibrate")
-    assert "made before" in again.stderr
+    assert "existing calibration" in again.stderr
     assert file.stat().st_mtime_ns == made
     assert invoke("pull", tiny_folder, "-q").stderr == ""

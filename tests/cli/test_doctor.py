@@ -87,20 +87,20 @@ def test_the_best_instruction_set_and_the_machine_are_reported(
 def test_a_requested_instruction_set_is_used(examine: Examine, smollm2_folder, name: str) -> None:
     found = examine(KVKEEP_ISA=name)
     better = list(SETS)[: list(SETS).index(name)]
-    why = f"were left out by KVKEEP_ISA={name}"
+    why = f"are excluded by KVKEEP_ISA={name}"
     assert found["kernels"] == {
         "name": name,
         "against": dict.fromkeys(better, why),
         "environment": {"KVKEEP_ISA": name},
     }
-    assert found["model"]["decode"].startswith(f"compiled kernels of {name}")
+    assert found["model"]["decode"].startswith(f"compiled kernels for {name}")
 
 
 @pytest.mark.parametrize(("switch", "value"), [("KVKEEP_ISA", "torch"), ("KVKEEP_COMPILED", "0")])
 def test_disabled_kernels_are_reported(
     examine: Examine, smollm2_folder, switch: str, value: str
 ) -> None:
-    found, why = examine(**{switch: value}), f"were switched off by {switch}={value}"
+    found, why = examine(**{switch: value}), f"are disabled by {switch}={value}"
     assert found["kernels"] == {
         "name": "torch",
         "against": dict.fromkeys(SETS, why),
@@ -135,13 +135,13 @@ def test_kernels_that_fail_to_load_are_reported(
 
 def test_a_float32_model_is_reported(examine: Examine, smollm2_folder) -> None:
     model = examine("--dtype", "float32")["model"]
-    assert model["decode"] == "torch: the compiled kernels are for bfloat16, not for float32"
+    assert model["decode"] == "torch: the compiled kernels support bfloat16, not float32"
     assert model["bytes_per_token"] == 4 * 134_515_008 - 4 * 61 * 576  # all but the norms
 
 
 def test_unsupported_heads_are_reported(examine: Examine, tmp_path: Path) -> None:
     found = examine(write_small_folder(tmp_path / "small"))
-    assert "are for heads of 32, 64, 96, 128, 256, 512, not of 16" in found["model"]["decode"]
+    assert "support head_dim 32, 64, 96, 128, 256, 512, not 16" in found["model"]["decode"]
 
 
 def test_environment_variables_for_threads_are_reported(examine: Examine, smollm2_folder) -> None:
@@ -162,8 +162,8 @@ def test_the_text_output(smollm2_folder, tmp_path: Path) -> None:
     done = run(*asked)
     assert done.returncode == 0
     assert done.stderr == ""  # float32 was asked for
-    assert re.search(r"^model +\S+: written by torch: the .* not for float32$", done.stdout, re.M)
-    assert re.search(r"^ +[\d.]+ MB are read .*: at most [\d,]+ tokens/s at ", done.stdout, re.M)
+    assert re.search(r"^model +\S+: decode by torch: the .* not float32$", done.stdout, re.M)
+    assert re.search(r"^ +[\d.]+ MB read per token: at most [\d,]+ tokens/s at ", done.stdout, re.M)
     assert re.search(r"^ +measured: [\d,]+ tokens/s$", done.stdout, re.M)
     if not torch.cuda.is_available():
         assert re.search(r"^CUDA +(none: this torch|no GPU found)", done.stdout, re.M)
@@ -175,7 +175,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     assert "KVKEEP_ISA must be one of" in done.stderr
 
 
-SLOW = "slower than it could be: the compiled kernels are for heads of"
+SLOW = "slower than this machine allows: the compiled kernels support head_dim"
 
 
 def test_commands_print_a_slow_path_unless_quiet(
@@ -185,7 +185,7 @@ def test_commands_print_a_slow_path_unless_quiet(
     said = run(*asked).stderr.splitlines()
     told = [line for line in said if SLOW in line]
     assert len(told) == 1
-    assert told[0].startswith("kvkeep: the model is computed by torch, ")
+    assert told[0].startswith("kvkeep: the model runs on torch, ")
     assert "`kvkeep doctor`" in told[0]
     assert "Warning" not in "".join(said)
     assert run(*asked, "--quiet").stderr == ""
@@ -221,5 +221,5 @@ def test_a_model_names_its_executors(smollm2_folder, tiny_folder: Path) -> None:
     assert usual.name == selected_set().name
     assert list(usual.against.values()) == list(selected_set().rejected.values())
     assert asked.name == "torch"
-    assert asked.against == {"the compiled kernels": "are for bfloat16, not for float32"}
+    assert asked.against == {"the compiled kernels": "support bfloat16, not float32"}
     assert small_spec().head_dim == 16

@@ -61,13 +61,13 @@ def _refused(result, *said: str) -> None:
 
 def test_a_session_that_is_not_bit_exact_here_is_reported_in_one_line(invoke, tiny) -> None:
     first = ["generate", *tiny, *QUIET, "--session", "one", "-n", "3", "--max-kv-size", "24"]
-    assert "to the bit" not in invoke(*first, "-p", TEXT).stderr
+    assert "bit-exactly" not in invoke(*first, "-p", TEXT).stderr
     again = ["generate", *QUIET, "--session", "one", "-n", "3", "-p", " So"]
-    assert "to the bit" not in invoke(*again).stderr
+    assert "bit-exactly" not in invoke(*again).stderr
     torch.set_num_threads(2)
-    said = [line for line in invoke(*again).stderr.splitlines() if "to the bit" in line]
+    said = [line for line in invoke(*again).stderr.splitlines() if "bit-exactly" in line]
     assert len(said) == 1
-    assert "threads: 1 there, 2 here" in said[0]
+    assert "threads: 1 saved, 2 here" in said[0]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, ["--temperature", "1.5", "--seed", "7"]])
@@ -141,7 +141,7 @@ def test_a_session_file_never_causes_a_download_or_conversion(
         *(["generate", "--restore-prompt", file], ["generate", "--session", "t"]),
         *(["chat", "--session", "t"], ["chat", "-c"], ["sessions", "fork", "t", "u", "--at", 9]),
     ):
-        _refused(invoke(*command), repr(name), *([] if "~" in name else ["name it with --model"]))
+        _refused(invoke(*command), repr(name), *([] if "~" in name else ["pass it with --model"]))
     assert repr(name) in invoke("sessions", "show", "t").stderr
     assert not (home / "models").exists()
     named = ["-m", tiny[1]]
@@ -176,7 +176,7 @@ def test_keep_can_be_changed_and_the_rest_cannot(invoke, tiny, home) -> None:
     _refused(invoke(*asked, "--keep", 24), "found 24")
     _refused(invoke(*asked, "--max-kv-size", 32), "--max-kv-size is 32", "saved with 24")
     _refused(invoke(*asked, "--policy", "full"), "--policy is full", "saved with sliding")
-    _refused(invoke(*asked, "--dtype", "bfloat16"), "float32 there, bfloat16 here")
+    _refused(invoke(*asked, "--dtype", "bfloat16"), "float32 saved, bfloat16 loaded")
     assert _saved(home, "s").tokens.tolist() == before
 
 
@@ -184,8 +184,8 @@ def test_keep_can_be_changed_and_the_rest_cannot(invoke, tiny, home) -> None:
     ("arguments", "said"),
     [
         (["--session", "../s"], "name must be"),
-        (["--session", "s", "--cache-prompt", "x"], "leave --cache-prompt"),
-        (["--session", "s", "--restore-prompt", "x"], "leave --cache-prompt"),
+        (["--session", "s", "--cache-prompt", "x"], "leave out --cache-prompt"),
+        (["--session", "s", "--restore-prompt", "x"], "leave out --cache-prompt"),
         (["--codec", "zstd"], "--cache-prompt"),
         (["--cache-prompt", "/no/such/folder/x"], "cannot be written"),
         (["--cache-prompt", "/dev/null"], "device"),
@@ -246,7 +246,7 @@ def test_a_session_in_use_is_refused(start, invoke, tiny, home) -> None:
     _wait_for((home / "sessions" / ".s.lock").exists)
     for command in (["generate", "-p", "x"], ["chat"]):
         result = invoke(*command, "--session", "s", "-m", "no-such-model")
-        _refused(result, "another process is using session 's'")
+        _refused(result, "session 's' is in use by another process")
     _, said = process.communicate(b"", timeout=PATIENCE)
     assert process.returncode == 0, said
     assert not (home / "sessions" / "s.kvkeep").exists(), "nothing was said, nothing is kept"
@@ -345,7 +345,7 @@ def test_codecs_trade_size_for_exactness(invoke, tiny, tmp_path: Path) -> None:
 def test_a_file_that_is_not_a_snapshot_is_not_overwritten(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT)
-    _refused(invoke("generate", "-f", file, "--cache-prompt", file, *tiny), "is no snapshot")
+    _refused(invoke("generate", "-f", file, "--cache-prompt", file, *tiny), "is not a snapshot")
     assert file.read_text() == TEXT
 
 
@@ -409,7 +409,7 @@ def test_a_turn_can_be_undone_after_a_restart(invoke, tiny, home) -> None:
     invoke(*asked, *SYSTEM, "--session", "s", *tiny, input="One?\n")
     tokens = _saved(home, "s").tokens.tolist()
     invoke(*asked, "-c", input="Two?\n")
-    assert "1 turn before this" in invoke(*asked, "-c", input="/undo\n").stderr
+    assert "1 turn left" in invoke(*asked, "-c", input="/undo\n").stderr
     assert _saved(home, "s").tokens.tolist()[: len(tokens)] == tokens
     invoke(*asked, "-c", input="/undo\n")
     invoke(*asked, "-c", input="One?\n")
@@ -417,15 +417,15 @@ def test_a_turn_can_be_undone_after_a_restart(invoke, tiny, home) -> None:
 
 
 def test_the_latest_chat_is_continued_and_no_other_session(invoke, tiny, home) -> None:
-    _refused(invoke("chat", "-c", input="Hi\n"), "there is no chat to continue")
+    _refused(invoke("chat", "-c", input="Hi\n"), "no chat to continue")
     for name in ("a", "b", "a"):
         invoke(*CHAT, "--session", name, *tiny, input="Hi\n")
     invoke("generate", "--session", "text", "-p", TEXT, "-n", 1, *tiny)
     turns = turns_in(_saved(home, "a").settings["spans"])
     invoke(*CHAT, "-c", *tiny, input="Hi\n")
     assert turns_in(_saved(home, "a").settings["spans"]) == [*turns, turns[-1] + 1]
-    _refused(invoke("chat", "-c", "--session", "a"), "leave it or --session out")
-    _refused(invoke("chat", "-c", *SYSTEM, input="Hi\n"), "--system comes first")
+    _refused(invoke("chat", "-c", "--session", "a"), "use either it or --session")
+    _refused(invoke("chat", "-c", *SYSTEM, input="Hi\n"), "--system must match")
 
 
 def test_each_turn_is_saved_when_it_is_answered(start, invoke, tiny, home) -> None:
@@ -481,7 +481,7 @@ def test_a_closed_terminal_loses_nothing(start, tiny, home, in_an_answer: bool) 
     else:
         read_until(PROMPT)
         os.write(ours, b"/pin last.question\n")
-        read_until(b"never forgotten")
+        read_until(b"is pinned")
     os.close(ours)
     # Which comes first, a read error, end of file or SIGHUP, depends on the system.
     assert process.wait(timeout=PATIENCE) in (129, 0, 2)
@@ -498,7 +498,7 @@ def test_the_effects_of_chat_commands_are_saved(invoke, tiny, home) -> None:
     assert turns_in(spans) == [1, 2]
     assert len(saved.memory.pins) == spans["turn 1"][1] - spans["turn 1"][0]
     said = invoke(*CHAT, "-c", input="/unpin 1\n/forget 2\n/memory\n").stderr
-    assert "turn 1 may be forgotten" in said
+    assert "turn 1 is unpinned" in said
     assert turns_in(_saved(home, "s").settings["spans"]) == [1]
     assert not _saved(home, "s").memory.pins
 
@@ -614,4 +614,4 @@ def test_a_failing_prefix_cache_is_one_warning_and_costs_no_answer(
     unwritable = invoke(*asked, "--prefix-cache")
     for result in (unusable, unwritable):
         assert (result.exit_code, result.stdout) == (0, plain.stdout)
-        assert result.stderr.count("going on without the prefix cache") == 1
+        assert result.stderr.count("continuing without the prefix cache") == 1

@@ -14,11 +14,11 @@ from kvkeep.storage.objects import ObjectStore, open_object_store
     ("options", "said"),
     [
         ([], "Missing option '--store'"),
-        (["--store", "folder"], "is a URL"),
-        (["--store", "memory://here"], "of one process"),
+        (["--store", "folder"], "must be a URL"),
+        (["--store", "memory://here"], "for one process"),
         (["--store", "ftp://there"], "s3://bucket/prefix"),
-        (["--store", "file:///tmp/x", "--replicas", "none"], "the least and the most"),
-        (["--store", "file:///tmp/x", "--replicas", "3-1"], "the least and the most"),
+        (["--store", "file:///tmp/x", "--replicas", "none"], "or a range"),
+        (["--store", "file:///tmp/x", "--replicas", "3-1"], "or a range"),
         (["--store", "file:///tmp/x", "--host", "0.0.0.0"], "--api-key-file"),
     ],
 )

@@ -31,7 +31,7 @@ def test_prompts_are_listed_with_their_size_and_removed(
 ) -> None:
     """Of two prompts with a common prefix, the prefix counts once."""
     text = topic_text()
-    assert "no prompts" in invoke("prefixes", "list").stderr
+    assert "the prefix cache is empty" in invoke("prefixes", "list").stderr
     for rest in ("", text[4000:9000]):
         asked = ("-p", text[:2000] + rest, "-n", 1, "--prefix-cache", *tiny)
         assert invoke("generate", *asked).exit_code == 0
@@ -93,7 +93,7 @@ def test_a_model_is_removed_with_its_derived_files(
         (own_home / place / "int4.safetensors").write_bytes(b"p" * 500)
     refused = invoke("models", "rm", "one", "none")
     assert refused.exit_code == 2
-    assert "there is no model 'none' here; there is: owner/far, one, one-2" in refused.stderr
+    assert "on this machine; there is: owner/far, one, one-2" in refused.stderr
     assert len(pulled_models()) == 3
     disk = {row["kind"]: row["bytes"] for row in listed(invoke, "disk")}
     assert disk["packed"] == 1000
@@ -103,7 +103,7 @@ def test_a_model_is_removed_with_its_derived_files(
     assert [path.name for path in (own_home / "packed").iterdir()] == ["one-2-" + "0" * 16]
     assert list((own_home / "unpacked").iterdir()) == []
     removed = invoke("models", "rm", "owner/far", "one-2")
-    assert f"removed owner/far, 0.0 MB; {hub} stays\n" in removed.stdout
+    assert f"removed owner/far, 0.0 MB; {hub} remains\n" in removed.stdout
     assert (hub / "model.safetensors").exists(), "the hub's cache is not ours"
     assert find_model("far") is None
     assert list((own_home / "models").iterdir()) == []

@@ -56,7 +56,7 @@ def test_show_agrees_with_the_loaded_model(invoke, smollm2: Model) -> None:
     if isinstance(executor, CompiledExecutor):
         assert facts["bytes_per_token"] == sum(executor.matrix_bytes().values())
         assert facts["formats"] == {"Q4_1": 210, "Q8_0": 1}
-        assert facts["decode"].startswith(f"compiled kernels of {selected_set().name}")
+        assert facts["decode"].startswith(f"compiled kernels for {selected_set().name}")
         assert facts["attention"] == "compiled kernels"
     else:
         assert facts["decode"].startswith("torch: the compiled kernels")
@@ -64,7 +64,7 @@ def test_show_agrees_with_the_loaded_model(invoke, smollm2: Model) -> None:
 
 def test_show_names_the_executors_and_the_reason(invoke, tiny_folder: Path) -> None:
     shown = invoke("models", "show", tiny_folder, "--dtype", "float32").stdout
-    assert "by torch: the compiled kernels are for bfloat16, not for float32" in shown
+    assert "by torch: the compiled kernels support bfloat16, not float32" in shown
     assert "attention by torch" in shown
     cells = facts_of(invoke, tiny_folder, "--dtype", "float32")["thousand_cells"]
     assert list(cells) == ["32 bits", "8 bits", "8/4 bits", "4 bits"]
@@ -74,7 +74,7 @@ def test_unsupported_packed_weights_are_refused(invoke, tiny_folder: Path) -> No
     asked = ("models", "show", tiny_folder, "--dtype", "float32", "--weights", "int4")
     refused = invoke(*asked)
     assert refused.exit_code == 2
-    assert 'weights="int4" is read by compiled kernels, which are for bfloat16' in refused.stderr
+    assert 'weights="int4" needs compiled kernels, which support bfloat16' in refused.stderr
 
 
 def test_show_does_not_fetch_a_model(
@@ -83,7 +83,7 @@ def test_show_does_not_fetch_a_model(
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
     refused = invoke("models", "show", "smollm2-135m-instruct")
     assert refused.exit_code == 2
-    assert "`kvkeep pull smollm2-135m-instruct` does that" in refused.stderr
+    assert "fetch it with `kvkeep pull smollm2-135m-instruct`" in refused.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -97,4 +97,4 @@ def test_a_converted_model_is_exported(
     assert (to / "model.safetensors").exists()
     refused = invoke("models", "export", file, to)
     assert refused.exit_code == 2
-    assert f"{to} is there already" in refused.stderr
+    assert f"{to} already exists" in refused.stderr

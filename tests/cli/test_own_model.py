@@ -120,7 +120,7 @@ def test_name_whose_file_is_gone_says_so(invoke: Invoke, file: Path) -> None:
     file.unlink()
     refused = invoke("generate", "-m", "mine", "-p", "x")
     assert refused.exit_code == 2
-    assert f"mine is the name of {file}, which is gone" in refused.stderr
+    assert f"mine points to {file}, which does not exist" in refused.stderr
     assert "(gone)" in invoke("models", "list").stdout
     assert invoke("models", "rm", "mine").exit_code == 0
     assert named_models() == {}
@@ -129,7 +129,7 @@ def test_name_whose_file_is_gone_says_so(invoke: Invoke, file: Path) -> None:
 def test_rm_of_an_added_name_leaves_its_file_and_conversion(invoke: Invoke, file: Path) -> None:
     invoke("models", "add", "mine", file)
     kvkeep.load_model("mine")
-    assert invoke("models", "rm", "mine").stdout == f"removed the name mine; {file} stays\n"
+    assert invoke("models", "rm", "mine").stdout == f"removed the name mine; {file} remains\n"
     assert file.exists()
     assert len(pulled_models()) == 1
     assert invoke("models", "rm", "file.gguf").stdout.startswith(f"removed {file}, ")
@@ -140,7 +140,7 @@ def test_rm_of_an_added_name_leaves_its_file_and_conversion(invoke: Invoke, file
 def test_invalid_names_are_refused(invoke: Invoke, file: Path, name: str) -> None:
     refused = invoke("models", "add", "--", name, file)
     assert refused.exit_code == 2
-    assert "cannot be a name" in refused.stderr
+    assert "is not a valid model name" in refused.stderr
 
 
 def test_name_that_is_taken_is_refused(invoke: Invoke, file: Path, tiny_folder: Path) -> None:

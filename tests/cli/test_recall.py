@@ -118,7 +118,7 @@ def test_an_interrupt_keeps_finished_measurements(invoke, tiny, tmp_path: Path, 
         (["--depths", "0,101"], "expected 0 to 100, found 101"),
         (["--depths", "start"], "expected a number, found 'start'"),
         (["--ratio", 0.5], "expected 1 or more, found 0.5"),
-        (["--ratio", 1], "expected more than 1, found 1"),
+        (["--ratio", 1], "expected a number above 1, found 1"),
         (["--group", 1], "expected 2 or more, found 1"),
         (["--ratio", "nan"], "found nan"),
         (["--ratio", "inf"], "found inf"),
@@ -160,7 +160,7 @@ def test_an_unknown_task_is_refused_before_the_model_loads(invoke, arguments, sa
     ("arguments", "said"),
     [
         (["passkey", "--junk", 500], "8192"),
-        (["needle", "--tokens", 200_000], "ask for fewer"),
+        (["needle", "--tokens", 200_000], "use fewer"),
     ],
 )
 def test_text_longer_than_the_memory_is_refused(invoke, tiny, arguments, said) -> None:

@@ -118,7 +118,7 @@ def test_after_a_kill_the_server_reports_what_was_lost(tiny_folder: Path, tmp_pa
         assert entry["revision"] == (0 if entry["lost_revision"] else 1)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE)
-        assert ("'a' goes on from revision 0" in errors) is (entry["lost_revision"] == 1)
+        assert ("'a' resumes at revision 0" in errors) is (entry["lost_revision"] == 1)
 
 
 def test_other_hosts_need_api_keys(tiny_folder: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_memory_too_small_for_a_full_session_is_refused_at_the_start(
     """The error names a sufficient memory and the longest session that fits; both work."""
     model = ["--model", str(tiny_folder), "--store", str(tmp_path)]
     said = refused(*model, "--memory", "100KB")
-    found = re.search(r"give --memory (\S+) or more, or --max-kv-size (\d+) or less", said)
+    found = re.search(r"use --memory (\S+) or more, or --max-kv-size (\d+) or less", said)
     assert found, said
     enough, longest = found.groups()
     with serving(tiny_folder, tmp_path / "a", "--memory", enough) as (_, url):

@@ -74,7 +74,7 @@ def test_without_sessions_the_list_is_empty(invoke, home) -> None:
 
 def test_show_marks_what_is_forgotten(invoke, file) -> None:
     shown = invoke("sessions", "show", "s").stdout
-    assert "tokens   33, of which 24 are remembered" in shown
+    assert "tokens   33, 24 of them in the cache" in shown
     assert "\n\nOne two three[... 9 forgotten tokens ...]." in shown
     everything = invoke("sessions", "show", file, "--forgotten").stdout
     forgotten = " four five six seven eight nine ten big small"
@@ -86,7 +86,7 @@ def test_show_marks_what_is_compressed(invoke, tiny) -> None:
     asked = ("generate", "--session", "c", "-p", "One two three. " * 12, "-n", 0)
     assert invoke(*asked, *archive, *tiny).exit_code == 0
     shown = invoke("sessions", "show", "c").stdout
-    assert "tokens   49, of which 20 are remembered, the others compressed to 3 cells" in shown
+    assert "tokens   49, 20 of them in the cache, the others compressed to 3 cells" in shown
     assert "\n\nOne two three.[... 29 compressed tokens ...]" in shown
 
 
@@ -150,7 +150,7 @@ def test_a_fork_of_a_chat_keeps_its_turns(invoke, tiny, home) -> None:
     forked = Snapshot.load(home / "sessions" / "t.kvkeep")
     assert forked.notes["chat"] == saved.notes["chat"]
     assert turns_in(forked.settings["spans"]) == [1]
-    assert "0 turns before this" in invoke("chat", "-c", input="/undo\n").stderr
+    assert "0 turns left" in invoke("chat", "-c", input="/undo\n").stderr
 
 
 def test_export_and_import_round_trip(invoke, file, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_gc_removes_what_killed_writers_left(invoke, file, home) -> None:
         (["show", "nope"], "there is no session 'nope'; expected one of: s"),
         (["verify", "nope"], "there is no session 'nope'"),
         (["verify", "./nope"], "there is no file ./nope"),
-        (["fork", "s", "s"], "a session 's' already"),
+        (["fork", "s", "s"], "session 's' already exists"),
         (["fork", "nope", "t"], "there is no session 'nope'"),
         (["fork", "s", "a/b"], "name must be"),
         (["fork", "s", "t", "--at", 34], "--at must be 0 to 33"),
@@ -222,7 +222,7 @@ def test_import_refuses_damaged_files(invoke, file, tmp_path: Path, force) -> No
     shutil.copy(file, copy)
     refused = invoke("sessions", "import", copy, "s")
     assert refused.exit_code == 2
-    assert "a session 's' already" in refused.stderr
+    assert "session 's' already exists" in refused.stderr
     _damage(copy)
     before = file.read_bytes()
     assert invoke("sessions", "import", copy, "s", *force).exit_code == 2

@@ -83,11 +83,11 @@ def _pinned(branches: Branches) -> str:
     ],
 )
 def test_pinned_passages_are_never_evicted(branches: Branches, do: Do, what, pinned) -> None:
-    assert "is never forgotten" in do(f"/pin {what}")
+    assert "is pinned" in do(f"/pin {what}")
     assert _pinned(branches) == pinned
     branches.current.session.feed("and so on " * 200)
     assert _pinned(branches) == pinned
-    assert "may be forgotten" in do(f"/unpin {what}")
+    assert "is unpinned" in do(f"/unpin {what}")
     assert _pinned(branches) == ""
 
 
@@ -95,10 +95,10 @@ def test_pinned_passages_can_be_edited_and_forgotten(branches: Branches, do: Do)
     """The template's tokens around a question are evicted as usual."""
     do("/pin 1.question")
     branches.current.session.feed("and so on " * 200)
-    assert "is changed" in do("/edit 1.question Which rose is white?")
+    assert "is replaced" in do("/edit 1.question Which rose is white?")
     assert _pinned(branches) == "Which rose is white?"
     branches.current.session.feed("and so on " * 20)
-    assert "is forgotten" in do("/forget 1.question")
+    assert "is removed" in do("/forget 1.question")
     assert _pinned(branches) == ""
 
 
@@ -150,7 +150,7 @@ def test_an_edited_system_prompt_outlives_the_turns(model: Model, branches: Bran
 def test_forgetting_removes_a_whole_turn(
     model: Model, branches: Branches, do: Do, number: int
 ) -> None:
-    assert f"turn {number} is forgotten" in do(f"/forget {number}")
+    assert f"turn {number} is removed" in do(f"/forget {number}")
     left = [turn for n, turn in enumerate(TURNS, 1) if n != number]
     assert branches.current.turns == [n for n in (1, 2, 3) if n != number]
     assert branches.current.session.text().removesuffix("\n") == _rendered(model, left)
@@ -178,16 +178,16 @@ def test_forgetting_quoted_words_removes_nothing_else(branches: Branches, do: Do
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("/pin", "what is missing; there is: system, 1, 2, 3, last"),
-        ("/pin 7", "there is no 7 here; there is: system, 1, 2, 3, last"),
-        ("/forget rose", "there is no rose here"),
-        ('/pin "tulip"', '"tulip" in it'),
-        ("/unpin 2", "no token from"),
-        ("/edit 2", "what to change and its new text"),
-        ("/edit", "what to change and its new text"),
-        ("/switch b", "no branch 'b'; there are: main"),
+        ("/pin", "name a passage; available: system, 1, 2, 3, last"),
+        ("/pin 7", "there is no 7; available: system, 1, 2, 3, last"),
+        ("/forget rose", "there is no rose"),
+        ('/pin "tulip"', 'contains "tulip"'),
+        ("/unpin 2", "none of tokens"),
+        ("/edit 2", "a passage and its new text"),
+        ("/edit", "a passage and its new text"),
+        ("/switch b", "no branch 'b'; the branches are main"),
         ("/branch two words", "one word"),
-        ("/branch main", "there is a branch main already"),
+        ("/branch main", "branch main already exists"),
         ("/keep 500", "room for a window"),
         ("/edit 1 " + "long " * 400, "do not fit"),
     ],
@@ -206,7 +206,7 @@ def test_a_refused_command_changes_nothing(branches: Branches, do: Do, line, why
 def test_an_evicted_turn_cannot_be_edited_or_pinned(model: Model) -> None:
     branches = _begun(model, budget=32)
     for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
-        with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
+        with pytest.raises(InvalidArgument, match="turn 1 is not completely in the cache"):
             run_on_branches(line, branches)
 
 
@@ -268,13 +268,13 @@ def test_the_memory_map_shows_sizes_of_ragged_heads(model: Model, far_bits: Any)
     assert all(isinstance(each, Ragged) for each in cells)
     held = sum(each.length for each in session.cache.segments)
     assert f"{held} of 48 cells" in picture[-1]
-    assert f"({session.cache.nbytes / 1e6:.1f} MB set aside)" in picture[-1]
+    assert f"({session.cache.nbytes / 1e6:.1f} MB allocated)" in picture[-1]
 
 
 def test_a_compressed_turn_cannot_be_edited_or_pinned(model: Model) -> None:
     branches = _begun(model, budget=32, policy="archive", method="keydiff")
     for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
-        with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
+        with pytest.raises(InvalidArgument, match="turn 1 is not completely in the cache"):
             run_on_branches(line, branches)
 
 
@@ -293,7 +293,7 @@ def test_all_commands_work_from_a_pipe(invoke, tiny) -> None:
     assert result.stdout.count("\n") >= 4
     assert "* main  2 turns" in result.stderr
     assert "  b     2 turns" in result.stderr
-    assert "there is no 9 here; there is: 1, last" in result.stderr
+    assert "there is no 9; available: 1, last" in result.stderr
     assert "not saved" not in result.stderr, "nothing was to be saved"
 
 

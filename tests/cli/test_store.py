@@ -98,7 +98,7 @@ def test_a_session_in_use_is_refused(
     with SharedSessions(open_object_store(store_url), writer="laptop:1").lock("a"):
         refused = invoke("generate", "-n", 2, "--session", "a", *tiny, *at)
     assert refused.exit_code == 2
-    assert "laptop:1 is using session 'a'" in refused.stderr
+    assert "session 'a' is in use by laptop:1" in refused.stderr
 
 
 def test_an_invalid_store_is_refused(invoke: Invoke) -> None:

@@ -15,7 +15,7 @@ from kvkeep.models.hub.library import home
 from tools.terminal import Terminal
 
 READY = "Ctrl-D ends"
-HINT = "/quit; /help lists"  # after Ctrl-C at an empty prompt
+HINT = "/quit ends the chat; /help lists"  # after Ctrl-C at an empty prompt
 UP, TAB, CTRL_C, CTRL_D, CTRL_U, ALT_ENTER = "\x1b[A", "\t", "\x03", "\x04", "\x15", "\x1b\r"
 Chat = Callable[..., Terminal]
 
@@ -65,12 +65,12 @@ def test_pasted_text_is_one_message(chat: Chat) -> None:
     assert "0 turns" in terminal.text.splitlines()[-1]
     terminal.type("\r")
     terminal.wait("1 turn", PATIENCE)
-    assert "forgotten" not in terminal.text
-    said(terminal, "/edit 1 Hm.", "is changed")
+    assert "removed" not in terminal.text
+    said(terminal, "/edit 1 Hm.", "is replaced")
     terminal.paste("/undo\nis what they say.")
     terminal.type("\r")
     terminal.wait("2 turns", PATIENCE)
-    assert "took" not in terminal.text
+    assert "removed" not in terminal.text
 
 
 def test_alt_enter_and_quotes_make_multiline_messages(chat: Chat) -> None:
@@ -85,7 +85,7 @@ def test_alt_enter_and_quotes_make_multiline_messages(chat: Chat) -> None:
     assert terminal.ended(PATIENCE) == 0
     again = chat("--session", "s", model=False)
     assert "> third\n> fourth" in again.text
-    said(again, "/undo", "took")
+    said(again, "/undo", "removed")
     again.type(CTRL_D)
     assert again.ended(PATIENCE) == 0
     assert "> First line\n> second line" in chat("--session", "s", model=False).text
@@ -111,9 +111,9 @@ def test_ctrl_c_clears_a_line_and_prints_a_hint_on_an_empty_one(chat: Chat) -> N
     terminal.type("half a line", CTRL_C)
     assert "half a line" not in terminal.text
     terminal.type(CTRL_C)
-    terminal.wait("/quit; /help lists", PATIENCE)
+    terminal.wait("/quit ends the chat; /help lists", PATIENCE)
     terminal.type(CTRL_C)
-    terminal.wait("/quit; /help lists", PATIENCE, times=2)
+    terminal.wait("/quit ends the chat; /help lists", PATIENCE, times=2)
     terminal.type("/quit", "\r")
     assert terminal.ended(PATIENCE) == 0
     assert "generated 0 tokens" in terminal.text
@@ -248,7 +248,7 @@ def test_tab_completes_commands_turns_settings_and_files(chat: Chat, tmp_path: P
     terminal.wait("1.question", PATIENCE)
     assert "1.answer" in terminal.text
     terminal.type("q", TAB, "\r")
-    terminal.wait("never forgotten", PATIENCE)
+    terminal.wait("is pinned", PATIENCE)
     terminal.type("/set mark", TAB, " of", TAB, "\r")
     terminal.wait("markdown            off", PATIENCE)
     terminal.type(f"/file {tmp_path}/not", TAB)
@@ -266,7 +266,7 @@ def test_paths_are_messages_and_unknown_commands_are_errors(chat: Chat) -> None:
     terminal.type("/file /nowhere/at/all", "\r")
     terminal.wait("No such file", PATIENCE)
     terminal.type("/file", "\r")
-    terminal.wait("takes the path of a text", PATIENCE)
+    terminal.wait("needs the path of a text", PATIENCE)
 
 
 def test_a_question_longer_than_the_memory_is_a_warning(chat: Chat) -> None:
@@ -276,16 +276,16 @@ def test_a_question_longer_than_the_memory_is_a_warning(chat: Chat) -> None:
     terminal.paste("The sea is wide. " * 60)
     terminal.type("\r")
     text = terminal.wait("2 turns", PATIENCE).replace("\n", "")
-    assert "memory was too small for this question" in text
+    assert "the cache was too small for this question" in text
     assert "and the 1 turn before it" in text
 
 
 def test_regenerate_clear_save_and_set(chat: Chat, own_home: Path) -> None:
     terminal = chat("--system", "Be brief.", "--temperature", "1.5")
-    said(terminal, "/regenerate", "there is no answer yet")
+    said(terminal, "/regenerate", "there is no answer to")
     terminal.type("Hello there", "\r")
     terminal.wait("1 turn", PATIENCE)
-    said(terminal, "/save", "/save NAME gives it one")
+    said(terminal, "/save", "use /save NAME")
     terminal.type("/regenerate", "\r")
     terminal.settle(1.0)
     answer = terminal.text.rpartition("> /regenerate\n")[2].partition("\n>")[0]
@@ -293,7 +293,7 @@ def test_regenerate_clear_save_and_set(chat: Chat, own_home: Path) -> None:
     assert "1 turn" in terminal.text.splitlines()[-1]
     said(terminal, "/save kept", "session kept saved")
     assert (own_home / "sessions" / "kept.kvkeep").exists()
-    said(terminal, "/clear", "begins anew")
+    said(terminal, "/clear", "all turns are removed")
     assert "0 turns" in terminal.text.splitlines()[-1]
     said(terminal, "/set temperature -1", "temperature must be")
     said(terminal, "/set top-k x", "top-k must be a whole number; found 'x'")
@@ -317,7 +317,7 @@ def test_the_memory_bar_is_updated(chat: Chat) -> None:
     terminal.wait("1 turn", PATIENCE)
     assert "0 of 256 cells" not in terminal.text.splitlines()[-1]
     assert terminal.text.splitlines()[-1][0] in "█░"
-    said(terminal, "/branch side", "now in side")
+    said(terminal, "/branch side", "now on branch side")
     assert "branch side" in terminal.text.splitlines()[-1]
 
 

@@ -157,7 +157,7 @@ def test_unreachable_servers_and_wrong_keys_raise_server_errors(
             client.sessions()
         with Client(server.url, "a-key-that-is-long-enough") as client:
             assert client.sessions() == []
-    with Client(server.url) as client, pytest.raises(kvkeep.KvkeepError, match="no answer"):
+    with Client(server.url) as client, pytest.raises(kvkeep.KvkeepError, match="no response"):
         client.sessions()
 
 

@@ -86,7 +86,7 @@ def test_a_structure_that_only_the_kernels_have_is_refused(
     kernels = library()
     assert kernels is not None
     monkeypatch.setattr(binding, "STRUCTURES", STRUCTURES[1:])
-    with pytest.raises(KernelMismatch, match="Matrix is a structure of the kernels alone"):
+    with pytest.raises(KernelMismatch, match="the structure Matrix exists only in the kernels"):
         require_same_interface(kernels)
 
 
@@ -100,6 +100,6 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert binding.library() is None
 (message,) = [str(w.message) for w in caught if w.category is RuntimeWarning]
-assert "Similarity is a structure of the kernels alone" in message, message
+assert "the structure Similarity exists only in the kernels" in message, message
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -132,7 +132,7 @@ def test_a_gguf_file_decodes_as_near_to_float32_as_by_torch(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"local_head_dim": 48}, r"are for heads of .*, not of 48"),
+        ({"local_head_dim": 48}, r"support head_dim .*, not 48"),
         ({"per_layer_size": 40}, "groups of 32"),
         ({"intermediate_size": 330}, "groups of 32"),
     ],

@@ -100,7 +100,7 @@ def test_kernels_can_be_switched_off(
     monkeypatch.setenv(name, value)
     assert library() is None
     assert selected_set() == InstructionSet(
-        "torch", dict.fromkeys(SETS, f"were switched off by {name}={value}")
+        "torch", dict.fromkeys(SETS, f"are disabled by {name}={value}")
     )
 
 
@@ -121,7 +121,7 @@ def test_a_set_of_another_architecture_is_refused(
         pytest.skip("this machine's own architecture")
     for name in ARCHITECTURES[architecture]:
         monkeypatch.setenv("KVKEEP_ISA", name)
-        with pytest.raises(InvalidArgument, match=f"are for {architecture}, and this is"):
+        with pytest.raises(InvalidArgument, match=f"are for {architecture}, and this machine is"):
             library()
 
 
@@ -160,7 +160,7 @@ def test_a_process_that_requests_a_set_it_lacks_ends_with_invalid_argument(name:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
     assert process.returncode == 1
-    assert f"InvalidArgument: KVKEEP_ISA={name} cannot be had: its kernels" in process.stderr
+    assert f"InvalidArgument: KVKEEP_ISA={name} is not available: its kernels" in process.stderr
 
 
 @pytest.mark.usefixtures("no_switches")
@@ -169,9 +169,9 @@ def test_libraries_that_were_not_built_are_reported(
 ) -> None:
     monkeypatch.setenv("KVKEEP_KERNELS", str(tmp_path))
     assert library() is None
-    assert selected_set().torch_reason == "were not built here"
+    assert selected_set().torch_reason == "were not built on this machine"
     monkeypatch.setenv("KVKEEP_ISA", "neon" if "neon" in SETS else "avx2")
-    with pytest.raises(InvalidArgument, match="were not built here"):
+    with pytest.raises(InvalidArgument, match="were not built on this machine"):
         library()
 
 

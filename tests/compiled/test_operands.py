@@ -201,7 +201,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     session.feed(PROMPT)
     memory = session.core.memory
     memory.policy.open(memory.cache, 1)
-    with pytest.raises(KernelMismatch, match="tokens of 0 to 263"), memory.cache.step(1) as step:
+    with pytest.raises(KernelMismatch, match="each from 0 to 263"), memory.cache.step(1) as step:
         memory.decoder.hidden(torch.tensor([token]), step)
 
 

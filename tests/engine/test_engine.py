@@ -295,5 +295,5 @@ def test_the_former_name_of_generated_tokens_is_a_deprecated_alias(
     generation = engine.generate(GenerationRequest(prompt, max_tokens=3))
     generation.text()  # waits for the end
     usage = generation.usage
-    with pytest.warns(DeprecationWarning, match="written is now generated"):
+    with pytest.warns(DeprecationWarning, match="not Usage.written"):
         assert usage.written == usage.generated == 3

@@ -262,8 +262,8 @@ def test_an_engine_reports_what_a_killed_one_had_not_saved(tmp_path: Path) -> No
     killed_after(tmp_path, leave_something_unsaved, 0)
     with new_engine(tmp_path) as engine:
         lost, never = sorted(engine.losses)
-        assert "'kept' goes on from revision 1" in lost
-        assert "up to 2" in lost
+        assert "'kept' resumes at revision 1" in lost
+        assert "up to revision 2" in lost
         assert "'new' was never saved" in never
         assert [record.name for record in engine.sessions().result()] == ["kept"]
     with new_engine(tmp_path) as engine:
@@ -350,7 +350,7 @@ def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> N
             lambda: engine.restore("then"),
             lambda: engine.prepare(text(0, 20), "c"),
         ):
-            with pytest.raises(NoRoom, match="2 sessions already"):
+            with pytest.raises(NoRoom, match="limit of 2 sessions"):
                 more().result()
         engine.restore("then", name="b", replace=True).result()
         assert len(engine.sessions().result()) == 2

@@ -31,7 +31,7 @@ def test_running_generations_need_constraints_of_their_own() -> None:
             lambda: [engine.submit(request), *(each() for each in refused)]
         ).result()
         for future in futures:
-            with pytest.raises(InvalidArgument, match="same constraint object"):
+            with pytest.raises(InvalidArgument, match="shares its constraint object"):
                 future.result()
         both = engine.submit_many(
             GenerationRequest(prompt, 5, ignore_eos=True), [counting(), counting()]

@@ -112,7 +112,7 @@ def test_a_passage_may_be_the_whole_text_but_not_longer() -> None:
     total = sum(haystack.token_counts)
     sample = NeedleDataset(haystack, passage_tokens=total).sample(0)
     assert sample.text.replace(sample.facts[0].sentence, "") == "One here. Two here. Three here."
-    with pytest.raises(InvalidArgument, match="ask for fewer"):
+    with pytest.raises(InvalidArgument, match="use fewer"):
         NeedleDataset(haystack, passage_tokens=total + 1).sample(0)
 
 

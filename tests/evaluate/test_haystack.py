@@ -59,7 +59,7 @@ def test_a_python_without_library_sources_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(InvalidArgument, match=r"_pydecimal\.py is not there: take the manual"):
+    with pytest.raises(InvalidArgument, match=r"_pydecimal\.py does not exist: use the manual"):
         docstrings_text.__wrapped__()
 
 

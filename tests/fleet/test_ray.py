@@ -199,7 +199,7 @@ def test_one_fleet_joins_an_existing_cluster(
     store = (tmp_path / "store").as_uri()
     with ray_head(at), start_fleet(store, {}, "--address", at, "--replicas", "1") as (url, _):
         second = last_error("--store", store, "--address", at)
-        assert second.endswith("already serves: run `serve shutdown`")
+        assert second.endswith("is in use: run `serve shutdown`")
         response = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert response.status_code == 200, response.text
 
@@ -207,7 +207,7 @@ def test_one_fleet_joins_an_existing_cluster(
 def test_an_unreachable_cluster_fails_fast(smollm2_folder: Path, tmp_path: Path) -> None:
     at = f"127.0.0.1:{free_port()}"
     reported = last_error("--store", (tmp_path / "store").as_uri(), "--address", at)
-    assert reported.startswith(f"kvkeep: error: no Ray cluster answers at {at}")
+    assert reported.startswith(f"kvkeep: error: no Ray cluster responds at {at}")
 
 
 def last_error(*options: str) -> str:

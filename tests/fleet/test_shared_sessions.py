@@ -196,7 +196,7 @@ def test_losing_the_lease_ends_the_generation_with_an_error(
     assert events[-2] == "event: error"
     error = json.loads(events[-1].removeprefix("data: "))["error"]
     assert error["code"] == "moved"
-    assert "thief has taken it" in error["message"]
+    assert "thief has acquired it" in error["message"]
     assert sum(line == "event: token" for line in events) < 400
     assert ok(b.get("/v1/sessions/s"))["tokens"] == 0
     lost = a.post("/v1/sessions/s/generate", json={"text": STORY, "max_tokens": 1})

@@ -97,7 +97,7 @@ def test_an_untrained_assistant_model_changes_no_tokens(model: PreTrainedModel, 
 def test_prompt_lookup_is_refused_after_evictions(model: PreTrainedModel, tokenizer) -> None:
     cache = KvkeepCache(model, 16)
     inputs = tokenizer("one two three one two three one two", return_tensors="pt")
-    with pytest.raises(InvalidArgument, match="forgotten"):
+    with pytest.raises(InvalidArgument, match="evicted"):
         generated(model, inputs, cache, do_sample=False, tokens=40, prompt_lookup_num_tokens=5)
 
 

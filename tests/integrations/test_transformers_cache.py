@@ -297,7 +297,7 @@ def test_another_thread_gets_an_error_during_a_forward() -> None:
     logits = logits_of(model, cache, ids)
     handle.remove()
     assert errors
-    assert "another thread" in errors[0]
+    assert "two threads" in errors[0]
     assert torch.equal(logits, logits_of(model, KvkeepCache(model, 64), ids))
 
 
@@ -384,7 +384,7 @@ def test_other_caches_are_unaffected_and_unhook_removes_all_hooks() -> None:
     assert not hooked_modules(model)
     assert set(vars(model)) == attributes
     require_own_attention(model)
-    with pytest.raises(InvalidArgument, match="call the model that it was made for"):
+    with pytest.raises(InvalidArgument, match="call the model it was made for"):
         logits_of(model, cache, ids)
 
 
@@ -409,7 +409,7 @@ def test_unsupported_arguments_are_refused_before_any_change() -> None:
     embeds = torch.zeros(1, 2, 64)
     for arguments, reason in (
         ({"inputs_embeds": embeds}, "input_ids"),
-        ({"input_ids": ids, "attention_mask": torch.ones(1, 1, 3, 6)}, "another shape"),
+        ({"input_ids": ids, "attention_mask": torch.ones(1, 1, 3, 6)}, "other shapes"),
         ({"input_ids": ids, "attention_mask": torch.ones(1, 3)}, "3 tokens in the cache"),
         ({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, "expected"),
         ({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0]])}, "every token"),

@@ -39,7 +39,7 @@ def test_a_packed_model_is_refused_with_a_remedy() -> None:
         kvkeep.load_model("transformers:smollm2-135m-instruct")
     with pytest.raises(InvalidArgument, match="transformers"):
         kvkeep.load_model("transformers:anything", weights="int8")
-    with pytest.raises(InvalidArgument, match="once it is loaded"):
+    with pytest.raises(InvalidArgument, match="after it is loaded"):
         model_facts("transformers:anything")
 
 

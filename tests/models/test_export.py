@@ -35,10 +35,10 @@ def test_an_exported_folder_is_the_same_model(folder: Path, tmp_path: Path) -> N
 
 
 def test_an_existing_folder_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="is there already"):
+    with pytest.raises(InvalidArgument, match="already exists"):
         export(folder, folder)
     export(folder, tmp_path / "out")
-    with pytest.raises(InvalidArgument, match="in that form already"):
+    with pytest.raises(InvalidArgument, match="is a safetensors folder already"):
         export(tmp_path / "out", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 

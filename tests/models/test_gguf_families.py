@@ -486,7 +486,7 @@ def test_kv_heads_may_be_stated_per_layer_if_equal(
         ("falcon-h1", "Mamba"),
         ("nemotron_h", "Mamba"),
         ("deepseek2", "multi-head latent attention"),
-        ("glm4moe", "chooses experts by scores with a bias"),
+        ("glm4moe", "routes to experts by biased scores"),
     ],
 )
 def test_unsupported_architecture_is_refused_with_an_alternative(
@@ -497,7 +497,7 @@ def test_unsupported_architecture_is_refused_with_an_alternative(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=rf"{architecture}.* it .*{why}.* runs?[ ,;]"):
+    with pytest.raises(UnsupportedModel, match=rf"{architecture}.* it .*{why}.* supported;"):
         convert(tmp_path / "m.gguf", tmp_path / "out", False)
 
 
@@ -509,5 +509,5 @@ def test_longrope_length_is_that_of_the_short_table(
     model = load_model(str(path), dtype="float32")
     assert model.spec.max_positions == 128
     assert model.session().max_kv_size == 128
-    with pytest.raises(InvalidArgument, match=r"1 to 128.*longrope.*another table.*self_extend"):
+    with pytest.raises(InvalidArgument, match=r"1 to 128.*longrope.*frequencies.*self_extend"):
         model.session(max_kv_size=129)

@@ -103,7 +103,7 @@ def test_local_layers_follow_the_file(
             "sliding_window",
         ),
         ("cohere2", without_field(gguf.Keys.LLM.LOGIT_SCALE), BadModelFile, "logit_scale"),
-        ("phi4-mini", one_table, UnsupportedModel, "rope_factors_short.weight where"),
+        ("phi4-mini", one_table, UnsupportedModel, "rope_factors_short.weight, but"),
         ("qwen3vl", image_rope_sections, UnsupportedModel, "dimension_sections"),
     ],
 )

@@ -68,13 +68,13 @@ def test_parts_with_swapped_names_are_refused(parts: list[Path]) -> None:
 
 def test_renamed_part_is_refused(parts: list[Path], tmp_path: Path) -> None:
     alone = parts[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(BadModelFile, match="of a split model, under a name that does not say so"):
+    with pytest.raises(BadModelFile, match="of a split model, but its name does not say so"):
         load_model(str(alone))
 
 
 def test_part_number_beyond_the_count_is_refused(parts: list[Path]) -> None:
     wrong = parts[0].rename(parts[0].with_name("m-00004-of-00003.gguf"))
-    with pytest.raises(BadModelFile, match="calls itself part 4 of 3"):
+    with pytest.raises(BadModelFile, match="says that it is part 4 of 3"):
         load_model(str(wrong))
 
 
@@ -82,7 +82,7 @@ def test_parts_of_different_models_are_refused(parts: list[Path], tmp_path: Path
     (tmp_path / "other").mkdir()
     write_gguf(tmp_path / "other" / "m.gguf", tiny_llama(num_hidden_layers=1), in_a_part=5)
     shutil.copy(tmp_path / "other" / "m-00002-of-00003.gguf", parts[1])
-    with pytest.raises(BadModelFile, match=r"parts of|as another part"):
+    with pytest.raises(BadModelFile, match=r"parts of|which another part"):
         load_model(str(parts[0]))
 
 

@@ -132,7 +132,7 @@ def test_a_damaged_rounded_file_is_packed_again_with_a_warning(
     whole = checksum_of(load_quantised(folder, SPEC, "int8", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
     zero(path, begin, 64)
-    with pytest.warns(RuntimeWarning, match=r"int8.safetensors is damaged.*anew"):
+    with pytest.warns(RuntimeWarning, match=r"int8.safetensors is damaged.*again"):
         found = load_quantised(folder, SPEC, "int8", tensors, progress=False)
     assert checksum_of(found) == whole
     with warnings.catch_warnings():
@@ -192,7 +192,7 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
 
     path, _ = converted_file_with(tmp_path)
     for other in (replace(SPEC, layers=2), replace(SPEC, layers=4), replace(SPEC, vocab_size=80)):
-        with pytest.raises(BadModelFile, match="is not whole"):
+        with pytest.raises(BadModelFile, match="is incomplete"):
             load_converted(path, other)
 
 

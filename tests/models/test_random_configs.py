@@ -32,11 +32,11 @@ TEXT = TextCodec(Path(), small_tokenizer())
 REFUSED = {
     "norms of queries and keys": "Command R+ has, which is refused as such",
     "clip_qkv": "not computed, and refused as such",
-    "clamped otherwise than at 7": "not computed, and refused as such",
+    "an expert clamp other than 7": "not computed, and refused as such",
     "activation 'relu' is not supported": "not computed, and refused as such",
     "sliding_window must be a whole number": "a window of 0 tokens, not even of the one that looks",
     "found null and .* such layers": "layers that slide, and no window: transformers raises, too",
-    "gives no pairs that could be rotated": "a part of a head that is less than a pair",
+    "leaves no pairs to rotate": "a part of a head that is less than a pair",
 }
 
 

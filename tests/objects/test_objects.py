@@ -117,7 +117,7 @@ def test_store_urls_and_object_paths(tmp_path: Path) -> None:
         open_object_store("file://host/folder")
     assert open_object_store(tmp_path).url == tmp_path.as_uri()
     assert open_object_store(open_object_store(tmp_path).url).url == tmp_path.as_uri()
-    with pytest.raises(InvalidArgument, match="names a store"):
+    with pytest.raises(InvalidArgument, match="is a store"):
         as_path("s3://bucket")
     path = as_path("memory://urls/a/b.kvkeep")
     assert isinstance(path, ObjectPath)
@@ -128,7 +128,7 @@ def test_store_urls_and_object_paths(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_created_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot hold a store"):
+    with pytest.raises(StoreError, match="cannot be a store"):
         open_object_store(tmp_path / "file" / "below")
 
 

@@ -21,7 +21,7 @@ from server.conftest import RunningServer
 from topics import topic_text
 
 TEXT = topic_text()[:500]
-OUTDATED = "changed meanwhile"
+OUTDATED = "has changed since"
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def token_ids(client: httpx.Client, name: str) -> list[int]:
 
 def expect_selection(page: Page, start: int, end: int) -> None:
     expect(page.get_by_label("From token")).to_have_value(str(start))
-    expect(page.get_by_label("to before")).to_have_value(str(end))
+    expect(page.get_by_label("to (excluded)")).to_have_value(str(end))
 
 
 def expect_no_selection(page: Page) -> None:
@@ -79,7 +79,7 @@ def test_a_selected_span_is_followed_through_edits(page: Page, client: httpx.Cli
     press(page, "Pin")
     expect_status(page, f"Pinned tokens {now['start']} to {now['end']}")
     press(page, "Delete text")
-    expect_status(page, "Took out")
+    expect_status(page, "Deleted tokens")
     expect_no_selection(page)
     assert token_ids(client, name) == ids[: question["start"]] + ids[question["end"] :]
 
@@ -97,7 +97,7 @@ def test_a_selection_by_numbers_is_cleared_once_they_mean_other_tokens(
         total = memory(client, name)["tokens"]
         select(page, total - 20, total - 10)
         press(page, button, **fields)
-        expect_status(page, re.compile("tokens evaluated|Took out"))
+        expect_status(page, re.compile("tokens evaluated|Deleted"))
         expect_no_selection(page)
 
 
@@ -117,12 +117,12 @@ def test_a_selection_by_numbers_stays_while_they_mean_the_same_tokens(
         press(page, button, **fields)
         expect_status(page, response)
         expect_selection(page, total - 20, total - 10)
-    page.get_by_label("Say").fill("Say hello.")
-    page.get_by_label("Say").press("Enter")
+    page.get_by_label("Message").fill("Say hello.")
+    page.get_by_label("Message").press("Enter")
     expect(page.get_by_role("button", name="turn 1 answer")).to_be_visible()
     expect_selection(page, total - 20, total - 10)
     press(page, "Name", name="a part")
-    expect_status(page, "They are now a part")
+    expect_status(page, "Span a part created")
     press(page, "Insert before", text=" Once more")
     expect_status(page, "tokens evaluated")
     part = memory(client, name)["spans"]["a part"]
@@ -140,7 +140,7 @@ def test_changes_by_others_clear_or_move_the_selection(page: Page, client: httpx
     show(other, name)
     select(other, 0, 2)
     press(other, "Delete text")
-    expect_status(page, "nothing is selected any more")
+    expect_status(page, "the selection was cleared")
     expect_no_selection(page)
     page.get_by_label("or span").select_option("turn 2 question")
     before = memory(client, name)["spans"]["turn 2 question"]
@@ -148,7 +148,7 @@ def test_changes_by_others_clear_or_move_the_selection(page: Page, client: httpx
     drop_first_tokens(page, client, name, 1)
     expect_selection(page, before["start"] - 1, before["end"] - 1)
     press(page, "Delete text")
-    expect_status(page, "Took out")
+    expect_status(page, "Deleted tokens")
     assert memory(client, name)["tokens"] == total - 3 - (before["end"] - before["start"])
 
 
@@ -198,15 +198,15 @@ def test_a_turn_is_for_the_conversation_that_is_shown(page: Page, client: httpx.
     body = {"content": "And of Spain?", "max_tokens": 4, "temperature": 0}
     client.post(f"/v1/sessions/{name}/turns", json=body)
     before = token_ids(client, name)
-    page.get_by_label("Say").fill("Why that one?")
-    page.get_by_label("Say").press("Enter")
+    page.get_by_label("Message").fill("Why that one?")
+    page.get_by_label("Message").press("Enter")
     expect_status(page, OUTDATED)
-    expect(page.get_by_label("Say")).to_have_value("Why that one?")
+    expect(page.get_by_label("Message")).to_have_value("Why that one?")
     assert token_ids(client, name) == before
     page.unroute("**/memory")
     client.post(f"/v1/sessions/{name}/pin", json={"start": 0, "end": 1})
     expect(page.get_by_role("button", name="turn 3 answer")).to_be_visible()
-    page.get_by_label("Say").press("Enter")
+    page.get_by_label("Message").press("Enter")
     expect(page.get_by_role("button", name="turn 4 answer")).to_be_visible()
 
 
@@ -250,7 +250,7 @@ def test_outdated_text_cannot_be_selected(page: Page, client: httpx.Client) -> N
     expect(page.locator(f'.text [data-at="{total - 1}"]')).to_have_count(0)
     select(page, total - 12, total - 8)
     press(page, "Delete text")
-    expect_status(page, "Took out")
+    expect_status(page, "Deleted tokens")
     assert memory(client, name)["tokens"] == total - 7
 
 

@@ -61,7 +61,7 @@ def select(page: Page, start: int, end: int) -> None:
         [start, end],
     )
     expect(page.get_by_label("From token")).to_have_value(str(start))
-    expect(page.get_by_label("to before")).to_have_value(str(end))
+    expect(page.get_by_label("to (excluded)")).to_have_value(str(end))
 
 
 def press(page: Page, button: str, **fields: str) -> None:
@@ -84,12 +84,12 @@ def test_a_chat_is_started_and_continued(page: Page, client: httpx.Client) -> No
     page.locator("dialog [name=name]").fill(name)
     page.locator("dialog button.main").click()
     page.get_by_label("System prompt").fill("You are terse.")
-    page.get_by_label("Say").fill("What is the capital of France?")
+    page.get_by_label("Message").fill("What is the capital of France?")
     page.get_by_role("button", name="Send").click()
     expect(page.locator(".turns .answer .token").first).to_be_visible()
     expect(page.get_by_role("button", name="turn 1 answer")).to_be_visible()
-    page.get_by_label("Say").fill("And of Italy?")
-    page.get_by_label("Say").press("Enter")
+    page.get_by_label("Message").fill("And of Italy?")
+    page.get_by_label("Message").press("Enter")
     expect(page.get_by_role("button", name="turn 2 answer")).to_be_visible()
     spans = memory(client, name)["spans"]
     for turn in ("turn 1 answer", "turn 2 answer"):
@@ -127,7 +127,7 @@ def test_selected_text_is_pinned_named_and_edited(page: Page, client: httpx.Clie
     total = memory(client, name)["tokens"]
     select(page, total - 8, total - 4)
     press(page, "Delete text")
-    expect_status(page, "Took out")
+    expect_status(page, "Deleted tokens")
     assert memory(client, name)["tokens"] == total - 4
     page.get_by_label("or span").select_option("a part")
     expect(page.get_by_label("From token")).to_have_value(str(last - 60))
@@ -159,7 +159,7 @@ def test_compression_shows_the_cells_of_each_head(page: Page, client: httpx.Clie
     show(page, name)
     before = memory(client, name)["cells"]
     press(page, "Compress", ratio="3")
-    expect_status(page, re.compile(rf"{before} cells became \d+"))
+    expect_status(page, re.compile(rf"Compressed {before} cells to \d+"))
     expect(page.locator(".legend")).to_contain_text("compressed")
     page.get_by_role("link", name="Cells by head").click()
     cells = client.get(f"/v1/sessions/{name}/heads").json()["cells"]
@@ -175,7 +175,7 @@ def test_a_snapshot_is_taken_and_restored(page: Page, client: httpx.Client) -> N
     name, label, new = create_fed_session(client), next(names), next(names)
     show(page, name)
     press(page, "Snapshot", name=label)
-    expect_status(page, "on disk")
+    expect_status(page, "saved")
     page.get_by_role("link", name="Tree").click()
     page.locator(".snapshot", has_text=label).get_by_role("button", name="Restore").click()
     page.locator("dialog [name=name]").fill(new)
@@ -198,7 +198,7 @@ def test_a_missed_prompt_has_a_card(page: Page, client: httpx.Client) -> None:
     expect(card.locator(".other mark")).to_contain_text("the capital")
     card.get_by_role("link", name="Prompt").click()
     expect(page.locator(".card")).to_have_count(1)
-    page.get_by_label("What would be reused").fill("A text that begins otherwise.")
+    page.get_by_label("Check how much of").fill("A text that begins otherwise.")
     page.get_by_role("button", name="Explain").click()
     expect(page.locator(".card").first).to_contain_text("This prompt")
 
@@ -231,7 +231,7 @@ def test_a_change_for_an_outdated_revision_is_refused(page: Page, client: httpx.
     page.route("**/memory", lambda route: route.abort())  # the page keeps showing the old revision
     client.post(f"/v1/sessions/{name}/rewind", json={"count": 1})
     page.get_by_role("button", name="Delete text").click()
-    expect_status(page, "changed meanwhile")
+    expect_status(page, "has changed since")
     assert memory(client, name)["tokens"] == last - 1
     page.unroute("**/memory")
     page.reload()
@@ -321,9 +321,9 @@ def test_without_allow_edit_the_page_is_read_only(
         name = create_fed_session(client)
         for page in open_page(browser, server, {"width": 1280, "height": 900}):
             show(page, name)
-            expect(page.locator("#about")).to_contain_text("read only")
+            expect(page.locator("#about")).to_contain_text("read-only")
             assert page.get_by_role("button", name="Pin").count() == 0
-            assert page.get_by_label("Say").count() == 0
+            assert page.get_by_label("Message").count() == 0
             status = page.evaluate(
                 """(name) => fetch(`/v1/sessions/${name}/rewind`, {
                     method: "POST",

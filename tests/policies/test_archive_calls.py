@@ -128,7 +128,7 @@ def test_keep_cannot_be_changed_once_tokens_are_archived() -> None:
 def test_a_pin_that_leaves_no_room_for_the_window_is_refused() -> None:
     session = Setting(max_kv_size=34).fed(100)
     before = state(session)
-    with pytest.raises(InvalidArgument, match="raise max_kv_size, or make the window smaller"):
+    with pytest.raises(InvalidArgument, match="raise max_kv_size, or lower window"):
         session.pin(90, 96)
     assert same(state(session), before)
 
@@ -172,7 +172,7 @@ def test_defaults_fit_any_budget(size: int) -> None:
 def test_an_insertion_into_the_window_archives_more() -> None:
     session = Setting().fed(100)
     before, at = state(session), len(session.tokens) - 15
-    with pytest.raises(ContextFull, match="can make room"):
+    with pytest.raises(ContextFull, match="can be evicted"):
         session.insert(at, TEXT[:90])
     assert same(state(session), before)
     session.insert(at, TEXT[:22])

@@ -77,7 +77,7 @@ def test_only_the_last_committed_snapshot_is_kept(objects: ObjectStore) -> None:
 def test_a_leased_session_is_locked_for_others(objects: ObjectStore) -> None:
     with sessions_of(objects, "a").lock("one") as path:
         path.write_chunks(lambda: [b"1"])
-        with pytest.raises(HeldElsewhere, match="a is using session 'one'") as raised:
+        with pytest.raises(HeldElsewhere, match="session 'one' is in use by a;") as raised:
             sessions_of(objects, "b").acquire("one")
         assert raised.value.writer == "a"
         assert raised.value.until > time.time()
@@ -127,7 +127,7 @@ def test_a_writer_that_lost_its_lease_cannot_commit_and_is_notified(objects: Obj
         with suppress(HeldElsewhere):
             second = _acquire_ignoring_leases(objects)
     commit(second, b"2")
-    with pytest.raises(Moved, match="b has taken it"):
+    with pytest.raises(Moved, match="b has acquired it"):
         commit(first, b"lost")
     assert notified.is_set()
     assert isinstance(first.loss, Moved)

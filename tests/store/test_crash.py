@@ -236,7 +236,7 @@ def test_a_failed_folder_sync_is_reported(
 ) -> None:
     snapshots[0].save(tmp_path / "a.kvkeep")
     monkeypatch.setattr(atomic, "fsync_folder", raise_os_error(errno.EIO))
-    with pytest.raises(StoreError, match="was written, but may be the old one again"):
+    with pytest.raises(StoreError, match="was written, but may revert"):
         snapshots[1].save(tmp_path / "a.kvkeep")
     assert saved_index(tmp_path / "a.kvkeep", snapshots) == 1
 

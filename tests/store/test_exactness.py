@@ -57,7 +57,7 @@ def test_packed_weights_differ_from_plain_and_from_other_packed_ones(tmp_path: P
     snapshot = saved_snapshot(int4, tmp_path)
     assert int4.restore(snapshot).exactness.bit_exact
     assert restored_despite_weights(plain, snapshot).exactness.differs == (
-        "weights: Q4_1 there, bf16 here",
+        "weights: Q4_1 saved, bf16 here",
     )
     (difference,) = restored_despite_weights(other, snapshot).exactness.differs
     assert difference.startswith("packed weights: ")
@@ -72,7 +72,7 @@ def test_kernels_and_torch_are_reported_as_different(tmp_path: Path) -> None:
     assert not exactness.bit_exact
     kernels = model.decoder.executor.name
     assert kernels.startswith(f"compiled {selected_set().name}")
-    assert exactness.differs[0] == f"kernels: {kernels} there, torch here"
+    assert exactness.differs[0] == f"kernels: {kernels} saved, torch here"
 
 
 @compiled
@@ -86,14 +86,14 @@ def test_different_instruction_sets_are_reported(
         monkeypatch.setenv("KVKEEP_ISA", restoring_set)
         (difference,) = packed_with(4).restore(snapshot).exactness.differs
         assert difference.startswith(f"kernels: compiled {saved_set}")
-        assert f" there, compiled {restoring_set}" in difference
+        assert f" saved, compiled {restoring_set}" in difference
 
 
 def test_kernels_without_an_instruction_set_count_as_avx512bf16() -> None:
     same, other = "compiled avx512bf16", "compiled avx2"
     assert Exactness.of({"kernels": "compiled"}, {"kernels": same}, "none").bit_exact
     (difference,) = Exactness.of({"kernels": "compiled"}, {"kernels": other}, "none").differs
-    assert difference == f"kernels: {same} there, {other} here"
+    assert difference == f"kernels: {same} saved, {other} here"
 
 
 def test_the_thread_count_matters_on_the_torch_path(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_thread_count_matters_on_the_torch_path(tmp_path: Path) -> None:
         exactness = SMALL.restore(snapshot).exactness
     finally:
         torch.set_num_threads(threads)
-    assert exactness.differs == (f"threads: {threads} there, {threads + 1} here",)
+    assert exactness.differs == (f"threads: {threads} saved, {threads + 1} here",)
 
 
 @pytest.mark.parametrize("name", ["processor", "torch", "kvkeep"])
@@ -111,7 +111,7 @@ def test_another_processor_or_release_is_reported(name: str, tmp_path: Path) -> 
     snapshot = saved_snapshot(SMALL, tmp_path)
     foreign = replace(snapshot, arithmetic=snapshot.arithmetic | {name: "another"})
     (difference,) = SMALL.restore(foreign).exactness.differs
-    assert difference.startswith(f"{name}: another there, ")
+    assert difference.startswith(f"{name}: another saved, ")
 
 
 def test_rounded_cells_are_reported_until_they_are_saved_again_exactly(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def other_end_of_text() -> Model:
         (one_weight_changed, "the weights differ"),
         (other_theta, "the rope differs"),
         (other_tokenizer, "the tokenizer differs"),
-        (other_dtype, "the dtype differs (float32 there, bfloat16 here)"),
+        (other_dtype, "the dtype differs (float32 saved, bfloat16 loaded)"),
         (other_end_of_text, "the config differs"),
     ],
 )
@@ -79,7 +79,7 @@ def test_another_model_is_refused_and_the_difference_is_named(
         model.restore(session.snapshot())
     message = str(refusal.value)
     assert f"belongs to another model: {difference}" in message
-    assert "Load the model that it was saved with" in message
+    assert "Load the model it was saved with" in message
     assert message.count("differ") == 1
 
 

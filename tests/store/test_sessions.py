@@ -46,7 +46,10 @@ def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
 def test_a_session_is_locked_by_one_process_at_a_time(tmp_path: Path) -> None:
     one, other = SessionFolder(tmp_path), SessionFolder(tmp_path)
     with one.lock("a"):
-        with pytest.raises(Locked, match="another process is using session 'a'"), other.lock("a"):
+        with (
+            pytest.raises(Locked, match="session 'a' is in use by another process"),
+            other.lock("a"),
+        ):
             pass
         with other.lock("b"):
             pass
@@ -108,7 +111,7 @@ def test_sweep_removes_only_the_leftovers_of_dead_processes(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_created_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"in the way")
     with (
-        pytest.raises(StoreError, match="cannot be kept"),
+        pytest.raises(StoreError, match="cannot be stored"),
         SessionFolder(tmp_path / "file" / "x").lock("a"),
     ):
         pass
@@ -188,7 +191,7 @@ def test_a_session_that_cannot_be_moved_stays_in_the_old_folder(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "rename", no_space)
-    with pytest.raises(StoreError, match="it is where it was"), migrating_folder.lock("b"):
+    with pytest.raises(StoreError, match="it is unchanged"), migrating_folder.lock("b"):
         pass
     assert migrating_folder.existing("b").read_bytes() == b"old b"
 

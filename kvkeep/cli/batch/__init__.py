@@ -105,6 +105,6 @@ def _require_memory(
     needed = max_session_bytes(options.memory.new_session(model), token_count)
     if needed > max_bytes:
         raise InvalidArgument(
-            f"the smallest request takes up to {format_size(needed)}, and --memory-bytes is "
-            f"{format_size(max_bytes)}: give --memory-bytes {format_size(needed)} or more"
+            f"the smallest request needs up to {format_size(needed)}, and --memory-bytes is "
+            f"{format_size(max_bytes)}: use --memory-bytes {format_size(needed)} or more"
         )

@@ -105,11 +105,11 @@ def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRe
 def _require_unique_ids(requests: list[BatchRequest], source: Path) -> None:
     """Raise InvalidArgument if there are no requests, or if two have the same id."""
     if not requests:
-        raise InvalidArgument(f"{source}: there is nothing to ask")
+        raise InvalidArgument(f"{source} contains no requests")
     locations: dict[str, str] = {}
     for request in requests:
         if other := locations.get(request.id):
-            raise InvalidArgument(f"{request.location} has the name of {other}: {request.id!r}")
+            raise InvalidArgument(f"{request.location} has the same id as {other}: {request.id!r}")
         locations[request.id] = request.location
 
 
@@ -119,15 +119,15 @@ def _parse_line(line: str, line_number: int, location: str) -> BatchRequest:
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{location}: not JSON ({error})") from None
     if not isinstance(entry, dict):
-        raise InvalidArgument(f"{location}: a request is a JSON object")
+        raise InvalidArgument(f"{location}: a request must be a JSON object")
     is_openai = "body" in entry
     body = entry["body"] if is_openai else entry
     request_id = str(entry.get("custom_id" if is_openai else "id") or line_number)
     if not isinstance(body, dict):
-        raise InvalidArgument(f"{location}: the body is a JSON object")
+        raise InvalidArgument(f"{location}: the body must be a JSON object")
     url = entry.get("url", _CHAT) if is_openai else ""
     if is_openai and url not in (_CHAT, _COMPLETION):
-        raise InvalidArgument(f"{location}: the url is {_CHAT} or {_COMPLETION}; found {url!r}")
+        raise InvalidArgument(f"{location}: url must be {_CHAT} or {_COMPLETION}; found {url!r}")
     is_chat = "messages" in body
     _check_body(body, location, is_chat)
     return BatchRequest(request_id, location, body, is_chat, is_openai)
@@ -136,9 +136,9 @@ def _parse_line(line: str, line_number: int, location: str) -> BatchRequest:
 def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
     """Raise InvalidArgument for fields that are missing, unsupported or of the wrong type."""
     if is_chat == ("prompt" in body):
-        raise InvalidArgument(f"{location}: give messages, or a prompt")
+        raise InvalidArgument(f"{location}: needs messages or a prompt")
     if not is_chat and not isinstance(body["prompt"], str):
-        raise InvalidArgument(f"{location}: a prompt is text")
+        raise InvalidArgument(f"{location}: the prompt must be text")
     for name, value in body.items():
         if name not in _SUPPORTED_FIELDS and (
             name not in _DEFAULT_ONLY_FIELDS
@@ -148,7 +148,7 @@ def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
     for name in _MAX_TOKENS_FIELDS:
         limit = body.get(name)
         if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise InvalidArgument(f"{location}: {name} is a number of tokens; found {limit!r}")
+            raise InvalidArgument(f"{location}: {name} must be a number of tokens; found {limit!r}")
     stops = [] if body.get("stop") is None else body["stop"]  # text is an iterable of texts, too
     if not isinstance(stops, Iterable) or not all(isinstance(stop, str) for stop in stops):
-        raise InvalidArgument(f"{location}: stop is text, or a list of texts")
+        raise InvalidArgument(f"{location}: stop must be text, or a list of texts")

@@ -61,7 +61,7 @@ def open_results(
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise Locked(f"another process writes to {path}") from None
+            raise Locked(f"another process is writing to {path}") from None
         digests = {request.digest for request in requests}
         lines = [] if again else _successful_lines(file.read(), path, digests)
         content = b"".join(line + b"\n" for _, line in lines)
@@ -85,8 +85,8 @@ def _successful_lines(content: bytes, path: Path, digests: set[str]) -> list[tup
             digest, error = None, None
         if digest not in digests:
             raise InvalidArgument(
-                f"{path} contains lines that are not answers to these requests: name another "
-                "file, or start again with --again"
+                f"{path} has lines that are not answers to these requests: use another file, or "
+                "start over with --again"
             )
         if not error:
             digest_lines.append((digest, line))
@@ -199,7 +199,7 @@ def run_batch(
         report.seconds, report.answered = time.perf_counter() - start, results.new_answers
         if report.finish_reason == "interrupt":
             report.close(output)
-            say("the same command goes on from here")
+            say("run the same command to continue")
 
 
 def _complete_answers(

@@ -95,7 +95,7 @@ def chat(
 def _latest_chat_name(store: str | None, session: str | None) -> str:
     """Return the name of the chat that was saved last. session: of `--session`, to be None."""
     if session is not None:
-        raise InvalidArgument("--continue takes the latest session; leave it or --session out")
+        raise InvalidArgument("--continue opens the latest session; use either it or --session")
     for path in saved_sessions(store).newest_first():
         try:
             if CHAT_NOTES_KEY in read_summary(path).notes:
@@ -104,7 +104,7 @@ def _latest_chat_name(store: str | None, session: str | None) -> str:
             if path.exists():  # else it was removed meanwhile
                 raise
     raise InvalidArgument(
-        "there is no chat to continue: those started with `kvkeep chat --session NAME` are saved"
+        "no chat to continue: only chats with `kvkeep chat --session NAME` are saved"
     )
 
 
@@ -125,13 +125,13 @@ def _open_conversation(
         saved_system = opened.notes.get(CHAT_NOTES_KEY, {}).get("system")
     if system not in (None, saved_system):
         raise InvalidArgument(
-            "--system comes first in a conversation, and this one began without it or with "
-            "another; leave it out, or start a new session"
+            "--system must match the session's system prompt, which cannot be changed; leave it "
+            "out, or start a new session"
         )
     if opened.notes.get(UNREAD):
         raise InvalidArgument(
-            "a prompt in this session was interrupted before all of it was evaluated; evaluate the "
-            "rest with `kvkeep generate --session NAME -n 0`"
+            "a prompt in this session was interrupted; evaluate the rest with `kvkeep generate "
+            "--session NAME -n 0`"
         )
     codec, eos = opened.model.text, opened.model.end_token_ids
     return opened, Conversation(opened.session, codec, eos, saved_system)
@@ -147,7 +147,7 @@ def _tokens_to_keep(memory: MemoryOptions, model: "Model", system: str | None) -
     needed = count_system_tokens(model.text, system)
     if needed >= budget and memory.policy in ("sliding", "shift"):
         raise InvalidArgument(
-            f"the system prompt takes {needed} tokens and all of it is kept, which leaves no room "
-            f"in a memory of {budget}; shorten it, raise --max-kv-size, or give --keep"
+            f"the system prompt takes {needed} tokens and is never evicted, which leaves no room "
+            f"in a budget of {budget}; shorten it, raise --max-kv-size, or use --keep"
         )
     return needed

@@ -33,9 +33,9 @@ class Branches:
             numbered = (f"branch-{number}" for number in count(len(self.conversations) + 1))
             name = next(name for name in numbered if name not in self.conversations)
         if not re.fullmatch(r"[\w.-]+", name):
-            raise InvalidArgument(f"a branch's name is one word; found {name!r}")
+            raise InvalidArgument(f"a branch name must be one word; found {name!r}")
         if name in self.conversations:
-            raise InvalidArgument(f"there is a branch {name} already; /switch {name} goes there")
+            raise InvalidArgument(f"branch {name} already exists; /switch {name} opens it")
         self.conversations[name] = self.current.fork()
         self.current_name = name
 
@@ -43,7 +43,7 @@ class Branches:
         """Make a branch current. Raises InvalidArgument if there is none of that name."""
         if name not in self.conversations:
             raise InvalidArgument(
-                f"there is no branch {name!r}; there are: {', '.join(self.conversations)}"
+                f"there is no branch {name!r}; the branches are {', '.join(self.conversations)}"
             )
         self.current_name = name
 

@@ -103,7 +103,7 @@ class ChatCommands(ABC):
         match = _PATH.match(argument)
         if match is None:
             raise InvalidArgument(
-                "/file takes the path of a text file, and optionally a question about it"
+                "/file needs the path of a text file, and optionally a question about it"
             )
         path = Path(match[1] or re.sub(r"\\(.)", r"\1", match[2])).expanduser()
         try:
@@ -119,7 +119,7 @@ class ChatCommands(ABC):
     def do_clear(self, argument: str) -> str:
         session = self.branches.current.session
         session.rewind(len(session.tokens))
-        return "all turns are forgotten; the chat begins anew"
+        return "all turns are removed"
 
     def do_set(self, argument: str) -> str:
         name, _, value = argument.partition(" ")
@@ -134,12 +134,12 @@ class ChatCommands(ABC):
     def do_pin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
         self.branches.current.session.pin(passage.start, passage.end)
-        return f"{passage.description} is never forgotten: {plural(passage.token_count, 'token')}"
+        return f"{passage.description} is pinned: {plural(passage.token_count, 'token')}"
 
     def do_unpin(self, argument: str) -> str:
         passage = find_passage(self.branches.current, argument)
         self.branches.current.session.unpin(passage.start, passage.end)
-        return f"{passage.description} may be forgotten"
+        return f"{passage.description} is unpinned"
 
     def do_forget(self, argument: str) -> str:
         conversation = self.branches.current
@@ -152,7 +152,7 @@ class ChatCommands(ABC):
             session.delete(passage.start, passage.end)
         self._update_system(passage)
         forgotten = plural(old_count - len(session.tokens), "token")
-        return f"{passage.description} is forgotten: {forgotten}"
+        return f"{passage.description} is removed: {forgotten}"
 
     def do_edit(self, argument: str) -> str:
         reference, text = split_reference(argument)
@@ -162,7 +162,7 @@ class ChatCommands(ABC):
         if len(text) > 1 and text[0] == text[-1] == '"':
             text = text[1:-1]
         if not text:
-            raise InvalidArgument("/edit takes what to change and its new text, as /help shows")
+            raise InvalidArgument("/edit needs a passage and its new text; see /help")
         session = self.branches.current.session
         passage = find_passage(self.branches.current, reference, text_only=True)
         old_count, new_text = len(session.tokens), passage.with_words(text)
@@ -171,7 +171,7 @@ class ChatCommands(ABC):
         self._update_system(passage)
         new_count = plural(passage.token_count + len(session.tokens) - old_count, "token")
         return (
-            f"{passage.description} is changed: {new_count} in the place of {passage.token_count}, "
+            f"{passage.description} is replaced: {new_count} instead of {passage.token_count}, "
             f"{report.tokens_evaluated} evaluated in {report.seconds:.2f} s"
         )
 
@@ -186,17 +186,17 @@ class ChatCommands(ABC):
     def do_undo(self, argument: str) -> str:
         count = self.branches.current.undo()
         remaining = plural(len(self.branches.current.turns), "turn")
-        return f"took {plural(count, 'token')} back; {remaining} before this"
+        return f"removed {plural(count, 'token')}; {remaining} left"
 
     def do_keep(self, argument: str) -> str:
         if not argument.isdecimal():
-            raise InvalidArgument(f"/keep takes a number of tokens; found {argument!r}")
+            raise InvalidArgument(f"/keep needs a number of tokens; found {argument!r}")
         self.branches.current.session.keep = int(argument)
-        return f"the first {plural(int(argument), 'token')} are never forgotten"
+        return f"the first {plural(int(argument), 'token')} are never evicted"
 
     def do_branch(self, argument: str) -> str:
         self.branches.create(argument)
-        return f"now in {self.branches.current_name}; /switch goes back"
+        return f"now on branch {self.branches.current_name}; /switch changes it"
 
     def do_branches(self, argument: str) -> str:
         return "\n".join(self.branches.lines())
@@ -204,7 +204,7 @@ class ChatCommands(ABC):
     def do_switch(self, argument: str) -> str:
         self.branches.switch(argument)
         turns = plural(len(self.branches.current.turns), "turn")
-        return f"now in {self.branches.current_name}, {turns}"
+        return f"now on branch {self.branches.current_name}, {turns}"
 
     def do_quit(self, argument: str) -> NoReturn:
         raise LeaveChat

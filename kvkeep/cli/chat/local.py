@@ -64,7 +64,7 @@ class LocalChat(ChatLoop):
         try:
             session.rewind(len(session.tokens) - start)
         except InvalidArgument as error:
-            raise InvalidArgument(f"its beginning is no longer in memory: {error}") from error
+            raise InvalidArgument(f"its start is no longer in the cache: {error}") from error
         self._generate()
 
     def do_save(self, argument: str) -> str:
@@ -72,14 +72,14 @@ class LocalChat(ChatLoop):
         if name and not (run.writer and run.writer.label == label):
             file = self._locks.enter_context(saved_sessions(self._store).lock(name))
             if file.exists():
-                raise InvalidArgument(f"there is a session {name} already; choose another name")
+                raise InvalidArgument(f"session {name} already exists; use another name")
             notes = {CHAT_NOTES_KEY: self.branches.current.notes}
             run.writer = SessionWriter(run.session, file, label, notes)
             run.writer.write()
         if run.writer is None:
-            raise InvalidArgument("this chat has no name yet: /save NAME gives it one")
+            raise InvalidArgument("this chat has no name yet: use /save NAME")
         run.writer.save()
-        return run.writer.save_outcome or f"{run.writer.label} is saved already"
+        return run.writer.save_outcome or f"{run.writer.label} is already saved"
 
     def memory_status(self) -> str:
         branch = f", branch {self.branches.current_name}" if self.branches.other_names else ""
@@ -148,7 +148,7 @@ class LocalChat(ChatLoop):
                 writer = SessionWriter(conversation.session, file, f"session {name}", notes)
                 writer.write()
                 return _SavedBranch(name, writer, self._locks.enter_context(lock.pop_all()))
-        raise AssertionError("unreachable: the names are infinite")
+        raise AssertionError("unreachable: the generator is infinite")
 
     def _prefill(self, ids: list[int]) -> None:
         """Prefill a question. An interrupt or error rolls it back if possible."""

@@ -105,7 +105,7 @@ class ChatLoop(ChatCommands):
         except KvkeepError as error:
             if not self.interactive:
                 raise
-            say(f"{error}; /undo takes the last turn back")
+            say(f"{error}; /undo removes the last turn")
         finally:
             if self.interactive and sys.stdout.isatty():
                 with suppress(OSError):  # the terminal was closed
@@ -114,7 +114,7 @@ class ChatLoop(ChatCommands):
     def do_regenerate(self, argument: str) -> str:
         turns = self.branches.current.turns
         if not turns:
-            raise InvalidArgument("there is no answer yet to regenerate")
+            raise InvalidArgument("there is no answer to regenerate")
         self.regenerate_turn(turns[-1])
         return ""
 
@@ -130,9 +130,8 @@ class ChatLoop(ChatCommands):
         if forgotten > 0:
             earlier = f", and the {plural(len(turns) - 1, 'turn')} before it" if turns[1:] else ""
             say(
-                f"memory was too small for this question: of its {end - start:,} tokens "
-                f"{forgotten:,} were forgotten or compressed{earlier}; --max-kv-size makes it "
-                "larger"
+                f"the cache was too small for this question: {forgotten:,} of its {end - start:,} "
+                f"tokens were evicted or compressed{earlier}; raise --max-kv-size"
             )
 
     def _show_last_turn(self) -> None:

@@ -50,11 +50,11 @@ def find_passage(conversation: Conversation, reference: str, text_only: bool = F
         name = _span_name(conversation, reference, text_only)
         spans = conversation.session.span_ranges
         if name not in spans:
-            problem = f"there is no {reference} here" if reference else "what is missing"
-            raise InvalidArgument(f"{problem}; there is: {_known_passages(conversation)}")
+            problem = f"there is no {reference}" if reference else "name a passage"
+            raise InvalidArgument(f"{problem}; available: {_known_passages(conversation)}")
         passage = Passage(_span_description(name), *spans[name])
     if conversation.session.remembered(passage.start, passage.end) < passage.token_count:
-        raise InvalidArgument(f"{passage.description} is not remembered any more, or not whole")
+        raise InvalidArgument(f"{passage.description} is not completely in the cache")
     return passage
 
 
@@ -87,7 +87,7 @@ def _find_words(conversation: Conversation, words: str) -> Passage:
         first = bisect_left(range(stop), True, key=lambda n: words not in decode(ids[n:stop])) - 1
         description, text = f'"{words}" in {_span_description(name)}', decode(ids[first:stop])
         return Passage(description, start + first, start + stop, text, words)
-    raise InvalidArgument(f'no question, answer or system prompt has "{words}" in it')
+    raise InvalidArgument(f'no question, answer or system prompt contains "{words}"')
 
 
 def _span_description(span_name: str) -> str:
@@ -100,7 +100,7 @@ def _span_description(span_name: str) -> str:
 def _known_passages(conversation: Conversation) -> str:
     turns = [str(number) for number in conversation.turns]
     if not turns:
-        return "nothing yet"
+        return "none"
     if len(turns) > 8:
         turns = [*turns[:3], "...", *turns[-3:]]
     system = ["system"] if "system" in conversation.session.span_ranges else []

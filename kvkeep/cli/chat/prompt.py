@@ -30,7 +30,7 @@ from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text
 
 _QUOTES = '"""'
-_EXIT_HINT = "Ctrl-D ends the chat, and so does /quit; /help lists what else can be done"
+_EXIT_HINT = "Ctrl-D or /quit ends the chat; /help lists all commands"
 
 
 class Prompt:

@@ -45,7 +45,7 @@ def chat_at_server(
     refused_options = [option for option in _LOCAL_OPTIONS if is_given(option)]
     if refused_options:
         flags = ", ".join(map(_flag, refused_options))
-        raise InvalidArgument(f"{flags}: not with --server, whose model and sessions are its own")
+        raise InvalidArgument(f"{flags} cannot be used with --server, which loads its own model")
     requested = {name: getattr(memory, name) for name in _SESSION_OPTIONS if is_given(name)}
     with Client(url, api_key) as client:
         name = _open_session(client, session_name, requested)
@@ -59,7 +59,7 @@ def _open_session(client: Client, name: str | None, options: dict[str, Any]) -> 
             client.session(name).info()
             if options:
                 flags = ", ".join(map(_flag, options))
-                raise InvalidArgument(f"{flags}: session {name} is there, with settings of its own")
+                raise InvalidArgument(f"{flags}: session {name} exists with its own settings")
             return name
     return str(client.create(name, **options).name)
 
@@ -145,7 +145,7 @@ class RemoteConversation:
         memory = self.session.memory()
         turns = turns_in(memory["spans"])
         if not turns:
-            raise InvalidArgument("there is no turn to take back")
+            raise InvalidArgument("there is no turn to remove")
         count = int(memory["tokens"] - memory["spans"][f"turn {turns[-1]}"]["start"])
         self.session.rewind(count)
         return count
@@ -214,7 +214,7 @@ class RemoteChat(ChatLoop):
         session, name = self._session, argument
         if name in ("", session.name):
             session.save()
-            return f"session {session.name} is on the server's disk"
+            return f"session {session.name} is saved on the server"
         conversation = self._conversation.fork(name)
         conversation.session.save()
         if not self._is_named:
@@ -222,7 +222,7 @@ class RemoteChat(ChatLoop):
         self._kept_sessions.add(name)
         self._chat_name = self._chat_name or name
         self.branches.conversations[self.branches.current_name] = cast(Conversation, conversation)
-        return f"goes on in session {name}, which is on the server's disk"
+        return f"now in session {name}, which is saved on the server"
 
     def memory_status(self) -> str:
         memory = self._session.memory()
@@ -241,7 +241,7 @@ class RemoteChat(ChatLoop):
         )
 
     def do_keep(self, argument: str) -> NoReturn:
-        raise InvalidArgument("on a server, --keep can only be given when a session is created")
+        raise InvalidArgument("on a server, --keep can only be set when a session is created")
 
     def close(self) -> None:
         """Save the branches of a named chat, and delete temporary sessions."""

@@ -44,7 +44,7 @@ class ChatSettings:
             similar = get_close_matches(name.lower(), SETTINGS, 1)
             suggestion = f"did you mean {similar[0]}? T" if similar else "t"
             raise InvalidArgument(
-                f"there is no setting {name!r}; {suggestion}here are: {', '.join(SETTINGS)}"
+                f"there is no setting {name!r}; {suggestion}he settings are {', '.join(SETTINGS)}"
             )
         try:
             parsed = parse(value)
@@ -66,11 +66,11 @@ class ChatSettings:
         if name in SWITCHES:
             return "on" if getattr(self, name) else "off"
         if name == "max-tokens":
-            return "-1 (no end)" if self.max_tokens is None else str(self.max_tokens)
+            return "-1 (no limit)" if self.max_tokens is None else str(self.max_tokens)
         field_name = name.replace("-", "_")
         value = getattr(self.sampling, field_name)
         if name == "seed" and value is None:
-            return f"{self.seed} (drawn)" if self.seed is not None else "random"
+            return f"{self.seed} (random)" if self.seed is not None else "random"
         if value is None:
             return str(getattr(self.defaults, field_name, "the server's default"))
         return ", ".join(map(repr, value)) or "none" if name == "stop" else str(value)

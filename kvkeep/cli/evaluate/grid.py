@@ -128,13 +128,13 @@ def _load_grid(path: Path) -> "Grid":
         grid.metadata.setdefault("kv_bits", None)
         return grid
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(f"{path} is not a result of `kvkeep grid --out`") from error
+        raise InvalidArgument(f"{path} was not written by `kvkeep grid --out`") from error
 
 
 def _show(grid: "Grid", files: GridFiles) -> None:
     """Draw the plot, and write the tables into the page or to standard output."""
     if not grid.results:
-        raise InvalidArgument("there is nothing to show: no reading was made yet")
+        raise InvalidArgument("there are no results to show yet")
     if files.plot is not None:
         write_atomic(files.plot, draw_grid(grid, files.plot.suffix))
     if files.page is not None:

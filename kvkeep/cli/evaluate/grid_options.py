@@ -34,7 +34,7 @@ GRID_TASKS = (*PASSKEY_TASKS, *NEEDLE_TASKS, PERPLEXITY)
 def grid_task(name: str) -> str:
     """Option type: a task of the grid."""
     if name not in GRID_TASKS:
-        raise click.BadParameter(f"expected names of {', '.join(GRID_TASKS)}; found {name!r}")
+        raise click.BadParameter(f"expected task names ({', '.join(GRID_TASKS)}); found {name!r}")
     return name
 
 
@@ -126,14 +126,14 @@ class GridFiles:
     def check(self) -> None:
         """Raise InvalidArgument, before hours of work, if results cannot be written."""
         if self.earlier_paths and (self.out or self.resume):
-            raise InvalidArgument("--from measures nothing: leave --out and --resume out")
+            raise InvalidArgument("--from measures nothing: leave out --out and --resume")
         if self.resume and self.out is None:
-            raise InvalidArgument("--resume goes on with the file of --out: name it")
+            raise InvalidArgument("--resume continues the file of --out: add --out FILE")
         if self.out is not None:
             check_writable(self.out)
             if self.out.is_file() and not self.resume:
                 raise InvalidArgument(
-                    f"{self.out} is there already: add --resume to go on with it, or name another"
+                    f"{self.out} already exists: add --resume to continue it, or use another file"
                 )
         if self.plot is not None:
             check_plottable(self.plot)

@@ -88,8 +88,8 @@ class RecallOptions:
         check_calibrated([self.method], model_options.calibration)
         if self.max_kv_size is not None and not self.streaming:
             raise click.UsageError(
-                "--max-kv-size bounds a memory that is compressed while it reads: "
-                "add --streaming, or leave it out"
+                "--max-kv-size bounds the cache of --streaming only: add --streaming, or leave it "
+                "out"
             )
         if self.plot is not None:
             check_plottable(self.plot)

@@ -159,7 +159,7 @@ def _finish_reason(error: BaseException) -> str:
 
 def _outcome(result: RecallResult) -> str:
     compressed, full = result.compressed, result.uncompressed
-    line = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} a token"
+    line = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} per token"
     if full is None:
         return f"{line} (uncompressed: does not fit)"
     return f"{line} (uncompressed: {_found(full.found)}, {full.log_probability:.3f})"
@@ -170,7 +170,7 @@ def _found(found: bool) -> str:
 
 
 def _recall_line(summary: dict[str, Any]) -> str:
-    line = "found {found} of {samples}, {log_probability:.3f} a token"
+    line = "found {found} of {samples}, {log_probability:.3f} per token"
     if summary["found_uncompressed"] is not None:
         line += "; uncompressed {found_uncompressed} of {samples_uncompressed}, "
         line += "{log_probability_uncompressed:.3f}"

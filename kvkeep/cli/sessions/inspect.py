@@ -37,7 +37,7 @@ def list_(as_json: bool = JSON, store: str | None = STORE) -> None:
     if as_json:
         echo_json(rows)
     elif not rows:
-        say("no sessions; --session NAME of generate and chat begins one")
+        say("no sessions; create one with --session NAME of generate or chat")
     else:
         titles = ("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL")
         echo_table([titles, *map(_table_row, rows)], right_aligned=range(1, 5))
@@ -127,12 +127,12 @@ def _description(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]
     yield "model", f"{snapshot.model}, {dtype}"
     yield "policy", f"{policy['name']}: {settings}"
     if bits := snapshot.bits.kv or snapshot.bits.far:
-        yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", but for the window's")
+        yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", except in the window")
     compressed = _compressed_cells(snapshot)
     rest = f", the others compressed to {plural(compressed, 'cell')}" if compressed else ""
-    yield "tokens", f"{num_tokens:,}, of which {snapshot.cells - compressed:,} are remembered{rest}"
+    yield "tokens", f"{num_tokens:,}, {snapshot.cells - compressed:,} of them in the cache{rest}"
     if unread_ids := checked_notes(file, snapshot).get(UNREAD):
-        yield "unread", f"{plural(len(unread_ids), 'token')} of a prompt that was interrupted"
+        yield "unread", f"{plural(len(unread_ids), 'token')} of an interrupted prompt"
 
 
 def _text_codec(file: Source, snapshot: "Snapshot", model_name: str | None) -> "TextCodec":
@@ -146,8 +146,8 @@ def _text_codec(file: Source, snapshot: "Snapshot", model_name: str | None) -> "
     text_codec = TextCodec.open(resolve(name, progress=True))
     if not is_tokenizer_of(snapshot.fingerprint, text_codec.tokenizer):
         raise FingerprintMismatch(
-            f"the text of {file} cannot be shown: the tokenizer of {name} is another one than when "
-            "it was saved"
+            f"the text of {file} cannot be shown: the tokenizer of {name} has changed since it was "
+            "saved"
         )
     return text_codec
 

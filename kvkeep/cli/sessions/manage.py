@@ -54,7 +54,7 @@ def fork(
         snapshot = Snapshot.load(file)
         total = len(snapshot.tokens)
         if at is not None and at > total:
-            raise InvalidArgument(f"--at must be 0 to {total}, the tokens of {source}; found {at}")
+            raise InvalidArgument(f"--at must be 0 to {total}, the length of {source}; found {at}")
         if at is None or at == total:
             _copy(file, target_file)
         else:
@@ -66,7 +66,7 @@ def fork(
             session.rewind(total - at)
             replace(session.snapshot(), notes=_notes_at(notes, at)).save(target_file)
         tokens = plural(total if at is None else at, "token")
-        click.echo(f"{target} begins with {tokens} of {source}, {_size_text(target_file)}")
+        click.echo(f"{target} has the first {tokens} of {source}, {_size_text(target_file)}")
 
 
 def _notes_at(notes: dict[str, Any], num_tokens: int) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _copy(source: Source, target: "Path | SessionPath") -> None:
             shutil.copyfileobj(source_file, file, _CHUNK_BYTES)
     except OSError as error:
         raise StoreError(
-            f"{target} could not be written ({error.strerror or error}); what was there before is "
-            "unchanged"
+            f"{target} could not be written ({error.strerror or error}); an earlier session of "
+            "this name is unchanged"
         ) from error
 
 
@@ -147,8 +147,8 @@ def _read_chunks(source: Source) -> Iterator[bytes]:
 def _require_unused(target_file: Source, name: str) -> None:
     if target_file.exists():
         raise InvalidArgument(
-            f"there is a session {name!r} already; choose another name, or remove it with "
-            f"`kvkeep sessions rm {name}`"
+            f"session {name!r} already exists; use another name, or remove it with `kvkeep "
+            f"sessions rm {name}`"
         )
 
 

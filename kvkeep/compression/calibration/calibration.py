@@ -87,7 +87,7 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
     try:
         return _from_saved(container.document, container.tensors, model)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
+        raise CorruptFile(f"{path} is corrupt: {error!r} while it was loaded") from error
 
 
 def calibration_path(model: LoadedModel) -> Path:

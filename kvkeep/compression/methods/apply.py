@@ -115,8 +115,8 @@ def check_budget(method: Method, budget: str) -> None:
         raise InvalidArgument(f"budget must be one of {', '.join(BUDGETS)}; found {budget!r}")
     if budget == "heads" and not isinstance(method, Eviction):
         raise InvalidArgument(
-            f'method "{method.name}" has no scores by which heads could compete: take '
-            'budget="uniform", or a method that scores'
+            f'method "{method.name}" has no scores to compare heads by: use budget="uniform", or a '
+            "method with scores"
         )
 
 

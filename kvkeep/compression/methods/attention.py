@@ -88,7 +88,7 @@ class ExpectedAttention(Eviction):
 def newest_queries(candidates: Candidates, count: int) -> Queries:
     """Return the last `count` observed queries. Raises ValueError if none were observed."""
     if candidates.queries is None:
-        raise ValueError("this method decides by queries, and none were observed")
+        raise ValueError("this method needs observed queries, and there are none")
     return candidates.queries.newest(count)
 
 

@@ -168,10 +168,10 @@ class Method(ABC):
     def require_statistics(self, statistics: Statistics | None) -> None:
         """Raise InvalidArgument if the method needs a surrogate and there is none."""
         if self.uses_surrogate and (statistics is None or statistics.surrogate is None):
-            calibration = "none" if statistics is None else "one of an earlier kvkeep"
+            calibration = "none" if statistics is None else "one from an earlier kvkeep version"
             raise InvalidArgument(
-                f'method "{self.name}" decides by a calibration with a surrogate; found '
-                f"{calibration}: make one for this model, once, with `kvkeep pull --calibrate`"
+                f'method "{self.name}" needs a calibration with a surrogate; found {calibration}. '
+                "Make one for this model with `kvkeep pull --calibrate`"
             )
 
     @abstractmethod

@@ -19,8 +19,8 @@ def require_version() -> None:
         oldest, limit = (".".join(map(str, v)) for v in (_OLDEST_VERSION, _VERSION_LIMIT))
         required = f">={oldest},<{limit}"
         raise ImportError(
-            f"kvkeep works inside of transformers {required}; found {installed}: "
-            f'pip install "transformers{required}"'
+            f"kvkeep needs transformers {required}; found {installed}: pip install "
+            f'"transformers{required}"'
         )
 
 

@@ -146,7 +146,7 @@ class _AttentionFactsBuilder:
 
     def __post_init__(self) -> None:
         windows = {call.window for call in self.probes if call.window}
-        _require(len(windows) <= 1, f"its layers see windows of {windows} tokens")
+        _require(len(windows) <= 1, f"its layers have different windows: {windows} tokens")
         self.window = max(windows, default=0)
         self.all_local = all(call.window for call in self.probes)
         local = [i for i, call in enumerate(self.probes) if not self.all_local and call.window]
@@ -196,7 +196,7 @@ class _AttentionFactsBuilder:
             kv_source = spec.kv_source(index)
             shares_keys = probes[kv_source].layer_idx == call.layer_idx
             is_consistent = (kv_source == index) == call.owns_keys and shares_keys
-            _require(is_consistent, "its layers share keys in another way than the last ones do")
+            _require(is_consistent, "its layers share keys, but not in the last layers only")
         return spec
 
     def _unrotated_layers(self) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ class _AttentionFactsBuilder:
         """Return RoPE and `(kv_heads, head_dim)`, which all of these layers must share."""
         rotations = [self.rotations[i] for i in layers]
         tables = {rotation.frequencies for rotation in rotations if rotation.rotates}
-        _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")
+        _require(len(tables) <= 1, "its layers rotate keys with different frequency tables")
         no_rotation = (0.0,) * (self.probes[layers[0]].q.shape[-1] // 2)
         shapes = [(self.probes[i].k.shape[0], self.probes[i].k.shape[1]) for i in layers]
         rope = RopeSpec(self._rope_type(), next(iter(tables), no_rotation))
@@ -243,7 +243,7 @@ class _AttentionFactsBuilder:
     def _attention_call(self, spec: ModelSpec, index: int) -> AttentionCall:
         call, group = self.probes[index], spec.group_of(index)
         orders = {self.rotations[i].permutation for i in group.layers if self.rotations[i].rotates}
-        _require(len(orders) <= 1, "its layers pair the numbers of a head in several ways")
+        _require(len(orders) <= 1, "its layers pair the dimensions of a head in different orders")
         permutation = next(iter(orders), ())
         indices = torch.tensor(permutation, dtype=torch.int64, device=call.q.device)
         return AttentionCall(

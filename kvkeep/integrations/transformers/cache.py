@@ -157,8 +157,8 @@ class KvkeepCache(SessionBatch):
         """The session of a batch of one. Raises InvalidArgument if there are more rows."""
         if len(self.sessions) != 1:
             raise InvalidArgument(
-                f"this cache is of {len(self.sessions)} rows, each a session of its own: choose "
-                "one by cache.sessions[row]"
+                f"this cache has {len(self.sessions)} rows, each with its own session: choose one "
+                "with cache.sessions[row]"
             )
         return self.sessions[0]
 
@@ -175,8 +175,8 @@ class KvkeepCache(SessionBatch):
         """
         if self.padding[0]:
             raise InvalidArgument(
-                "padding was evaluated with these tokens: give them to generate with their padding "
-                "and attention_mask, or call cache.drop_padding() first"
+                "these tokens were evaluated with padding: pass them to generate with their "
+                "padding and attention_mask, or call cache.drop_padding() first"
             )
         device = self.model.decoder.new_cache().layout.device
         return torch.tensor([list(self.tokens)], dtype=torch.int64, device=device)
@@ -199,7 +199,7 @@ class KvkeepCache(SessionBatch):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise InvalidArgument(
-            "a KvkeepCache cannot be pickled, as it belongs to a model in this process: save it "
+            "a KvkeepCache cannot be pickled, since it belongs to a model in this process: save it "
             "with cache.snapshot().save(path), and load it with KvkeepCache.load(model, path)"
         )
 
@@ -230,8 +230,8 @@ class KvkeepCache(SessionBatch):
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise InvalidArgument(
-            "layers do not write to a KvkeepCache: call the model that it was made for, or "
-            "generate, with it as past_key_values"
+            "layers cannot write to a KvkeepCache directly: call the model it was made for, or "
+            "generate, with past_key_values=cache"
         )
 
     @property
@@ -259,11 +259,11 @@ class KvkeepCache(SessionBatch):
         if not num_tokens:
             return
         if tokens_to_remove > 0:
-            raise InvalidArgument("crop takes a negative number: of tokens to take back")
+            raise InvalidArgument("crop needs a negative number: the number of tokens to remove")
         if not self.is_croppable:
             raise InvalidArgument(
-                "the cache has forgotten tokens for those that are to be taken back, or keeps "
-                "states of all of them: decode without an assistant, or with a larger max_kv_size"
+                "these tokens cannot be removed, since earlier ones were evicted or layers keep "
+                "states: decode without an assistant, or with a larger max_kv_size"
             )
         for session in self.sessions:
             session.take_back(num_tokens)

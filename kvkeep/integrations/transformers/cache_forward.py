@@ -58,7 +58,7 @@ class SessionBatch(Cache):
         if rows != len(self.sessions):
             if any(session.tokens for session in self.sessions):
                 raise InvalidArgument(
-                    f"the cache is of {len(self.sessions)} rows; found a batch of {rows}"
+                    f"the cache has {len(self.sessions)} rows; found a batch of {rows}"
                 )
             self._sessions = tuple(self._empty_session.fork() for _ in range(rows))
             self.padding = [0] * rows
@@ -68,7 +68,7 @@ class SessionBatch(Cache):
         }
         if len(column_counts) > 1:
             raise InvalidArgument(
-                "rows of one batch are changed together: their sessions now hold different "
+                "the rows of a batch must change together: their sessions now hold different "
                 "numbers of tokens and padding"
             )
 
@@ -111,7 +111,7 @@ class CacheForward:
         ]
         rows = self._active_rows = [i for i, tokens in enumerate(row_tokens) if tokens]
         if not rows:
-            raise InvalidArgument("attention_mask hides every token of this forward")
+            raise InvalidArgument("attention_mask masks every token of this forward")
         sessions, executor = batch.sessions, batch.executor
         self._step = ExternalStep(
             [sessions[row] for row in rows], [row_tokens[row] for row in rows]
@@ -181,14 +181,14 @@ def _find_token_columns(batch: SessionBatch, ids: Tensor, mask: Tensor | None) -
     past_columns = batch.get_seq_length()
     if mask is None and any(batch.padding):
         raise InvalidArgument(
-            "this cache has evaluated padding: give an attention_mask that says which tokens are "
-            "padding, or call cache.drop_padding() if only tokens are given from now on"
+            "this cache has evaluated padding: pass an attention_mask that marks the padding, or "
+            "call cache.drop_padding() if no more padding follows"
         )
     if mask is None:
         return [list(range(n))] * rows
     if mask.shape != (rows, past_columns + n):
         raise InvalidArgument(
-            f"attention_mask must be of the {past_columns} tokens in the cache and these {n}, "
+            f"attention_mask must cover the {past_columns} tokens in the cache and these {n}, "
             f"[{rows}, {past_columns + n}]; found {list(mask.shape)}"
         )
     mask = mask.bool()
@@ -196,8 +196,8 @@ def _find_token_columns(batch: SessionBatch, ids: Tensor, mask: Tensor | None) -
     expected = [past_columns - padding for padding in batch.padding]
     if actual != expected:
         raise InvalidArgument(
-            "attention_mask must be 1 for the tokens in the cache, and 0 for padding: "
-            f"expected {expected} of the first {past_columns} in each row, found {actual}"
+            "attention_mask must be 1 for the tokens in the cache and 0 for padding: expected "
+            f"{expected} ones in the first {past_columns} columns of each row, found {actual}"
         )
     new_columns = mask[:, past_columns:].tolist()
     return [[column for column, is_token in enumerate(row) if is_token] for row in new_columns]

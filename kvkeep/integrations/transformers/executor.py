@@ -69,9 +69,9 @@ class TransformersExecutor:
         current, probed = _dtype_and_device(self.model), self._probed_identity[:2]
         if current != probed:
             raise InvalidArgument(
-                f"the model was in {_format_placement(probed)} when it was given to kvkeep, and is "
-                f"in {_format_placement(current)} now, which the cells of its caches and sessions "
-                "are not for: move it back, or make them again"
+                f"the model was in {_format_placement(probed)} when kvkeep loaded it, and is in "
+                f"{_format_placement(current)} now; its caches and sessions cannot be used: move "
+                "the model back, or create them again"
             )
 
     def unhook(self) -> None:
@@ -115,7 +115,7 @@ class TransformersExecutor:
     def unpack_matrix(self, name: str) -> Tensor:
         raise InvalidArgument(
             f"this needs {name}, and kvkeep does not know which weights of "
-            f"{type(self.model).__name__} these are: choose another method"
+            f"{type(self.model).__name__} those are: use another method"
         )
 
 

@@ -43,7 +43,7 @@ def _begin_forward(
         return None
     executor = batch.executor
     if executor.body is not module:
-        raise InvalidArgument("this cache was made for another model")
+        raise InvalidArgument("this cache belongs to another model")
     executor.require_not_moved()
     _check_gradients(executor.model, arguments)
     _check_arguments(arguments, executor.configs[0])
@@ -69,7 +69,7 @@ def _end_forward(
     forward: CacheForward = step_cache.cache_forward
     step_cache.cache_forward = None
     if forward.is_finished:
-        raise InvalidArgument("a KvkeepCache was used within a forward of its own")
+        raise InvalidArgument("a KvkeepCache was used inside its own forward")
     if output is None:
         forward.rollback()
         return None
@@ -85,7 +85,7 @@ def _check_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
     inputs = (value for value in arguments.values() if isinstance(value, Tensor))
     if any(tensor.requires_grad for tensor in (*model.parameters(), *inputs)):
         raise InvalidArgument(
-            "a forward into a KvkeepCache has no gradients, and gradients are enabled: call the "
+            "a forward with a KvkeepCache has no gradients, and gradients are enabled: call the "
             "model under torch.no_grad() or torch.inference_mode(), or train without a KvkeepCache"
         )
 
@@ -95,20 +95,20 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         raise InvalidArgument(
-            "a forward into a KvkeepCache takes input_ids, [batch, n] with n at least 1: what has "
-            "no token ids (inputs_embeds, images) cannot be listed, edited or saved"
+            "a forward with a KvkeepCache needs input_ids, [batch, n] with n at least 1: input "
+            "without token ids (inputs_embeds, images) cannot be listed, edited or saved"
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise InvalidArgument(
-            "attention_mask must say of each token whether it is there, [batch, tokens]: a mask of "
-            "another shape is for the model's own attention"
+            "attention_mask must be [batch, tokens], 1 for tokens and 0 for padding; masks of "
+            "other shapes work only with the model's own attention"
         )
     if arguments.get("return_dict") is False:
-        raise InvalidArgument("return_dict=False is not for a forward into a KvkeepCache")
+        raise InvalidArgument("return_dict=False is not supported with a KvkeepCache")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise UnsupportedModel(
-                f"the model's config asks for {name}, which a forward into a KvkeepCache does not "
+                f"the model's config sets {name}, which a forward with a KvkeepCache does not "
                 "return: set it to False"
             )
     unsupported = [
@@ -121,8 +121,8 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
     ]
     if unsupported:
         raise UnsupportedModel(
-            f"a forward into a KvkeepCache takes no {', '.join(sorted(unsupported))}: its "
-            "attention is kvkeep's, and its input is text"
+            f"a forward with a KvkeepCache does not support {', '.join(sorted(unsupported))}: "
+            "kvkeep computes the attention, and the input is text"
         )
 
 
@@ -153,7 +153,7 @@ def _check_positions(
         last = int(positions[-1])
         if last not in (last_token_index, last_column) or bool((positions.diff() != 1).any()):
             raise InvalidArgument(
-                f"position_ids say that token {last_token_index} of row {row} is at {last}: a "
-                "KvkeepCache counts from the first token on, one by one, with padding or without, "
-                "and generate must be called with use_cache=True"
+                f"position_ids put token {last_token_index} of row {row} at position {last}: a "
+                "KvkeepCache counts positions one by one from the first token, with or without "
+                "padding, and generate must be called with use_cache=True"
             )

@@ -155,8 +155,8 @@ def _mask_by_backend(
 def _active_backend() -> AttentionBackend:
     if _thread_state.backend is None:
         raise RuntimeError(
-            f"the attention {_ATTENTION_NAME!r} works in a forward that kvkeep has opened: while "
-            "one is under way, the same model cannot be called from another thread"
+            f"the attention {_ATTENTION_NAME!r} runs only in a forward that kvkeep has started: do "
+            "not call the same model from two threads at once"
         )
     return _thread_state.backend
 
@@ -197,7 +197,7 @@ def body_name(model: PreTrainedModel) -> str:
     for name in (model.base_model_prefix, "model"):
         if name in model._modules:
             return name
-    raise UnsupportedModel(f"{type(model).__name__} has no head over layers that read text")
+    raise UnsupportedModel(f"{type(model).__name__} has no output head over its text layers")
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:

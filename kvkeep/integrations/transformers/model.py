@@ -81,7 +81,7 @@ class TransformersModel(Model):
     @cached_property
     def path(self) -> ComputePath:
         return ComputePath(
-            "transformers", {"the compiled kernels": "are for kvkeep's own forwards"}
+            "transformers", {"the compiled kernels": "run only with kvkeep's own models"}
         )
 
     @cached_property
@@ -124,8 +124,8 @@ class _NoCodec(TextCodec):
 
 
 _NO_TOKENIZER_MESSAGE = (
-    "there is no tokenizer to make text of tokens or tokens of text: give token ids, or pass "
-    "tokenizer=... where the model is given to kvkeep"
+    "there is no tokenizer to convert between text and tokens: use token ids, or pass "
+    "tokenizer=... when you load the model"
 )
 
 
@@ -185,8 +185,8 @@ def load_folder(
     folder = resolve(model, progress)
     if converted_file(folder) is not None:
         raise UnsupportedModel(
-            f"{model} is packed, which transformers does not read: `kvkeep models export {model} "
-            "FOLDER` unpacks it, then pass transformers:FOLDER"
+            f"{model} has packed weights, which transformers cannot read: unpack it with `kvkeep "
+            f"models export {model} FOLDER`, then pass transformers:FOLDER"
         )
     bars_were_shown = is_progress_bar_enabled()
     _show_progress_bars(progress)
@@ -213,17 +213,15 @@ def executor_of(model: PreTrainedModel) -> TransformersExecutor:
     Raises as `from_transformers`.
     """
     if not isinstance(model, PreTrainedModel):
-        raise InvalidArgument(
-            f"model must be a model of transformers; found {type(model).__name__}"
-        )
+        raise InvalidArgument(f"model must be a transformers model; found {type(model).__name__}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(
-            f"{type(model).__name__} is an encoder and a decoder; kvkeep keeps the memory of "
-            "models that are a decoder alone"
+            f"{type(model).__name__} is an encoder-decoder model; kvkeep supports decoder-only "
+            "models"
         )
     body_name(model)  # raises for a model without a head over a body
     if model.training:
-        raise InvalidArgument("the model is in training: call model.eval() first")
+        raise InvalidArgument("the model is in training mode: call model.eval() first")
     with compute_lock():  # one thread at a time probes the model
         executor = vars(model).get(_EXECUTOR_ATTRIBUTE)
         if executor is None or not executor.is_current():
@@ -247,12 +245,12 @@ def _new_executor(model: PreTrainedModel) -> TransformersExecutor:
             executor.unhook()
         name = type(model).__name__
         if isinstance(error, UnsupportedModel):
-            message = f"{name} cannot be run with kvkeep's memory: {error}"
+            message = f"{name} is not supported by kvkeep: {error}"
             raise UnsupportedModel(message) from error
         if isinstance(error, KvkeepError) or not isinstance(error, Exception):
             raise
         raise UnsupportedModel(
-            f"{name} failed when kvkeep probed how it attends: {error!r}"
+            f"{name} failed while kvkeep probed its attention: {error!r}"
         ) from error
 
 

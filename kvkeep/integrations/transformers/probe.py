@@ -101,8 +101,8 @@ class AttentionProbe:
         index = int(mask.flatten()[0]) if mask.numel() == 1 else -1
         if not 0 <= index < len(self._mask_functions) or mask.flatten()[0] != index:
             raise UnsupportedModel(
-                f"{type(module).__name__} gets a mask that transformers did not make; kvkeep "
-                "cannot tell what it hides"
+                f"{type(module).__name__} gets a mask that transformers did not create, so kvkeep "
+                "cannot tell what it masks"
             )
         return _window_of(self._mask_functions[index], mask.device)
 

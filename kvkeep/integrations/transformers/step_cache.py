@@ -49,7 +49,7 @@ class StepCache(Cache):
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         raise UnsupportedModel(
-            "the model chooses which tokens each layer attends to by an index of its own (sparse "
+            "the model selects the tokens that each layer attends to by an index (sparse "
             "attention), which kvkeep does not support"
         )
 
@@ -72,8 +72,7 @@ def has_recurrent_states(config: PreTrainedConfig) -> bool:
         is_dummy = type(layer).__name__ == "DummyLayer"  # exists in some releases only
         if not is_recurrent and not has_cells and not is_dummy:
             raise UnsupportedModel(
-                f"its layers keep their memory in a {type(layer).__name__}, which kvkeep does not "
-                "support"
+                f"its layers use a {type(layer).__name__} as cache, which kvkeep does not support"
             )
         has_states = has_states or is_recurrent
     return has_states
@@ -87,7 +86,7 @@ def load_states(row_states: Sequence[Mapping[str, Tensor]], cache: StepCache) ->
     names = dict.fromkeys(name for row in row_states for name in row)
     if not names:
         if cache.get_seq_length():
-            raise InvalidSnapshot("there are no states of the layers that have no cells")
+            raise InvalidSnapshot("the states of the layers without cells are missing")
         return
     for name in names:
         layer_index, state_kind, state_index = name.split(".")

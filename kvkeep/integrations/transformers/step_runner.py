@@ -51,8 +51,8 @@ class StepRunner:
         """
         if self._call_count != len(self._facts.calls):
             raise UnsupportedModel(
-                f"{self._call_count} of {len(self._facts.calls)} layers attended; kvkeep has "
-                "cells for all of them"
+                f"{self._call_count} of {len(self._facts.calls)} layers attended; kvkeep expects "
+                "all of them"
             )
         if self._facts.spec.recurrent:
             states_by_row = read_states(self.cache, len(self._steps))
@@ -68,8 +68,8 @@ class StepRunner:
         update = self.cache.updates.get(call.layer_idx)
         if inputs.mask is not None or update is None or update[0] is not k or update[1] is not v:
             raise UnsupportedModel(
-                f"{type(module).__name__} attended to other keys than those of its cache, or by a "
-                "mask of its own, which it did not do when kvkeep probed it"
+                f"{type(module).__name__} attended to other keys than those in its cache, or with "
+                "its own mask, unlike when kvkeep probed it"
             )
         queries, keys = _to_cell_order(call, q), _to_cell_order(call, k)
         if call.query_factor != 1:
@@ -89,8 +89,8 @@ class StepRunner:
         call = calls[self._call_count] if self._call_count < len(calls) else None
         if call is None or call.module is not module or call.options != inputs.options:
             raise UnsupportedModel(
-                f"{type(module).__name__} attended in another order, or in another way, than when "
-                "kvkeep probed the model; use a cache of transformers with it"
+                f"{type(module).__name__} attended in another order or another way than when "
+                "kvkeep probed the model; use a transformers cache with it"
             )
         self._call_count += 1
         return call

@@ -47,8 +47,8 @@ _CLASS_AND_MODEL_TYPE = {
 _NOT_MODELS = {
     "mmproj": "the projector of a vision model",
     "adapter": "an adapter (LoRA) for a model",
-    "imatrix": "an importance matrix, by which models are quantised",
-    "vocab": "a vocabulary alone",
+    "imatrix": "an importance matrix for quantisation",
+    "vocab": "a vocabulary without weights",
 }
 # The config field to the metadata key.
 _GRANITE_MULTIPLIER_KEYS = {
@@ -215,7 +215,7 @@ def _check_supported(file: GgufFile) -> None:
         file_type = "mmproj"
     if file_type in _NOT_MODELS:
         raise UnsupportedModel(
-            f"{file.path} is {_NOT_MODELS[file_type]}, not a language model: give a model's file"
+            f"{file.path} is {_NOT_MODELS[file_type]}, not a language model: pass a model file"
         )
     check_family(family)
     _check_variant(file)
@@ -236,20 +236,20 @@ def _check_variant(file: GgufFile) -> None:
     """Raise UnsupportedModel for models that share a family's name but compute something else."""
     family = file.architecture
     unsupported_features = {
-        "is a GLM-4V, whose rows are in another order (rope.dimension_sections)": (
+        "is a GLM-4V, whose rows have a different order (rope.dimension_sections)": (
             family == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
         "is a Granite without RoPE (rope.scaling.finetuned)": (
             family.startswith("granite") and not file.flag("{arch}.rope.scaling.finetuned", True)
         ),
-        "looks ahead in a text (attention.causal)": not file.flag("{arch}.attention.causal", True),
-        "has layers that predict further tokens (nextn_predict_layers)": (
+        "is bidirectional (attention.causal)": not file.flag("{arch}.attention.causal", True),
+        "has layers for multi-token prediction (nextn_predict_layers)": (
             file.non_negative("{arch}.nextn_predict_layers", 0) > 0
         ),
         "clips queries, keys and values (attention.clamp_kqv)": (
             file.number("{arch}.attention.clamp_kqv", 0.0) != 0
         ),
-        "rotates parts of a head by positions in an image alone (rope.dimension_sections)": (
+        "rotates part of each head by image positions (rope.dimension_sections)": (
             family in _MROPE_FAMILIES and not _rotates_by_text_position(file)
         ),
     }

@@ -102,9 +102,9 @@ def _write_weights(
     }
     if no_kernel:
         warnings.warn(
-            f"there are no kernels for {', '.join(sorted(no_kernel))}: matrices of the model in "
-            "such a format are unpacked to bfloat16 and take more memory and time; a Q4_K_M, "
-            "Q5_K_M, Q6_K or Q8_0 file of the model is read as it is",
+            f"there are no kernels for {', '.join(sorted(no_kernel))}: these matrices are unpacked "
+            "to bfloat16, which takes more memory and time; a Q4_K_M, Q5_K_M, Q6_K or Q8_0 file of "
+            "the model is used without conversion",
             RuntimeWarning,
             stacklevel=2,
         )

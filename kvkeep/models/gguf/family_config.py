@@ -43,7 +43,7 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
     family, num_experts = file.architecture, file.non_negative("{arch}.expert_count", 0)
     if family not in _NUM_EXPERTS_FAMILIES + _NUM_LOCAL_EXPERTS_FAMILIES:
         if num_experts:
-            raise file.unsupported(f"is a mixture of experts under the name of {family}")
+            raise file.unsupported(f"is a mixture of experts with the architecture name {family}")
         return {}
     if not num_experts and family in _OPTIONAL_EXPERTS_FAMILIES:
         return {}
@@ -118,7 +118,7 @@ def _local_layer_flags(file: GgufFile, layers: int) -> list[bool] | None:
         or len(pattern) != layers
         or any(flag not in (0, 1) for flag in pattern)
     ):
-        raise file.invalid(key, f"for each of {layers} layers whether it is local")
+        raise file.invalid(key, f"true or false for each of {layers} layers")
     return [bool(flag) for flag in pattern]
 
 
@@ -142,7 +142,7 @@ def _local_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         }
     global_base = file.number("{arch}.rope.freq_base", 10_000.0)
     if file.number(key, global_base) != global_base:
-        raise file.unsupported("rotates local layers by another base (rope.freq_base_swa)")
+        raise file.unsupported("has another RoPE base for its local layers (rope.freq_base_swa)")
     return {}
 
 
@@ -262,7 +262,7 @@ def _gemma4_rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
         rotated_pairs = divisors.count(1.0)
         is_scaled = any(1.0 < divisor < 1e20 for divisor in divisors)
         if is_scaled or not rotated_pairs or divisors != sorted(divisors):
-            raise file.unsupported("is a Gemma 4 that scales RoPE (rope_freqs.weight)")
+            raise file.unsupported("is a Gemma 4 with scaled RoPE (rope_freqs.weight)")
     return {
         "full_attention": {
             "rope_type": "proportional",

@@ -37,8 +37,8 @@ class PackedTensor:
             unpacked = dequantize(packed, GGMLQuantizationType[self.ggml_type])
         except NotImplementedError as error:
             raise UnsupportedModel(
-                f"tensor {self.name} is stored as {self.ggml_type}, which cannot be unpacked; "
-                "take a Q4_0, Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model instead"
+                f"tensor {self.name} is stored as {self.ggml_type}, which is not supported; use a "
+                "Q4_0, Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model"
             ) from error
         return np.asarray(unpacked, dtype=np.float32)
 
@@ -70,14 +70,14 @@ class GgufFile:
         for part in later_parts:
             if duplicates := tensors.keys() & part.tensors:
                 raise BadModelFile(
-                    f"{part.path} has {min(duplicates)}, as another part of the model"
+                    f"{part.path} has {min(duplicates)}, which another part of the model has too"
                 )
             tensors |= part.tensors
         stated_count = first.metadata.get("split.tensors.count", len(tensors))
         if stated_count != len(tensors):
             raise BadModelFile(
-                f"the parts of {first.path} have {len(tensors)} tensors where the first says "
-                f"{short_repr(stated_count)}: they are of different models; fetch them again"
+                f"the parts of {first.path} have {len(tensors)} tensors, but the first states "
+                f"{short_repr(stated_count)}: they belong to different models; fetch them again"
             )
         return cls(first.path, first.metadata, tensors)
 
@@ -116,13 +116,12 @@ class GgufFile:
         stated = f"part {short_repr(stated_index)} (from 0) of {short_repr(stated_count)}"
         if count == 1:
             raise BadModelFile(
-                f"{self.path} is {stated} of a split model, under a name that does not say so: "
-                "call the parts NAME-00001-of-00003.gguf and so on, in one folder, and give the "
+                f"{self.path} is {stated} of a split model, but its name does not say so: name the "
+                "parts NAME-00001-of-00003.gguf and so on, put them in one folder, and pass the "
                 "first"
             )
         raise BadModelFile(
-            f"{self.path} is {stated}, not part {index} of {count}: give its parts the names that "
-            "they had"
+            f"{self.path} is {stated}, not part {index} of {count}: restore the original file names"
         )
 
     @property
@@ -154,14 +153,14 @@ class GgufFile:
         )
         if len(set(counts)) > 1:
             key = self.full_key(key)
-            raise self.unsupported(f"has another {key} in each layer ({short_repr(counts)})")
+            raise self.unsupported(f"has a different {key} in each layer ({short_repr(counts)})")
         return counts[0]
 
     def layer_count(self) -> int:
         layers = self.count("{arch}.block_count")
         if layers > len(self.tensors):
             raise BadModelFile(
-                f"{self.path} has {layers} layers ({self.architecture}.block_count) and "
+                f"{self.path} has {layers} layers ({self.architecture}.block_count) but only "
                 f"{len(self.tensors)} tensors; fetch it again"
             )
         return layers
@@ -216,8 +215,8 @@ class GgufFile:
         value: _T | None = self.metadata.get(self.full_key(key), default)
         if value is None:
             raise BadModelFile(
-                f"{self.path} has no metadata field {self.full_key(key)}, so it does not describe "
-                "a whole model; fetch it again, or convert the model to GGUF anew"
+                f"{self.path} has no metadata field {self.full_key(key)}, so the model is "
+                "incomplete; fetch it again, or convert the model to GGUF again"
             )
         if not is_valid(value):
             raise self.invalid(key, expected)

@@ -32,15 +32,15 @@ def parts_of(path: Path) -> list[Path]:
     name, part_number, count = match[1], int(match[2]), int(match[3])
     if not 1 <= part_number <= count:
         raise BadModelFile(
-            f"{path} calls itself part {part_number} of {count}: give its parts the names they had"
+            f"{path} says that it is part {part_number} of {count}: restore its file name"
         )
     parts = [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BadModelFile(
-            f"{path} is one of {count} parts of a model, of which these are not in its folder: "
-            f"{', '.join(missing[:3])}{more}; fetch them, too"
+            f"{path} is one of {count} parts of a model, and these are missing from its folder: "
+            f"{', '.join(missing[:3])}{more}; fetch them too"
         )
     return parts
 
@@ -80,8 +80,8 @@ def _check_magic(path: Path) -> None:
     version = int.from_bytes(first_bytes[4:8], "little")
     if version not in (2, 3):
         raise BadModelFile(
-            f"{path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read: "
-            "convert the model to GGUF anew"
+            f"{path} is GGUF version {version}; kvkeep reads versions 2 and 3 (little-endian): "
+            "convert the model to GGUF again"
         )
 
 
@@ -104,7 +104,7 @@ class _HeaderScanner:
     def _require_entries(self, count: int, entry_bytes: int) -> int:
         """Return the count if that many entries fit into the rest of the file."""
         if count * entry_bytes > self._size - self._offset:
-            raise ValueError(f"{count} entries at {self._offset} would go beyond its end")
+            raise ValueError(f"{count} entries at {self._offset} would extend past its end")
         return count
 
     def _read(self, num_bytes: int) -> bytes:
@@ -147,9 +147,8 @@ class _HeaderScanner:
         if tensor_type not in _known_types():
             raise UnsupportedModel(
                 f"tensor {name!r} is stored in type {tensor_type}, which the installed gguf "
-                "package does not know: the file is newer (update gguf), or of a type that was "
-                "given up; take a Q4_0, Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model "
-                "instead"
+                "package does not know: the file is newer (update gguf), or the type was dropped; "
+                "use a Q4_0, Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model"
             )
 
 

@@ -113,8 +113,8 @@ def _type_and_factor_scaling(file: GgufFile) -> dict[str, Any] | None:
     if scaling_type == "none":
         if factor != 1 and file.architecture in _LOCAL_ALWAYS_SCALED_FAMILIES:
             raise file.unsupported(
-                f"has rope.scaling.factor {factor} with rope.scaling.type 'none', by which "
-                "llama.cpp scales local layers alone"
+                f"has rope.scaling.factor {factor} with rope.scaling.type 'none', which llama.cpp "
+                "applies to local layers only"
             )
         return None
     if scaling_type == "yarn":
@@ -162,7 +162,7 @@ def _divisor_tables(file: GgufFile, rotary_dim: int) -> list[list[float]]:
     present = [name for name in _ONE_TABLE_NAMES + _TWO_TABLE_NAMES if name in file.tensors]
     if present and present != expected:
         raise file.unsupported(
-            f"has {' and '.join(present)} where rope.scaling.type asks for {' and '.join(expected)}"
+            f"has {' and '.join(present)}, but rope.scaling.type needs {' and '.join(expected)}"
         )
     return [_divisor_table(file, name, rotary_dim // 2) for name in present]
 
@@ -171,8 +171,8 @@ def _divisor_table(file: GgufFile, name: str, pairs: int) -> list[float]:
     divisors: list[float] = file.tensors[name].unpack().reshape(-1).tolist()
     if len(divisors) != pairs or not all(0 < divisor < math.inf for divisor in divisors):
         raise BadModelFile(
-            f"{file.path}: {name} must be a positive number for each of {pairs} pairs "
-            "that are rotated; fetch it again"
+            f"{file.path}: {name} must be a positive number for each of the {pairs} rotated pairs; "
+            "fetch it again"
         )
     return divisors
 

@@ -125,12 +125,12 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
         if renamed := _under_hub_names(name, tensor, layer_names, architecture):
             named |= renamed
         elif _is_gguf_name(name):
-            raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
+            raise UnsupportedModel(f"the GGUF tensor {name} is unknown in its architecture")
         else:
             undefined.append(name)
     if undefined:
         warnings.warn(
-            f"{file.path} has tensors whose names GGUF does not define, which are left out: "
+            f"{file.path} has tensors with names that GGUF does not define, which are ignored: "
             f"{', '.join(undefined[:3])}{', ...' if len(undefined) > 3 else ''}",
             RuntimeWarning,
             stacklevel=3,

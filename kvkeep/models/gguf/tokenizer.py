@@ -38,8 +38,8 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     model = file.text("tokenizer.ggml.model", "none")
     if model in ("none", "no_vocab"):
         raise UnsupportedModel(
-            f"{file.path} has no tokenizer, so it cannot read text: take a file of the model that "
-            "has one, or its safetensors folder"
+            f"{file.path} has no tokenizer: use a file of the model that has one, or its "
+            "safetensors folder"
         )
     if model not in _BUILDERS:
         raise UnsupportedModel(
@@ -56,9 +56,8 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
         )
     if model == "gpt2" and splitter_name == _DEFAULT_SPLITTER:
         warnings.warn(
-            f"{file.path} does not say how its text is split into words (tokenizer.ggml.pre): it "
-            "is split as llama.cpp does by default, which few models were trained on; take a newer "
-            "file of the model",
+            f"{file.path} does not name its pre-tokenizer (tokenizer.ggml.pre): llama.cpp's "
+            "default is used, which few models were trained on; use a newer file of the model",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -139,8 +138,8 @@ def _build_bpe_with_bytes(vocabulary: Vocabulary, merges: list[tuple[str, str]])
     # Without any byte tokens, SentencePiece encodes unknown characters as the unknown token.
     if missing and (unknown is None or len(missing) < 256):
         raise BadModelFile(
-            f"{vocabulary.file.path} lacks {len(missing)} of the 256 tokens for bytes, "
-            f"{missing[0]} first; fetch it again"
+            f"{vocabulary.file.path} lacks {len(missing)} of the 256 byte tokens, the first being "
+            f"{missing[0]}; fetch it again"
         )
     return Tokenizer(
         vocabulary.bpe(merges, unk_token=unknown, fuse_unk=True, byte_fallback=not missing)

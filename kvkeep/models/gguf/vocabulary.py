@@ -33,7 +33,7 @@ def special_id(file: GgufFile, role: str) -> int | None:
     if 0 <= token_id < len(tokens):
         return token_id
     _warn(
-        f"{file.path} names {token_id} as its {role} token, outside its {len(tokens)} tokens: the "
+        f"{file.path} gives {token_id} as its {role} token, but has only {len(tokens)} tokens: the "
         f"model is loaded without a {role} token"
     )
     return None
@@ -118,8 +118,8 @@ def _token_types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
     if file.has(key):
         return file.integers(key)
     _warn(
-        f"{file.path} does not say which of its tokens are control tokens ({key}): only those that "
-        "it names for a role, such as eos, count as such; take a newer file of the model"
+        f"{file.path} does not mark its control tokens ({key}): only those with a role, such as "
+        "eos, are treated as control tokens; use a newer file of the model"
     )
     types = [BYTE if _BYTE_TOKEN.fullmatch(token) else NORMAL for token in tokens]
     for role, token_id in _ids_by_role(file, tokens).items():
@@ -147,7 +147,7 @@ def _without_duplicates(
     tokens, types = list(tokens), list(types)
     duplicate_ids = [i for i, token in enumerate(tokens) if id_by_text[token] != i]
     _warn(
-        f"{file.path} has {len(duplicate_ids)} tokens whose text another one has "
+        f"{file.path} has {len(duplicate_ids)} tokens with the same text as another "
         f"({short_repr(duplicate_ids)}): no text is encoded to these"
     )
     for token_id in duplicate_ids:

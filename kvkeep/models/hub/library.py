@@ -126,7 +126,7 @@ def store_model(
     except OSError as error:
         raise ModelError(
             f"cannot write the model to {home()} ({error}); free some space, or set KVKEEP_HOME to "
-            "a folder that can be written"
+            "a writable folder"
         ) from error
 
 
@@ -202,15 +202,15 @@ def _lock_library(path: Path, progress: bool) -> Any:
     except Timeout:
         if progress:
             print(
-                f"waiting for another kvkeep that is fetching a model, for {minutes} at most",
+                f"waiting up to {minutes} for another kvkeep process that is fetching a model",
                 file=sys.stderr,
             )
     try:
         return lock.acquire(timeout=LOCK_TIMEOUT)
     except Timeout:
         raise Locked(
-            f"another kvkeep has been fetching or converting a model for more than {minutes}, and "
-            "one does so at a time: try again when it is done, or end it if it hangs"
+            "another kvkeep process has been fetching or converting a model for more than "
+            f"{minutes}: retry when it is done, or stop it if it hangs"
         ) from None
 
 

@@ -38,8 +38,8 @@ def add_name(name: str, path: Path) -> None:
     """
     if not _VALID_NAME.fullmatch(name):
         raise InvalidArgument(
-            f"{name!r} cannot be a name: it has letters, digits, '.', '_' and '-', begins with a "
-            "letter or digit, and does not end in .gguf"
+            f"{name!r} is not a valid model name: use letters, digits, '.', '_' and '-', begin "
+            "with a letter or digit, and do not end in .gguf"
         )
     if path.is_dir():
         require_config(path)
@@ -62,7 +62,7 @@ def require_config(folder: Path) -> None:
     files = sorted(path.name for path in folder.glob("*.gguf"))
     raise BadModelFile(
         f"{folder} has no config.json, so it is not a model folder; "
-        + (f"give the path of {files[0]} in it" if files else "give one that has it")
+        + (f"pass the path of {files[0]} in it" if files else "pass a folder that has one")
     )
 
 

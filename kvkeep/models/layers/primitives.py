@@ -159,6 +159,6 @@ def checked_finite(x: Tensor) -> Tensor:
 
 def non_finite_error() -> NonFiniteLogits:
     return NonFiniteLogits(
-        "the model produced NaN or infinity: its weights are broken, or need "
-        'dtype="float32"; the tokens of this step were not taken in'
+        'the model produced NaN or infinity: its weights are broken, or need dtype="float32"; this '
+        "step was rolled back"
     )

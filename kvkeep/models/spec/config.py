@@ -34,7 +34,7 @@ def read_spec(folder: Path) -> ModelSpec:
     config_path, generation_path = folder / "config.json", folder / "generation_config.json"
     if not config_path.exists():
         raise BadModelFile(
-            f"{folder} has no config.json; give the folder of a model in Hugging Face layout "
+            f"{folder} has no config.json; pass the folder of a model in Hugging Face layout "
             "(config.json, model.safetensors, tokenizer.json), or a .gguf file"
         )
     generation_config = read_json(generation_path) if generation_path.exists() else {}
@@ -83,8 +83,8 @@ def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str
     architectures = values.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise BadModelFile(
-            f"{path} does not say which architecture the model is (field architectures); "
-            f"supported: {', '.join(FAMILIES)}"
+            f"{path} does not name the model's architecture (field architectures); supported: "
+            f"{', '.join(FAMILIES)}"
         )
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in FAMILIES:

@@ -81,7 +81,7 @@ def gemma4_fields(
     size = config.non_negative_int("hidden_size_per_layer_input", default=256)
     if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
         raise config.unsupported(
-            "some tokens have no embeddings of each layer (vocab_size_per_layer_input)"
+            "some tokens have no per-layer embeddings (vocab_size_per_layer_input)"
         )
     fields = {
         "local_head_dim": config.positive_int("head_dim"),
@@ -117,17 +117,15 @@ def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) ->
         or not first.keys() <= _GLOBAL_FIELDS.keys()
         or others.count(first) != len(others)
     ):
-        raise config.unsupported(
-            "layers that see everything differ among themselves (per_layer_config)"
-        )
+        raise config.unsupported("global layers have different settings (per_layer_config)")
     global_layers = [layer for layer in range(config.num_layers) if layer not in local_layers]
     # transformers pads the layer numbers of models with ten layers or more: "05".
     if per_layer and global_layers != sorted(
         int(layer_number) if layer_number.isdecimal() else -1 for layer_number in per_layer
     ):
         raise config.unsupported(
-            "per_layer_config must name the layers that see everything "
-            f"({', '.join(map(str, global_layers))}), found {', '.join(map(str, per_layer))}"
+            f"per_layer_config must list the global layers ({', '.join(map(str, global_layers))}), "
+            f"found {', '.join(map(str, per_layer))}"
         )
     return first
 
@@ -141,12 +139,12 @@ def _shared_kv_layers(config: ConfigFields, local_layers: tuple[int, ...]) -> in
     shared = config.non_negative_int(field, default=0)
     if shared and not local_layers:
         raise config.unsupported(
-            f"{shared} layers attend to the cells of others ({field}) and none slides (layer_types)"
+            f"{shared} layers share cells of others ({field}), but none has a window (layer_types)"
         )
     is_local = [layer in local_layers for layer in range(layers)]
     if shared and set(is_local[layers - shared :]) - set(is_local[: max(0, layers - shared)]):
         raise BadModelFile(
-            f"{config.path}: {field} ({shared}) leaves layers without cells that they could attend "
-            "to; fetch the model again"
+            f"{config.path}: {field} ({shared}) leaves layers without cells to attend to; fetch "
+            "the model again"
         )
     return shared

@@ -30,9 +30,9 @@ def layer_type_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     local_layers = tuple(layer for layer, kind in enumerate(layer_types) if kind == _LOCAL)
     has_window = config.get("sliding_window") is not None
     if not global_layers:
-        raise config.unsupported(f"none of {num_layers} layers sees the whole text (layer_types)")
+        raise config.unsupported(f"none of {num_layers} layers has global attention (layer_types)")
     if local_layers and not has_window:
-        sliding_layers = f"{len(local_layers)} layers slide (layer_types)"
+        sliding_layers = f"{len(local_layers)} layers have a sliding window (layer_types)"
         raise config.invalid("sliding_window", f"a number of tokens, since {sliding_layers}")
     if pattern.unrotated == "global" or (pattern.unrotated == "global if windowed" and has_window):
         unrotated = global_layers
@@ -71,7 +71,7 @@ def _checked_layer_types(config: ConfigFields) -> list[str]:
     if unknown:
         raise UnsupportedModel(
             f"layers of kind {unknown[0]!r} are not supported; supported: {_GLOBAL}, {_LOCAL}. Use "
-            "a model of the same family that has these alone"
+            "a model of the same family with only these"
         )
     return layer_types
 

@@ -58,8 +58,8 @@ def _rope_and_trained_length(
     )
     if not isinstance(values, dict) or any(isinstance(x, dict) for x in values.values()):
         raise UnsupportedModel(
-            f"{config.path}: RoPE settings must be one flat object, found {values!r}; models that "
-            "rotate differently from layer to layer are not supported"
+            f"{config.path}: RoPE settings must be one flat object, found {values!r}; models with "
+            "different RoPE in each layer are not supported"
         )
     settings = _normalised_settings(config, values, family)
     if family.gemma4 and settings.get("rope_type") == "proportional":
@@ -122,7 +122,7 @@ def _rotary_dim(config: ConfigFields, settings: ConfigFields, family: Family, he
     if share == 1:
         return head_dim
     if family.partial_rotary_factor is None:
-        raise config.unsupported(f"each head is rotated in part (partial_rotary_factor {share})")
+        raise config.unsupported(f"RoPE on a part of each head (partial_rotary_factor {share})")
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise _no_pairs_error(config, share, head_dim)
@@ -131,8 +131,8 @@ def _rotary_dim(config: ConfigFields, settings: ConfigFields, family: Family, he
 
 def _no_pairs_error(config: ConfigFields, share: float, head_dim: int) -> BadModelFile:
     return BadModelFile(
-        f"{config.path}: partial_rotary_factor {share} of heads of {head_dim} gives no pairs that "
-        "could be rotated; fetch the model again"
+        f"{config.path}: partial_rotary_factor {share} leaves no pairs to rotate in heads of "
+        f"{head_dim}; fetch the model again"
     )
 
 
@@ -154,8 +154,8 @@ def rope_spec(
     if rope_type not in _SUPPORTED_TYPES:
         raise UnsupportedModel(
             f"RoPE kind {rope_type!r} is not supported; supported: {', '.join(_SUPPORTED_TYPES)}. "
-            "Kinds whose frequencies change with the length (dynamic) cannot work with keys that "
-            "are written once: choose a model with one of the supported kinds"
+            "Kinds whose frequencies change with the length (dynamic) do not work with cached "
+            "keys: use a model with one of the supported kinds"
         )
     scaling = _RopeScaling(rope_type, settings, theta, rotary_dim, max_positions)
     try:
@@ -164,7 +164,7 @@ def rope_spec(
         raise scaling.invalid(f"{error}") from error
     table_numbers = (*spec.inverse_frequencies, spec.attention_scaling)
     if not all(math.isfinite(number) and number > 0 for number in table_numbers):
-        raise scaling.invalid("its frequencies are no positive numbers")
+        raise scaling.invalid("its frequencies are not positive numbers")
     return spec
 
 
@@ -216,8 +216,8 @@ class _RopeScaling:
 
     def invalid(self, reason: str) -> BadModelFile:
         return BadModelFile(
-            f"RoPE kind {self.rope_type!r} has settings that give no table ({reason}); repair the "
-            "model's config.json or fetch it again"
+            f"RoPE kind {self.rope_type!r} has invalid settings ({reason}); correct the model's "
+            "config.json or fetch it again"
         )
 
     def _llama3(self, base_frequencies: list[float]) -> list[float]:
@@ -258,7 +258,7 @@ class _RopeScaling:
         """Divide each frequency by its own factor in LongRoPE's table for short texts."""
         factors = self.settings.get("short_factor")
         if not isinstance(factors, list) or len(factors) != len(base_frequencies):
-            raise self.invalid(f"short_factor has to be {len(base_frequencies)} numbers")
+            raise self.invalid(f"short_factor must have {len(base_frequencies)} numbers")
         return [
             frequency / self._checked_positive("short_factor", factor)
             for frequency, factor in zip(base_frequencies, factors, strict=True)
@@ -281,6 +281,6 @@ class _RopeScaling:
         if not is_positive_number(value):
             raise BadModelFile(
                 f"RoPE kind {self.rope_type!r} needs a positive number as {name!r}, found "
-                f"{value!r}; repair the model's config.json or fetch it again"
+                f"{value!r}; correct the model's config.json or fetch it again"
             )
         return float(value)

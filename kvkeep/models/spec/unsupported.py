@@ -23,37 +23,37 @@ _UNSUPPORTED_FIELDS: tuple[tuple[Collection[str], str, tuple[object, ...], str],
         ("CohereForCausalLM", "Cohere2ForCausalLM"),
         "use_qk_norm",
         (None, False),
-        "with norms of queries and keys, as in Command R+",
+        "with query and key norms, as in Command R+",
     ),
-    (("OlmoeForCausalLM",), "clip_qkv", (None,), "that clips queries, keys and values"),
-    (_GEMMA3, "attn_logit_softcapping", (None,), "that caps attention as Gemma 2 does"),
-    (_GEMMA3N, "attn_logit_softcapping", (None,), "that caps attention"),
+    (("OlmoeForCausalLM",), "clip_qkv", (None,), "with clipped queries, keys and values"),
+    (_GEMMA3, "attn_logit_softcapping", (None,), "with attention softcapping, as in Gemma 2"),
+    (_GEMMA3N, "attn_logit_softcapping", (None,), "with attention softcapping"),
     (_GEMMA3N, "altup_correct_scale", (True,), "without a scale of corrections"),
-    ((_GPT_OSS,), "swiglu_alpha", (1.702,), "whose experts have another gate"),
-    ((_GPT_OSS,), "swiglu_limit", (7.0,), "whose experts are clamped otherwise than at 7"),
+    ((_GPT_OSS,), "swiglu_alpha", (1.702,), "with another gate in its experts"),
+    ((_GPT_OSS,), "swiglu_limit", (7.0,), "with an expert clamp other than 7"),
     (
         FAMILIES,
         "use_bidirectional_attention",
         (None, False, "vision"),
-        "that looks ahead in a text, to make embeddings,",
+        "with bidirectional attention, for embeddings,",
     ),
 )
 
-_MAMBA = "keeps a running state (Mamba) in the place of cells in some layers"
-_DELTA = "keeps a running state (Gated DeltaNet) in the place of cells in three of four layers"
-_CONVOLUTIONS = "keeps a running state (short convolutions) in the place of cells in most layers"
-_LATENT = "keeps keys and values as one compressed vector (multi-head latent attention)"
-_GROUPS = "chooses experts by scores with a bias, and in some by groups of them"
-_SPARSEMIXER = "chooses experts in a way of its own (SparseMixer)"
-_SHARED = "has a shared expert without a gate beside its experts"
+_MAMBA = "has state layers (Mamba)"
+_DELTA = "has state layers (Gated DeltaNet)"
+_CONVOLUTIONS = "has state layers (short convolutions)"
+_LATENT = "uses multi-head latent attention (MLA)"
+_GROUPS = "routes to experts by biased scores, or by groups of experts"
+_SPARSEMIXER = "routes to experts with SparseMixer"
+_SHARED = "has a shared expert without a gate"
 
-_QWEN3 = "Qwen3 runs"
-_QWEN3_MOE = "Qwen3 runs, dense or of experts"
-_GRANITE = "granite-4.0-micro, -1b and -350m run, and Granite 3"
-_LLAMA = "Llama 3 runs"
-_GLM = "GLM-4 runs"
-_PHI = "Phi-3 and Phi-4 run"
-_ANY = "Llama 3, Qwen3 and Granite run"
+_QWEN3 = "Qwen3 is supported"
+_QWEN3_MOE = "Qwen3 is supported, dense or MoE"
+_GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
+_LLAMA = "Llama 3 is supported"
+_GLM = "GLM-4 is supported"
+_PHI = "Phi-3 and Phi-4 are supported"
+_ANY = "Llama 3, Qwen3 and Granite are supported"
 
 # Reason and alternative to the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
@@ -63,15 +63,15 @@ _UNSUPPORTED = {
     ),
     (_CONVOLUTIONS, _ANY): "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2moe",
     (_MAMBA, _GRANITE): "GraniteMoeHybridForCausalLM granitehybrid BambaForCausalLM",
-    (_MAMBA, "Falcon 3 runs, which is a Llama"): "FalconH1ForCausalLM falcon-h1",
+    (_MAMBA, "Falcon 3 is supported"): "FalconH1ForCausalLM falcon-h1",
     (_MAMBA, _LLAMA): "NemotronHForCausalLM nemotron_h nemotron_h_moe",
     (_MAMBA, _ANY): "JambaForCausalLM jamba MambaForCausalLM Mamba2ForCausalLM mamba mamba2",
-    (_LATENT, "its distillations into Qwen2 and Llama run"): (
+    (_LATENT, "its Qwen2 and Llama distillations are supported"): (
         "DeepseekV2ForCausalLM DeepseekV3ForCausalLM deepseek2"
     ),
     (_LATENT, _ANY): "MiniCPM3ForCausalLM minicpm3",
-    (_LATENT, "Mistral Small 3 and Ministral 3 run"): "Mistral4ForCausalLM mistral4",
-    ("stores experts in another order", "a GGUF file of it runs, and Qwen3-VL"): (
+    (_LATENT, "Mistral Small 3 and Ministral 3 are supported"): "Mistral4ForCausalLM mistral4",
+    ("stores experts in another order", "its GGUF files are supported"): (
         "Qwen3VLMoeForConditionalGeneration"
     ),
     (_GROUPS, _GLM): "Glm4MoeForCausalLM glm4moe",
@@ -87,7 +87,7 @@ def unsupported_reason(architecture: object) -> str:
     if not isinstance(architecture, str) or architecture not in _REASONS:
         return ""
     reason, alternative = _REASONS[architecture]
-    return f": it {reason}. In its place {alternative}"
+    return f": it {reason}. Instead, {alternative}"
 
 
 def unsupported_architecture(architecture: object) -> UnsupportedModel:
@@ -108,7 +108,7 @@ def require_dense_granite(config: Mapping[str, Any]) -> None:
         if fields[field] != expected:
             raise UnsupportedModel(
                 f"architecture {GRANITE_HYBRID} with {field} {fields[field]!r} is not supported, "
-                f"only {expected!r}: granite-4.0-micro, -1b and -350m run, and Granite 3"
+                f"only {expected!r}; granite-4.0-micro, -1b and -350m and Granite 3 are"
             )
 
 
@@ -123,7 +123,7 @@ def refuse_unsupported_fields(config: ConfigFields, architecture: str) -> None:
     for architectures, field, supported_values, variant in _UNSUPPORTED_FIELDS:
         if architecture in architectures and config.get(field) not in supported_values:
             raise UnsupportedModel(
-                f"{architecture} {variant} ({field}) is not supported; the others of its family are"
+                f"{architecture} {variant} ({field}) is not supported, unlike others of its family"
             )
     quantisation = config.get("quantization_config")
     if quantisation:

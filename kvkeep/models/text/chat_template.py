@@ -42,12 +42,12 @@ def render_chat(
         )
     except TemplateError as error:
         raise InvalidArgument(
-            f"the model's chat template refuses these messages: {error.message}"
+            f"the model's chat template rejects these messages: {error.message}"
         ) from error
     except Exception as error:  # a template is an untrusted program
         raise InvalidArgument(
             f"the model's chat template fails on these messages ({_error_text(error)}); put "
-            f"another in {folder / _TEMPLATE_FILE}, or leave out what it does not take"
+            f"another template in {folder / _TEMPLATE_FILE}, or leave out what it does not support"
         ) from error
 
 
@@ -66,7 +66,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     Raises InvalidArgument if a message lacks "role" or, without tool calls, "content" as text.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
-        raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
+        raise InvalidArgument(f"messages must be a list, {_EXAMPLE}; found {messages!r}")
     message_list = list(messages)
     for index, message in enumerate(message_list):
         fields = message if isinstance(message, Mapping) else {}
@@ -123,7 +123,7 @@ def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) ->
     if not isinstance(template, str):
         raise UnsupportedModel(
             f"the model in {folder} has no chat template ({_TEMPLATE_FILE}, or chat_template in "
-            f"{_CONFIG_FILE}); continue plain text with it, take its instruct version, or put a "
+            f"{_CONFIG_FILE}); use it without a chat template, use its instruct version, or put a "
             "template there"
         )
     return template
@@ -141,8 +141,8 @@ def _compile(source: str, folder: Path) -> "Template":
     except Exception as error:  # Python rejects the code that jinja generated
         reason = _error_text(error)
     raise UnsupportedModel(
-        f"the chat template in {folder} is not one that kvkeep can render ({reason}); put another "
-        f"in {folder / _TEMPLATE_FILE}"
+        f"the chat template in {folder} cannot be rendered ({reason}); put another in "
+        f"{folder / _TEMPLATE_FILE}"
     )
 
 

@@ -43,7 +43,7 @@ class TextCodec:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
             raise BadModelFile(
-                f"{path} is not a tokenizer ({error}); fetch the model again"
+                f"{path} is not a valid tokenizer ({error}); fetch the model again"
             ) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -88,7 +88,7 @@ class TextCodec:
         Raises InvalidArgument for a negative id.
         """
         if any(token < 0 for token in ids):
-            raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
+            raise InvalidArgument(f"token ids must be 0 or more, found {min(ids)}")
         valid_ids = self._token_bytes.replace_invalid_byte_tokens(ids)
         return self.tokenizer.decode(valid_ids, skip_special_tokens=skip_special)
 
@@ -100,7 +100,7 @@ class TextCodec:
         Raises InvalidArgument for a negative id.
         """
         if token < 0:
-            raise InvalidArgument(f"token ids are numbers from 0 up, found {token}")
+            raise InvalidArgument(f"token ids must be 0 or more, found {token}")
         return self._token_bytes.get(token)
 
     def is_control(self, token: int) -> bool:
@@ -149,12 +149,12 @@ class TextCodec:
         """
         checked = checked_messages(messages)
         if not checked or checked[-1]["role"] != "assistant":
-            raise InvalidArgument("the last message must be the assistant's for it to go on")
+            raise InvalidArgument("to continue the last message, it must be the assistant's")
         checked[-1] = {**checked[-1], "content": checked[-1].get("content", "") + _MARK}
         sealed = self.chat(checked, add_generation_prompt=False, tools=tools).sealed
         text_before_mark, mark, _ = sealed.rpartition(_MARK)
         if not mark:
-            raise InvalidArgument("the model's chat template does not let a message go on")
+            raise InvalidArgument("the model's chat template cannot continue a message")
         return self.encode_sealed(text_before_mark)
 
     @cached_property

@@ -98,8 +98,8 @@ class ControlTokens:
         text = self._remove_placeholders(rendered)
         if self._digits[:8] in text or self._digits[8:] in text:
             raise InvalidArgument(
-                "the model's chat template cuts a message in the middle of what reads like a "
-                "control token, and would change it; leave such text out of the message"
+                "the model's chat template truncates a message inside text that looks like a "
+                "control token; remove such text from the message"
             )
         return ChatText(text, self._remove_placeholders(self._seal(rendered)))
 
@@ -117,8 +117,8 @@ class ControlTokens:
         for text, token_id in self._ids_by_text.items():
             if tokenizer.token_to_id(self._names[text]) != token_id:
                 raise UnsupportedModel(
-                    "the text holds what reads like a control token, and this model's tokenizer "
-                    f"cannot be told apart from it (at {text!r}); leave it out of the text"
+                    "the text contains a control token's text, which this model's tokenizer cannot "
+                    f"tell apart from the token (at {text!r}); remove it from the text"
                 )
         return tokenizer
 

@@ -70,15 +70,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*":
             _check_repetition(left, right)
         elif operator == "**" and max(abs(left), abs(right)) > 1000:
-            raise TemplateRuntimeError("it raises numbers to too high a power")
+            raise TemplateRuntimeError("it uses too large an exponent")
         elif operator == "%" and isinstance(left, str) and len(left) > 1000:
-            raise TemplateRuntimeError("it formats by too long a text")
+            raise TemplateRuntimeError("its format string makes too long a text")
         return _checked_size(super().call_binop(context, operator, left, right))
 
     def _count(self, iterations: int) -> bool:
         self._iterations += iterations
         if self._iterations > MAX_ITERATIONS:
-            raise TemplateRuntimeError(f"it goes round more than {MAX_ITERATIONS:,} times")
+            raise TemplateRuntimeError(f"it loops more than {MAX_ITERATIONS:,} times")
         return True  # a loop's condition continues with `and`
 
     def _range(self, *bounds: int) -> range:
@@ -141,22 +141,22 @@ def _size_checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_integers(*values: Any) -> None:
     if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in values):
-        raise TemplateRuntimeError("it asks for something too large")
+        raise TemplateRuntimeError("it uses too large a number")
 
 
 def _check_repetition(left: Any, right: Any) -> None:
     for sequence, factor in ((left, right), (right, left)):
         is_repetition = isinstance(sequence, Sized) and isinstance(factor, int)
         if is_repetition and len(sequence) * abs(factor) > MAX_SIZE:
-            raise TemplateRuntimeError("it repeats something too often")
+            raise TemplateRuntimeError("it repeats a value too often")
 
 
 def _checked_size(value: Any) -> Any:
     """Return the value. Raises TemplateRuntimeError if it is too large."""
     if isinstance(value, (str, list, tuple)) and len(value) > MAX_SIZE:
-        raise TemplateRuntimeError("it makes something too large")
+        raise TemplateRuntimeError("it creates too large a value")
     if isinstance(value, int) and value.bit_length() > 4096:
-        raise TemplateRuntimeError("it makes too large a number")
+        raise TemplateRuntimeError("it creates too large a number")
     return value
 
 

@@ -36,9 +36,9 @@ def export(
     """
     converted = converted_file(folder)
     if converted is None:
-        raise InvalidArgument(f"{folder} is in that form already: give that folder")
+        raise InvalidArgument(f"{folder} is a safetensors folder already: use it as it is")
     if to.exists():
-        raise InvalidArgument(f"{to} is there already: give a folder that is not")
+        raise InvalidArgument(f"{to} already exists: choose another folder")
     spec = read_spec(folder)
     matrices = load_converted(converted, spec)
     parts = {

@@ -75,8 +75,8 @@ def load_converted(path: Path, spec: ModelSpec) -> dict[str, Matrix]:
     loaded_matrices = read_packed(path, tensor_shapes(spec))
     if checksum_of(loaded_matrices) != read_checksum(path):
         raise BadModelFile(
-            f"{path} is damaged: it is not what was written when the model was converted. Remove "
-            f"the folder {path.parent}, and the model is fetched or converted again"
+            f"{path} is damaged: it differs from what was converted. Remove the folder "
+            f"{path.parent}, and the model is fetched or converted again"
         )
     return loaded_matrices
 
@@ -97,7 +97,7 @@ def load_quantised(
             if checksum_of(loaded_matrices) == read_checksum(path):
                 return loaded_matrices
         if read_checksum(path):  # otherwise another version has packed it
-            message = f"{path} is damaged: it is packed anew from the model's tensors"
+            message = f"{path} is damaged and is packed again from the model's tensors"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def chunks(name: str) -> Iterator[Matrix]:
@@ -113,7 +113,7 @@ def load_quantised(
     loaded_matrices = read_packed(path, shapes)
     if checksum_of(loaded_matrices) != checksum:
         raise BadModelFile(
-            f"{path} was written and is not what was written: the disk or memory fails. Set "
+            f"{path} was damaged while it was written: the disk or memory is faulty. Set "
             'KVKEEP_HOME to a folder elsewhere, or use weights="bf16"'
         )
     return loaded_matrices
@@ -166,7 +166,7 @@ def _write_file(
     except (OSError, StoreError) as error:
         raise ModelError(
             f"cannot write {adjective} weights to {path.parent} ({error}); free some space, or set "
-            f"KVKEEP_HOME to a folder that can be written{advice}"
+            f"KVKEEP_HOME to a writable folder{advice}"
         ) from error
 
 

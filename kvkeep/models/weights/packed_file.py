@@ -141,10 +141,10 @@ def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             if metadata.get("version") != _VERSION or metadata.get("kvkeep") != _FILE_TYPE:
-                raise BadModelFile(f"{path} is of another version of kvkeep; remove it")
+                raise BadModelFile(f"{path} was written by another version of kvkeep; remove it")
             formats = json.loads(metadata.get("formats", ""))
             if not isinstance(formats, dict) or not set(formats.values()) <= FORMATS.keys():
-                raise ValueError("its formats are not those of kvkeep")
+                raise ValueError("its formats are unknown")
             names = set(file.keys())
             expected = {f"{name}{end}" for name in shapes for end in ("", ".codes", ".scales")}
             if names - expected:
@@ -154,7 +154,7 @@ def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
                 for name, shape in shapes.items()
             }
     except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise BadModelFile(f"{path} is not whole ({error}); remove it") from error
+        raise BadModelFile(f"{path} is incomplete ({error}); remove it") from error
 
 
 def _read_matrix(file: safe_open, name: str, packed: str | None, shape: tuple[int, ...]) -> Matrix:
@@ -162,7 +162,7 @@ def _read_matrix(file: safe_open, name: str, packed: str | None, shape: tuple[in
     if packed is None:
         tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
         if tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point:
-            raise ValueError(f"{name} has another shape than the model's")
+            raise ValueError(f"{name} has a different shape than in the model")
         return tensor
     weight_format = FORMATS[packed]
     codes: Tensor = file.get_tensor(f"{name}.codes")  # type: ignore[no-untyped-call]
@@ -171,5 +171,5 @@ def _read_matrix(file: safe_open, name: str, packed: str | None, shape: tuple[in
     if len(shape) != 2 or stored_layout != [
         (x, torch.uint8) for x in packed_shapes(weight_format, *shape)
     ]:
-        raise ValueError(f"{name} has another shape than the model's")
+        raise ValueError(f"{name} has a different shape than in the model")
     return PackedMatrix(weight_format, shape[0], codes, scales)

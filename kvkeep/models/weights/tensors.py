@@ -82,8 +82,8 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
         requirement, minimum = f"{requirement} and {spec.experts} experts", spec.experts
     if minimum > len(shapes):  # checked before that many names are generated
         raise BadModelFile(
-            f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
-            f"{requirement}; fetch the model again"
+            f"{source} has {len(shapes)} tensors in all, too few for the {requirement} in "
+            "config.json; fetch the model again"
         )
     expected = tensor_shapes(spec)
     if spec.tied_head and LM_HEAD in shapes:  # a copy of the embedding: see `check_tied`
@@ -97,15 +97,15 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
     for name, shape in expected.items():
         if tuple(shapes[name]) != shape:
             raise BadModelFile(
-                f"{source}: {name} has shape {list(shapes[name])} where config.json asks for "
-                f"{list(shape)}; weights and config are of different models: fetch it again"
+                f"{source}: {name} has shape {list(shapes[name])}, and config.json needs "
+                f"{list(shape)}; weights and config belong to different models: fetch it again"
             )
     # Tables of RoPE frequencies repeat the config.
     unused = [name for name in shapes if name not in expected and "rotary_emb" not in name]
     if unused:
         raise UnsupportedModel(
-            f"{source} has {len(unused)} tensors that kvkeep would not use as a "
-            f"{spec.architecture}, among them {', '.join(unused[:3])}: the model is of another kind"
+            f"{source} has {len(unused)} tensors that a {spec.architecture} does not use, among "
+            f"them {', '.join(unused[:3])}: it is another kind of model"
         )
 
 
@@ -114,8 +114,8 @@ def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> 
     head = tensors.get(LM_HEAD)
     if spec.tied_head and head is not None and not torch.equal(head, tensors[EMBEDDING]):
         raise UnsupportedModel(
-            f"{source} has a {LM_HEAD} of its own, and its config.json says that the head is the "
-            'embedding: if the head is the right one, set "tie_word_embeddings" to false there'
+            f"{source} has {LM_HEAD}, but its config.json ties the head to the embedding: if "
+            f'{LM_HEAD} is right, set "tie_word_embeddings" to false there'
         )
 
 
@@ -162,7 +162,7 @@ def _read_tensor(file: safe_open, path: Path, name: str) -> Tensor:
             tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
     except SafetensorError as error:
-        message = f"{path} does not hold {name} ({error}); fetch the model again"
+        message = f"{path} does not contain {name} ({error}); fetch the model again"
         raise BadModelFile(message) from error
 
 

@@ -38,7 +38,7 @@ class LlamaCompletionRequest(SamplingParams):
     """A request.
 
     prompt: a text, token ids, or a list that mixes both; or a list of prompts, each of which gets
-    its own completion. n_predict: -1 for no limit. response_fields: the wanted fields of the
+    its own completion. n_predict: -1 for no limit. response_fields: the fields of the
     response, "a/b" for b in a. logit_bias: texts bias each of their tokens.
     """
 
@@ -76,7 +76,7 @@ class LlamaCompletionRequest(SamplingParams):
 def _encode_prompt(prompt: _Prompt, codec: TextCodec) -> list[int]:
     if isinstance(prompt, PromptObject):
         if prompt.multimodal_data:
-            raise InvalidArgument("multimodal_data: the model takes text only")
+            raise InvalidArgument("multimodal_data: the model supports text only")
         prompt = prompt.prompt_string
     if isinstance(prompt, str):
         return [*codec.opening_ids, *codec.encode(prompt, special=True)]
@@ -105,7 +105,7 @@ async def completion(
         raise InvalidArgument("the prompt is empty")
     body = body.with_encoded_bias(context.codec)
     if body.has_many_prompts and (body.stream or body.id_slot >= 0):
-        raise InvalidArgument("stream and id_slot take a single prompt")
+        raise InvalidArgument("stream and id_slot need a single prompt")
     outputs = [_LlamaOutput(body, ids, context, index) for index, ids in enumerate(prompts)]
     streams = list[GenerationStream]()
     try:

@@ -25,7 +25,7 @@ _MAX_MESSAGES = 10_000
 
 
 class ResponseFormat(RequestBody):
-    """The wanted form of the output.
+    """The requested output format.
 
     type: text, json_object or json_schema. json_schema: {"name", "schema"}, as in OpenAI's API.
     schema: beside json_object, as in llama.cpp.
@@ -59,7 +59,7 @@ class ChatRequest(CompletionParams):
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidArgument(
                 "continue_final_message continues the last message, and add_generation_prompt "
-                "begins another: give one of them"
+                "starts a new one: use only one of them"
             )
         return False if self.add_generation_prompt else self.continue_final_message
 
@@ -73,7 +73,7 @@ class ChatRequest(CompletionParams):
         if form.type == "json_object":
             return ANY_OBJECT if form.object_schema is None else form.object_schema
         if form.type != "json_schema":
-            raise InvalidArgument(f"response_format.type cannot be {form.type!r}")
+            raise InvalidArgument(f"response_format.type {form.type!r} is not supported")
         schema = (form.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
@@ -104,7 +104,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
 @router.post("/v1/chat/completions/input_tokens", response_model=None)
 @router.post("/chat/completions/input_tokens", response_model=None, include_in_schema=False)
 async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]:
-    """Count the tokens of the messages; nothing is evaluated."""
+    """Count the tokens of the messages without evaluating them."""
     tools = body.validate_tools()
     ids = await prompt_ids(context, body.messages, tools, body.continue_final)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}

@@ -54,7 +54,7 @@ class ResponsesRequest(SamplingParams):
         if format_type == "json_schema" and not isinstance(schema, dict):
             raise InvalidArgument("text.format.schema must be a JSON schema")
         if format_type not in ("text", "json_object", "json_schema"):
-            raise InvalidArgument(f"text.format.type cannot be {format_type!r}")
+            raise InvalidArgument(f"text.format.type {format_type!r} is not supported")
         return {"text": None, "json_object": ANY_OBJECT, "json_schema": schema}[format_type]
 
     def system_messages(self) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ class ResponsesRequest(SamplingParams):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         if not self.input:
-            raise InvalidArgument("input must be a text, or a list of items")
+            raise InvalidArgument("input must be text, or a list of items")
         return [_input_message(index, item) for index, item in enumerate(self.input)]
 
 

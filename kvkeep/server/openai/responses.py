@@ -47,7 +47,7 @@ class _PendingResponse:
 @router.post("/v1/responses", response_model=None, responses=JSON_OR_EVENTS)
 @router.post("/responses", response_model=None, include_in_schema=False)
 async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict[str, Any]:
-    """Generate a response, alone or as the continuation of an earlier one."""
+    """Generate a response, optionally continuing an earlier one."""
     pending = await _start(body, context)
     if body.stream:
         return sse_response(_events(pending, context))
@@ -61,7 +61,7 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
 
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: ResponsesRequest, context: ContextDep) -> dict[str, Any]:
-    """Count the tokens that the prompt would have; nothing is evaluated."""
+    """Count the tokens of the prompt without evaluating it."""
     tools = body.validate_tools()
     messages = [*body.system_messages(), *await _conversation(body, context)]
     ids = await prompt_ids(context, messages, tools)
@@ -76,7 +76,7 @@ async def retrieve(response_id: _ResponseId, context: ContextDep) -> dict[str, A
 
 @router.delete("/v1/responses/{response}")
 async def delete(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
-    """Delete a stored response; those that continued it stay."""
+    """Delete a stored response; responses that continue it are kept."""
     await _stored_notes(response_id, context)
     await wrap_future(context.engine.delete(response_id, context.owner))
     return {"id": response_id, "object": "response", "deleted": True}
@@ -103,8 +103,8 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     context_size = service.context_size
     if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > context_size:
         raise context_size_error(
-            f"the prompt has {len(ids)} tokens and the session holds {context_size}: it does not "
-            'fit with truncation "disabled"',
+            f"the prompt has {len(ids)} tokens and the session holds {context_size}, which does "
+            'not fit with truncation "disabled"',
             len(ids),
             service,
         )
@@ -203,7 +203,7 @@ async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, 
         message = f"there is no response {response_id!r}"
         raise ApiError(404, message, "not_found_error") from None
     if _RESPONSE_NOTE not in record.notes:
-        raise ApiError(404, f"response {response_id!r} is not finished yet", "not_found_error")
+        raise ApiError(404, f"response {response_id!r} is still in progress", "not_found_error")
     return record.notes
 
 

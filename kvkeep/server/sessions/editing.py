@@ -28,7 +28,7 @@ class RangeRequest(RequestBody):
         if self.span is not None and self.start is None:
             return self.span, None
         if self.start is None or self.span is not None:
-            raise InvalidArgument("give start and end, or span")
+            raise InvalidArgument("use start and end, or span")
         return self.start, self.end
 
 
@@ -59,7 +59,7 @@ class CompressRequest(RequestBody):
 
 @router.post("/v1/sessions/{name}/edit", response_model=None)
 async def edit(body: EditRequest, context: SessionDep) -> Response:
-    """Delete, insert or replace tokens. The suffix stays, or is evaluated again."""
+    """Delete, insert or replace tokens. The suffix is kept, or re-evaluated."""
     new_ids = body.tokens or []
     if body.text is not None:  # a long text would block the event loop
         new_ids = await to_thread(context.codec.encode, body.text)
@@ -67,7 +67,7 @@ async def edit(body: EditRequest, context: SessionDep) -> Response:
     def apply(session: Session) -> dict[str, Any]:
         if body.op == "insert":
             if body.at is None:
-                raise InvalidArgument("an insert needs at: the token before which it goes")
+                raise InvalidArgument("an insert needs at: the token before which to insert")
             report = session.insert(body.at, new_ids, body.recompute)
         elif body.op == "delete":
             report = session.delete(*body.range_arguments(), body.recompute)
@@ -87,14 +87,14 @@ async def pin(body: RangeRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/unpin", response_model=None)
 async def unpin(body: RangeRequest, context: SessionDep) -> Response:
-    """Unpin tokens: they are evicted as the window moves on."""
+    """Unpin tokens: they can be evicted again."""
     token_range = body.range_arguments()
     return await context.change("unpin", lambda session: session.unpin(*token_range))
 
 
 @router.post("/v1/sessions/{name}/spans", response_model=None)
 async def span(body: SpanRequest, context: SessionDep) -> Response:
-    """Name tokens; the name moves with them."""
+    """Name a span of tokens; edits before it move the span."""
     return await context.change(
         "span", lambda session: session.name(body.name, body.start, body.end)
     )
@@ -102,13 +102,13 @@ async def span(body: SpanRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/rewind", response_model=None)
 async def rewind(body: RewindRequest, context: SessionDep) -> Response:
-    """Take back the last `count` tokens."""
+    """Remove the last `count` tokens."""
     return await context.change("rewind", lambda session: session.rewind(body.count))
 
 
 @router.post("/v1/sessions/{name}/compress", response_model=None)
 async def compress(body: CompressRequest, context: SessionDep) -> Response:
-    """Compress to `ratio` times fewer cells. The engine serves other requests meanwhile."""
+    """Compress to `ratio` times fewer cells, while other requests continue."""
     engine, model = context.engine, context.service.model
 
     def apply(session: Session) -> dict[str, Any]:

@@ -20,8 +20,8 @@ TokenIndex = Annotated[int, Field(ge=0, lt=2**40)]
 TokenCount = TokenIndex
 SpanName = Annotated[str, Field(min_length=1, max_length=200)]
 _IF_MATCH_HELP = (
-    'The revision that the request is for, such as "3". At another revision it is refused with '
-    "412 and changes nothing. Without the header, or with *, any revision is accepted."
+    'The expected revision, such as "3". If the session is at another one, the request gets 412 '
+    "and changes nothing. Without the header, or with *, any revision is accepted."
 )
 
 
@@ -31,7 +31,7 @@ def parse_if_match(if_match: str | None) -> int | None:
         return None
     revision = if_match.strip().removeprefix("W/").strip('"')
     if not (revision.isascii() and revision.isdigit() and len(revision) < 19):
-        raise ApiError(400, f'If-Match is a session\'s revision, such as "3"; found {if_match!r}')
+        raise ApiError(400, f'If-Match must be a session revision, such as "3"; found {if_match!r}')
     return int(revision)
 
 

@@ -49,7 +49,7 @@ class FeedRequest(SamplingParams):
     def encode(self, codec: TextCodec, generation_prompt: bool) -> tuple[int, ...]:
         """Return the token ids. generation_prompt: for messages, as of `TextCodec.chat`."""
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
-            raise InvalidArgument("give one of text, tokens and messages")
+            raise InvalidArgument("use exactly one of text, tokens and messages")
         if self.messages is not None:
             messages = normalize_messages(self.messages)
             return tuple(codec.encode(codec.chat(messages, generation_prompt)))
@@ -81,14 +81,14 @@ async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, A
     """Prefill a text at the session's end."""
     ids = await to_thread(body.encode, context.codec, generation_prompt=False)
     if not ids:
-        raise InvalidArgument("nothing to prefill: give text, tokens or messages")
+        raise InvalidArgument("nothing to prefill: send text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span)
     return await _run(request, context, body.stream)
 
 
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
 async def generate(body: GenerateRequest, context: SessionDep) -> Response | dict[str, Any]:
-    """Prefill what is given, if anything, and generate."""
+    """Prefill the input, if there is any, and generate."""
     ids = await to_thread(body.encode, context.codec, generation_prompt=True)
     (sampling,) = body.samplings(context.default_sampling)
     request = GenerationRequest(
@@ -139,8 +139,8 @@ def _conversation(model: Model, record: SessionRecord, system: str | None) -> Co
             _keep_system_prompt(model, session, system)
     elif system not in (None, current_system):
         raise InvalidArgument(
-            "the system prompt comes first in a chat, and this one has begun with another or "
-            "without: leave it out, edit the span 'system text', or begin a new session"
+            "this chat already started with another system prompt, or without one: leave system "
+            "out, edit the span 'system text', or create a new session"
         )
     chat = Conversation(session, model.text, model.end_token_ids, current_system)
     record.notes = {**record.notes, CHAT_NOTES_KEY: chat.notes}
@@ -154,8 +154,8 @@ def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
     count, budget = count_system_tokens(model.text, system), session.max_kv_size
     if count >= budget:
         raise InvalidArgument(
-            f"the system prompt takes {count} tokens and all of it is kept, which leaves no room "
-            f"in a memory of {budget}: shorten it, or begin a session with a larger max_kv_size"
+            f"the system prompt takes {count} tokens and is never evicted, which leaves no room in "
+            f"a budget of {budget}: shorten it, or create a session with a larger max_kv_size"
         )
     session.keep = max(session.keep, count)
 

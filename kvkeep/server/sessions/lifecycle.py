@@ -30,7 +30,7 @@ _Bits = Literal["8", "8/4", "4", 8, 4]
 
 
 class CreateSessionRequest(RequestBody):
-    """A new session's settings, as in Python; the server's where none are given."""
+    """Settings of a new session, as in Python; the server's settings are the defaults."""
 
     name: _Name | None = None
     from_snapshot: _Name | None = None
@@ -83,14 +83,14 @@ async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
 
 @router.get("/v1/sessions")
 async def sessions(context: ContextDep, unnamed: bool = False) -> dict[str, Any]:
-    """List sessions, the last used first; `unnamed` includes those made for a prompt."""
+    """List sessions, most recently used first; `unnamed` includes cached prompts."""
     records = await wrap_future(context.engine.sessions(context.owner, unnamed))
     return {"object": "list", "data": [session_entry(record) for record in records]}
 
 
 @router.get("/v1/sessions/{name}", response_model=None)
 async def retrieve(context: SessionDep) -> Response:
-    """Return one session; it is not loaded from disk."""
+    """Return one session, without loading it from disk."""
     record = await context.find()
     record.require_revision(context.revision)
     return session_response(record)
@@ -98,7 +98,7 @@ async def retrieve(context: SessionDep) -> Response:
 
 @router.delete("/v1/sessions/{name}")
 async def delete(context: SessionDep) -> dict[str, Any]:
-    """Delete a session, on disk too."""
+    """Delete a session, in memory and on disk."""
     await wrap_future(context.engine.delete(context.name, context.owner, context.revision))
     return {"name": context.name, "object": "session", "deleted": True}
 
@@ -112,14 +112,14 @@ async def fork(body: ForkRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
 async def save(context: SessionDep) -> Response:
-    """Save a session; respond once it is on disk, where a kill of the server does not undo it."""
+    """Save a session; responds when it is on disk."""
     await wrap_future(context.engine.save(context.name, context.owner, context.revision))
     return session_response(await context.find())
 
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
 async def resident(body: ResidentRequest, context: SessionDep) -> Response:
-    """Set whether a session stays in memory when others need room."""
+    """Set whether a session is kept in memory when others need space."""
     pin = context.engine.pin
     await wrap_future(pin(context.name, context.owner, body.resident, context.revision))
     return session_response(await context.find())
@@ -127,7 +127,7 @@ async def resident(body: ResidentRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
 async def snapshot(body: SnapshotRequest, context: SessionDep) -> Response:
-    """Write a snapshot under a name; respond once it is on disk."""
+    """Save a named snapshot; responds when it is on disk."""
     write = context.engine.snapshot
     size = await wrap_future(write(context.name, body.name, context.owner, context.revision))
     return JSONResponse({"name": body.name, "object": "snapshot", "bytes": size}, 201)
@@ -135,7 +135,7 @@ async def snapshot(body: SnapshotRequest, context: SessionDep) -> Response:
 
 @router.get("/v1/snapshots")
 async def snapshots(context: ContextDep) -> dict[str, Any]:
-    """List snapshots, each with the session that it was taken of."""
+    """List snapshots, each with its session."""
     data = await to_thread(_snapshot_entries, context.engine, context.owner)
     return {"object": "list", "data": data}
 
@@ -157,14 +157,14 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
 
 @router.delete("/v1/snapshots/{name}")
 async def delete_snapshot(name: SessionName, context: ContextDep) -> dict[str, Any]:
-    """Delete a snapshot and report how many bytes that freed."""
+    """Delete a snapshot, and report the bytes freed."""
     freed = await to_thread(context.engine.snapshots(context.owner).remove, name)
     return {"name": name, "object": "snapshot", "deleted": True, "bytes": freed}
 
 
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: SessionName, body: RestoreRequest, context: ContextDep) -> Response:
-    """Create a session from a snapshot; it continues to the bit as the original would."""
+    """Create a session from a snapshot; it continues bit-exactly."""
     snapshot = await to_thread(context.engine.load_snapshot, name, context.owner)
     created = context.engine.restore(snapshot, context.owner, body.name)
     return session_response(await wrap_future(created), 201)

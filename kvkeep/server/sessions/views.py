@@ -46,17 +46,17 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
 async def text(
     name: SessionName, context: ContextDep, start: _TokenIndex = 0, end: _TokenIndex | None = None
 ) -> dict[str, Any]:
-    """Return tokens `start ... end - 1` with the text of each; at most 4,096.
+    """Return tokens `start ... end - 1` with their texts; at most 4,096.
 
-    The texts joined are the text of these tokens: a character of several tokens comes with the
-    last of them, and the others have "".
+    Joined, the texts are the text of these tokens. A character of several tokens is in the text
+    of the last one; the others have "".
     """
 
     def pieces(record: SessionRecord) -> dict[str, Any]:
         tokens = record.live.tokens
         stop = min(len(tokens) if end is None else end, start + _MAX_PIECES, len(tokens))
         if start > len(tokens):
-            raise InvalidArgument(f"there are {len(tokens)} tokens; found start {start}")
+            raise InvalidArgument(f"start must be at most {len(tokens)}, the length; found {start}")
         ids = tokens[start:stop]
         texts = token_texts(context.codec, tokens[max(0, start - CONTEXT_TOKENS) : start], ids)
         return {
@@ -78,7 +78,7 @@ async def heads(
     With `layer` and `head`: the positions, of `0 ... end - 1`, of that head's cells.
     """
     if (layer is None) != (head is None):
-        raise InvalidArgument("give both layer and head, or neither")
+        raise InvalidArgument("use both layer and head, or neither")
     if layer is None or head is None:
         return await context.inspect(name, lambda record: _cell_counts(record.live))
     return await context.inspect(name, lambda record: _head_positions(record.live, layer, head))
@@ -116,8 +116,8 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
     layout = session.cache.layout
     if layer >= layout.layers or head >= layout.kv_heads:
         raise InvalidArgument(
-            f"there are {layout.layers} layers with {layout.kv_heads} KV heads; found layer "
-            f"{layer}, head {head}"
+            f"layer and head must be below {layout.layers} and {layout.kv_heads}; found {layer} "
+            f"and {head}"
         )
     cell_positions = list[int]()
     for segment in session.cache.segments:
@@ -134,7 +134,7 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
 
 @router.get("/v1/events", response_model=None, responses=EVENTS)
 async def events(context: ContextDep) -> StreamingResponse:
-    """Stream each operation on the owner's sessions, from now on."""
+    """Stream new operations on the owner's sessions."""
     return sse_response(_operation_events(context, None))
 
 
@@ -147,17 +147,17 @@ async def operations(context: ContextDep) -> dict[str, Any]:
 
 @router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
 async def session_events(name: SessionName, context: ContextDep) -> StreamingResponse:
-    """Stream each operation on one session, from now on."""
+    """Stream new operations on one session."""
     await wrap_future(context.engine.find(name, context.owner))
     return sse_response(_operation_events(context, name))
 
 
 @router.post("/v1/prefix/explain")
 async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
-    """Report how much of a prompt would be reused, and why not more. The model does not run."""
+    """Report how much of a prompt would be reused, and why not more, without evaluating it."""
     ids = await to_thread(body.encode, context.codec, generation_prompt=True)
     if not ids:
-        raise ApiError(400, "give text, tokens or messages")
+        raise ApiError(400, "send text, tokens or messages")
     explanation = await wrap_future(context.engine.explain(ids, context.owner))
     return _reuse_entry(explanation, context.codec)
 

@@ -55,8 +55,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         fsync_folder(path.parent)
     except OSError as error:
         raise StoreError(
-            f"{path} was written, but may be the old one again after a power cut: its folder "
-            f"could not be put on disk ({error.strerror or error}). Save again"
+            f"{path} was written, but may revert after a power failure: its folder could not be "
+            f"flushed to disk ({error.strerror or error}). Save again"
         ) from error
 
 
@@ -88,8 +88,7 @@ def check_writable(path: Path) -> None:
         file.close()
     except OSError as error:
         raise InvalidArgument(
-            f"{path} cannot be written ({error.strerror}); expected a file in a folder that exists "
-            "and takes new files"
+            f"{path} cannot be written ({error.strerror}); expected a file in a writable folder"
         ) from error
 
 

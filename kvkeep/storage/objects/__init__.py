@@ -35,8 +35,8 @@ def open_object_store(address: str | Path) -> ObjectStore:
         return FolderObjectStore(_file_url_path(address))
     if scheme not in _REMOTE_SCHEMES:
         raise InvalidArgument(
-            "a store is a folder, or a URL of s3, gs, az, memory or file, such as "
-            f"s3://bucket/prefix; found {address!r:.200}"
+            "a store must be a folder, or a URL with the scheme s3, gs, az, memory or file, such "
+            f"as s3://bucket/prefix; found {address!r:.200}"
         )
     try:
         from kvkeep.storage.objects.remote import open_remote_store
@@ -50,6 +50,6 @@ def _file_url_path(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise InvalidArgument(
-            f"a file URL has three slashes, as file:///folder; found {url!r:.200}"
+            f"a file URL must have three slashes, such as file:///folder; found {url!r:.200}"
         )
     return Path(unquote(parts.path))

@@ -36,7 +36,7 @@ class FolderObjectStore:
         try:
             (self._root / _LOCKS_FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{path} cannot hold a store: {error.strerror or error}") from error
+            raise StoreError(f"{path} cannot be a store: {error.strerror or error}") from error
 
     @property
     def url(self) -> str:
@@ -48,9 +48,9 @@ class FolderObjectStore:
         path = self._path(key)
         with self._translated_errors(key, "written"), self._lock(key):
             if if_absent and path.exists():
-                raise Conflict(f"object {key} exists already")
+                raise Conflict(f"object {key} already exists")
             if if_match is not None and (not path.is_file() or _etag(path) != if_match):
-                raise Conflict(f"object {key} was changed meanwhile")
+                raise Conflict(f"object {key} was changed by another process")
             self._write(path, lambda: [content])
             return _etag(path)
 
@@ -70,7 +70,7 @@ class FolderObjectStore:
         path = self._path(info.key)
         with self._translated_errors(info.key, "read"), path.open("rb") as file:
             if _etag(path) != info.etag:
-                raise Conflict(f"object {info.key} was changed meanwhile")
+                raise Conflict(f"object {info.key} was changed by another process")
             file.seek(begin)
             return memoryview(file.read(end - begin))
 

@@ -65,15 +65,15 @@ class ObjectStore(Protocol):
 
 
 def too_large_error(key: str, max_bytes: int) -> StoreError:
-    return StoreError(f"{key} cannot be read at once: it has more than {max_bytes:,} bytes")
+    return StoreError(f"{key} cannot be read: it has more than {max_bytes:,} bytes")
 
 
 def checked_key(key: str) -> str:
     """Return the key. Raises InvalidArgument if it is not valid."""
     if not key or not all(_KEY_PART.fullmatch(part) for part in key.split("/")):
         raise InvalidArgument(
-            "a key is words of A-Z, a-z, 0-9, '.', '_' and '-', beginning with no '.', with '/' "
-            f"between them; found {key!r:.200}"
+            "an object key must be words of A-Z, a-z, 0-9, '.', '_' and '-', not beginning with "
+            f"'.', separated by '/'; found {key!r:.200}"
         )
     return key
 
@@ -82,6 +82,6 @@ def checked_prefix(prefix: str) -> str:
     """Return the prefix. Raises InvalidArgument unless it is '' or a key followed by '/'."""
     if prefix:
         if not prefix.endswith("/"):
-            raise InvalidArgument(f"a prefix ends with '/'; found {prefix!r:.200}")
+            raise InvalidArgument(f"a prefix must end with '/'; found {prefix!r:.200}")
         checked_key(prefix[:-1])
     return prefix

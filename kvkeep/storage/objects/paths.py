@@ -86,7 +86,7 @@ def as_path(path: object) -> object:
         return Path(path)
     store_url, _, key = path.rpartition("/")
     if not key or store_url.endswith(":/"):
-        raise InvalidArgument(f"{path} names a store; expected an object in it, as {path}/a.kvkeep")
+        raise InvalidArgument(f"{path} is a store; expected an object in it, as {path}/a.kvkeep")
     return ObjectPath(open_object_store(store_url), key)
 
 

@@ -141,7 +141,7 @@ class RemoteObjectStore:
         except KvkeepError:
             raise
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-            raise Conflict(f"object {key} was changed meanwhile, or exists already") from error
+            raise Conflict(f"object {key} was changed, or already exists") from error
         except (FileNotFoundError, exceptions.NotFoundError) as error:
             raise NoObject(f"there is no object {key} in {self._url}") from error
         except (exceptions.BaseError, OSError, NotImplementedError, ValueError) as error:
@@ -168,7 +168,7 @@ def _join_etag(key: str, result: Any) -> str:
     """Join e_tag and version: Google's store checks conditions by the version."""
     etag = result["e_tag"]
     if not etag:
-        raise StoreError(f"the store gives {key} no ETag, without which nothing in it can be kept")
+        raise StoreError(f"the store returns no ETag for {key}, which kvkeep needs")
     version = result["version"]
     return f"{etag}{_VERSION_SEPARATOR}{version}" if version else str(etag)
 

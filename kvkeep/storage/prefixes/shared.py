@@ -63,7 +63,7 @@ class SharedPrefixCache:
     ):
         """Raises InvalidArgument for a secret of another length."""
         if len(secret) != SECRET_BYTES:
-            raise InvalidArgument(f"a secret has {SECRET_BYTES} bytes; found {len(secret)}")
+            raise InvalidArgument(f"a secret must have {SECRET_BYTES} bytes; found {len(secret)}")
         self._store, self._secret, self._arithmetic = store, secret, dict(arithmetic)
         self._queue = queue or WriteQueue()
         self._mac_key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
@@ -207,7 +207,7 @@ class WriteQueue:
     def require_up(self) -> None:
         """Raise StoreError if the store has failed recently."""
         if time.monotonic() < self._down_until:
-            raise StoreError(f"the store of prompts failed less than {_BACKOFF:.0f} seconds ago")
+            raise StoreError(f"the shared prefix store failed less than {_BACKOFF:.0f} seconds ago")
 
     def _finish(self, future: "Future[None]") -> None:
         self._free_places.release()

@@ -74,11 +74,11 @@ class SessionFolder(SessionStore[Path]):
             lock.acquire(timeout=0)
         except Timeout:
             raise Locked(
-                f"another process is using session {name!r}; end it, or choose another name"
+                f"session {name!r} is in use by another process; stop it, or use another name"
             ) from None
         except OSError as error:
             raise StoreError(
-                f"session {name!r} cannot be kept in {self.root}: {error.strerror or error}"
+                f"session {name!r} cannot be stored in {self.root}: {error.strerror or error}"
             ) from error
         try:
             self._move_from_older(name, path)
@@ -136,8 +136,8 @@ class SessionFolder(SessionStore[Path]):
                 fsync_folder(source.parent)
             except OSError as error:
                 raise StoreError(
-                    f"session {name!r} cannot be moved from {source.parent} to {path.parent} "
-                    f"({error.strerror or error}), where sessions are kept now; it is where it was"
+                    f"session {name!r} could not be moved from {source.parent} to its new folder "
+                    f"{path.parent} ({error.strerror or error}); it is unchanged"
                 ) from error
 
     def _lock_file(self, name: str) -> Path:

@@ -52,7 +52,7 @@ class SessionHead:
         try:
             document = json.loads(content)
             if document["kvkeep"] != "head" or type(document["format"]) is not int:
-                raise ValueError("it is not a head")
+                raise ValueError("not a session head")
             if document["format"] <= FORMAT:
                 types = {**get_type_hints(cls), "past": list}
                 fields = {field: document[field] for field in types}
@@ -64,8 +64,8 @@ class SessionHead:
                 return cls(**fields)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CorruptFile(
-                f"the head of session {name!r} is not as kvkeep writes it ({error!r}); what it "
-                "held is beside it, as files that kvkeep can import"
+                f"the head of session {name!r} is not in kvkeep's format ({error!r}); the "
+                "session's files beside it can be imported"
             ) from error
         raise NewerFormat(
             f"the head of session {name!r} has format {document['format']}; this kvkeep reads up "

@@ -21,8 +21,8 @@ def checked_name(name: str) -> str:
     """Return the name. Raises InvalidArgument if it is not valid."""
     if not is_name(name):
         raise InvalidArgument(
-            "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
-            f"with no '.' and without '..'; found {name!r}"
+            "a session name must be 1 to 100 letters, digits, '.', '_' and '-', must not begin "
+            f"with '.' or contain '..'; found {name!r}"
         )
     return name
 
@@ -47,7 +47,7 @@ class SnapshotStore(Protocol[FileT_co]):
         return path
 
     def unknown_name_error(self, name: str) -> InvalidArgument:
-        known = ", ".join(self.names()) or "none yet"
+        known = ", ".join(self.names()) or "none"
         return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
 
 

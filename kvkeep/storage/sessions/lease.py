@@ -135,14 +135,13 @@ class Lease:
         name = self.objects.name
         if isinstance(error, Moved):
             self.loss = Moved(
-                f"session {name!r} is another's now: {error}. What was done here since generation "
-                f"{self.head.gen} is not kept; send the request again"
+                f"the lease on session {name!r} was lost: {error}. Changes since generation "
+                f"{self.head.gen} were not saved; send the request again"
             )
         else:
             self.loss = StoreError(
-                f"session {name!r} could not be committed, and whether it was is not known: "
-                f"{error}. Look at it before you send the request again, or send it with an "
-                "Idempotency-Key"
+                f"it is unknown whether session {name!r} was committed: {error}. Check the session "
+                "before you send the request again, or send it with an Idempotency-Key"
             )
         self._ended.set()
         for callback in self._callbacks:

@@ -108,16 +108,16 @@ def create(request: LeaseRequest) -> Operations[VersionedHead]:
             epoch=epoch, removed=False, writer=request.writer, expires=request.expires
         )
     else:
-        raise InvalidArgument("a session of that name exists already")
+        raise InvalidArgument("a session with this name already exists")
     try:
         return (yield from _replace_head(current, head))
     except Moved:
-        raise InvalidArgument("another writer has just created a session of that name") from None
+        raise InvalidArgument("another writer has just created a session with this name") from None
 
 
 def _require_free(head: SessionHead, request: LeaseRequest) -> None:
     if head.writer and request.now < head.expires < request.now + MAX_LEASE_SECONDS:
-        raise HeldElsewhere(f"{head.writer} is writing it", head.writer, head.expires)
+        raise HeldElsewhere(f"{head.writer} holds the lease", head.writer, head.expires)
 
 
 def acquire(
@@ -215,7 +215,7 @@ def _replace_head(previous: VersionedHead | None, head: SessionHead) -> Operatio
         if current is not None and current.head.nonce == head.nonce:
             return current
         if current is None and previous is not None:
-            raise Moved("the session's head is gone from the store")
+            raise Moved("the session's head was removed from the store")
         if current is None or (previous is not None and current.etag == previous.etag):
             continue
         if _was_committed(previous, head, current):
@@ -223,7 +223,7 @@ def _replace_head(previous: VersionedHead | None, head: SessionHead) -> Operatio
         if previous is None or not _is_own_renewal(previous.head, head, current.head):
             raise Moved(_describe_holder(current.head))
         previous = current  # written by an earlier renewal of ours whose response was lost
-    raise failure or StoreError("the store refuses a change and shows no reason")
+    raise failure or StoreError("the store rejected the change without a reason")
 
 
 def _is_own_renewal(previous: SessionHead, head: SessionHead, current: SessionHead) -> bool:
@@ -268,6 +268,6 @@ def _delete_snapshots(names: list[str]) -> Operations[None]:
 
 def _describe_holder(head: SessionHead) -> str:
     if head.removed:
-        return "it was removed meanwhile"
-    holder = f"{head.writer} has" if head.writer else "another writer, which released it since, had"
-    return f"{holder} taken it (epoch {head.epoch}, generation {head.gen})"
+        return "it was removed"
+    holder = f"{head.writer} has" if head.writer else "another writer has"
+    return f"{holder} acquired it (epoch {head.epoch}, generation {head.gen})"

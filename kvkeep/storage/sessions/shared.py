@@ -81,7 +81,7 @@ class SessionPath:
 
     def write_chunks(self, chunks: ChunkSource) -> None:
         """Commit a snapshot under the lease. Raises StoreError."""
-        assert self.lease is not None, "a session is written under its lease"
+        assert self.lease is not None, "a session can only be written under its lease"
         self.lease.commit(chunks, self.release)
 
     def _key(self) -> str | None:
@@ -176,15 +176,15 @@ class SharedSessions(SessionStore[SessionPath]):
         except HeldElsewhere as error:
             seconds = max(0.0, error.until - self._clock())
             raise HeldElsewhere(
-                f"{error.writer} is using session {name!r}; end it, or wait {seconds:.0f} s after "
-                "it has ended or was killed",
+                f"session {name!r} is in use by {error.writer}; stop it, or wait {seconds:.0f} s "
+                "after it has stopped or was killed",
                 error.writer,
                 error.until,
             ) from None
         try:
             return self.create(name)
         except InvalidArgument:
-            raise Locked(f"another process has just begun session {name!r}") from None
+            raise Locked(f"another process has just created session {name!r}") from None
 
     def create(self, name: str) -> Lease:
         """Create and lease a session. Raises InvalidArgument if it exists."""

@@ -82,9 +82,9 @@ def _decompress(compressed: Tensor, dtype: torch.dtype, shape: list[int]) -> Ten
         return torch.empty(shape, dtype=dtype, device="cpu")
     frame = tensor_bytes(compressed)
     if nbytes > _ALWAYS_ALLOWED_BYTES + _MAX_EXPANSION_FACTOR * len(frame):
-        raise ValueError(f"{len(frame)} bytes of compressed data cannot hold {nbytes} bytes")
+        raise ValueError(f"{len(frame)} bytes of compressed data cannot expand to {nbytes} bytes")
     if zstandard.frame_content_size(frame) != nbytes:
-        raise ValueError(f"compressed data does not hold the {nbytes} bytes of {shape}")
+        raise ValueError(f"compressed data does not expand to the {nbytes} bytes of {shape}")
     try:
         decompressed = zstandard.ZstdDecompressor().decompress(frame)
     except zstandard.ZstdError as error:

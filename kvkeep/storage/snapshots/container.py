@@ -104,8 +104,8 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _Header
     except OSError as error:
         reason = error.strerror or str(error)
         raise StoreError(
-            f"{path} could not be written ({reason}); what was there before is unchanged. "
-            "Free some space or choose another place"
+            f"{path} could not be written ({reason}); an earlier file is unchanged. Free some "
+            "space or choose another place"
         ) from error
     return size
 
@@ -190,8 +190,8 @@ def read_open_container(
             buffer = memoryview(memory)[offset : offset + extent.end - extent.begin]
             if _read_into(buffer, file, extent.begin, read_ahead) != header.checksums[name]:
                 raise CorruptFile(
-                    f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left "
-                    "as it is; restore it from a copy, or evaluate the text again"
+                    f"{path} is corrupt: the checksum of tensor {name!r} differs. The file was not "
+                    "changed; restore it from a copy, or evaluate the text again"
                 )
             if not name.startswith(PADDING):
                 tensors[name] = _tensor_at(memory, offset, extent)

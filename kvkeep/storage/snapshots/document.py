@@ -87,7 +87,7 @@ def _check_segment(entry: Any) -> None:
     _require_type("a segment's map", entry["map"], dict)
     require(
         entry["map"].keys() == {"offset", "group"},
-        f"a map has an offset and a group; found {list(entry['map'])}",
+        f"a map must have an offset and a group; found {list(entry['map'])}",
     )
     require_int("a map's offset", entry["map"]["offset"], -MAX_EXACT_INT, MAX_EXACT_INT)
     require_int("a map's group", entry["map"]["group"], 1, MAX_CELLS)
@@ -102,15 +102,15 @@ def _check_segment(entry: Any) -> None:
         require_bool(name, entry.get(name, False))
     is_full = entry["length"] == entry["capacity"]
     if entry.get("ragged", False):
-        require(entry["compressed"] and entry["frozen"], "ragged cells of tokens")
-        require(is_full and not entry["start"], "some of ragged cells")
-    require(entry.get("ragged", False) or not entry.get("worth", False), "worth of even cells")
+        require(entry["compressed"] and entry["frozen"], "ragged cells must be compressed")
+        require(is_full and not entry["start"], "incomplete ragged cells")
+    require(entry.get("ragged", False) or not entry.get("worth", False), "scores of uniform cells")
     require(is_full or not entry["slot_order"], "a ring that is not full")
 
 
 def _check_encoding(name: str, encoding: Any) -> None:
     _require_type(f"the coding of {name}", encoding, dict)
-    require(encoding["codec"] in ("zstd", "int8"), f"{name} is coded in an unknown way")
+    require(encoding["codec"] in ("zstd", "int8"), f"{name} has an unknown codec")
     dtype_of(encoding["dtype"])
     _require_type("shape", encoding["shape"], list)
     for size in encoding["shape"]:

@@ -67,15 +67,15 @@ class Fingerprint:
         if differing:
             details = "; ".join(self._difference(name, saved) for name in differing)
             raise FingerprintMismatch(
-                f"{source} belongs to another model: {details}. Load the model that it was saved "
-                "with, or evaluate the text again"
+                f"{source} belongs to another model: {details}. Load the model it was saved with, "
+                "or evaluate the text again"
             )
 
     def _difference(self, name: str, saved: Mapping[str, str]) -> str:
         length = None if name in ("dtype", "layout") else 12  # digests are shortened
         there, here = saved.get(name, "missing")[:length], getattr(self, name)[:length]
         verb = "differ" if name == "weights" else "differs"
-        return f"the {name} {verb} ({there} there, {here} here)"
+        return f"the {name} {verb} ({there} saved, {here} loaded)"
 
 
 def compute_fingerprint(
@@ -148,7 +148,7 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-_NO_ARITHMETIC = "what computed it is not noted there, as an earlier kvkeep saved it"
+_NO_ARITHMETIC = "the arithmetic is not recorded (saved by an earlier kvkeep version)"
 _RENAMED_KERNELS = {"compiled": "compiled avx512bf16"}  # names in files of earlier versions
 
 
@@ -183,5 +183,5 @@ class Exactness:
             differing.remove("packed weights")  # follows from other weights
         for name in differing:
             saved, present = (entry.get(name, "")[:40] or "none" for entry in (there, here))
-            differs.append(f"{name}: {saved} there, {present} here")
+            differs.append(f"{name}: {saved} saved, {present} here")
         return cls(tuple(differs))

@@ -80,22 +80,22 @@ def read_header(file: BinaryIO, path: Source, kind: str, max_format: int) -> Hea
     length = struct.unpack("<Q", length_prefix)[0] if len(length_prefix) == 8 else 0
     header_json = file.read(length) if length <= MAX_HEADER_BYTES else b""
     if not header_json or not (header_json.startswith(_MAGIC) or _MAGIC.startswith(header_json)):
-        raise ForeignFile(f"{path} is not a kvkeep {kind}: it does not begin like one")
+        raise ForeignFile(f"{path} is not a kvkeep {kind}: its beginning differs")
     if len(header_json) < length:
         raise TruncatedFile(f"{path} is truncated: it ends within its header")
     checksum = blake3(with_checksum(length_prefix + header_json, NO_CHECKSUM)).hexdigest()
     if with_checksum(length_prefix + header_json, checksum) != length_prefix + header_json:
-        raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
+        raise CorruptFile(f"{path} is corrupt: its header does not match its checksum")
     try:
         entries = json.loads(header_json, object_pairs_hook=_dict_without_duplicates)
         metadata = entries.pop("__metadata__")
         file_kind, file_format = metadata["kvkeep"], int(metadata["version"])
         if file_format < 1:
-            raise ValueError(f"there is no format {file_format}")
+            raise ValueError(f"unknown format {file_format}")
         if file_kind == kind and file_format <= max_format:
             return _checked_header(path, file_size, 8 + length, metadata, entries)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFile(f"{path} is corrupt: its header makes no sense ({error!r})") from error
+        raise CorruptFile(f"{path} is corrupt: its header is invalid ({error!r})") from error
     if file_kind != kind:
         raise ForeignFile(f"{path} is a kvkeep {file_kind}; expected a {kind}")
     raise NewerFormat(
@@ -112,7 +112,7 @@ def with_checksum(header: bytes, checksum: str) -> bytes:
 def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("duplicate name")
     return result
 
 
@@ -126,10 +126,10 @@ def _checked_header(
         previous_end = end
         begin, end = (data_begin + offset for offset in entry["data_offsets"])
         if not all(type(count) is int and count >= 0 for count in (*shape, begin, end)):
-            raise ValueError(f"tensor {name!r} has sizes that are no whole numbers")
+            raise ValueError(f"tensor {name!r} has sizes that are not whole numbers")
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         if (begin, end) != (previous_end, previous_end + nbytes) or end < begin:
-            raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")
+            raise ValueError(f"tensor {name!r} has a size or offset that does not match its shape")
         extents[name] = TensorExtent(dtype, shape, begin, end)
     checksums, document = json.loads(metadata["checksums"]), json.loads(metadata["document"])
     if checksums.keys() != extents.keys() or not isinstance(document, dict):
@@ -171,7 +171,7 @@ def read_summary(path: str | Source) -> SnapshotSummary:
             raise TypeError(summary)
     except (LookupError, TypeError, AttributeError) as error:
         raise CorruptFile(
-            f"{path} is corrupt: no session says this of itself ({error!r:.200})"
+            f"{path} is corrupt: its session fields are invalid ({error!r:.200})"
         ) from error
     return summary
 
@@ -192,8 +192,8 @@ def check_output_path(path: Path, kind: str) -> None:
             read_document(path, kind, max_format=1)
     except ForeignFile as error:
         raise InvalidArgument(
-            f"{path} exists and is no {kind}, so it was left as it is; give another name, or "
-            "remove it first"
+            f"{path} exists and is not a {kind}; it was not changed. Use another name, or remove "
+            "it first"
         ) from error
     except StoreError:
         pass  # a newer or damaged file of the kind may be replaced

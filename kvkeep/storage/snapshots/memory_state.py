@@ -44,25 +44,25 @@ class MemoryState:
         require_within("serials", self.serials, 0, self.cache.serial - 1)
         self._check_order()
         if self.hidden is not None and self.logits is not None:
-            require(bool(len(self.tokens)), "there are logits of no token")
+            require(bool(len(self.tokens)), "logits without tokens")
             require_finite("hidden", self.hidden)
             require_finite("logits", self.logits)
         else:
-            require(self.hidden is self.logits, "hidden without logits, or the reverse")
+            require(self.hidden is self.logits, "only one of hidden and logits")
 
     def _check_order(self) -> None:
         """Check that serials are unique, and cells and pins those of tokens, in token order."""
         ordered, indices = self.serials.sort()
-        require(bool((ordered.diff() > 0).all()), "two tokens have one serial")
+        require(bool((ordered.diff() > 0).all()), "two tokens have the same serial")
         cell_serials = self.cache.serials()
         if len(cell_serials):
             # NumPy: torch would wake its threads, which costs more than the search.
             ranks = torch.from_numpy(np.searchsorted(ordered.numpy(), cell_serials.numpy()))
             ranks.clamp_(max=max(0, len(ordered) - 1))
             known = bool(len(ordered)) and torch.equal(ordered[ranks], cell_serials)
-            require(known, "there are cells of no token")
+            require(known, "there are cells without tokens")
             require(bool((indices[ranks].diff() > 0).all()), "cells are not in token order")
         for pin in self.pins:
             require_int("a pin", pin, 0, self.cache.serial - 1)
         require(len(set(self.pins)) == len(self.pins), "a token is pinned twice")
-        require(set(self.pins) <= set(cell_serials.tolist()), "a token is pinned that has no cell")
+        require(set(self.pins) <= set(cell_serials.tolist()), "a pinned token has no cell")

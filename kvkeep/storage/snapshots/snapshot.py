@@ -211,8 +211,8 @@ def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
         yield
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptFile(
-            f"{path} is corrupt: no session could be so, though each byte is as it was written "
-            f"({error!r}). Restore it from a copy, or evaluate the text again"
+            f"{path} is corrupt: its checksums match, but its contents are invalid ({error!r}). "
+            "Restore it from a copy, or evaluate the text again"
         ) from error
 
 
@@ -228,7 +228,7 @@ def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snaps
         layouts.append(cell_layout)
     _check_encoded_shapes(document, stored, layouts)
     tensors = decode(stored, document["coding"])
-    require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
+    require(len(tensors["tokens"]) == document["tokens"], "the number of tokens differs")
     settings = document["settings"]
     memory = MemoryState(
         tokens=tensors["tokens"],
@@ -292,7 +292,7 @@ def _check_encoded_shapes(
             shape[:3] = [len(positions)]
         shapes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
     for name, encoding in document["coding"].items():
-        require(encoding["shape"] == shapes[name], f"{name} is coded as of another shape")
+        require(encoding["shape"] == shapes[name], f"{name} has a codec entry with another shape")
 
 
 def _layout_entry(layout: Layout) -> dict[str, Any]:

@@ -8,7 +8,7 @@ const NAME = { pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" };
 // Returns the message for a failed change. Status 412: the session is at another revision.
 export const changeError = (error) =>
   error.status === 412
-    ? "The session was changed meanwhile, and nothing was done. This is what it is now: choose again."
+    ? "The session has changed since it was shown, so nothing was done. The page now shows its current state."
     : error.message;
 
 // One change, for the revision that is shown when it begins. However long its dialog stays open, the
@@ -63,44 +63,44 @@ export function sessionButtons(newChange, memory) {
   return [
     button("Fork", (change) => fork(change, null)),
     memory().policy === "full" ? button("Compress", compress) : null, // other policies refuse it
-    button("Save", (change) => change.post("save", {}, "It is on disk.")),
+    button("Save", (change) => change.post("save", {}, "Saved to disk.")),
     button("Snapshot", snapshot),
     button("Stay in memory", (change) => {
       const resident = !memory().resident;
       const path = `/v1/sessions/${change.name}/resident`;
-      return change.send("PUT", path, { resident }, resident ? "It stays in memory." : "It may go to disk.");
+      return change.send("PUT", path, { resident }, resident ? "The session stays in memory." : "The session may be moved to disk.");
     }),
     button("Delete", remove),
   ];
 }
 
 async function snapshot(change) {
-  const values = await promptDialog("Snapshot", [{ name: "name", label: "Name", required: true, ...NAME }], "Write it");
-  if (values) await change.post("snapshot", values, `Snapshot ${values.name} is on disk.`);
+  const values = await promptDialog("Snapshot", [{ name: "name", label: "Name", required: true, ...NAME }], "Save");
+  if (values) await change.post("snapshot", values, `Snapshot ${values.name} saved.`);
 }
 
 async function compress(change) {
   const fields = [
-    { name: "ratio", label: "How many times fewer cells", kind: "number", value: "4", min: "1.1", step: "any", required: true },
+    { name: "ratio", label: "Compression ratio", kind: "number", value: "4", min: "1.1", step: "any", required: true },
     { name: "method", label: "Method", choices: ["", "fitted", "kvzip", "expected_attention", "snapkv", "keydiff"] },
   ];
   const values = await promptDialog("Compress", fields, "Compress");
   if (!values) return;
-  showStatus("Compressing.");
+  showStatus("Compressing...");
   const body = { ratio: values.ratio, ...(values.method ? { method: values.method } : {}) };
-  const message = ({ result }) => `${number(result.cells_before)} cells became ${number(result.cells_after)}.`;
+  const message = ({ result }) => `Compressed ${number(result.cells_before)} cells to ${number(result.cells_after)}.`;
   await change.post("compress", body, message);
 }
 
 async function remove(change) {
   if (!(await promptDialog(`Delete ${change.name}?`, [], "Delete"))) return;
-  const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "It is deleted.");
+  const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "Session deleted.");
   if (deleted) location.hash = "#/";
 }
 
 async function fork(change, at) {
-  const where = at === null ? "where it stands" : `before token ${at}`;
-  const fields = [{ name: "name", label: "Name (or one is made up)", ...NAME }];
+  const where = at === null ? "at the end" : `before token ${at}`;
+  const fields = [{ name: "name", label: "Name (optional)", ...NAME }];
   const values = await promptDialog(`Fork ${where}`, fields, "Fork");
   if (!values) return;
   const body = { ...(values.name ? { name: values.name } : {}), ...(at === null ? {} : { at }) };
@@ -125,7 +125,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     const count = memory().tokens - selection.end;
     return change.post("rewind", { count }, `Rewound to token ${selection.end}.`);
   };
-  const deleteText = (change) => change.post("edit", { op: "delete", ...range() }, `Took out ${rangeText()}.`, true);
+  const deleteText = (change) => change.post("edit", { op: "delete", ...range() }, `Deleted ${rangeText()}.`, true);
   const buttons = newChange
     ? [
         ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`)],
@@ -143,7 +143,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     { class: "selection", role: "group", "aria-label": "Selection" },
     h("label", { for: "from" }, "From token"),
     from,
-    h("label", { for: "to" }, "to before"),
+    h("label", { for: "to" }, "to (excluded)"),
     to,
     h("label", { for: "span" }, "or span"),
     spans,
@@ -164,9 +164,9 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
 
 async function nameSpan(change, range, selectSpan) {
   const fields = [{ name: "name", label: "Name", required: true, maxlength: "200" }];
-  const values = await promptDialog("Name these tokens", fields, "Name");
+  const values = await promptDialog("Name this span", fields, "Name");
   if (!values) return;
-  const named = await change.post("spans", { ...values, ...range }, `They are now ${values.name}.`);
+  const named = await change.post("spans", { ...values, ...range }, `Span ${values.name} created.`);
   if (named) selectSpan(values.name);
 }
 
@@ -179,7 +179,7 @@ async function replace(change, range, textOf) {
   } catch (error) {
     return change.fail(error);
   }
-  const fields = [{ name: "text", label: "By", kind: "textarea", value }, RECOMPUTE];
+  const fields = [{ name: "text", label: "New text", kind: "textarea", value }, RECOMPUTE];
   const values = await promptDialog("Replace", fields, "Replace");
   if (values) await change.post("edit", { op: "replace", ...range, ...editFields(values) }, editMessage, true);
 }
@@ -192,4 +192,4 @@ async function insert(change, at) {
 
 const editFields = ({ text, recompute }) => ({ text, recompute: recompute ? "suffix" : "none" });
 
-const editMessage = ({ result }) => `Changed; ${number(result.tokens_evaluated)} tokens evaluated.`;
+const editMessage = ({ result }) => `Edited; ${number(result.tokens_evaluated)} tokens evaluated.`;

@@ -12,7 +12,7 @@ const SHOWN = 20; // turns
 export function chat(name, newChange, selectSpan, afterTurn, signal) {
   const turns = h("div", { class: "turns", role: "log", "aria-label": "Conversation", tabindex: "0" });
   const system = h("input", { id: "system" });
-  const systemField = h("p", {}, h("label", { for: "system" }, "System prompt, if any"), system);
+  const systemField = h("p", {}, h("label", { for: "system" }, "System prompt (optional)"), system);
   const input = h("textarea", { id: "words", rows: "2", required: true });
   const sendButton = h("button", { class: "main" }, "Send");
   const stopButton = h("button", { type: "button", hidden: true }, "Stop");
@@ -51,7 +51,7 @@ export function chat(name, newChange, selectSpan, afterTurn, signal) {
     sendButton.disabled = false; // only now: the next turn is for the revision that is shown
   };
   const showEvent = (kind, event, answer) => {
-    if (kind === "read") answer.dataset.reading = `reading, ${event.done} of ${event.total} tokens`;
+    if (kind === "read") answer.dataset.reading = `prefill: ${event.done} of ${event.total} tokens`;
     else if (kind === "token") {
       delete answer.dataset.reading;
       answer.append(event.text);
@@ -73,7 +73,7 @@ export function chat(name, newChange, selectSpan, afterTurn, signal) {
     "form",
     { onsubmit: submit },
     systemField,
-    h("label", { for: "words" }, "Say"),
+    h("label", { for: "words" }, "Message"),
     input,
     h("div", { class: "actions" }, sendButton, stopButton),
   );
@@ -84,7 +84,7 @@ export function chat(name, newChange, selectSpan, afterTurn, signal) {
     const parts = partsOf(memory.spans);
     latest = memory;
     if (!parts.length) {
-      const hint = memory.tokens ? "This session has no chat turns. Its text is beside." : "No messages yet.";
+      const hint = memory.tokens ? "This session has no chat turns; its text is shown beside." : "No messages yet.";
       redraw(turns, h("p", { class: "hint" }, hint));
       return;
     }

@@ -26,14 +26,14 @@ export async function heads(container, { signal, parts }) {
     fill(
       detail,
       h("h2", {}, `Layer ${layer}, head ${head}: ${number(positions.length)} cells of ${number(end)} positions`),
-      h("div", { class: "positions", role: "img", "aria-label": "Positions that are held" }, marks),
+      h("div", { class: "positions", role: "img", "aria-label": "Positions in the cache" }, marks),
     );
   };
   onOperation(debounce(reload), signal);
   fill(
     container,
     title(`Cells of ${name}`, path),
-    h("p", {}, "How many cells each layer and KV head of ", sessionLink(name), " holds. Choose one to see where they stand."),
+    h("p", {}, "Cells in each layer and KV head of ", sessionLink(name), ". Select a head to see the positions of its cells."),
     detail,
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Cells" }, table),
   );

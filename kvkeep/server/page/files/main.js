@@ -44,15 +44,15 @@ async function showView(focus) {
   } catch (error) {
     if (signal.aborted) return;
     if (error instanceof ApiError && error.status === 401) return askForKey();
-    fill(container, h("h1", {}, "That cannot be shown"), h("p", {}, error.message));
+    fill(container, h("h1", {}, "Error"), h("p", {}, error.message));
   }
   if (signal.aborted) return;
   if (focus) content.focus({ preventScroll: true });
 }
 
 async function askForKey() {
-  const fields = [{ name: "key", label: "Key", kind: "password", required: true }];
-  const values = await promptDialog("This server asks for a key", fields, "Go on");
+  const fields = [{ name: "key", label: "API key", kind: "password", required: true }];
+  const values = await promptDialog("API key required", fields, "Continue");
   if (values) {
     setKey(values.key);
     location.reload();
@@ -67,7 +67,7 @@ async function start() {
     showStatus(error.message, true);
   }
   const connection = h("span", { class: "state" });
-  fill(document.getElementById("about"), `${settings.model}${settings.edits ? "" : ", read only"} `, connection);
+  fill(document.getElementById("about"), `${settings.model}${settings.edits ? "" : ", read-only"} `, connection);
   window.addEventListener("hashchange", () => showView(true));
   followOperations((state) => {
     connection.textContent = state;

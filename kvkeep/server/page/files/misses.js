@@ -5,22 +5,22 @@ import { clock, fill, h, number, sessionLink, showStatus, title } from "./dom.js
 
 const PATH = "/v1/prefix/misses";
 const REASONS = {
-  cold: "No text begins like it.",
-  differs: "The nearest text goes on otherwise.",
-  below_step: "What they have in common ends within the first step.",
-  written: "The nearest text was written by the model there, not read.",
-  forgotten: "Cells of the nearest text are forgotten.",
-  compressed: "Cells of the nearest text are compressed.",
+  cold: "No evaluated text begins with the same tokens.",
+  differs: "The nearest text continues differently.",
+  below_step: "The common prefix is shorter than one prefill step.",
+  written: "The nearest text was generated there, not prefilled.",
+  forgotten: "Cells of the nearest text were evicted.",
+  compressed: "Cells of the nearest text were compressed.",
   quantised: "Cells of the nearest text are quantised.",
-  edited: "The nearest text was edited, so that its cells are not what its tokens alone give.",
-  settings: "The nearest session has another policy, budget, step or bits.",
+  edited: "The nearest text was edited, so its cells differ from those of a fresh prefill.",
+  settings: "The nearest session has another policy, budget, prefill step or KV bits.",
 };
 
 export async function misses(container, { parts }) {
   const { data } = await get(PATH);
   const [, selected] = parts; // the number of one prompt, in the URL
   const shown = selected ? data.filter((miss) => String(miss.number) === selected) : data;
-  const cards = h("div", {}, shown.length ? shown.map((miss) => card(miss, selected)) : h("p", {}, "None yet."));
+  const cards = h("div", {}, shown.length ? shown.map((miss) => card(miss, selected)) : h("p", {}, "No missed prompts yet."));
   fill(container, title(selected ? `Missed prompt ${selected}` : "Missed prompts", PATH), explainForm(cards), cards);
 }
 
@@ -38,7 +38,7 @@ function explainForm(cards) {
   return h(
     "form",
     { onsubmit: explain },
-    h("label", { for: "prompt" }, "What would be reused of this prompt?"),
+    h("label", { for: "prompt" }, "Check how much of a prompt would be reused:"),
     text,
     h("button", {}, "Explain"),
   );
@@ -69,7 +69,7 @@ function differingTexts(miss) {
     "div",
     { class: "texts" },
     h("p", { class: "common" }, h("strong", {}, "Both: "), h("span", {}, miss.common_text)),
-    h("p", { class: "own" }, h("strong", {}, "The prompt goes on: "), h("mark", {}, miss.prompt_text)),
-    h("p", { class: "other" }, h("strong", {}, "The nearest text goes on: "), h("mark", {}, miss.nearest_text)),
+    h("p", { class: "own" }, h("strong", {}, "The prompt continues: "), h("mark", {}, miss.prompt_text)),
+    h("p", { class: "other" }, h("strong", {}, "The nearest text continues: "), h("mark", {}, miss.nearest_text)),
   );
 }

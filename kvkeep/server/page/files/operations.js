@@ -16,7 +16,7 @@ export async function operations(container, { signal }) {
     rows.prepend(row(operation));
     while (rows.children.length > MAX_ROWS) rows.lastChild.remove();
   }, signal);
-  const names = ["When", "Session", "What", "Tokens", "Milliseconds", "Bytes", "Revision"];
+  const names = ["Time", "Session", "Operation", "Tokens", "Milliseconds", "Bytes", "Revision"];
   fill(
     container,
     title("Operations", PATH),

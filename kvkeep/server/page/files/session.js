@@ -94,7 +94,7 @@ export async function session(container, { signal, edits, parts }) {
     tokenStrip.draw(memory);
     selectionControls.updateSpans();
     if (selection.follow(memory, stableRevision)) {
-      showStatus("The session was changed: nothing is selected any more.");
+      showStatus("The session has changed; the selection was cleared.");
     }
     selectionControls.update();
     isDrawn = true;

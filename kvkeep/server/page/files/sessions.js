@@ -16,8 +16,8 @@ export async function sessions(container, { signal, edits }) {
       fill(rows, data.map(row));
       const held = data.reduce((sum, entry) => sum + (entry.bytes || 0), 0);
       summary.textContent = data.length
-        ? `${number(data.length)} sessions, ${bytes(held)} in memory (shared cells count in each session).`
-        : "There are no sessions yet.";
+        ? `${number(data.length)} sessions, ${bytes(held)} in memory (shared cells are counted in each session).`
+        : "No sessions yet.";
     } catch (error) {
       showStatus(error.message, true);
     }
@@ -60,7 +60,7 @@ function row(entry) {
 
 export function stateText(entry) {
   const words = [];
-  if (entry.busy) words.push("at work");
+  if (entry.busy) words.push("busy");
   if (entry.in_memory === false) words.push("on disk");
   if (entry.resident) words.push("stays in memory");
   words.push(entry.saved_revision === entry.revision ? "saved" : `revision ${entry.revision}`);
@@ -71,11 +71,11 @@ async function createSession() {
   const values = await promptDialog(
     "New session",
     [
-      { name: "name", label: "Name (or one is made up)", pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" },
+      { name: "name", label: "Name (optional)", pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" },
       { name: "policy", label: "Policy", choices: ["", "sliding", "shift", "archive", "self_extend", "full"] },
-      { name: "max_kv_size", label: "Most cells (empty: server default)", kind: "number", min: "1" },
+      { name: "max_kv_size", label: "max_kv_size, in cells (empty: server default)", kind: "number", min: "1" },
     ],
-    "Begin",
+    "Create",
   );
   if (!values) return;
   const body = Object.fromEntries(Object.entries(values).filter(([, value]) => value));

@@ -11,12 +11,12 @@ const PREVIEW = 12; // tokens on either side of the pointer
 export function strip(name, onSelect) {
   const bars = h("div", { class: "bars" });
   const spanMarks = h("div", { class: "marks" });
-  const preview = h("p", { class: "preview" }, "Point at the strip to read the text there.");
+  const preview = h("p", { class: "preview" }, "Point at the strip to show its text.");
   const slider = h("div", {
     class: "strip",
     role: "slider",
     tabindex: "0",
-    "aria-label": "Tokens by standing; arrow keys move, Enter selects",
+    "aria-label": "Tokens by status; arrow keys move, Enter selects",
     "aria-valuemin": "0",
     "aria-valuemax": "0",
     "aria-valuenow": "0",

@@ -39,19 +39,19 @@ function forestOf(sessions, snapshots, edits) {
   const branch = (entry) => {
     const own = snapshots.filter((snapshot) => snapshot.session === entry.name);
     const forks = children.get(entry.name) || [];
-    const gone = entry.parent && !names.has(entry.parent) ? `, from ${entry.parent}, which is gone` : "";
+    const gone = entry.parent && !names.has(entry.parent) ? `, from ${entry.parent} (deleted)` : "";
     const held = entry.in_memory ? `${number(entry.tokens)} tokens, ${bytes(entry.bytes)}` : "on disk";
     const below = [...own.map((snapshot) => leaf(snapshot, edits)), ...forks.map(branch)];
     return h("li", {}, sessionLink(entry.name), ` ${held}${gone}`, below.length ? h("ul", {}, below) : null);
   };
   const orphans = snapshots.filter((snapshot) => !names.has(snapshot.session));
   const roots = [...(children.get("") || []).map(branch), ...orphans.map((snapshot) => leaf(snapshot, edits))];
-  return roots.length ? h("ul", { class: "tree" }, roots) : h("p", {}, "There are no sessions yet.");
+  return roots.length ? h("ul", { class: "tree" }, roots) : h("p", {}, "No sessions yet.");
 }
 
 function leaf(snapshot, edits) {
   const restore = async () => {
-    const fields = [{ name: "name", label: "As session (or one is made up)" }];
+    const fields = [{ name: "name", label: "New session name (optional)" }];
     const values = await promptDialog(`Restore ${snapshot.name}`, fields, "Restore");
     if (!values) return;
     try {
