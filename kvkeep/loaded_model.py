@@ -87,7 +87,8 @@ class LoadedModel:
     def arithmetic(self) -> dict[str, str]:
         """Everything that the last bits of logits depend on besides model and session.
 
-        The compiled kernels give the same bits on any number of threads; torch does not.
+        Threads: the kernels give the same bits on any number, but torch, which multiplies the
+        weights with long prompts, does not.
         """
         device, kernels = self.decoder.new_cache().layout.device, self.decoder.executor.name
         on_cpu = device.type == "cpu"
@@ -97,7 +98,7 @@ class LoadedModel:
             "packed weights": self.packed_digest,
             "kernels": kernels,
             "processor": cpu_capability() if on_cpu else torch.cuda.get_device_name(device),
-            "threads": str(torch.get_num_threads()) if on_cpu and kernels == "torch" else "any",
+            "threads": str(torch.get_num_threads()) if on_cpu else "any",
             "torch": torch.__version__,
             "kvkeep": __version__,
         }

@@ -93,8 +93,7 @@ class TransformersModel(Model):
     @property
     def arithmetic(self) -> dict[str, str]:
         """Versions and settings that a result's bits depend on, those of transformers included."""
-        threads = str(torch.get_num_threads())
-        return super().arithmetic | {"transformers": transformers.__version__, "threads": threads}
+        return super().arithmetic | {"transformers": transformers.__version__}
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
