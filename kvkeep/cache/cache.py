@@ -166,9 +166,12 @@ class KVCache:
                 return newest
             if not newest.frozen:  # a ring of another size, in which cells have other places
                 self.segments[-1:] = newest.part(0, newest.length)
-        newest = Segment(self.layout, size)
-        self.segments.append(newest)
-        return newest
+        return self.append_segment(size)
+
+    def append_segment(self, limit: int, anchor: bool = False) -> Segment:
+        """Append an empty segment for up to `limit` cells; return it."""
+        self.segments.append(Segment(self.layout_for(anchor), limit, anchor=anchor))
+        return self.segments[-1]
 
     def observe(self, earlier: Queries | None = None) -> None:
         """Record the newest queries from now on. earlier: the queries of earlier tokens."""
@@ -200,9 +203,9 @@ class KVCache:
         if self.local is not None:
             self.local.drop_newest(min(count, self.local.cells))
 
-    def keep_newest(self, count: int) -> None:
-        """Drop all cells of a local cache but the newest `count`."""
-        Window().evict(self.segments, max(0, self.cells - count))
+    def evict_to(self, max_cells: int) -> None:
+        """Evict the oldest cells of the window until at most `max_cells` cells are held."""
+        self.window.evict(self.segments, max(0, self.cells - max_cells))
         self.drop_empty_segments()
 
     def successor(self) -> "KVCache":

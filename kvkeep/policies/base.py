@@ -191,7 +191,6 @@ def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
         return 0
     newest = cache.segments[-1] if cache.segments else None
     if newest is None or not newest.reopen(newest.length + missing):
-        newest = Segment(cache.far_layout, missing, anchor=True)
-        cache.segments.append(newest)
+        newest = cache.append_segment(missing, anchor=True)
     newest.reserve(newest.limit)
     return min(wanted, missing)

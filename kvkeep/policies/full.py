@@ -43,8 +43,7 @@ class Full(Policy):
         newest = cache.segments[-1] if cache.segments else None
         limit = self.max_kv_size - cache.cells + (newest.length if newest else 0)
         if newest is None or not newest.reopen(limit):
-            newest = Segment(cache.layout, self.max_kv_size - cache.cells)
-            cache.segments.append(newest)
+            newest = cache.append_segment(self.max_kv_size - cache.cells)
         newest.reserve(newest.length + wanted + ahead)
         return wanted
 

@@ -24,7 +24,7 @@ from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.session.evaluation import evaluate_all, rewind
+from kvkeep.session.evaluation import evaluate_all, reevaluate_last
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import cell_tokens, reconstruction_scores
 
@@ -299,8 +299,9 @@ def newest_queries(memory: Memory) -> Queries | None:
     count = min(MAX_QUERIES, memory.rewindable - 1)
     if count < 1:
         raise InvalidArgument("this method needs recent tokens with cells, and there are none")
-    tokens, fork = memory.tokens[-count:], memory.fork()
-    rewind(fork, count)
+    fork = memory.fork()
+    tokens, last_ids, pinned = fork.rewind(count)
+    reevaluate_last(fork, last_ids, pinned)
     fork.cache.observe()
     evaluate_all(fork, tokens, count)
     assert fork.cache.observer is not None

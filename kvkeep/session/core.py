@@ -1,6 +1,7 @@
 """The state of a session, and the parts that all operations on a session work with."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,7 @@ from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
-from kvkeep.session.spans import TokenRange
+from kvkeep.session.spans import TokenRange, span_after_edit
 from kvkeep.storage.prefixes.block import PrefixCache
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
@@ -67,11 +68,11 @@ class SessionState:
         return self.sampler.sample(logits, self.memory.tokens, sampling)
 
     def truncate_spans(self, num_tokens: int) -> None:
-        self.move_spans(lambda span: (min(span[0], num_tokens), min(span[1], num_tokens)))
+        self.move_spans(num_tokens, sys.maxsize, 0)
 
-    def move_spans(self, move: Callable[[TokenRange], TokenRange]) -> None:
-        """Move every span. A span that loses its last token is removed."""
-        moved = ((name, span, move(span)) for name, span in self.spans.items())
+    def move_spans(self, start: int, end: int, added: int) -> None:
+        """Move every span; see `span_after_edit`. A span that loses its last token is removed."""
+        moved = ((n, old, span_after_edit(old, start, end, added)) for n, old in self.spans.items())
         self.spans = {name: new for name, old, new in moved if new[0] < new[1] or old[0] == old[1]}
 
 

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, get_args
 
 from kvkeep import validation
@@ -11,10 +12,10 @@ from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
 from kvkeep.runtime.worker import computes_in_caller
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_all, rewind
-from kvkeep.session.in_place_edit import EditScope, InPlaceEdit
+from kvkeep.session.edit_scope import EditScope
+from kvkeep.session.evaluation import evaluate_all, reevaluate_last
+from kvkeep.session.in_place_edit import InPlaceEdit
 from kvkeep.session.memory import Memory
-from kvkeep.session.spans import span_after_edit
 
 Recompute = Literal["none", "suffix"]
 
@@ -128,14 +129,14 @@ def _edit(
     span_name: str | None = None,
 ) -> EditReport:
     """Put `ids` in place of tokens `start ... end - 1`. span_name: of the span that is replaced."""
-    started = time.perf_counter()
+    started = time.perf_counter()  # a name for core.memory would keep the storage of its cells
     core.memory.require_no_recurrent_states("edited")
     core.state.check_first_prompt(len(ids))
     finish, num_evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
     with session_transaction([core]) as (state,):
         state.memory, cells_moved = finish(state.memory)
         state.keep_first_prompt(len(ids))
-        state.move_spans(lambda span: span_after_edit(span, start, end, len(ids)))
+        state.move_spans(start, end, len(ids))
         if span_name is not None and ids:
             state.spans = {**state.spans, span_name: (start, start + len(ids))}
     return EditReport(cells_moved, num_evaluated, time.perf_counter() - started, recompute)
@@ -151,7 +152,7 @@ def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
         )
     with session_transaction([core]) as (state,):
         state.memory.replace_tokens(start, end, ())
-        state.move_spans(lambda span: span_after_edit(span, start, end, 0))
+        state.move_spans(start, end, 0)
     return EditReport(0, 0, 0.0, "none")
 
 
@@ -176,42 +177,21 @@ def prepare_edit(
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
     """
-    total = len(memory.tokens)
     if recompute not in get_args(Recompute):
         raise InvalidArgument(f'recompute must be "none" or "suffix"; found {recompute!r}')
-    if not 0 <= start <= end <= total:
-        raise InvalidArgument(
-            f"an edit needs 0 <= start <= end <= {total}, the number of tokens; "
-            f"found {start} to {end}"
-        )
-    if start == end and not ids:
-        raise InvalidArgument(f"nothing to edit: no tokens in {start} to {end}, and none to insert")
-    if end == total or recompute == "suffix":
-        edited_memory = _evaluate_suffix(memory, start, end, ids, prefill_step)
-        tokens_evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
-        return lambda successor: (edited_memory, 0), tokens_evaluated
-    return InPlaceEdit.prepare(memory, start, end, ids, prefill_step).apply, len(ids) + 1
-
-
-def _evaluate_suffix(
-    memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
-) -> Memory:
-    """Return a fork, rewound to `start`, with `ids` and the tokens from `end` on evaluated."""
-    num_removed = len(memory.tokens) - start
-    memory.require_room(len(ids) - (end - start))
-    memory.require_rewind(num_removed)
-    edited_memory, done = memory.fork(), 0
-    exact_cells = sum(segment.length for segment in memory.cache.segments if not segment.compressed)
-    scope = EditScope.locate(memory, start, end, ids, exact_cells - num_removed)
+    scope, total = EditScope.locate(memory, start, end, ids), len(memory.tokens)
+    if end < total and recompute == "none":
+        return InPlaceEdit.prepare(memory, scope, prefill_step).apply, len(ids) + 1
+    memory.require_room(scope.growth)
+    memory.require_rewind(total - start)
     following_ids = [*ids, *memory.tokens[end:]]
-    are_pinned = [scope.pinned] * len(ids)
-    are_pinned += [serial in memory.pins for serial in memory.serials[end:]]
-    rewind(edited_memory, num_removed)
-    if memory.is_bounded:
+    pins = [scope.pinned] * len(ids) + [serial in memory.pins for serial in memory.serials[end:]]
+    edited_memory = memory.fork()
+    _, last_ids, pinned = edited_memory.rewind(total - start)
+    reevaluate_last(edited_memory, last_ids, pinned)
+    if scope.keep is not None:
         edited_memory.change_policy(keep=scope.keep)
-    for pinned, run in itertools.groupby(are_pinned):
-        count = len(list(run))
-        evaluate_all(edited_memory, following_ids[done : done + count], prefill_step, pinned)
-        done += count
+    for pinned, run in itertools.groupby(zip(pins, following_ids, strict=True), itemgetter(0)):
+        evaluate_all(edited_memory, [token for _, token in run], prefill_step, pinned)
     edited_memory.cache.segments = merge_small_segments(edited_memory.cache.segments)
-    return edited_memory
+    return lambda successor: (edited_memory, 0), len(last_ids) + len(following_ids)

@@ -155,73 +155,70 @@ def evaluate_chunk(
     """
     cells_before = memory.cache.cells
     with StepTransaction([memory], [chunk], sampled) as transaction:
-        hidden = memory.decoder.hidden(transaction.tokens, transaction.step)
-        logits = memory.decoder.logits(hidden[-1:]) if is_last else None
-        if logits is None:
-            require_finite(hidden)
+        hidden, logits = _forward(memory.decoder, transaction.tokens, transaction.step, is_last)
     peak_cells = cells_before + len(chunk) if len(chunk) > 1 else memory.cache.cells
     (compressions,) = transaction.append(hidden, logits)
     return StepResult(hidden, peak_cells, compressions)
 
 
-def rewind(memory: Memory, count: int) -> list[int]:
-    """Remove and return the last `count` tokens; evaluate the one before them again."""
-    if count == 0:
-        return []
-    removed = memory.remove_newest(count)
-    reevaluate_last(memory)
-    return removed
+def _forward(
+    decoder: Decoder, tokens: Tensor, step: AnyStep, is_last: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return finite `[n, hidden_size]`, and `[1, vocab]` if `is_last`. Raises NonFiniteLogits."""
+    hidden = decoder.hidden(tokens, step)
+    if is_last:
+        return hidden, decoder.logits(hidden[-1:])
+    require_finite(hidden)
+    return hidden, None
 
 
-def reevaluate_last(memory: Memory, max_local_tokens: int | None = None) -> None:
-    """Evaluate the last token, if there is one, anew over the cells that are there now.
+def reevaluate_last(
+    memory: Memory, last_ids: Sequence[int], pinned: bool, max_local_windows: int | None = None
+) -> None:
+    """Evaluate the token that a memory popped, if any, anew over the cells that are there now.
 
     It is evaluated as a token of a prompt, even if it was sampled, so that the result is that of a
     session that was fed these tokens.
 
-    max_local_tokens: the most tokens that are evaluated to refill local layers; None for no limit.
+    last_ids, pinned: from `Memory.pop_last`. max_local_windows: see `refill_local`.
     """
-    last_ids, pinned = memory.pop_last()
-    _refill_local(memory, max_local_tokens)
-    evaluate_all(memory, last_ids, 1, pinned)
+    if last_ids:
+        refill_local(memory, max_local_windows)
+        evaluate_all(memory, last_ids, 1, pinned)
 
 
-def _refill_local(memory: Memory, max_tokens: int | None) -> None:
+def refill_local(memory: Memory, max_windows: int | None) -> None:
     """Compute the cells of local layers anew if some that the next token sees were evicted.
 
-    They are computed from all tokens that are held without a gap, or the last `max_tokens` of them.
-    In a memory that holds all its tokens, the result equals the cells that were there.
+    They are computed from all tokens that are held without a gap, or the last `max_windows` windows
+    of them. In a memory that holds all its tokens, the result equals the cells that were there.
     """
     local = memory.cache.local
-    if local is None or local.window.size is None:
+    if local is None or local.window.size is None or memory.holds_local_window():
         return
-    if local.cells < min(local.window.size - 1, len(memory.tokens)):
-        count = memory.rewindable if max_tokens is None else min(max_tokens, memory.rewindable)
-        ids = memory.tokens[len(memory.tokens) - count :]
-        local.segments = local_segments(memory.decoder, memory.cache, ids)
-
-
-def local_segments(decoder: Decoder, cache: KVCache, ids: Sequence[int]) -> list[Segment]:
-    """Return the segments of local layers after evaluating tokens, without cells before these.
-
-    cache: its newest cells are those of `ids`; it does not change.
-    """
-    scratch_cache = cache.fork()
+    max_tokens = len(memory.tokens) if max_windows is None else max_windows * local.window.size
+    count = min(max_tokens, memory.rewindable)
+    scratch_cache = memory.cache.fork()
     scratch_cache.observer, scratch_cache.window = None, Window()
-    scratch_cache.drop_newest(len(ids))
-    scratch_cache.serial -= len(ids)  # the tokens get the same serials again
+    scratch_cache.drop_newest(count)
+    scratch_cache.serial -= count  # the tokens get the same serials again
     assert scratch_cache.local is not None
     scratch_cache.local.segments = []
-    scratch_cache.segments.append(Segment(scratch_cache.layout, len(ids)))
-    fill_cache(decoder, scratch_cache, ids, _LOCAL_STEP_TOKENS)
-    return scratch_cache.local.segments
+    ids = memory.tokens[len(memory.tokens) - count :]
+    evaluate_segment(memory.decoder, scratch_cache, ids, _LOCAL_STEP_TOKENS)
+    local.segments = scratch_cache.local.segments
 
 
 @torch.inference_mode()
-def fill_cache(decoder: Decoder, cache: KVCache, ids: Sequence[int], step_size: int) -> None:
-    """Evaluate tokens into the newest segment of a cache. Raises NonFiniteLogits."""
+def evaluate_segment(
+    decoder: Decoder, cache: KVCache, ids: Sequence[int], step_size: int, anchor: bool = False
+) -> Segment:
+    """Evaluate tokens into a new segment of a cache, whatever its policy; return it, frozen."""
+    segment = cache.append_segment(len(ids), anchor)
     for first in range(0, len(ids), step_size):
         step_ids = ids[first : first + step_size]
         tokens = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
         with cache.step(len(tokens)) as step:
-            require_finite(decoder.hidden(tokens, step))
+            _forward(decoder, tokens, step)
+    segment.frozen = True
+    return segment

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.cache import Bits, Cells, KVCache
+from kvkeep.cache import Bits, Cells
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.decoder import Decoder
@@ -106,11 +106,6 @@ class Memory:
                 "budget"
             )
 
-    @property
-    def is_bounded(self) -> bool:
-        """Whether the policy evicts at its budget: anchors are then the kept and pinned cells."""
-        return self.policy.room(self.cache) is None
-
     def require_no_recurrent_states(self, operation: str) -> None:
         """Raise InvalidArgument if layers keep states. operation: a participle, as "edited"."""
         if self.cache.recurrent_states:
@@ -139,14 +134,24 @@ class Memory:
 
         0 if layers keep states, which exist after the last token alone.
         """
-        return 0 if self.cache.recurrent_states else count_newest_held(self.cache, self.serials)
+        if self.cache.recurrent_states:
+            return 0
+        ungrouped = [s for seg in self.cache.segments if seg.map.group == 1 for s in seg.serials()]
+        pairs = zip(reversed(ungrouped), reversed(self.serials), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def holds_all(self) -> bool:
         """Whether `beginning` can return a copy with all tokens."""
-        total = len(self.tokens)
-        all_held = bool(self.cache.recurrent_states) or self.rewindable == total
-        return all_held and _holds_local_window(self.cache, total, 0)
+        all_held = bool(self.cache.recurrent_states) or self.rewindable == len(self.tokens)
+        return all_held and self.holds_local_window()
+
+    def holds_local_window(self, removed_count: int = 0) -> bool:
+        """Whether local layers hold a whole window without the last `removed_count` tokens."""
+        local, remaining = self.cache.local, len(self.tokens) - removed_count
+        if local is None or local.window.size is None:
+            return True
+        return local.cells - removed_count >= min(local.window.size - 1, remaining)
 
     # Tokens
 
@@ -156,7 +161,7 @@ class Memory:
         hidden: `[1, hidden_size]`, logits: `[vocab]`, of the last token; None if not known.
         """
         self.tokens = self.tokens.extended(ids)
-        self.serials = self.serials.extended(self._newest_serials(len(ids)))
+        self.serials = self.serials.extended(range(self.cache.serial - len(ids), self.cache.serial))
         self.hidden, self._logits = hidden, logits
 
     def append_evaluated(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
@@ -182,48 +187,44 @@ class Memory:
         self, start: int, end: int, ids: Sequence[int], pinned: bool = False
     ) -> None:
         """List `ids`, whose serials are the newest, in place of tokens `start ... end - 1`."""
-        serials = self._newest_serials(len(ids))
+        serials = range(self.cache.serial - len(ids), self.cache.serial)
         self.pins -= set(self.serials[start:end])
         if pinned:
             self.pins |= set(serials)
         self.tokens = self.tokens.replaced(start, end, ids)
         self.serials = self.serials.replaced(start, end, serials)
 
-    def _newest_serials(self, count: int) -> range:
-        return range(self.cache.serial - count, self.cache.serial)
-
     # Removing the newest tokens
 
-    def drop_newest(self, count: int) -> None:
-        """Remove the last `count` tokens, all held, their cells and the logits; pins stay."""
+    def drop_newest(self, count: int) -> list[int]:
+        """Remove and return the last `count` tokens, all held: cells, pins and logits as well."""
         self.cache.drop_newest(count)
         remaining = len(self.tokens) - count
         if not remaining:
             self.cache.time = 0
+        removed, lost_pins = self.tokens[remaining:], self.pins & set(self.serials[remaining:])
         self.tokens, self.serials = self.tokens.first(remaining), self.serials.first(remaining)
         self.hidden = self._logits = None
-
-    def drop_lost_pins(self) -> None:
-        """Remove the pins of tokens that are no longer listed."""
-        if self.pins - set(self.serials):
-            self.pins &= set(self.serials)
+        if lost_pins:
+            self.pins -= lost_pins
             self.change_policy()
-
-    def remove_newest(self, count: int) -> list[int]:
-        """Remove and return the last `count` tokens, with their cells and pins."""
-        removed = self.tokens[len(self.tokens) - count :]
-        self.drop_newest(count)
-        self.drop_lost_pins()
         return removed
+
+    def rewind(self, count: int) -> tuple[list[int], list[int], bool]:
+        """Remove the last `count` tokens, all held, and pop the one before them.
+
+        The popped token is to be evaluated again; none is if `count` is 0. Returns the removed
+        tokens, and what `pop_last` does.
+        """
+        return (self.drop_newest(count), *self.pop_last()) if count else ([], [], False)
 
     def pop_last(self) -> tuple[list[int], bool]:
         """Remove the last token, if any: return its id in a list, and whether it was pinned."""
-        total = len(self.tokens)
-        last, pinned = self.tokens[-1:], bool(self.pins & set(self.serials[-1:]))
+        last_serials = self.serials[-1:]
+        pinned = not self.pins.isdisjoint(last_serials)
         if pinned:  # the token gets another serial
-            self.unpin(total - 1, total)
-        self.drop_newest(len(last))
-        return last, pinned
+            self.unpin(len(self.serials) - 1, len(self.serials))
+        return self.drop_newest(len(last_serials)), pinned
 
     def take_back(self, count: int) -> None:
         """Remove the last `count` tokens and the logits, so that all is as before they came.
@@ -231,18 +232,17 @@ class Memory:
         Raises InvalidArgument if cells of earlier tokens were evicted, or if there are not as many.
         """
         total = len(self.tokens)
-        if self.rewindable != total or not _holds_local_window(self.cache, total, count):
+        if self.rewindable != total or not self.holds_local_window(count):
             raise InvalidArgument(
                 f"the last {count} tokens cannot be removed: earlier cells were evicted, or layers "
                 "keep states"
             )
-        self.remove_newest(validation.integer("count", count, 0, total))
+        self.drop_newest(validation.integer("count", count, 0, total))
 
     def clear(self) -> list[int]:
         """Remove and return every token, held or not."""
         removed = list(self.tokens)
         self.pins = frozenset()
-        self.change_policy()
         empty = Memory(self.decoder, self.policy, self.bits)
         self.cache, self.hidden, self._logits = empty.cache, None, None
         self.tokens, self.serials = empty.tokens, empty.serials
@@ -259,7 +259,7 @@ class Memory:
         if count < len(self.tokens):
             self.require_no_recurrent_states("rewound")
         rewindable, total = self.rewindable, len(self.tokens)
-        if not self.holds_all or not _holds_local_window(self.cache, total, total - count):
+        if not self.holds_all or not self.holds_local_window(total - count):
             raise InvalidArgument(
                 f"the first {count} tokens are not all in the cache: only the last {rewindable} of "
                 f"{total} are, without a gap, or local layers have evicted them"
@@ -270,7 +270,6 @@ class Memory:
         memory.drop_newest(total - count)
         if memory.cache.segments:
             memory.cache.segments[-1].unseal()
-        memory.drop_lost_pins()
         return memory
 
     # Policy and pins
@@ -304,19 +303,3 @@ class Memory:
             raise InvalidArgument(f"none of tokens {start} to {end} is pinned")
         self.policy = self.policy.changed(self.cache, self.pins - serials)
         self.pins -= serials
-
-
-def count_newest_held(cache: KVCache, serials: Sequence[int]) -> int:
-    """Return how many of the last tokens are held without a gap, outside self-extend's groups."""
-    ungrouped = [s for seg in cache.segments if seg.map.group == 1 for s in seg.serials()]
-    pairs = zip(reversed(ungrouped), reversed(serials), strict=False)
-    matches = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-    return sum(1 for _ in matches)
-
-
-def _holds_local_window(cache: KVCache, token_count: int, removed_count: int) -> bool:
-    """Whether local layers hold a whole window without the last `removed_count` of all tokens."""
-    local = cache.local
-    if local is None or local.window.size is None:
-        return True
-    return local.cells - removed_count >= min(local.window.size - 1, token_count - removed_count)

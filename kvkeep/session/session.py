@@ -32,7 +32,7 @@ from kvkeep.session.compression import (
 )
 from kvkeep.session.core import WHOLE_PROMPT, SessionCore, SessionState, session_transaction
 from kvkeep.session.editing import SessionEdits
-from kvkeep.session.evaluation import rewind
+from kvkeep.session.evaluation import reevaluate_last
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
 from kvkeep.session.memory import Memory
@@ -177,7 +177,8 @@ class Session(SessionEdits):
                 removed = memory.clear()
             else:
                 memory.require_rewind(count)
-                removed = rewind(memory, count)
+                removed, last_ids, pinned = memory.rewind(count)
+                reevaluate_last(memory, last_ids, pinned)
             state.truncate_spans(len(memory.tokens))
         return removed
 
