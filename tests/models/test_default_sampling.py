@@ -39,7 +39,11 @@ def test_an_invalid_recommendation_is_refused_by_name(values: dict[str, Any]) ->
         model_sampling(values, "generation_config.json")
 
 
-def test_a_gguf_file_recommends_by_its_metadata(tmp_path: Path) -> None:
+def test_a_gguf_file_recommends_by_its_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+
     def recommend(writer: Any) -> None:
         writer.add_float32("general.sampling.temp", 0.3)
         writer.add_int32("general.sampling.top_k", 64)
