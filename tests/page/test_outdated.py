@@ -111,7 +111,7 @@ def test_a_selection_by_numbers_stays_while_they_mean_the_same_tokens(
     for button, fields, response in (
         ("Pin", {}, "Pinned"),
         ("Stay in memory", {}, "stays in memory"),
-        ("Snapshot", {"name": next(names)}, "on disk"),
+        ("Snapshot", {"name": next(names)}, "saved"),
         ("Rewind to here", {}, "Rewound"),
     ):
         press(page, button, **fields)
