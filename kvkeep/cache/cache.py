@@ -164,7 +164,8 @@ class KVCache:
         if newest is not None and not newest.anchor:
             if newest.reopen(size):
                 return newest
-            if not newest.frozen:  # a ring of another size, in which cells have other places
+            if not newest.frozen:
+                # A ring of another size: cut into pieces that take no more cells, oldest first.
                 self.segments[-1:] = newest.part(0, newest.length)
         return self.append_segment(size)
 

@@ -118,13 +118,13 @@ def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
 
     A session holds evaluated tokens only. The rest of an interrupted prompt is in its notes.
     """
-    start_time, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
+    num_before, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
     opened.notes.setdefault(FIRST_PROMPT, len(ids))
     if not ids:
         return
     try:
         run.feed(ids)
     except KeyboardInterrupt:
-        opened.notes[UNREAD] = ids[opened.session.cache.time - start_time :]
+        opened.notes[UNREAD] = ids[opened.session.cache.time - num_before :]
         raise
     opened.notes.pop(UNREAD, None)

@@ -28,7 +28,9 @@ def perplexity(
         "--to", minimum=2, show_default="all", help="Stop before this token."
     ),
     memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY),
-    written: bool = options.option(
+    token_by_token: bool = options.option(
+        "--token-by-token",
+        "--written",  # its earlier name
         is_flag=True,
         help="Evaluate tokens one by one, as in decode: with packed weights.",
     ),
@@ -63,7 +65,7 @@ def perplexity(
     points: list[PerplexityPoint] = []
     with run.reporting():
         try:
-            _score(run, ids[:end], first, written, points)
+            _score(run, ids[:end], first, token_by_token, points)
         finally:
             if points:
                 _report_perplexity(run, points, plot)
@@ -71,13 +73,13 @@ def perplexity(
 
 
 def _score(
-    run: "Run", ids: list[int], first: int, written: bool, points: list["PerplexityPoint"]
+    run: "Run", ids: list[int], first: int, token_by_token: bool, points: list["PerplexityPoint"]
 ) -> None:
     """Score the text. Points are appended one by one, so that an interrupt loses none."""
     from kvkeep.evaluate.perplexity import perplexity_points
 
     with run.bar(len(ids), "scoring") as bar, run.measuring(run.prefill):
-        for point in perplexity_points(run.session, ids, first, written):
+        for point in perplexity_points(run.session, ids, first, token_by_token):
             bar.update(point.tokens - bar.n)
             points.append(point)
             if not math.isnan(point.perplexity):

@@ -18,11 +18,10 @@ from kvkeep.engine.generation import (
 )
 from kvkeep.engine.operations import Operation, Totals
 from kvkeep.engine.record import SessionRecord
-from kvkeep.engine.reuse import CacheMiss, Reuse, TextDifference
+from kvkeep.engine.reuse import Reuse, ReuseReport, TextDifference
 from kvkeep.engine.scheduler import Limits
 
 __all__ = [
-    "CacheMiss",
     "Engine",
     "Failed",
     "Finished",
@@ -35,6 +34,7 @@ __all__ = [
     "PrefillProgress",
     "RequestLike",
     "Reuse",
+    "ReuseReport",
     "SessionRecord",
     "TextDifference",
     "TokenLogprob",

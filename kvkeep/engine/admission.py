@@ -11,7 +11,7 @@ from kvkeep.engine.generation import CANCELLED, Generation, GenerationRequest, L
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import CacheMiss, Reuse, best_match, explain
+from kvkeep.engine.reuse import Reuse, ReuseReport, best_match, explain
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.sampling import Sampling, require_own_constraints
@@ -33,7 +33,7 @@ class Admission:
         self._operation_log, self._new_session = log, new_session
         self.scheduler = Scheduler(registry.policy, self._fork_followers, self._release_session)
         # By owner, the newest first.
-        self.cache_misses = defaultdict[str, deque[CacheMiss]](lambda: deque(maxlen=_MAX_MISSES))
+        self.cache_misses = defaultdict[str, deque[ReuseReport]](lambda: deque(maxlen=_MAX_MISSES))
         # By the generation whose prefill of a shared prompt they wait for.
         self._followers: dict[Generation, list[Generation]] = {}
         self._end_reasons = Counter[str]()

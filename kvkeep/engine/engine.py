@@ -15,9 +15,9 @@ from kvkeep.engine.generation import Generation, GenerationRequest, Listener, Re
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
-from kvkeep.engine.reuse import CacheMiss, StepAlignedCache
+from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
-from kvkeep.engine.session_files import SnapshotLabels
+from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
@@ -63,7 +63,7 @@ class Engine(AbstractContextManager["Engine"]):
         limits: Limits | None = None,
         folder: str | Path | None = None,
         stores: str | Path | Callable[[str], PrefixCache] | None = None,
-        snapshots: Callable[[str], SnapshotLabels] | None = None,
+        snapshots: Callable[[str], LabelledSnapshots] | None = None,
     ):
         """settings: of `Model.session`, for new sessions; the prefill step is 128 by default.
         folder: where sessions are saved; None to keep them in memory only. stores: a folder for
@@ -166,7 +166,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     # Snapshots, in the caller's thread
 
-    def snapshots(self, owner: str = "0") -> SnapshotLabels:
+    def snapshots(self, owner: str = "0") -> LabelledSnapshots:
         """Return the owner's snapshots by label. Raises InvalidArgument if there is no folder."""
         return self._registry.snapshots_of(owner)
 
@@ -176,7 +176,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     # Statistics
 
-    def cache_misses(self, owner: str = "0") -> Future[list[CacheMiss]]:
+    def cache_misses(self, owner: str = "0") -> Future[list[ReuseReport]]:
         """Return the recent prompts that continued no session, the newest first."""
         return self.call(lambda: list(self._admission.cache_misses[owner]))
 

@@ -12,8 +12,8 @@ from kvkeep.cache.storage import nbytes
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
+    LabelledSnapshots,
     SessionFile,
-    SnapshotLabels,
     is_valid_owner,
     owner_folders,
     remove_orphaned_markers,
@@ -35,7 +35,7 @@ class SessionRegistry:
         model: Model,
         folder: Path | None,
         policy: SchedulingPolicy,
-        snapshots: Callable[[str], SnapshotLabels] | None = None,
+        snapshots: Callable[[str], LabelledSnapshots] | None = None,
     ):
         """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`."""
@@ -211,7 +211,7 @@ class SessionRegistry:
         """Return a snapshot of the session, with the record's notes. Raises StoreError."""
         return replace(self.load(record).snapshot(), notes=record.snapshot_notes())
 
-    def snapshots_of(self, owner: str) -> SnapshotLabels:
+    def snapshots_of(self, owner: str) -> LabelledSnapshots:
         """Return an owner's labelled snapshots. Raises InvalidArgument if there is no folder."""
         if self._labelled_snapshots is not None:
             return self._labelled_snapshots(owner)

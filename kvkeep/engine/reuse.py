@@ -94,7 +94,7 @@ class TextDifference:
 
 
 @dataclass(frozen=True)
-class CacheMiss:
+class ReuseReport:
     """The reuse of a prompt that continues no session after its last, sampled token."""
 
     number: int  # in order of admission; 0 for a prompt that was only explained
@@ -153,7 +153,7 @@ def best_match(
     return best
 
 
-def explain(prompt: Sequence[int], match: Match, number: int = 0) -> CacheMiss:
+def explain(prompt: Sequence[int], match: Match, number: int = 0) -> ReuseReport:
     """Report how much of a prompt a match reuses, and how its text differs from the nearest one."""
     differs_at, difference = match.common_tokens, None
     if match.nearest_text is not None and differs_at < len(prompt):
@@ -161,7 +161,7 @@ def explain(prompt: Sequence[int], match: Match, number: int = 0) -> CacheMiss:
         context = slice(start, differs_at + _CONTEXT_TOKENS)
         texts = tuple(prompt[context]), tuple(match.nearest_text[context])
         difference = TextDifference(start, differs_at, *texts)
-    return CacheMiss(number, time.time(), len(prompt), match.to_reuse(prompt), difference)
+    return ReuseReport(number, time.time(), len(prompt), match.to_reuse(prompt), difference)
 
 
 def _match_record(

@@ -17,7 +17,7 @@ from kvkeep.storage.sessions.interface import SnapshotStore
 ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
 MARKER_SUFFIX = ".unsaved"
 _OWNER = re.compile(r"[a-z0-9]{1,64}")
-SnapshotLabels = SnapshotStore[Path | ObjectPath]  # one owner's snapshots by label
+LabelledSnapshots = SnapshotStore[Path | ObjectPath]  # one owner's snapshots by label
 
 
 class SessionFile:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import CacheMiss, best_match, explain
+from kvkeep.engine.reuse import ReuseReport, best_match, explain
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -33,7 +33,7 @@ class SessionOperations:
         """Return a session, in memory or not; read-only. Raises NoSuchSession."""
         return self._registry.find(name, owner)
 
-    def explain(self, prompt: Sequence[int], owner: str = "0") -> CacheMiss:
+    def explain(self, prompt: Sequence[int], owner: str = "0") -> ReuseReport:
         """Return how much of a prompt would be reused, and why not more."""
         match = best_match(prompt, self._registry.owned_by(owner), self._new_session(owner))
         return explain(prompt, match)
@@ -230,7 +230,10 @@ class BorrowedSessions:
         return self._registry.snapshot(record), revision
 
     def revision(self, record: SessionRecord) -> int:
-        """Raises Busy, StoreError if the session is no longer in the engine."""
+        """Return the revision, which no generation is changing, to compare with a stored one.
+
+        Raises Busy, and StoreError if the session is no longer in the engine.
+        """
         if record.removed:
             raise StoreError(f"session {record.name!r} was removed during the request: retry it")
         record.require_idle()

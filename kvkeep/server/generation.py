@@ -52,20 +52,20 @@ async def prompt_ids(
     The prompt ends where the assistant's turn begins, or within the last message. continue_final:
     whether to continue the last message; None for "if it is the assistant's".
     """
-    codec = context.codec
+    tokenizer = context.tokenizer
 
     def encode() -> list[int]:
         normalized_messages = normalize_messages(messages)
-        template_messages, template_tools = tools.for_template(codec, normalized_messages)
+        template_messages, template_tools = tools.for_template(tokenizer, normalized_messages)
         from_assistant = [message["role"] == "assistant" for message in template_messages[-2:]]
         if not (from_assistant[-1] if continue_final is None else continue_final):
-            return codec.encode(codec.chat(template_messages, tools=template_tools))
+            return tokenizer.encode(tokenizer.chat(template_messages, tools=template_tools))
         if from_assistant == [True, True]:
             raise InvalidArgument(
                 "the last message is the assistant's and is to be continued, but the one before it "
                 "is the assistant's too: join them"
             )
-        return codec.chat_to_continue(template_messages, template_tools)
+        return tokenizer.chat_to_continue(template_messages, template_tools)
 
     return await to_thread(encode)  # a long text would block the event loop
 

@@ -73,7 +73,7 @@ class RequestContext:
         return self.service.engine
 
     @property
-    def codec(self) -> TextCodec:
+    def tokenizer(self) -> TextCodec:
         return self.service.model.text
 
     @property

@@ -70,12 +70,12 @@ class Tools:
         return {"anyOf": call_schemas}
 
     def for_template(
-        self, codec: TextCodec, messages: list[dict[str, Any]]
+        self, tokenizer: TextCodec, messages: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
         """Return messages and tools to render; for templates without tools, text and None."""
         if not self:
             return messages, None
-        if _template_supports_tools(codec):
+        if _template_supports_tools(tokenizer):
             return messages, self.entries
         plain_messages = [_without_tools(message) for message in messages]
         description = _tool_description(self.entries)
@@ -139,11 +139,13 @@ def _parse_call(value: Any) -> ToolCall | None:
     return ToolCall(value["name"], arguments)
 
 
-def _template_supports_tools(codec: TextCodec) -> bool:
+def _template_supports_tools(tokenizer: TextCodec) -> bool:
     """Whether the text that the template renders depends on the tools given to it."""
     probe_tool = {"type": "function", "function": {"name": "kvkeeptool", "parameters": {}}}
     try:
-        return "kvkeeptool" in codec.chat([{"role": "user", "content": "a"}], tools=[probe_tool])
+        return "kvkeeptool" in tokenizer.chat(
+            [{"role": "user", "content": "a"}], tools=[probe_tool]
+        )
     except InvalidArgument:
         return False
 

@@ -71,7 +71,10 @@ class SessionState:
         self.move_spans(num_tokens, sys.maxsize, 0)
 
     def move_spans(self, start: int, end: int, added: int) -> None:
-        """Move every span; see `span_after_edit`. A span that loses its last token is removed."""
+        """Move every span, as tokens `start ... end - 1` give way to `added` new ones.
+
+        A span that loses its last token is removed; see `span_after_edit`.
+        """
         moved = ((n, old, span_after_edit(old, start, end, added)) for n, old in self.spans.items())
         self.spans = {name: new for name, old, new in moved if new[0] < new[1] or old[0] == old[1]}
 

@@ -397,7 +397,8 @@ class Session(SessionEdits):
     def keep(self) -> int:
         """The count of first tokens that are never evicted; -1 until the first prompt is known.
 
-        Setting a larger number pins the oldest cells still held; a smaller one lets them go.
+        A larger number keeps the oldest cells still held; a smaller one lets them be evicted. -1
+        keeps the whole first prompt; it can be set before the first token.
         """
         return self.core.state.keep
 

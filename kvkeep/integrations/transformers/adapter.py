@@ -148,6 +148,7 @@ class _AttentionFactsBuilder:
         windows = {call.window for call in self.probes if call.window}
         _require(len(windows) <= 1, f"its layers have different windows: {windows} tokens")
         self.window = max(windows, default=0)
+        # If all layers have the window, they are global ones of a model of that trained length.
         self.all_local = all(call.window for call in self.probes)
         local = [i for i, call in enumerate(self.probes) if not self.all_local and call.window]
         self.local_layers = tuple(local)

@@ -166,7 +166,11 @@ AttentionMaskInterface.register(_ATTENTION_NAME, _mask_by_backend)
 
 
 def hook_rotary_embeddings(body: nn.Module) -> list[RemovableHandle]:
-    """Let all rotary embeddings use the active backend's position, if there is a backend."""
+    """Let all rotary embeddings use the active backend's position, if there is a backend.
+
+    One position for all tokens: the backend rotates each query and key from there to its own. A
+    rotary embedding is known by its `inv_freq`.
+    """
     handles = []
     for module in body.modules():
         if not any(name.endswith("inv_freq") for name in (*module._buffers, *vars(module))):

@@ -42,17 +42,17 @@ class SlotFile(RequestBody):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, context: ContextDep) -> dict[str, Any]:
     """Encode a text. Control tokens are parsed unless `parse_special` is false, as in llama.cpp."""
-    codec = context.codec
-    ids = await to_thread(codec.encode, body.content, body.parse_special)
-    ids = [*codec.opening_ids, *ids] if body.add_special else ids
+    tokenizer = context.tokenizer
+    ids = await to_thread(tokenizer.encode, body.content, body.parse_special)
+    ids = [*tokenizer.opening_ids, *ids] if body.add_special else ids
     if not body.with_pieces:
         return {"tokens": ids}
-    return {"tokens": [{"id": token, "piece": _piece(codec, token)} for token in ids]}
+    return {"tokens": [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]}
 
 
-def _piece(codec: TextCodec, token: int) -> str | list[int]:
+def _piece(tokenizer: TextCodec, token: int) -> str | list[int]:
     """Return a token's text, or its bytes if they are not whole characters."""
-    encoded = codec.token_bytes(token)
+    encoded = tokenizer.token_bytes(token)
     try:
         return encoded.decode()
     except UnicodeDecodeError:
@@ -62,22 +62,22 @@ def _piece(codec: TextCodec, token: int) -> str | list[int]:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, context: ContextDep) -> dict[str, str]:
     """Decode token ids."""
-    return {"content": context.codec.decode(body.tokens)}
+    return {"content": context.tokenizer.decode(body.tokens)}
 
 
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, context: ContextDep) -> dict[str, str]:
     """Render messages with the model's chat template."""
     messages = normalize_messages(body.messages)
-    return {"prompt": str(context.codec.chat(messages, body.add_generation_prompt))}
+    return {"prompt": str(context.tokenizer.chat(messages, body.add_generation_prompt))}
 
 
 @router.get("/props")
 async def props(context: ContextDep) -> dict[str, Any]:
     """Return the server's properties, which clients read first."""
-    service, codec, sampling = context.service, context.codec, context.default_sampling
+    service, tokenizer, sampling = context.service, context.tokenizer, context.default_sampling
     try:
-        template = template_source(codec.folder)
+        template = template_source(tokenizer.folder)
     except UnsupportedModel:
         template = ""
     return {
@@ -100,8 +100,8 @@ async def props(context: ContextDep) -> dict[str, Any]:
         "modalities": {"vision": False, "audio": False},
         "build_info": f"kvkeep {__version__}",
         "chat_template": template,
-        "bos_token": codec.decode(codec.opening_ids),
-        "eos_token": codec.decode(service.model.end_token_ids[:1]),
+        "bos_token": tokenizer.decode(tokenizer.opening_ids),
+        "eos_token": tokenizer.decode(service.model.end_token_ids[:1]),
     }
 
 

@@ -61,37 +61,37 @@ class LlamaCompletionRequest(SamplingParams):
         prompt = self.prompt
         return isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt)
 
-    def encode_prompts(self, codec: TextCodec) -> list[list[int]]:
+    def encode_prompts(self, tokenizer: TextCodec) -> list[list[int]]:
         prompts: Any = self.prompt if self.has_many_prompts else [self.prompt]
-        return [_encode_prompt(prompt, codec) for prompt in prompts]
+        return [_encode_prompt(prompt, tokenizer) for prompt in prompts]
 
-    def with_encoded_bias(self, codec: TextCodec) -> "LlamaCompletionRequest":
+    def with_encoded_bias(self, tokenizer: TextCodec) -> "LlamaCompletionRequest":
         """Return a copy with the texts in `logit_bias` replaced by their tokens."""
         biases = self.logit_bias
         items = biases.items() if isinstance(biases, dict) else biases or ()
-        pairs = [(token, bias) for entry, bias in items for token in _bias_tokens(entry, codec)]
+        pairs = [(token, bias) for entry, bias in items for token in _bias_tokens(entry, tokenizer)]
         return self.model_copy(update={"logit_bias": pairs})
 
 
-def _encode_prompt(prompt: _Prompt, codec: TextCodec) -> list[int]:
+def _encode_prompt(prompt: _Prompt, tokenizer: TextCodec) -> list[int]:
     if isinstance(prompt, PromptObject):
         if prompt.multimodal_data:
             raise InvalidArgument("multimodal_data: the model supports text only")
         prompt = prompt.prompt_string
     if isinstance(prompt, str):
-        return [*codec.opening_ids, *codec.encode(prompt, special=True)]
+        return [*tokenizer.opening_ids, *tokenizer.encode(prompt, special=True)]
     ids: list[int] = []
     for part in prompt:
-        ids += codec.encode(part, special=True) if isinstance(part, str) else [part]
+        ids += tokenizer.encode(part, special=True) if isinstance(part, str) else [part]
     return ids
 
 
-def _bias_tokens(entry: int | str, codec: TextCodec) -> list[int]:
+def _bias_tokens(entry: int | str, tokenizer: TextCodec) -> list[int]:
     if isinstance(entry, int):
         return [entry]
     if entry.isascii() and entry.isdigit():  # a token id, as OpenAI's clients write it
         return [int(entry)]
-    return codec.encode(entry)
+    return tokenizer.encode(entry)
 
 
 @router.post("/completion", response_model=None, responses=JSON_OR_EVENTS)
@@ -100,10 +100,10 @@ async def completion(
     body: LlamaCompletionRequest, context: ContextDep
 ) -> Response | dict[str, Any] | list[dict[str, Any]]:
     """Complete a prompt, or each of several."""
-    prompts = await to_thread(body.encode_prompts, context.codec)
+    prompts = await to_thread(body.encode_prompts, context.tokenizer)
     if not all(prompts):
         raise InvalidArgument("the prompt is empty")
-    body = body.with_encoded_bias(context.codec)
+    body = body.with_encoded_bias(context.tokenizer)
     if body.has_many_prompts and (body.stream or body.id_slot >= 0):
         raise InvalidArgument("stream and id_slot need a single prompt")
     outputs = [_LlamaOutput(body, ids, context, index) for index, ids in enumerate(prompts)]
@@ -169,8 +169,8 @@ class _LlamaOutput:
         tokens = [event.token for event in sampled_tokens] if include_tokens else []
         content: dict[str, Any] = {"content": text, "tokens": tokens}
         if self.body.n_probs:  # partial characters are dropped, as in llama.cpp
-            codec = self.context.codec
-            probabilities = [logprobs_entry(codec, event, "ignore") for event in sampled_tokens]
+            tokenizer = self.context.tokenizer
+            probabilities = [logprobs_entry(tokenizer, event, "ignore") for event in sampled_tokens]
             content["completion_probabilities"] = probabilities
         return content
 
@@ -187,7 +187,7 @@ class _LlamaOutput:
             "tokens_evaluated": len(self.prompt_ids),
             "tokens_cached": cached_tokens,
             "generation_settings": settings,
-            "prompt": self.context.codec.decode(self.prompt_ids),
+            "prompt": self.context.tokenizer.decode(self.prompt_ids),
             "truncated": finished.reason == "full",
             "stop_type": _STOP_TYPES[finished.reason],
             "stopping_word": finished.stop or "",

@@ -95,7 +95,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     stream = await start_generations(context, request, samplings)
     common_fields = usage.completion_fields("chatcmpl", context.service)
     common_fields["system_fingerprint"] = usage.SYSTEM_FINGERPRINT
-    output = _ChatOutput(body, tools, context.codec, common_fields)
+    output = _ChatOutput(body, tools, context.tokenizer, common_fields)
     if body.stream:
         return sse_response(output.events(stream))
     return output.response(await context.collect(stream))
@@ -116,7 +116,7 @@ class _ChatOutput:
 
     body: ChatRequest
     tools: Tools
-    codec: TextCodec
+    tokenizer: TextCodec
     common_fields: dict[str, Any]  # fields of every chunk
     # By choice, how many characters of its text were sent.
     sent_characters: Counter[int] = field(default_factory=Counter)
@@ -132,7 +132,7 @@ class _ChatOutput:
         if calls:
             message["tool_calls"] = [call.openai_entry() for call in calls]
         logprobs = [
-            usage.logprobs_entry(self.codec, event) for event in result.tokens if event.logprob
+            usage.logprobs_entry(self.tokenizer, event) for event in result.tokens if event.logprob
         ]
         return {
             "index": index,
@@ -188,7 +188,7 @@ class _ChatOutput:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
         if sampled and sampled.logprob:
-            choice["logprobs"] = {"content": [usage.logprobs_entry(self.codec, sampled)]}
+            choice["logprobs"] = {"content": [usage.logprobs_entry(self.tokenizer, sampled)]}
         return self._event([choice], **extra)
 
     def _event(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:

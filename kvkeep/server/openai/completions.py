@@ -30,18 +30,22 @@ class CompletionRequest(CompletionParams):
     echo: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
-    def encode_prompt(self, codec: TextCodec) -> list[int]:
+    def encode_prompt(self, tokenizer: TextCodec) -> list[int]:
         prompt: Any = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
-        return [*codec.opening_ids, *codec.encode(prompt)] if isinstance(prompt, str) else prompt
+        return (
+            [*tokenizer.opening_ids, *tokenizer.encode(prompt)]
+            if isinstance(prompt, str)
+            else prompt
+        )
 
 
 @router.post("/v1/completions", response_model=None, responses=JSON_OR_EVENTS)
 async def completions(body: CompletionRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Continue a prompt, in `n` choices."""
-    codec = context.codec
-    ids = await to_thread(body.encode_prompt, codec)
+    tokenizer = context.tokenizer
+    ids = await to_thread(body.encode_prompt, tokenizer)
     limit = context.service.max_tokens(body.max_tokens)
     request = GenerationRequest(
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
@@ -49,12 +53,12 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     samplings = body.samplings(context.default_sampling, body.n)
     stream = await start_generations(context, request, samplings)
     fields = {**usage.completion_fields("cmpl", context.service), "object": "text_completion"}
-    echo_text = codec.decode(ids) if body.echo else ""
+    echo_text = tokenizer.decode(ids) if body.echo else ""
     if body.stream:
-        return sse_response(_stream_events(stream, fields, body, echo_text, codec))
+        return sse_response(_stream_events(stream, fields, body, echo_text, tokenizer))
     choices, results = [], await context.collect(stream)
     for index, result in enumerate(results):
-        logprobs = CompletionLogprobs(codec, len(echo_text)).entry(result.tokens)
+        logprobs = CompletionLogprobs(tokenizer, len(echo_text)).entry(result.tokens)
         choices.append(_choice(index, echo_text + result.text, result.finished, logprobs))
     return {**fields, "choices": choices, **usage.usage_and_timings(results)}
 
@@ -64,9 +68,9 @@ async def _stream_events(
     fields: dict[str, Any],
     body: CompletionRequest,
     echo_text: str,
-    codec: TextCodec,
+    tokenizer: TextCodec,
 ) -> AsyncIterator[bytes]:
-    logprobs = [CompletionLogprobs(codec, len(echo_text)) for _ in range(body.n)]
+    logprobs = [CompletionLogprobs(tokenizer, len(echo_text)) for _ in range(body.n)]
     for index in range(body.n if echo_text else 0):
         yield sse_event({**fields, "choices": [_choice(index, echo_text)]})
     async for index, event in stream:
@@ -94,9 +98,9 @@ class CompletionLogprobs:
     character have the offset at which it begins.
     """
 
-    def __init__(self, codec: TextCodec, offset: int = 0):
+    def __init__(self, tokenizer: TextCodec, offset: int = 0):
         """start: characters of the choice's text before its first token: those of an echo."""
-        self._codec, self._offset = codec, offset
+        self._tokenizer, self._offset = tokenizer, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def entry(self, sampled_tokens: Sequence[GeneratedToken]) -> dict[str, Any] | None:
@@ -120,7 +124,7 @@ class CompletionLogprobs:
         return logprobs
 
     def _token_text(self, token: int) -> str:
-        encoded = self._codec.token_bytes(token)
+        encoded = self._tokenizer.token_bytes(token)
         try:
             return encoded.decode()
         except UnicodeDecodeError:
@@ -128,6 +132,6 @@ class CompletionLogprobs:
 
     def _advance_offset(self, token: int) -> int:
         offset = self._offset
-        if not self._codec.is_control(token):  # control tokens are not part of the text
-            self._offset += len(self._decoder.decode(self._codec.token_bytes(token)))
+        if not self._tokenizer.is_control(token):  # control tokens are not part of the text
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
         return offset

@@ -61,12 +61,12 @@ def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
 
 
 def logprobs_entry(
-    codec: TextCodec, event: GeneratedToken, decode_errors: str = "backslashreplace"
+    tokenizer: TextCodec, event: GeneratedToken, decode_errors: str = "backslashreplace"
 ) -> dict[str, Any]:
     """Return a token's entry in chat completions. decode_errors: `errors` of `bytes.decode`."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
-        encoded = codec.token_bytes(logprob.token)
+        encoded = tokenizer.token_bytes(logprob.token)
         return {
             "id": logprob.token,
             "token": encoded.decode(errors=decode_errors),

@@ -62,7 +62,7 @@ async def edit(body: EditRequest, context: SessionDep) -> Response:
     """Delete, insert or replace tokens. The suffix is kept, or re-evaluated."""
     new_ids = body.tokens or []
     if body.text is not None:  # a long text would block the event loop
-        new_ids = await to_thread(context.codec.encode, body.text)
+        new_ids = await to_thread(context.tokenizer.encode, body.text)
 
     def apply(session: Session) -> dict[str, Any]:
         if body.op == "insert":

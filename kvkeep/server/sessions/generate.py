@@ -46,14 +46,14 @@ class FeedRequest(SamplingParams):
     special: bool = False
     stream: bool = False
 
-    def encode(self, codec: TextCodec, generation_prompt: bool) -> tuple[int, ...]:
+    def encode(self, tokenizer: TextCodec, generation_prompt: bool) -> tuple[int, ...]:
         """Return the token ids. generation_prompt: for messages, as of `TextCodec.chat`."""
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("use exactly one of text, tokens and messages")
         if self.messages is not None:
             messages = normalize_messages(self.messages)
-            return tuple(codec.encode(codec.chat(messages, generation_prompt)))
-        return tuple(self.tokens or codec.encode(self.text or "", self.special))
+            return tuple(tokenizer.encode(tokenizer.chat(messages, generation_prompt)))
+        return tuple(self.tokens or tokenizer.encode(self.text or "", self.special))
 
     def name_span(self, session: Session, num_prefilled: int, num_sampled: int) -> None:
         """Name the prefilled tokens, which precede the sampled ones, if there is a `span`."""
@@ -79,7 +79,7 @@ class TurnRequest(SamplingParams):
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
 async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
-    ids = await to_thread(body.encode, context.codec, generation_prompt=False)
+    ids = await to_thread(body.encode, context.tokenizer, generation_prompt=False)
     if not ids:
         raise InvalidArgument("nothing to prefill: send text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span)
@@ -89,7 +89,7 @@ async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, A
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
 async def generate(body: GenerateRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill the input, if there is any, and generate."""
-    ids = await to_thread(body.encode, context.codec, generation_prompt=True)
+    ids = await to_thread(body.encode, context.tokenizer, generation_prompt=True)
     (sampling,) = body.samplings(context.default_sampling)
     request = GenerationRequest(
         ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import StreamingResponse
 
 from kvkeep.cache.ragged import Ragged
-from kvkeep.engine import CacheMiss, Engine, Operation, SessionRecord
+from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import ApiError
@@ -58,7 +58,7 @@ async def text(
         if start > len(tokens):
             raise InvalidArgument(f"start must be at most {len(tokens)}, the length; found {start}")
         ids = tokens[start:stop]
-        texts = token_texts(context.codec, tokens[max(0, start - CONTEXT_TOKENS) : start], ids)
+        texts = token_texts(context.tokenizer, tokens[max(0, start - CONTEXT_TOKENS) : start], ids)
         return {
             "start": start,
             "total": len(tokens),
@@ -155,11 +155,11 @@ async def session_events(name: SessionName, context: ContextDep) -> StreamingRes
 @router.post("/v1/prefix/explain")
 async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more, without evaluating it."""
-    ids = await to_thread(body.encode, context.codec, generation_prompt=True)
+    ids = await to_thread(body.encode, context.tokenizer, generation_prompt=True)
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
     explanation = await wrap_future(context.engine.explain(ids, context.owner))
-    return _reuse_entry(explanation, context.codec)
+    return _reuse_entry(explanation, context.tokenizer)
 
 
 @router.get("/v1/prefix/misses")
@@ -167,13 +167,13 @@ async def misses(context: ContextDep) -> dict[str, Any]:
     """List recent prompts that were reused in part or not at all, in the form of `explain`."""
     recent_misses = await wrap_future(context.engine.cache_misses(context.owner))
     data = [
-        {"number": miss.number, "created": int(miss.when), **_reuse_entry(miss, context.codec)}
+        {"number": miss.number, "created": int(miss.when), **_reuse_entry(miss, context.tokenizer)}
         for miss in recent_misses
     ]
     return {"object": "list", "data": data}
 
 
-def _reuse_entry(miss: CacheMiss, codec: TextCodec) -> dict[str, Any]:
+def _reuse_entry(miss: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
     """Return how much of a prompt is reused, and the texts around the first difference."""
     reuse, difference = miss.reuse, miss.difference
     entry: dict[str, Any] = {
@@ -185,10 +185,10 @@ def _reuse_entry(miss: CacheMiss, codec: TextCodec) -> dict[str, Any]:
     }
     if difference is not None:
         num_shared = difference.at - difference.start
-        decode = codec.decode if difference.start == 0 else codec.decode_inside
+        decode = tokenizer.decode if difference.start == 0 else tokenizer.decode_inside
         entry["common_text"] = decode(difference.prompt[:num_shared])
-        entry["prompt_text"] = codec.decode_inside(difference.prompt[num_shared:])
-        entry["nearest_text"] = codec.decode_inside(difference.nearest[num_shared:])
+        entry["prompt_text"] = tokenizer.decode_inside(difference.prompt[num_shared:])
+        entry["nearest_text"] = tokenizer.decode_inside(difference.nearest[num_shared:])
     return entry
 
 
