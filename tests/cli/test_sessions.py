@@ -124,7 +124,7 @@ def test_verify_reads_every_byte_and_changes_nothing(invoke, file, tmp_path: Pat
 
 def test_a_fork_is_independent_of_its_source(invoke, file) -> None:
     before = file.read_bytes()
-    assert "t begins with 33 tokens of s" in invoke("sessions", "fork", "s", "t").stdout
+    assert "t has the first 33 tokens of s" in invoke("sessions", "fork", "s", "t").stdout
     assert file.with_name("t.kvkeep").read_bytes() == before
     invoke("generate", "--session", "t", "-n", 5, *GREEDY)
     assert file.read_bytes() == before
@@ -135,7 +135,8 @@ def test_a_fork_at_an_earlier_token_equals_the_session_then(invoke, tiny, home) 
     asked = ["generate", "--session", "s", *GREEDY, *tiny]
     invoke(*asked, "-p", TEXT, "-n", 10)
     invoke("generate", "--session", "then", *GREEDY, *tiny, "-p", TEXT, "-n", 6)
-    assert "t begins with 19 tokens of s" in invoke("sessions", "fork", "s", "t", "--at", 19).stdout
+    forked = invoke("sessions", "fork", "s", "t", "--at", 19)
+    assert "t has the first 19 tokens of s" in forked.stdout
     one, other = (Snapshot.load(home / "sessions" / f"{name}.kvkeep") for name in ("t", "then"))
     assert one.tokens.tolist() == other.tokens.tolist()
     torch.testing.assert_close(one.logits, other.logits)

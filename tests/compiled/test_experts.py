@@ -111,7 +111,7 @@ def test_unused_widths_do_not_make_a_model_unsupported() -> None:
     object.__setattr__(spec, "intermediate_size", 331)
     assert not unsupported_reason(spec, layout)
     object.__setattr__(spec, "expert_size", 100)
-    assert "groups of 32" in unsupported_reason(spec, layout)
+    assert "multiples of 32" in unsupported_reason(spec, layout)
 
 
 @pytest.mark.best_set

@@ -133,8 +133,8 @@ def test_a_gguf_file_decodes_as_near_to_float32_as_by_torch(
     ("changes", "why"),
     [
         ({"local_head_dim": 48}, r"support head_dim .*, not 48"),
-        ({"per_layer_size": 40}, "groups of 32"),
-        ({"intermediate_size": 330}, "groups of 32"),
+        ({"per_layer_size": 40}, "multiples of 32"),
+        ({"intermediate_size": 330}, "multiples of 32"),
     ],
 )
 def test_unsupported_models_are_reported_with_the_reason(changes: dict[str, Any], why: str) -> None:

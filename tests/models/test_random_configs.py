@@ -30,7 +30,7 @@ NEAR = 1e-4  # of the largest logit
 TEXT = TextCodec(Path(), small_tokenizer())
 # What is refused, and why that is right: no published model of these families has it.
 REFUSED = {
-    "norms of queries and keys": "Command R+ has, which is refused as such",
+    "query and key norms": "Command R+ has, which is refused as such",
     "clip_qkv": "not computed, and refused as such",
     "an expert clamp other than 7": "not computed, and refused as such",
     "activation 'relu' is not supported": "not computed, and refused as such",
