@@ -164,7 +164,7 @@ def test_the_longest_session_that_fits_is_found_above_what_it_keeps(tiny_folder:
     """Budgets below --keep are invalid; the longest valid one may be just above them."""
     model = ["--model", str(tiny_folder), "--keep", "300"]
     said = refused(*model, "--memory", "1KB", "--max-kv-size", "301")
-    found = re.search(r"give --memory (\S+) or more", said)
+    found = re.search(r"use --memory (\S+) or more", said)
     assert found, said
     said = refused(*model, "--memory", found[1], "--max-kv-size", "4096")
     hint = re.search(r"or --max-kv-size (\d+) or less", said)
