@@ -1,0 +1,101 @@
+"""Take the pictures of the web UI that the documentation shows; needs Chromium.
+
+python tools/page_pictures.py docs/
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from kvkeep import load_model
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from server.conftest import RunningServer, running_server  # noqa: E402
+
+QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which river goes through it?")
+SYSTEM = "You answer in one word, and you never explain. " * 14
+
+
+def main(folder: Path) -> None:
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    with (
+        running_server(load_model(), Path(tempfile.mkdtemp()), edits=True) as server,
+        server.client() as client,
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"]) as browser,
+    ):
+        create_sessions(client)
+        with page(browser, server, "/#/sessions/talk", 820) as shown:
+            shown.get_by_role("button", name="turn 1 answer").click()
+            take(shown, folder / "page-session.png")
+        with page(browser, server, "/#/sessions/manual", 820, dark=True) as shown:
+            take(shown, folder / "page-memory.png")
+        with page(browser, server, "/#/sessions/compressed/heads", 620) as shown:
+            shown.locator(".heads td button").nth(13).click()
+            take(shown, folder / "page-heads.png")
+        with page(browser, server, "/#/missed", 640) as shown:
+            take(shown, folder / "page-missed.png")
+        with page(browser, server, "/#/tree", 420) as shown:
+            take(shown, folder / "page-tree.png")
+
+
+def create_sessions(client: httpx.Client) -> None:
+    """Create what the pictures show: a chat, long and compressed sessions, forks, prompts."""
+
+    def post(path: str, **body: object) -> httpx.Response:
+        return client.post(f"/v1/{path}", json=body, timeout=300).raise_for_status()
+
+    def session(name: str, text: str, **settings: object) -> None:
+        post("sessions", name=name, **settings)
+        post(f"sessions/{name}/feed", text=text)
+
+    for question in QUESTIONS[:2]:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        post("chat/completions", messages=messages, max_tokens=4, temperature=0)
+    post("sessions", name="talk", max_kv_size=256, keep=4)
+    for number, question in enumerate(QUESTIONS):
+        system = {} if number else {"system": "You are terse."}
+        post("sessions/talk/turns", content=question, temperature=0, max_tokens=40, **system)
+    answer = client.get("/v1/sessions/talk/memory").json()["spans"]["turn 1 answer"]
+    post("sessions/talk/pin", start=answer["start"], end=answer["end"])
+    post("sessions/talk/save")
+    session("compressed", topics["typesseq"][:3600], policy="full", max_kv_size=2048)
+    post("sessions/compressed/compress", ratio=4, method="kvzip", budget="heads")
+    session("manual", topics["typesseq"], max_kv_size=512, keep=4)
+    post("sessions/manual/pin", start=5500, end=5550)
+    post("sessions/manual/snapshot", name="before")
+    post("sessions/manual/fork", name="another-way")
+    post("sessions/another-way/fork", name="a-third")
+
+
+@contextmanager
+def page(
+    browser: Browser, server: RunningServer, path: str, height: int, dark: bool = False
+) -> Iterator[Page]:
+    scheme = "dark" if dark else "light"
+    viewport = {"width": 1280, "height": height}
+    context = browser.new_context(base_url=server.url, viewport=viewport, color_scheme=scheme)
+    opened = context.new_page()
+    opened.goto(path)
+    opened.wait_for_timeout(1000)
+    yield opened
+    context.close()
+
+
+def take(shown: Page, file: Path) -> None:
+    shown.wait_for_timeout(500)
+    shown.screenshot(path=file)
+    print(file)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
