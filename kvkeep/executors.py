@@ -42,30 +42,30 @@ class ComputePath:
 
     Attributes:
         name: the instruction set of the compiled kernels, or "torch".
-        against: the reason against each faster way, by its name.
+        rejection_reasons: for each faster way, by its name.
         slow_reason: the first of these in words, unless the slower way was requested by an argument
             or the environment; then "".
     """
 
     name: str
-    against: dict[str, str] = field(default_factory=dict)
+    rejection_reasons: dict[str, str] = field(default_factory=dict)
     slow_reason: str = ""
 
     def __str__(self) -> str:
-        against = "; ".join(f"{name} {why}" for name, why in self.against.items())
+        reasons = "; ".join(f"{name} {why}" for name, why in self.rejection_reasons.items())
         if self.name == TORCH:
-            return f"{TORCH}: {against}"
-        return f"compiled kernels for {self.name}" + (f"; {against}" if against else "")
+            return f"{TORCH}: {reasons}"
+        return f"compiled kernels for {self.name}" + (f"; {reasons}" if reasons else "")
 
 
 def compute_path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
     """Return how a model with such cells and weights is computed here. Raises InvalidArgument."""
     selected, reason = selected_set(), unsupported_reason(spec, layout)
     if not reason:
-        against = {f"the {name} kernels": why for name, why in selected.rejected.items()}
+        reasons = {f"the {name} kernels": why for name, why in selected.rejected.items()}
         usable = [] if selected.requested else list(filter(runs_here, selected.rejected))
         slow = f"the {usable[0]} kernels {selected.rejected[usable[0]]}" if usable else ""
-        return ComputePath(selected.name, against, slow)
+        return ComputePath(selected.name, reasons, slow)
     for_kernels = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
     slow = f"the compiled kernels {reason}" if for_kernels and not selected.requested else ""
     return ComputePath(TORCH, {"the compiled kernels": reason}, slow)

@@ -119,7 +119,8 @@ def attend_cells(
 def range_bias(ranks: Tensor, visible: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """Return the bias `[n, cells]` float32 that hides cells whose rank a query does not see.
 
-    ranks: `[cells]` int64. visible: for each query, the range (first, end) of ranks.
+    ranks: `[cells]` int64, each cell's index in order of age, 0 for the oldest. visible: for each
+    query, the range (first, end) of ranks, as a window that moves with the query needs it.
     """
     bounds = torch.tensor(visible, dtype=torch.int64, device="cpu")
     hidden = (ranks < bounds[:, :1]) | (ranks >= bounds[:, 1:])

@@ -14,7 +14,7 @@ from kvkeep.cli.options import JSON, command, declare_options, option
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
 from kvkeep.cli.which_model import DTYPE, WEIGHT_FORMAT, load_named, model_names
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.hub.library import PulledModel, home, pulled_models, remove_model
+from kvkeep.models.hub.library import LocalModel, home, pulled_models, remove_model
 from kvkeep.models.hub.names import add_name, name_path, named_models
 from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
 
@@ -174,7 +174,7 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
         click.echo(f"removed the name {name}; {added_names[name].folder} remains")
 
 
-def _find_pulled_model(name: str) -> PulledModel:
+def _find_pulled_model(name: str) -> LocalModel:
     pulled = pulled_models()
     matches = [model for model in pulled if model.name == name]
     matches = matches or [model for model in pulled if name in (model.folder.name, model.slug)]

@@ -115,10 +115,10 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], model_name: str) -> d
     from kvkeep.storage.prefixes.block import read_tokens
 
     model = load_named(model_name, "bfloat16", "cpu", weight_format=None, progress=True)
-    root = model.fingerprint.digest()[:32]
+    model_digest = model.fingerprint.digest()[:32]
     beginnings = dict[str, str]()
     for prompt in prompts:
-        if prompt.model_digest == root:
+        if prompt.model_digest == model_digest:
             text = " ".join(model.text.decode(read_tokens(Path(prompt.blocks[0].location))).split())
             if len(text) > _MAX_BEGINNING_CHARS:
                 text = f"{text[: _MAX_BEGINNING_CHARS - 3]}..."

@@ -51,7 +51,7 @@ class SessionRecord:
     first_edit: str = ""  # the first operation that did more than append; "" for none
     lost_revision: int | None = None  # unsaved, in an engine that was killed
     borrowed: bool = False  # its home is a shared store
-    lease_count: int = 0  # callers that need it to stay in this engine
+    hold_count: int = 0  # callers that need it to stay in this engine
     ephemeral: bool = False  # named, but neither saved nor protected from eviction
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values of its creator
     removed: bool = False  # deleted
@@ -83,7 +83,7 @@ class SessionRecord:
     @property
     def evictable(self) -> bool:
         """Whether it is idle in memory, and may be lost or can be loaded again."""
-        if self.session is None or self.busy or self.lease_count:
+        if self.session is None or self.busy or self.hold_count:
             return False
         if self.may_be_lost:
             return True

@@ -206,22 +206,22 @@ class BorrowedSessions:
             self._registry.remove(previous)
         record = self._registry.add(session, owner, name)
         record.resume(snapshot.notes)
-        record.borrowed, record.lease_count = True, 1
+        record.borrowed, record.hold_count = True, 1
         return record
 
     def acquire(self, record: SessionRecord) -> bool:
-        """Add a lease; returns False if the session is no longer in the engine."""
-        record.lease_count += not record.removed
+        """Add a hold, against eviction; returns False if the session is no longer in the engine."""
+        record.hold_count += not record.removed
         return not record.removed
 
     def release(self, record: SessionRecord) -> None:
-        record.lease_count = max(0, record.lease_count - 1)
+        record.hold_count = max(0, record.hold_count - 1)
 
     def adopt(self, name: str, owner: str) -> SessionRecord | None:
-        """Make a session of this engine a borrowed one, with a lease; None if there is none."""
+        """Make a session of this engine a borrowed one, with a hold; None if there is none."""
         record = self._registry.get(name, owner)
         if record is not None:
-            record.borrowed, record.lease_count = True, record.lease_count + 1
+            record.borrowed, record.hold_count = True, record.hold_count + 1
         return record
 
     def snapshot(self, record: SessionRecord) -> tuple[Snapshot, int]:

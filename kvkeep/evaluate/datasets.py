@@ -137,5 +137,12 @@ class ContinuationDataset:
 
     def sample(self, sample_index: int) -> Sample:
         rng = sample_rng(self.seed, sample_index)
-        passage = self.haystack.passage(self.passage_tokens + CONTINUATION_TOKENS, 2, rng)
-        return Sample("".join(passage), (), 0, len(passage), CONTINUATION_TOKENS)
+        num_tokens = self.passage_tokens + CONTINUATION_TOKENS
+        sentences = self.haystack.passage(num_tokens, min_sentences=2, rng=rng)
+        return Sample(
+            "".join(sentences),
+            facts=(),
+            position=0,
+            position_count=len(sentences),
+            continuation_tokens=CONTINUATION_TOKENS,
+        )

@@ -128,12 +128,14 @@ def evaluate_step(
 
     sampled: whether the model itself has chosen the ids; `prefill_step` is 1 then.
     """
-    chunk = open_step(memory, ids, done, prefill_step)
+    chunk = make_room_for_chunk(memory, ids, done, prefill_step)
     return evaluate_chunk(memory, chunk, is_last=done + len(chunk) == len(ids), sampled=sampled)
 
 
-def open_step(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) -> Sequence[int]:
-    """Have the policy open the cache for the ids of the next step; return these ids.
+def make_room_for_chunk(
+    memory: Memory, ids: Sequence[int], done: int, prefill_step: int
+) -> Sequence[int]:
+    """Have the policy prepare the segment that takes the next step's cells; return its ids.
 
     Steps end at multiples of `prefill_step`, whatever the policy made of those before, so that two
     prompts are evaluated in the same steps for as long as they are equal. With `prefill_step` 512
@@ -149,7 +151,7 @@ def open_step(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) 
 def evaluate_chunk(
     memory: Memory, chunk: Sequence[int], is_last: bool = False, sampled: bool = False
 ) -> StepResult:
-    """Evaluate in one step the tokens for which the policy has just opened the cache.
+    """Evaluate in one step the ids that `make_room_for_chunk` returned.
 
     is_last: whether no tokens follow, so that logits are computed. sampled: see `evaluate_step`.
     """

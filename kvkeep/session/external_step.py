@@ -11,7 +11,7 @@ from kvkeep.models.layers.primitives import require_finite
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.core import SessionCore, StateChange
-from kvkeep.session.evaluation import StepTransaction, evaluate_chunk, open_step
+from kvkeep.session.evaluation import StepTransaction, evaluate_chunk, make_room_for_chunk
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
 
@@ -113,7 +113,7 @@ def _open_last_step(
     hidden, done, chunked_ids = list[Tensor](), 0, ids[:-1] if grouped else ids
     while done < len(chunked_ids):
         with interrupts_deferred(), torch.inference_mode():
-            chunk = open_step(memory, chunked_ids, done, prefill_step)
+            chunk = make_room_for_chunk(memory, chunked_ids, done, prefill_step)
             done += len(chunk)
             if done == len(ids):
                 return hidden, chunk

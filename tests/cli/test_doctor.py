@@ -219,7 +219,7 @@ def test_a_model_names_its_executors(smollm2_folder, tiny_folder: Path) -> None:
         usual = load_model().path
         asked = load_model(str(tiny_folder), dtype="float32").path
     assert usual.name == selected_set().name
-    assert list(usual.against.values()) == list(selected_set().rejected.values())
+    assert list(usual.rejection_reasons.values()) == list(selected_set().rejected.values())
     assert asked.name == "torch"
-    assert asked.against == {"the compiled kernels": "support bfloat16, not float32"}
+    assert asked.rejection_reasons == {"the compiled kernels": "support bfloat16, not float32"}
     assert small_spec().head_dim == 16

@@ -116,8 +116,9 @@ def probe_calls(
 ) -> list[ProbedCall]:
     """Evaluate one token and return all calls of attention, in their order.
 
-    rotary_position: the token's position in rotary embeddings. position: its position in
-    `position_ids`, and the length of the cache before it.
+    rotary_position: the token's position in rotary embeddings, as `hook_rotary_embeddings` sets it;
+    two of them tell how keys are rotated. position: its position in `position_ids`, and the length
+    of the cache before it; a distant one tells what depends on the position otherwise.
     """
     probe = AttentionProbe(rotary_position, StepCache(new_cache_layers(configs[0]), position))
     device = next(body.parameters()).device

@@ -30,7 +30,7 @@ _STATE_PATTERNS = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 
 
 @dataclass(frozen=True)
-class PulledModel:
+class LocalModel:
     """A model of the library.
 
     folder: in Hugging Face layout. bytes: size of its files. source: a pip requirement, a file or a
@@ -58,14 +58,14 @@ def home_is_set() -> bool:
     return bool(os.environ.get("KVKEEP_HOME"))
 
 
-def pulled_models() -> list[PulledModel]:
+def pulled_models() -> list[LocalModel]:
     """Return all complete models, by name."""
     models = _models_folder()
     names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
     return [model for name in names if (model := find_model(name)) is not None]
 
 
-def find_model(slug: str) -> PulledModel | None:
+def find_model(slug: str) -> LocalModel | None:
     """Return a model, or None if it is absent or one of its files is missing or truncated."""
     record = _read_record(_models_folder() / slug)
     if record is None:
@@ -78,7 +78,7 @@ def find_model(slug: str) -> PulledModel | None:
         return None
     if sizes != record["files"]:
         return None
-    return PulledModel(record["name"], folder, sum(sizes.values()), record["source"], slug, used)
+    return LocalModel(record["name"], folder, sum(sizes.values()), record["source"], slug, used)
 
 
 def model_path(slug: str) -> Path:
@@ -130,7 +130,7 @@ def store_model(
         ) from error
 
 
-def remove_model(model: PulledModel, progress: bool) -> int:
+def remove_model(model: LocalModel, progress: bool) -> int:
     """Remove a model and its packed and unpacked weights. Return the number of bytes freed.
 
     A folder outside the library stays. Raises ModelError, and Locked as `store_model` does.

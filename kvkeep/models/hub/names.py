@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.gguf.header import check_header, parts_of
-from kvkeep.models.hub.library import PulledModel, home
+from kvkeep.models.hub.library import LocalModel, home
 
 _VALID_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -14,12 +14,12 @@ def name_path(name: str) -> Path:
     return home() / "names" / name
 
 
-def named_models() -> dict[str, PulledModel]:
+def named_models() -> dict[str, LocalModel]:
     """Return the named files and folders. One that has gone since has 0 bytes."""
     folder = name_path("")
     links = sorted(folder.iterdir()) if folder.is_dir() else []
     return {
-        link.name: PulledModel(
+        link.name: LocalModel(
             name=link.name,
             folder=link.readlink(),
             bytes=_total_bytes(link.readlink()),

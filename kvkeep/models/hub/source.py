@@ -95,7 +95,7 @@ def local_folder(model: str) -> Path | None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The source of a model. slug, name, source: as in PulledModel. fill: see `store_model`.
+    """The source of a model. slug, name, source: as in LocalModel. fill: see `store_model`.
 
     may_have_updates: a repository on the hub, to be asked for newer files.
     """

@@ -72,7 +72,7 @@ class Stack:
         ending: of the decoder's names, "weight" or "bias".
         experts: how many there are; 0 for fused matrices.
         rows: the rows of each module in the matrix (of one expert), by its name behind the prefix.
-        columns: the shape of one row; empty for biases.
+        row_shape: of one row; empty for biases.
         transposed: whether matrices are `[experts, columns, rows]` (gpt-oss), if not in MXFP4.
         scales: the name of the tensor of scales, for blocks in MXFP4.
     """
@@ -81,21 +81,21 @@ class Stack:
     ending: str
     experts: int
     rows: dict[str, range]
-    columns: Shape
+    row_shape: Shape
     transposed: bool = False
     scales: str = ""
 
     @property
     def shape(self) -> Shape:
         rows = sum(map(len, self.rows.values()))
-        matrix = (*self.columns, rows) if self.transposed else (rows, *self.columns)
+        matrix = (*self.row_shape, rows) if self.transposed else (rows, *self.row_shape)
         if self.scales:
-            matrix = rows, self.columns[0] // GROUP, GROUP // 2
+            matrix = rows, self.row_shape[0] // GROUP, GROUP // 2
         return (self.experts, *matrix) if self.experts else matrix
 
     def part_shapes(self) -> dict[str, Shape]:
         """Return the shapes of the decoder's tensors, by name."""
-        return {name: (len(rows), *self.columns) for name, _, rows in self.parts()}
+        return {name: (len(rows), *self.row_shape) for name, _, rows in self.parts()}
 
     def split(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         """Return the decoder's tensors in the stack `name`. Shapes were checked before."""
@@ -121,16 +121,16 @@ class Stack:
                 yield f"{prefix}{module}.{self.ending}", index, rows
 
 
-def find_stack(spec: ModelSpec, name: str, columns: Shape = ()) -> Stack | None:
+def find_stack(spec: ModelSpec, name: str, row_shape: Shape = ()) -> Stack | None:
     """Return a checkpoint's stack by its name; None for any other tensor.
 
-    columns: the shape of one row of a fused matrix, which `check_tensors` checks.
+    row_shape: of one row of a fused matrix, which `check_tensors` checks.
     """
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return None
     prefix, stored = match.groups()
-    return _expert_stack(spec, prefix, stored) or _fused_stack(spec, prefix, stored, columns)
+    return _expert_stack(spec, prefix, stored) or _fused_stack(spec, prefix, stored, row_shape)
 
 
 def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
@@ -146,7 +146,7 @@ def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
     return {name: modules for name, modules in fused.items() if name}
 
 
-def _fused_stack(spec: ModelSpec, prefix: str, stored: str, columns: Shape) -> Stack | None:
+def _fused_stack(spec: ModelSpec, prefix: str, stored: str, row_shape: Shape) -> Stack | None:
     fused_name, _, ending = stored.rpartition(".")
     modules = fused_modules(spec).get(fused_name)
     if modules is None or ending not in ("weight", "bias"):
@@ -155,7 +155,7 @@ def _fused_stack(spec: ModelSpec, prefix: str, stored: str, columns: Shape) -> S
     for module, count in modules.items():
         rows[module] = range(first, first + count)
         first += count
-    return Stack(prefix, ending, 0, rows, columns)
+    return Stack(prefix, ending, 0, rows, row_shape)
 
 
 def _expert_stack(spec: ModelSpec, prefix: str, stored: str) -> Stack | None:

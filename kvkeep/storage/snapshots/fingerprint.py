@@ -47,7 +47,10 @@ class Fingerprint:
         return _digest(self.to_dict())
 
     def describes(self, cells: Tensor) -> bool:
-        """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout."""
+        """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout.
+
+        Stored blocks of prompts that are not, as a damaged file has them, are refused.
+        """
         if cells.dim() != 4:
             return False
         layers, kv_heads, _, head_dim = cells.shape
