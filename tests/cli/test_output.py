@@ -1,4 +1,4 @@
-"""What commands write to a terminal besides their results."""
+"""The spinner of commands: it turns on a terminal, and leaves nothing there."""
 
 import io
 import sys

@@ -31,7 +31,7 @@ _STATE_PATTERNS = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model of the library.
+    """A model on this machine: one of the library, or a named file or folder.
 
     folder: in Hugging Face layout. bytes: size of its files. source: a pip requirement, a file or a
     hub id. slug: the name of its folder in the library. used: time of its last use.
