@@ -14,7 +14,7 @@ from kvkeep.errors import InvalidSnapshot, KvkeepError
 from kvkeep.model import Model
 from kvkeep.models.spec.cells import UNDO_TOKENS
 from kvkeep.session.session import Session
-from kvkeep.storage.snapshots.snapshot import describe
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 WINDOW = local_spec().window
 TEXT = MODEL.text.encode(topic_text())[:120]
@@ -80,7 +80,7 @@ def test_compression_leaves_local_cells_unchanged(method: str) -> None:
 def test_a_file_lists_local_segments(tmp_path: Path) -> None:
     session, path = fed(), tmp_path / "a.kvkeep"
     session.snapshot().save(path, codec="zstd")
-    document = describe(path)
+    document = read_snapshot_document(path)
     assert document["local_layout"]["layers"] == 4
     assert [each.get("local", False) for each in document["segments"]] == [False, True]
     assert document["segments"][-1]["length"] == local_cells(session)

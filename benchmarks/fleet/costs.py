@@ -180,6 +180,6 @@ def measure_store(model: Model, ids: Sequence[int]) -> StoreCosts:
             lease.release()
             heads.append(acquired - start)
             start = time.perf_counter()
-            Snapshot.load(sessions.existing("one"))
+            Snapshot.load(sessions.existing_path("one"))
             loads.append(time.perf_counter() - start)
     return median(commits), median(loads), median(heads), nbytes

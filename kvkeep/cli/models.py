@@ -64,7 +64,8 @@ def add(name: str, path: Path) -> None:
 def _echo_models(as_json: bool, with_last_use: bool = False) -> None:
     models = [*pulled_models(), *named_models().values()]
     rows: list[tuple[str, int | None, str, str | None, float | None]] = [
-        (model.name, model.bytes, model.source, str(model.folder), model.used) for model in models
+        (model.name, model.nbytes, model.source, str(model.path), model.last_used)
+        for model in models
     ]
     names = {model.name for model in models}
     for name, known_model in KNOWN_MODELS.items():
@@ -166,19 +167,19 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
     if to_remove and not yes and sys.stdin.isatty():
         click.confirm(f"Remove {', '.join(model.name for model in to_remove)}?", abort=True)
     for model in to_remove:
-        kept_note = "" if model.folder.is_relative_to(home()) else f"; {model.folder} remains"
+        kept_note = "" if model.path.is_relative_to(home()) else f"; {model.path} remains"
         freed_size = megabytes(remove_model(model, progress=True))
         click.echo(f"removed {model.name}, {freed_size}{kept_note}")
     for name in added_names.keys() & set(names):
         name_path(name).unlink()
-        click.echo(f"removed the name {name}; {added_names[name].folder} remains")
+        click.echo(f"removed the name {name}; {added_names[name].path} remains")
 
 
 def _find_pulled_model(name: str) -> LocalModel:
     pulled = pulled_models()
     matches = [model for model in pulled if model.name == name]
-    matches = matches or [model for model in pulled if name in (model.folder.name, model.slug)]
-    matches = matches or [model for model in pulled if model.folder == local_folder(name)]
+    matches = matches or [model for model in pulled if name in (model.path.name, model.slug)]
+    matches = matches or [model for model in pulled if model.path == local_folder(name)]
     if matches:
         return matches[0]
     known = ", ".join(model.name for model in pulled) or "none"

@@ -153,7 +153,7 @@ def _evict_to_size(shared_store: str | None, max_bytes: int) -> None:
         store = open_prefix_store()
         freed_bytes, left_bytes, store_note = store.gc(max_bytes), store.nbytes, ""
     else:
-        freed_bytes, left_bytes = inventory.evict_to(open_object_store(shared_store), max_bytes)
+        freed_bytes, left_bytes = inventory.evict_blocks(open_object_store(shared_store), max_bytes)
         store_note = f" in {shared_store}"
     click.echo(f"removed {megabytes(freed_bytes)}, {megabytes(left_bytes)} left{store_note}")
 
@@ -181,7 +181,7 @@ def why(
     text = options.read_prompt(prompt, file)
     loaded = load_named(model, dtype, "cpu", weight_format=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
-    num_stored, differs_at = open_prefix_store().differs_at(loaded.fingerprint, ids)
+    num_stored, differs_at = open_prefix_store().find_difference(loaded.fingerprint, ids)
     misses_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
     if as_json:
         counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}

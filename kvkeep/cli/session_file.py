@@ -14,7 +14,7 @@ from kvkeep.cli.which_model import require_local
 from kvkeep.errors import CorruptFile, InvalidArgument
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.session.conversation import CHAT_NOTES_KEY
-from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class OpenedSession:
     seed: int | None = None  # as saved
 
 
-def resume(file: Source, memory: MemoryOptions, progress: bool) -> OpenedSession:
+def resume(file: ReadablePath, memory: MemoryOptions, progress: bool) -> OpenedSession:
     """Restore the session in a file. Settings without an option stay as saved.
 
     Raises InvalidArgument for an option that contradicts the file, StoreError, FingerprintMismatch
@@ -78,7 +78,7 @@ def resume(file: Source, memory: MemoryOptions, progress: bool) -> OpenedSession
 
 
 def restore(
-    file: Source,
+    file: ReadablePath,
     label: object,
     snapshot: "Snapshot",
     model_name: str | None,
@@ -115,7 +115,7 @@ def restore(
     return model, model.restore(snapshot, calibration=loaded_calibration)
 
 
-def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
+def checked_notes(file: ReadablePath, snapshot: "Snapshot") -> dict[str, Any]:
     """Return a snapshot's notes. Raises CorruptFile unless the command line wrote them."""
     notes = snapshot.notes
     chat_note, unread = notes.get(CHAT_NOTES_KEY, {"system": None}), notes.get(UNREAD, [])
@@ -149,7 +149,7 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
         session.keep = keep
 
 
-def _require_saved_options(file: Source, snapshot: "Snapshot", memory: MemoryOptions) -> None:
+def _require_saved_options(file: ReadablePath, snapshot: "Snapshot", memory: MemoryOptions) -> None:
     saved_options = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     saved_options |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED_OPTIONS:

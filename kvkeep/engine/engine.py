@@ -172,7 +172,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
         """Read a snapshot. Raises InvalidArgument if there is none, StoreError."""
-        return Snapshot.load(self.snapshots(owner).existing(label))
+        return Snapshot.load(self.snapshots(owner).existing_path(label))
 
     # Statistics
 

@@ -22,7 +22,7 @@ from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.sessions.folder import SessionFolder
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 _log = logging.getLogger("kvkeep.engine")
 
@@ -55,7 +55,7 @@ class SessionRegistry:
         for name in folder.names():
             file = SessionFile(folder, name)
             try:
-                notes = describe(file.path).get("notes", {})
+                notes = read_snapshot_document(file.path).get("notes", {})
             except StoreError as error:
                 self.losses.append(f"{file.path} was not loaded and is left unchanged: {error}")
                 continue

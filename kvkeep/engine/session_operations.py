@@ -158,7 +158,7 @@ class SessionOperations:
         replace: an existing session of that name, which stays if the snapshot cannot be restored.
         """
         if not isinstance(snapshot, Snapshot):
-            snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing(snapshot))
+            snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing_path(snapshot))
         session = self._registry.model.restore(snapshot)
         record = self._registry.get(name, owner) if replace and name else None
         if record:

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
 from kvkeep.server.idempotency import replay
-from kvkeep.storage.sessions.interface import is_name
+from kvkeep.storage.sessions.interface import is_valid_name
 
 _ID_HEADER = b"x-session-id"
 MIDDLEWARES_IMPORT_PATH = f"{__name__}:middlewares"
@@ -74,7 +74,7 @@ def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str
         return ""
     if path == SESSIONS_PATH:
         name = request.get("name")
-        return name if isinstance(name, str) and is_name(name) else ""
+        return name if isinstance(name, str) and is_valid_name(name) else ""
     prefix = _stable_prefix(request)
     if not prefix:
         return ""

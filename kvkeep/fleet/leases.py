@@ -17,7 +17,7 @@ from kvkeep.fleet.exchange import RecordedResponse, SessionKey, pop_responses, r
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
-from kvkeep.storage.sessions.protocol import VersionedHead
+from kvkeep.storage.sessions.protocol import HeadVersion
 from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -35,7 +35,7 @@ _STORE_THREADS = 16
 class _EngineCopy:
     record: SessionRecord
     snapshot: str  # name in the store
-    version: VersionedHead | None  # of the head when last seen
+    version: HeadVersion | None  # of the head when last seen
     revision: int  # of the session, as loaded or committed
     responses: list[RecordedResponse]  # to requests with keys, the newest last
 
@@ -116,7 +116,7 @@ class SessionLeases:
         finally:
             self._records_being_written.pop(leased.key, None)
             try:
-                if not leased.in_sync or leased.lease.loss is not None:
+                if not leased.in_sync or leased.lease.failure is not None:
                     await self._roll_back(leased)
                 elif leased.record is not None:
                     await self._call_engine(self._borrowed.release, leased.record)
@@ -180,7 +180,7 @@ class SessionLeases:
         responses = [*leased.responses, *([response] if response else [])]
         snapshot, revision = await self._call_engine(self._borrowed.snapshot, record)
         snapshot = replace(snapshot, notes={**snapshot.notes, **response_notes(responses)})
-        session_path = SessionPath(leased.lease.objects, leased.lease, release=True)
+        session_path = SessionPath(leased.lease.objects, leased.lease, release_on_commit=True)
         await self.call_store(snapshot.save, session_path)
         version = leased.lease.version
         copy = _EngineCopy(record, version.head.snapshot, version, revision, responses)

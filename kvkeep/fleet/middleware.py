@@ -27,7 +27,7 @@ from kvkeep.server.idempotency import key_reused_error, read_body
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
 from kvkeep.server.sse import sse_event
 from kvkeep.storage.sessions.shared import SessionPath
-from kvkeep.storage.snapshots.snapshot import describe
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 _log = logging.getLogger("kvkeep.server")
 _SEED_COUNT = 2**53  # JavaScript represents every integer below
@@ -201,7 +201,7 @@ class SessionMiddleware:
 def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     """Return a session's JSON fields as last committed; None if it is gone or damaged."""
     try:
-        notes = describe(path)["notes"]
+        notes = read_snapshot_document(path)["notes"]
         record = SessionRecord(path.stem, "", named=True, file=None, session=None)
         record.resume({ENGINE_NOTES_KEY: notes[ENGINE_NOTES_KEY]})
         return session_entry(record)

@@ -51,7 +51,9 @@ class Replica:
             stores=caches.for_owner if caches else None,
             snapshots=partial(SharedLabels, objects),
         )
-        sessions_of = partial(SharedSessions, objects, writer=self.writer, lease=lease_seconds)
+        sessions_of = partial(
+            SharedSessions, objects, writer=self.writer, lease_seconds=lease_seconds
+        )
         self.leases = SessionLeases(self.engine, sessions_of)
 
     def middleware(self, app: Any) -> SessionMiddleware:

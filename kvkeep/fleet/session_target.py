@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from kvkeep.server.errors import ApiError
-from kvkeep.storage.sessions.interface import is_name
+from kvkeep.storage.sessions.interface import is_valid_name
 
 # none: no session of the store. unknown: an invalid path below /v1/sessions/. fork: creates a
 # session from another one. snapshot: saves the session as a labelled snapshot. events: an endless
@@ -44,7 +44,7 @@ def session_target(method: str, path: str) -> SessionTarget:
     if method == "OPTIONS" or not path.startswith(f"{SESSIONS_PATH}/"):
         return SessionTarget("none")
     match = _SESSION_ROUTE.fullmatch(path)
-    if match is None or not is_name(match[1]):
+    if match is None or not is_valid_name(match[1]):
         return SessionTarget("unknown")
     name, action = match[1], match[2] or ""
     operation: TargetOperation = "write"
@@ -59,7 +59,7 @@ def session_target(method: str, path: str) -> SessionTarget:
 
 def require_new_name(name: object) -> str:
     """Return the name. Raises ApiError if a new session of the store cannot have it."""
-    if not isinstance(name, str) or not is_name(name):
+    if not isinstance(name, str) or not is_valid_name(name):
         raise ApiError(400, f"name: {name!r:.120} is not a valid session name", param="name")
     if _RESERVED_NAME.fullmatch(name):
         raise ApiError(400, f"name: {name!r} is reserved for slots and responses", param="name")

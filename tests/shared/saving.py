@@ -40,7 +40,9 @@ def main(url: str, model_path: str, tokens: int) -> None:
 
 def save_until_killed(url: str, snapshot: Snapshot, writer: int) -> None:
     """Save without end, and report to the pipe `writer`: `!` with the lease, then each save."""
-    sessions = SharedSessions(open_object_store(url), writer=f"{os.getpid()}", lease=LEASE_SECONDS)
+    sessions = SharedSessions(
+        open_object_store(url), writer=f"{os.getpid()}", lease_seconds=LEASE_SECONDS
+    )
     while True:
         try:
             lease = sessions.acquire("one")

@@ -46,7 +46,7 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(
             if not version.head.snapshot:
                 assert last_done == 0
                 continue
-            snapshot = Snapshot.load(sessions.existing("one"))  # verifies every byte
+            snapshot = Snapshot.load(sessions.existing_path("one"))  # verifies every byte
             while snapshot.notes["number"] != version.head.gen:
                 # The server completed a request of the killed process in between.
                 assert snapshot.notes["number"] == version.head.gen + 1 == begun
@@ -60,7 +60,7 @@ def test_a_killed_save_leaves_the_old_session_or_the_new_one(
     )
     names = _sweep_after_expiry(sessions)
     assert snapshot_count == len(names) + 1
-    assert Snapshot.load(sessions.existing("one")).notes["number"] == last_done
+    assert Snapshot.load(sessions.existing_path("one")).notes["number"] == last_done
 
 
 def _start_savers(url: str, model: Path, tokens: int) -> "subprocess.Popen[str]":

@@ -13,7 +13,12 @@ from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore
-from kvkeep.storage.prefixes.inventory import evict_to, prompts_of, stored_blocks, stored_prompts
+from kvkeep.storage.prefixes.inventory import (
+    evict_blocks,
+    prompts_of,
+    stored_blocks,
+    stored_prompts,
+)
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
 SECRET = secrets.token_bytes(32)
@@ -63,7 +68,7 @@ def test_a_match_reports_where_the_prompt_differs(objects: ObjectStore, tiny: Mo
     feed(tiny, store, PROMPT)
     other = [*PROMPT[:300], 9, *PROMPT[301:]]
     match = store.find(tiny.fingerprint, other)
-    assert (match.tokens, match.differs_at) == (256, 300)
+    assert (match.token_count, match.differs_at) == (256, 300)
 
 
 def test_blocks_of_another_owner_secret_or_processor_are_not_found(
@@ -122,19 +127,19 @@ def test_evict_to_evicts_the_ends_of_the_oldest_prompts_first(
     feed(tiny, store.for_owner("another"), later)
     blocks = list(stored_blocks(objects))
     total, block_bytes = sum(block.nbytes for block in blocks), blocks[0].nbytes
-    assert evict_to(objects, total) == (0, total)
-    assert evict_to(objects, total - block_bytes) == (block_bytes, total - block_bytes)
+    assert evict_blocks(objects, total) == (0, total)
+    assert evict_blocks(objects, total - block_bytes) == (block_bytes, total - block_bytes)
     assert feed(tiny, store.for_owner("another"), later)[0] == len(later) // 256 * 256
     assert feed(tiny, store, PROMPT)[0] == 256, "its first block is still stored"
-    assert evict_to(objects, 0) == (total, 0)
+    assert evict_blocks(objects, 0) == (total, 0)
     assert [*stored_blocks(objects)] == []
 
 
 def test_orphan_blocks_are_evicted_too(objects: ObjectStore) -> None:
     for name in ("a/a", "b/c", "c/b", "x/e", "y/e"):
         objects.put(f"prefixes/orphans/{name}.kvblock", b"12")
-    assert evict_to(objects, 4) == (6, 4)
-    assert evict_to(objects, 0) == (4, 0)
+    assert evict_blocks(objects, 4) == (6, 4)
+    assert evict_blocks(objects, 0) == (4, 0)
     assert [*stored_blocks(objects)] == []
 
 

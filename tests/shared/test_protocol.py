@@ -10,7 +10,7 @@ from shared.exploring import Actor, Explorer, Fetch, Upload, Violation
 from kvkeep.errors import HeldElsewhere, NoObject, StoreError
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.head import SessionHead, new_snapshot_name
-from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, VersionedHead
+from kvkeep.storage.sessions.protocol import HeadVersion, LeaseRequest, PutHead, ReadHead
 
 # A lease of 0 seconds has expired when it begins, so that no clock excludes any writer.
 IGNORING_CLOCKS = {"now": math.inf, "seconds": 0.0}
@@ -41,7 +41,7 @@ def collector(confirmed: list[str]) -> Generator[Any, Any, None]:
     """Acquire the session and delete its unreferenced snapshots."""
     try:
         lease = yield from protocol.acquire(LeaseRequest("collector", **IGNORING_CLOCKS))
-        yield from protocol.collect(lease)
+        yield from protocol.collect_garbage(lease)
         yield from protocol.release(lease)
     except StoreError:
         return
@@ -140,7 +140,7 @@ def test_the_explorer_finds_a_lost_commit() -> None:
         name = f"{version.head.epoch:012}-x"
         yield Upload(name)
         current = yield ReadHead()
-        head = version.head.next(gen=version.head.gen + 1, snapshot=name)
+        head = version.head.updated(gen=version.head.gen + 1, snapshot=name)
         yield PutHead(head, current.etag)
         confirmed.append(name)
 
@@ -168,7 +168,7 @@ def test_acquiring_a_missing_session_raises_no_object() -> None:
 
 
 def test_a_lease_excludes_other_writers_until_it_expires() -> None:
-    version = VersionedHead(SessionHead(3, 1, "n", "b", 10.0, "s"), "tag")
+    version = HeadVersion(SessionHead(3, 1, "n", "b", 10.0, "s"), "tag")
     steps = protocol.acquire(LeaseRequest("a", 9.0, 1.0))
     next(steps)
     with pytest.raises(HeldElsewhere, match="b"):

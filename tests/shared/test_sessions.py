@@ -28,7 +28,7 @@ from kvkeep.errors import (
 )
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore, open_object_store, remote
-from kvkeep.storage.objects.interface import ChunkSource
+from kvkeep.storage.objects.interface import ChunkFactory
 from kvkeep.storage.sessions import driver
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
@@ -36,7 +36,7 @@ from kvkeep.storage.sessions.shared import SharedSessions, sweep_all
 
 
 def sessions_of(objects: ObjectStore, writer: str, lease: float = 30.0) -> SharedSessions:
-    return SharedSessions(objects, writer=writer, lease=lease)
+    return SharedSessions(objects, writer=writer, lease_seconds=lease)
 
 
 def commit(lease: Lease, content: bytes, release: bool = False) -> SessionHead:
@@ -44,7 +44,7 @@ def commit(lease: Lease, content: bytes, release: bool = False) -> SessionHead:
 
 
 def content(sessions: SharedSessions, name: str) -> bytes:
-    with sessions.existing(name).open("rb") as file:
+    with sessions.existing_path(name).open("rb") as file:
         return file.read()
 
 
@@ -61,7 +61,7 @@ def test_a_saved_session_continues_bit_for_bit(objects: ObjectStore, tiny: Model
     other = sessions_of(objects, "b")
     assert other.names() == ["one"]
     assert [path.stem for path in other.newest_first()] == ["one"]
-    restored = tiny.restore(Snapshot.load(other.existing("one")))
+    restored = tiny.restore(Snapshot.load(other.existing_path("one")))
     assert list(restored.stream(8)) == list(session.stream(8))
 
 
@@ -93,7 +93,7 @@ def test_a_session_created_without_a_commit_is_removed(objects: ObjectStore) -> 
         pass
     assert sessions_of(objects, "b").names() == []
     with pytest.raises(InvalidArgument, match="no session 'one'"):
-        sessions_of(objects, "b").existing("one")
+        sessions_of(objects, "b").existing_path("one")
     with sessions_of(objects, "b").lock("one") as path:
         path.write_chunks(lambda: [b"1"])
     assert content(sessions_of(objects, "a"), "one") == b"1"
@@ -130,7 +130,7 @@ def test_a_writer_that_lost_its_lease_cannot_commit_and_is_notified(objects: Obj
     with pytest.raises(Moved, match="b has acquired it"):
         commit(first, b"lost")
     assert notified.is_set()
-    assert isinstance(first.loss, Moved)
+    assert isinstance(first.failure, Moved)
     assert content(sessions_of(objects, "c"), "one") == b"2"
     second.release()
 
@@ -186,7 +186,7 @@ def test_an_invalid_head_is_a_corrupt_file(objects: ObjectStore) -> None:
             sessions_of(objects, "a").acquire("one")
     objects.put(key, b'{"kvkeep": "head", "format": 2}')
     with pytest.raises(NewerFormat, match="upgrade"):
-        sessions_of(objects, "a").existing("one")
+        sessions_of(objects, "a").existing_path("one")
 
 
 def test_a_damaged_snapshot_in_the_store_is_refused(objects: ObjectStore, tiny: Model) -> None:
@@ -199,7 +199,7 @@ def test_a_damaged_snapshot_in_the_store_is_refused(objects: ObjectStore, tiny: 
     damaged[-5] ^= 1
     objects.put(stored.key, bytes(damaged))
     with pytest.raises(CorruptFile, match="session 'one'"):
-        Snapshot.load(sessions.existing("one"))
+        Snapshot.load(sessions.existing_path("one"))
 
 
 class ScheduledStore:
@@ -312,7 +312,7 @@ def _run_schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
 def without_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry without waiting."""
     backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
-    monkeypatch.setitem(remote.RETRIES, "backoff", {**backoff, "base": 2})
+    monkeypatch.setitem(remote.RETRY_CONFIG, "backoff", {**backoff, "base": 2})
     monkeypatch.setattr(driver, "MAX_WAIT", 0.001)
 
 
@@ -371,7 +371,7 @@ def _expire(sessions: SharedSessions) -> None:
                 at = sessions.objects_of("one")
                 at.store.put(
                     "sessions/0/one/head.json",
-                    version.head.next(writer="", expires=0.0).to_json(),
+                    version.head.updated(writer="", expires=0.0).to_json(),
                     if_match=version.etag,
                 )
             return
@@ -393,7 +393,7 @@ class _SlowStore:
     def __getattr__(self, name: str) -> object:
         return getattr(self._objects, name)
 
-    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
+    def put_chunks(self, key: str, pieces: ChunkFactory) -> None:
         time.sleep(self._seconds)
         self._objects.put_chunks(key, pieces)
 

@@ -96,13 +96,13 @@ def save_and_be_killed(snapshot: Snapshot, path: Path, after: int) -> None:
     """Save in a child that is killed once it has written `after` bytes."""
 
     def work() -> None:
-        make = atomic._create_temporary
+        make = atomic._create_temporary_file
 
         def with_kill(place: Path) -> tuple[BinaryIO, Path]:
             file, temporary = make(place)
             return FileThatKillsItsProcess(file, after), temporary  # type: ignore[return-value]
 
-        atomic._create_temporary = with_kill
+        atomic._create_temporary_file = with_kill
         snapshot.save(path)
 
     _, status = os.waitpid(run_in_fork(work), 0)
@@ -170,9 +170,9 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(os, "replace", raise_os_error(errno.EACCES))
         return os.strerror(errno.EACCES)
     if request.param == "open":
-        monkeypatch.setattr(atomic, "_create_temporary", raise_os_error(errno.EROFS))
+        monkeypatch.setattr(atomic, "_create_temporary_file", raise_os_error(errno.EROFS))
         return os.strerror(errno.EROFS)
-    make, remaining_bytes = atomic._create_temporary, room[request.param]
+    make, remaining_bytes = atomic._create_temporary_file, room[request.param]
 
     def on_full_disk(path: Path) -> tuple[BinaryIO, Path]:
         file, temporary = make(path)
@@ -180,7 +180,7 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     FullDisk.__enter__ = lambda self: self  # type: ignore[attr-defined]
     FullDisk.__exit__ = lambda self, *_: self._file.close()  # type: ignore[attr-defined]
-    monkeypatch.setattr(atomic, "_create_temporary", on_full_disk)
+    monkeypatch.setattr(atomic, "_create_temporary_file", on_full_disk)
     return os.strerror(errno.ENOSPC)
 
 
@@ -190,7 +190,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     path = tmp_path / "a.kvkeep"
     path.write_bytes(b"")
     with pytest.MonkeyPatch.context() as unbroken:
-        for module, name in ((os, "fsync"), (os, "replace"), (atomic, "_create_temporary")):
+        for module, name in ((os, "fsync"), (os, "replace"), (atomic, "_create_temporary_file")):
             unbroken.setattr(module, name, ORIGINALS[name])
         snapshots[0].save(path)
     with pytest.raises(StoreError, match=f"{failure}.*unchanged"):
@@ -202,7 +202,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
 ORIGINALS = {
     "fsync": os.fsync,
     "replace": os.replace,
-    "_create_temporary": atomic._create_temporary,
+    "_create_temporary_file": atomic._create_temporary_file,
 }
 
 

@@ -13,7 +13,7 @@ from small_models import small_model
 
 from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
 from kvkeep.storage.snapshots.container import write_container
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 MODEL = small_model()
 TEXT = list(b"a session that wraps around its window more than once")
@@ -47,7 +47,7 @@ def test_a_flipped_bit_in_any_byte_of_the_header_is_refused(path: Path) -> None:
     draw = random.Random(0)
     bits = [(offset, draw.randrange(8)) for offset in range(header_size(path.read_bytes()))]
     for _ in with_flipped_bits(path, bits):
-        for read in (Snapshot.load, describe):
+        for read in (Snapshot.load, read_snapshot_document):
             with pytest.raises((CorruptFile, ForeignFile, TruncatedFile)):
                 read(path)
     Snapshot.load(path)
@@ -121,7 +121,7 @@ def test_a_newer_format_raises_newer_format(tmp_path: Path) -> None:
     write_container(
         path, "snapshot", 99, {"written by": "a later release"}, {"unknown": torch.ones(3)}
     )
-    for read in (Snapshot.load, describe):
+    for read in (Snapshot.load, read_snapshot_document):
         with pytest.raises(NewerFormat, match="format 99; this kvkeep reads up to 6"):
             read(path)
 
@@ -143,7 +143,7 @@ def rewrite(path: Path, change: dict[str, object], tensors: dict[str, torch.Tens
 
 
 def changed_segment(path: Path, **entry: object) -> dict[str, object]:
-    segments = describe(path)["segments"]
+    segments = read_snapshot_document(path)["segments"]
     return {"segments": [*segments[:-1], segments[-1] | entry]}
 
 

@@ -18,7 +18,7 @@ from topics import topic_ids
 from kvkeep.cache import Cells, Layout, PositionMap, Segment
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 MODEL = small_model()
 TEXT = list(b"any reader of safetensors can open this, and find the keys in it")
@@ -127,7 +127,7 @@ def test_the_file_of_a_wrapped_session_has_the_size_of_its_budget(tmp_path: Path
 
 def test_describe_reads_the_header(tmp_path: Path) -> None:
     SESSIONS["wrapped"].snapshot().save(tmp_path / "a.kvkeep")
-    description = describe(tmp_path / "a.kvkeep")
+    description = read_snapshot_document(tmp_path / "a.kvkeep")
     assert description["policy"]["name"] == "sliding"
     assert description["policy"]["max_kv_size"] == 48
     assert sum(entry["length"] for entry in description["segments"]) == 48

@@ -14,7 +14,7 @@ from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import block_key, blocks_of
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import read_container
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 NEXT = [35, 8, 146, 15, 23, 77, 160, 166, 58, 194, 133, 60, 133, 77, 54, 74]
@@ -30,7 +30,7 @@ def test_a_file_of_format_1_continues_with_the_same_tokens() -> None:
 
 def test_the_file_of_format_1_is_a_wrapped_window_of_less_than_60_kb() -> None:
     assert PATH.stat().st_size < 60_000
-    ring = describe(PATH)["segments"][-1]
+    ring = read_snapshot_document(PATH)["segments"][-1]
     assert ring["slot_order"]
     assert ring["start"] > 0
 
@@ -55,7 +55,7 @@ def model_with_tokenizer_of(saved: dict[str, str]) -> Model:
     library.
     """
     model = golden_model()
-    fingerprint = replace(model.fingerprint, earlier_tokenizer=saved["tokenizer"])
+    fingerprint = replace(model.fingerprint, legacy_tokenizer=saved["tokenizer"])
     model.__dict__["fingerprint"] = fingerprint
     return model
 

@@ -15,12 +15,12 @@ from kvkeep import Calibration, Snapshot, load_calibration
 from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import CorruptFile, FingerprintMismatch, StoreError, TruncatedFile
 from kvkeep.storage.snapshots.container import read_container, write_container
-from kvkeep.storage.snapshots.snapshot import describe
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 MODEL = small_model()
 READERS: dict[str, Callable[[Path], object]] = {
     "snapshot": Snapshot.load,
-    "description": describe,
+    "description": read_snapshot_document,
     "calibration": lambda path: load_calibration(path, MODEL),
 }
 

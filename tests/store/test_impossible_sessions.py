@@ -15,7 +15,7 @@ from kvkeep import Sampling
 from kvkeep.errors import CorruptFile, InvalidSnapshot
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.container import read_container, write_container
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(120)]
@@ -352,7 +352,7 @@ def test_describe_refuses_an_invalid_document(tmp_path: Path) -> None:
     for change in (top_level(notes=[1]), without("clock"), top_level(segments=[5]), policy(name=7)):
         path = save_changed(ring(), tmp_path / "a.kvkeep", change)
         with pytest.raises(CorruptFile):
-            describe(path)
+            read_snapshot_document(path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from small_models import small_model
 
 from kvkeep.errors import CorruptFile
 from kvkeep.storage.snapshots.container import read_container, write_container
-from kvkeep.storage.snapshots.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 MODEL = small_model()
 TEXT = list(b"a session that wraps around its window more than once")
@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_file_records_the_bits_of_its_cells(path: Path) -> None:
-    assert describe(path)["bits"] == {"kv": "8/4", "far": None}
+    assert read_snapshot_document(path)["bits"] == {"kv": "8/4", "far": None}
     with safe_open(path, "pt") as file:
         assert file.metadata()["version"] == "2"
         tensors = {n: file.get_tensor(n) for n in file.keys() if n.startswith("segment.1.")}  # noqa: SIM118

@@ -67,9 +67,9 @@ def test_sessions_are_listed_by_name_and_by_age(tmp_path: Path) -> None:
     (tmp_path / "folder.kvkeep").mkdir()
     assert folder.names() == ["a", "b", "c"]
     assert [path.stem for path in folder.newest_first()] == ["c", "a", "b"]
-    assert folder.existing("a") == tmp_path / "a.kvkeep"
+    assert folder.existing_path("a") == tmp_path / "a.kvkeep"
     with pytest.raises(InvalidArgument, match="no session 'd'; expected one of: a, b, c"):
-        folder.existing("d")
+        folder.existing_path("d")
 
 
 def test_a_missing_folder_is_listed_as_empty(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ def test_sessions_in_an_older_folder_are_found(
         b"old b",
         b"old c",
     ]
-    assert migrating_folder.existing("a") == tmp_path / "new" / "a.kvkeep"
-    assert migrating_folder.existing("b") == tmp_path / "old" / "b.kvkeep"
+    assert migrating_folder.existing_path("a") == tmp_path / "new" / "a.kvkeep"
+    assert migrating_folder.existing_path("b") == tmp_path / "old" / "b.kvkeep"
     with pytest.raises(InvalidArgument, match="a, b, c"):
-        migrating_folder.existing("d")
+        migrating_folder.existing_path("d")
     only_old = SessionFolder(tmp_path / "none", legacy_root=tmp_path / "old")
     assert only_old.names() == ["a", "b", "c"]
     assert not (tmp_path / "none").exists(), "listing creates no folder"
@@ -193,7 +193,7 @@ def test_a_session_that_cannot_be_moved_stays_in_the_old_folder(
     monkeypatch.setattr(Path, "rename", no_space)
     with pytest.raises(StoreError, match="it is unchanged"), migrating_folder.lock("b"):
         pass
-    assert migrating_folder.existing("b").read_bytes() == b"old b"
+    assert migrating_folder.existing_path("b").read_bytes() == b"old b"
 
 
 def test_a_session_removed_by_another_process_is_reported_as_missing(

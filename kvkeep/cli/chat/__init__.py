@@ -11,7 +11,7 @@ from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_
 from kvkeep.cli.store import saved_sessions, session_names
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation, count_system_tokens
-from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.header import read_summary
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _latest_chat_name(store: str | None, session: str | None) -> str:
 
 
 def _open_conversation(
-    source: Source | None, system: str | None, session_options: SessionOptions, progress: bool
+    source: ReadablePath | None, system: str | None, session_options: SessionOptions, progress: bool
 ) -> tuple[OpenedSession, Conversation]:
     """Open the session in `source`, or else a new one, and its conversation."""
     memory, saved_system = session_options.memory, system

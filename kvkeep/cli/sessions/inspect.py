@@ -16,7 +16,7 @@ from kvkeep.cli.store import STORE, saved_sessions, session_names
 from kvkeep.cli.which_model import SAVED_MODEL, require_local
 from kvkeep.errors import FingerprintMismatch, InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT_NOTES_KEY
-from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.header import read_summary
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def list_(as_json: bool = JSON, store: str | None = STORE) -> None:
         echo_table([titles, *map(_table_row, rows)], right_aligned=range(1, 5))
 
 
-def _session_row(path: Source) -> dict[str, Any] | None:
+def _session_row(path: ReadablePath) -> dict[str, Any] | None:
     """Return what `list` says of a session; None if it was removed meanwhile.
 
     The fields of a header that cannot be read are None, with the reason as "error".
@@ -117,7 +117,7 @@ def _compressed_cells(snapshot: "Snapshot") -> int:
     return sum(segment.length for segment in snapshot.segments if segment.compressed)
 
 
-def _description(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
+def _description(file: ReadablePath, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     policy = snapshot.policy
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     dtype = str(snapshot.layout.dtype).removeprefix("torch.")
@@ -135,16 +135,16 @@ def _description(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]
         yield "unread", f"{plural(len(unread_ids), 'token')} of an interrupted prompt"
 
 
-def _text_codec(file: Source, snapshot: "Snapshot", model_name: str | None) -> "TextCodec":
+def _text_codec(file: ReadablePath, snapshot: "Snapshot", model_name: str | None) -> "TextCodec":
     from kvkeep.models.hub.source import resolve
     from kvkeep.models.text.codec import TextCodec
-    from kvkeep.storage.snapshots.fingerprint import is_tokenizer_of
+    from kvkeep.storage.snapshots.fingerprint import matches_tokenizer
 
     if model_name is None:
         require_local(snapshot.model, file)
     name = model_name or snapshot.model
     text_codec = TextCodec.open(resolve(name, progress=True))
-    if not is_tokenizer_of(snapshot.fingerprint, text_codec.tokenizer):
+    if not matches_tokenizer(snapshot.fingerprint, text_codec.tokenizer):
         raise FingerprintMismatch(
             f"the text of {file} cannot be shown: the tokenizer of {name} has changed since it was "
             "saved"
@@ -188,13 +188,13 @@ def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
         raise click.exceptions.Exit(2)
 
 
-def _session_or_file(name: str, store: str | None) -> Source:
+def _session_or_file(name: str, store: str | None) -> ReadablePath:
     """Return a session's file, or else the file at that path."""
     path = Path(name)
     if "/" in name and not path.is_file():
         raise InvalidArgument(f"there is no file {name}")
     try:
-        return saved_sessions(store).existing(name)
+        return saved_sessions(store).existing_path(name)
     except InvalidArgument:
         if path.is_file():
             return path

@@ -17,9 +17,9 @@ from kvkeep.cli.store import STORE, saved_sessions, session_names
 from kvkeep.cli.which_model import SAVED_MODEL, load_named
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.library import home
-from kvkeep.storage.files.atomic import atomic_writer, sweep_temporaries
+from kvkeep.storage.files.atomic import atomic_writer, sweep_temporary_files
 from kvkeep.storage.objects import is_url, open_object_store
-from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def fork(
     from kvkeep import Snapshot
 
     sessions = saved_sessions(store)
-    file = sessions.existing(source)
+    file = sessions.existing_path(source)
     with sessions.lock(target) as target_file:
         _require_unused(target_file, target)
         snapshot = Snapshot.load(file)
@@ -89,7 +89,7 @@ def export(
     store: str | None = STORE,
 ) -> None:
     """Write a session to a file, to import on another machine."""
-    source = saved_sessions(store).existing(name)
+    source = saved_sessions(store).existing_path(name)
     check_output_path(file, "snapshot")
     from kvkeep import Snapshot
 
@@ -124,7 +124,7 @@ def import_(
         click.echo(f"{name} has {tokens}, {_size_text(target_file)}")
 
 
-def _copy(source: Source, target: "Path | SessionPath") -> None:
+def _copy(source: ReadablePath, target: "Path | SessionPath") -> None:
     """Copy a snapshot atomically. Raises StoreError."""
     if not isinstance(target, Path):
         target.write_chunks(lambda: _read_chunks(source))
@@ -139,12 +139,12 @@ def _copy(source: Source, target: "Path | SessionPath") -> None:
         ) from error
 
 
-def _read_chunks(source: Source) -> Iterator[bytes]:
+def _read_chunks(source: ReadablePath) -> Iterator[bytes]:
     with source.open("rb") as source_file:
         yield from iter(partial(source_file.read, _CHUNK_BYTES), b"")
 
 
-def _require_unused(target_file: Source, name: str) -> None:
+def _require_unused(target_file: ReadablePath, name: str) -> None:
     if target_file.exists():
         raise InvalidArgument(
             f"session {name!r} already exists; use another name, or remove it with `kvkeep "
@@ -152,7 +152,7 @@ def _require_unused(target_file: Source, name: str) -> None:
         )
 
 
-def _size_text(file: Source) -> str:
+def _size_text(file: ReadablePath) -> str:
     return megabytes(file.stat().st_size)
 
 
@@ -162,7 +162,7 @@ def rm(names: tuple[str, ...], store: str | None = STORE) -> None:
     """Remove sessions."""
     sessions = saved_sessions(store)
     for name in names:
-        sessions.existing(name)  # an unknown name raises before any is removed
+        sessions.existing_path(name)  # an unknown name raises before any is removed
     for name in names:
         click.echo(f"removed {name}, {megabytes(sessions.remove(name))}")
 
@@ -182,7 +182,7 @@ def gc(store: str | None = STORE) -> None:
     else:
         removed = list[object](saved_sessions(store).sweep())
     if prefixes.is_dir():
-        removed += sweep_temporaries(prefixes)
+        removed += sweep_temporary_files(prefixes)
     for file in removed:
         click.echo(f"removed {file}")
     click.echo(f"{plural(len(removed), 'file')} removed")

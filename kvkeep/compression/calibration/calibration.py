@@ -62,7 +62,7 @@ class Calibration:
 
     def require(self, model: LoadedModel) -> None:
         """Raise FingerprintMismatch, naming what differs, for another model."""
-        model.fingerprint.require(self.fingerprint, "the calibration")
+        model.fingerprint.require_match(self.fingerprint, "the calibration")
 
     def save(self, path: str | Path) -> int:
         """Write the file atomically; return its size in bytes."""
@@ -115,7 +115,7 @@ def _from_saved(
     document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: LoadedModel
 ) -> Calibration:
     # Checked first: another model's statistics have another shape without being damaged.
-    model.fingerprint.require(document["fingerprint"], "the calibration")
+    model.fingerprint.require_match(document["fingerprint"], "the calibration")
     _check_tensors(tensors, model.decoder.new_cache().layout)
     surrogate = None
     if "surrogate.key" in tensors:

@@ -26,23 +26,25 @@ LOCK_TIMEOUT = 3600.0  # seconds that a process waits for the lock: large downlo
 _RECORD_NAME = "kvkeep.json"
 # Version of the contents of a model's folder: models with an older one are converted again.
 _LAYOUT_VERSION = 7
-_STATE_PATTERNS = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
+# Folders of packed and unpacked weights are called NAME-SUFFIX; the suffix tells outdated ones.
+_SUFFIX_PATTERNS = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 
 
 @dataclass(frozen=True)
 class LocalModel:
     """A model on this machine: one of the library, or a named file or folder.
 
-    folder: in Hugging Face layout. bytes: size of its files. source: a pip requirement, a file or a
-    hub id. slug: the name of its folder in the library. used: time of its last use.
+    path: a folder in Hugging Face layout, or a GGUF file that a user named. nbytes: the size of its
+    files. source: a pip requirement, a file or a hub id. slug: the name of its folder in the
+    library. last_used: seconds since 1970.
     """
 
     name: str
-    folder: Path
-    bytes: int
+    path: Path
+    nbytes: int
     source: str
     slug: str
-    used: float
+    last_used: float
 
 
 def home() -> Path:
@@ -70,15 +72,16 @@ def find_model(slug: str) -> LocalModel | None:
     record = _read_record(_models_folder() / slug)
     if record is None:
         return None
-    folder = Path(record["folder"]) if record["folder"] else _models_folder() / slug
+    folder = Path(record["folder"]) if record["folder"] else model_path(slug)
     try:
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
-        used = model_path(slug).stat().st_mtime
+        last_used = model_path(slug).stat().st_mtime
     except OSError:
         return None
     if sizes != record["files"]:
         return None
-    return LocalModel(record["name"], folder, sum(sizes.values()), record["source"], slug, used)
+    nbytes = sum(sizes.values())
+    return LocalModel(record["name"], folder, nbytes, record["source"], slug, last_used)
 
 
 def model_path(slug: str) -> Path:
@@ -102,15 +105,14 @@ def store_model(
     """Create a model under `slug` and return its folder. A complete one is reused.
 
     fill: writes the model into the folder that it is passed, or returns another folder that already
-        holds the model.
-    refresh: create the model even if it is complete.
+        holds the model. progress: report waiting for the lock. refresh: create the model even if it
+        is complete.
 
     A lock admits one process at a time: a second one waits and reuses the first one's result. The
     model appears by one rename after all of it is on disk, so a crash cannot leave a partial model;
-    the next call removes leftovers, and models of the same source under other slugs.
-
-    Raises ModelError if the folder cannot be written, Locked if another process has held the lock
-    for an hour, and what `fill` raises.
+    the next call removes leftovers, and models of the same source under other slugs. Raises
+    ModelError if the folder cannot be written, Locked if another process has held the lock for an
+    hour, and what `fill` raises.
     """
     try:
         models_folder = _models_folder()
@@ -118,9 +120,9 @@ def store_model(
         with _lock_library(home() / "pull.lock", progress):
             stored_model = None if refresh else find_model(slug)
             if stored_model is not None:
-                return stored_model.folder
+                return stored_model.path
             sweep_partial_folders(models_folder)  # while locked, these are left over from crashes
-            folder = _create(models_folder / slug, name, source, fill)
+            folder = _create(model_path(slug), name, source, fill)
             _drop_superseded(slug, source)
             return folder
     except OSError as error:
@@ -137,21 +139,20 @@ def remove_model(model: LocalModel, progress: bool) -> int:
     """
     try:
         with _lock_library(home() / "pull.lock", progress):
-            derived = (derived_folders(form, model.folder.name) for form in _STATE_PATTERNS)
-            folders = [_models_folder() / model.slug, *chain.from_iterable(derived)]
-            freed = sum(map(folder_size, folders))
+            weights = (derived_folders(form, model.path.name) for form in _SUFFIX_PATTERNS)
+            folders = [model_path(model.slug), *chain.from_iterable(weights)]
+            freed_bytes = sum(map(folder_size, folders))
             for folder in folders:
                 if folder.is_dir():
                     remove_folder(folder)
     except OSError as error:
         raise ModelError(f"{model.name} cannot be removed: {error}") from error
-    return freed
+    return freed_bytes
 
 
 def derived_folders(form: str, name: str) -> list[Path]:
-    """Return the folders of a model with "packed" or "unpacked" weights, called NAME-STATE."""
-    paths = (home() / form).glob(f"{glob.escape(name)}-*")
-    pattern = _STATE_PATTERNS[form]
+    """Return the folders of a model's weights, in the form "packed" or "unpacked"."""
+    paths, pattern = (home() / form).glob(f"{glob.escape(name)}-*"), _SUFFIX_PATTERNS[form]
     return [path for path in paths if re.fullmatch(pattern, path.name.removeprefix(f"{name}-"))]
 
 
@@ -160,9 +161,10 @@ def _models_folder() -> Path:
 
 
 def _create(target: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
-    with atomic_folder(target) as partial:
-        external_folder = fill(partial)
-        folder = external_folder or partial
+    """Create a model's folder and its record, which tells a complete model. fill: as above."""
+    with atomic_folder(target) as partial_folder:
+        external_folder = fill(partial_folder)
+        folder = external_folder or partial_folder
         files = {
             str(path.relative_to(folder)): path.stat().st_size
             for path in sorted(folder.rglob("*"))
@@ -175,11 +177,12 @@ def _create(target: Path, name: str, source: str, fill: Callable[[Path], Path | 
             "folder": str(external_folder) if external_folder else None,
             "files": files,
         }
-        write_atomic(partial / _RECORD_NAME, f"{json.dumps(record, indent=2)}\n".encode())
+        write_atomic(partial_folder / _RECORD_NAME, f"{json.dumps(record, indent=2)}\n".encode())
     return external_folder or target
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
+    """Return what `_create` recorded of a model; None if there is no record of this version."""
     if folder.name.endswith(PARTIAL_SUFFIX):
         return None
     try:

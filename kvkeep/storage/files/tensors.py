@@ -63,12 +63,12 @@ def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str
             "data_offsets": [start, end],
         }
     header_json = json.dumps(header, separators=(",", ":")).encode()
-    header_json += b" " * (-(8 + len(header_json)) % ALIGNMENT)
+    header_json += b" " * (-(8 + len(header_json)) % ALIGNMENT)  # 8 bytes of length prefix
     return struct.pack("<Q", len(header_json)) + header_json
 
 
 def contiguous_chunks(tensor: Tensor) -> Iterator[bytes]:
-    """Yield a tensor's bytes in order, in contiguous chunks as large as its strides allow."""
+    """Yield a CPU tensor's bytes in order, in contiguous chunks as large as its strides allow."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
         if flat.numel():

@@ -23,10 +23,8 @@ def open_object_store(address: str | Path) -> ObjectStore:
     """Open the store at a URL or in a folder. Sends no request to a remote store yet.
 
     address: s3://bucket/prefix, gs://..., az://..., file:///folder, a path, or memory://name, which
-    lives as long as this process.
-
-    Raises InvalidArgument for another URL, or if the extra `object-store` is not installed,
-    StoreError for a folder that cannot be used.
+    lives as long as this process. Raises InvalidArgument for another URL, or if the extra
+    `object-store` is not installed, StoreError for a folder that cannot be used.
     """
     if not isinstance(address, str) or not is_url(address):
         return FolderObjectStore(Path(address))

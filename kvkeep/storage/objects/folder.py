@@ -12,7 +12,7 @@ from kvkeep.errors import Conflict, NoObject, StoreError
 from kvkeep.storage.files.atomic import TEMPORARY_PREFIX, atomic_writer, fsync_folder
 from kvkeep.storage.objects.interface import (
     MAX_GET_BYTES,
-    ChunkSource,
+    ChunkFactory,
     ObjectInfo,
     checked_key,
     checked_prefix,
@@ -54,9 +54,9 @@ class FolderObjectStore:
             self._write(path, lambda: [content])
             return _etag(path)
 
-    def put_chunks(self, key: str, chunks: ChunkSource) -> None:
+    def put_chunks(self, key: str, iter_chunks: ChunkFactory) -> None:
         with self._translated_errors(key, "written"):
-            self._write(self._path(key), chunks)
+            self._write(self._path(key), iter_chunks)
 
     def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
         path = self._path(key)
@@ -81,8 +81,8 @@ class FolderObjectStore:
             return ObjectInfo(key, status.st_size, status.st_mtime, _etag(path))
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        start = self._root / checked_prefix(prefix)
-        for folder, subfolders, names in os.walk(start):
+        start_folder = self._root / checked_prefix(prefix)
+        for folder, subfolders, names in os.walk(start_folder):
             subfolders[:] = [name for name in subfolders if not name.startswith(".")]
             for name in names:
                 key = str((Path(folder) / name).relative_to(self._root))
@@ -97,21 +97,21 @@ class FolderObjectStore:
             folder = path.parent
             with suppress(OSError):  # it holds other objects, or does not exist
                 folder.rmdir()
-            while not folder.is_dir():
+            while not folder.is_dir():  # up to the one whose entries have changed
                 folder = folder.parent
             with suppress(FileNotFoundError):  # removed by another process at this moment
                 fsync_folder(folder)
 
-    def _write(self, path: Path, chunks: ChunkSource) -> None:
-        for may_retry in (True, True, False):
+    def _write(self, path: Path, iter_chunks: ChunkFactory) -> None:
+        for attempts_left in (2, 1, 0):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with atomic_writer(path) as file:
-                    for chunk in chunks():
+                    for chunk in iter_chunks():
                         file.write(chunk)
                 return
             except FileNotFoundError:  # a delete of its last object removed the folder just now
-                if not may_retry:
+                if not attempts_left:
                     raise
 
     def _path(self, key: str) -> Path:
@@ -119,6 +119,7 @@ class FolderObjectStore:
 
     @contextmanager
     def _lock(self, key: str) -> Iterator[None]:
+        """Hold the lock file that a key shares with those of the same hash modulo 64."""
         index = blake3(key.encode()).digest()[0] % _LOCK_COUNT
         with FileLock(self._root / _LOCKS_FOLDER / f"{index:02}", thread_local=False):
             yield

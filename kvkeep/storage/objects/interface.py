@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvkeep.errors import InvalidArgument, StoreError
 
-ChunkSource = Callable[[], Iterable[bytes | memoryview]]  # each call starts from the first byte
+ChunkFactory = Callable[[], Iterable[bytes | memoryview]]  # each call starts from the first byte
 MAX_GET_BYTES = 64 << 20  # default limit of `get`, which reads an object in one go
 _KEY_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
@@ -26,10 +26,9 @@ class ObjectStore(Protocol):
     """Objects under keys: words of A-Z, a-z, 0-9, '.', '_' and '-', joined by '/'.
 
     Writes are atomic, and durable once they have returned. All methods are thread-safe. They raise
-    StoreError if the store fails or cannot be reached, after retries where those can help.
-
-    A put that raises StoreError (other than Conflict) has an unknown outcome: it may have been
-    applied, or may still be applied later.
+    StoreError if the store fails or cannot be reached, after retries where those can help. A put
+    that raises StoreError (other than Conflict) has an unknown outcome: it may have been applied,
+    or may still be applied later.
     """
 
     @property
@@ -45,8 +44,8 @@ class ObjectStore(Protocol):
         Conflict if the condition does not hold.
         """
 
-    def put_chunks(self, key: str, chunks: ChunkSource) -> None:
-        """Write a large object. chunks: called once per attempt."""
+    def put_chunks(self, key: str, iter_chunks: ChunkFactory) -> None:
+        """Write a large object. iter_chunks: called once per attempt."""
 
     def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
         """Read an object of at most `max_bytes`; return its content and ETag. Raises NoObject."""
@@ -55,7 +54,7 @@ class ObjectStore(Protocol):
         """Read a byte range of an object. Raises NoObject, Conflict if `info` is outdated."""
 
     def info(self, key: str) -> ObjectInfo:
-        """Raises NoObject."""
+        """Return an object's metadata, without its content. Raises NoObject."""
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield all objects below a prefix, in any order. prefix: '' or words ending with '/'."""

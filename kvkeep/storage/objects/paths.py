@@ -9,15 +9,15 @@ from typing import Any, BinaryIO, Literal, Protocol, TypeVar, cast, overload
 
 from kvkeep.errors import InvalidArgument, NoObject
 from kvkeep.storage.objects import is_url, open_object_store
-from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo, ObjectStore
+from kvkeep.storage.objects.interface import ChunkFactory, ObjectInfo, ObjectStore
 
-_FIRST_RANGE_BYTES = 1 << 18  # small, as many readers need only the header
+_FIRST_RANGE_BYTES = 1 << 18
 _RANGE_BYTES = 8 << 20  # the latency of a request is small against the transfer
 _PARALLEL_RANGES = 3
 
 
-class Source(Protocol):
-    """A file to read. A `pathlib.Path` is one."""
+class ReadablePath(Protocol):
+    """The path of a file to read. A `pathlib.Path` is one."""
 
     @property
     def stem(self) -> str: ...
@@ -27,16 +27,16 @@ class Source(Protocol):
         """Raises FileNotFoundError."""
 
 
-class Target(Protocol):
-    """A file outside the local file system that can be replaced."""
+class WritablePath(Protocol):
+    """The path of a file outside the local file system, which can be replaced."""
 
-    def write_chunks(self, chunks: ChunkSource) -> None:
-        """Replace the file atomically. Raises StoreError."""
+    def write_chunks(self, iter_chunks: ChunkFactory) -> None:
+        """Replace the file atomically. iter_chunks: called once per attempt. Raises StoreError."""
 
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """The path of an object, which may or may not exist: a `Source` and a `Target`."""
+    """The path of an object that may not exist: a `ReadablePath` and a `WritablePath`."""
 
     store: ObjectStore
     key: str
@@ -64,8 +64,8 @@ class ObjectPath:
         except NoObject as error:
             raise FileNotFoundError(str(error)) from error
 
-    def write_chunks(self, chunks: ChunkSource) -> None:
-        self.store.put_chunks(self.key, chunks)
+    def write_chunks(self, iter_chunks: ChunkFactory) -> None:
+        self.store.put_chunks(self.key, iter_chunks)
 
 
 PathT = TypeVar("PathT")
@@ -98,13 +98,14 @@ def open_object(store: ObjectStore, info: ObjectInfo) -> BinaryIO:
 class ObjectFile(io.RawIOBase):
     """A seekable file over an object, read by range requests with prefetch.
 
-    Reading raises Conflict once another version than that of `info` is stored, and StoreError.
+    Range 0 has 256 KiB, as many readers need only the header; each later one has 8 MiB. Reading
+    raises Conflict once another version than that of `info` is stored, and StoreError.
     """
 
     def __init__(self, store: ObjectStore, info: ObjectInfo):
         self._store, self._info = store, info
         self._position = 0
-        self._ranges: dict[int, Future[memoryview]] = {}  # by their index
+        self._downloads: dict[int, Future[memoryview]] = {}  # by the index of the range
         self._executor = ThreadPoolExecutor(_PARALLEL_RANGES, "kvkeep-read")
 
     def readable(self) -> bool:
@@ -134,14 +135,14 @@ class ObjectFile(io.RawIOBase):
         super().close()
 
     def _range_content(self, index: int) -> memoryview:
-        """Return a range's content, and prefetch the next ranges. The first range stays cached."""
+        """Return a range's content; after range 0, which stays cached, prefetch the next ones."""
         needed = range(index, index + _PARALLEL_RANGES) if index else range(1)
-        for stale in self._ranges.keys() - {0, *needed}:
-            self._ranges.pop(stale).cancel()
+        for stale in self._downloads.keys() - {0, *needed}:
+            self._downloads.pop(stale).cancel()
         for i in needed:
-            if i not in self._ranges and _range_begin(i) < self._info.st_size:
-                self._ranges[i] = self._executor.submit(self._download_range, i)
-        return self._ranges[index].result()
+            if i not in self._downloads and _range_begin(i) < self._info.st_size:
+                self._downloads[i] = self._executor.submit(self._download_range, i)
+        return self._downloads[index].result()
 
     def _download_range(self, index: int) -> memoryview:
         end = min(_range_begin(index + 1), self._info.st_size)
@@ -149,4 +150,5 @@ class ObjectFile(io.RawIOBase):
 
 
 def _range_begin(index: int) -> int:
+    """Return the offset of a range's first byte in the object."""
     return _FIRST_RANGE_BYTES + (index - 1) * _RANGE_BYTES if index else 0

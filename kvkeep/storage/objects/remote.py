@@ -4,7 +4,7 @@ obstore is an optional dependency; `open_object_store` imports this module when 
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from obstore.store import MemoryStore, from_url
 from kvkeep.errors import Conflict, InvalidArgument, KvkeepError, NoObject, StoreError
 from kvkeep.storage.objects.interface import (
     MAX_GET_BYTES,
-    ChunkSource,
+    ChunkFactory,
     ObjectInfo,
     checked_key,
     checked_prefix,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SINGLE_REQUEST_BYTES = 8 << 20  # up to which an object is uploaded in one request
 _VERSION_SEPARATOR = " of version "  # between e_tag and version in our ETags
 _ATTEMPTS = 3  # for failures that obstore does not retry, such as a put that timed out
-RETRIES: "RetryConfig" = {
+RETRY_CONFIG: "RetryConfig" = {
     "max_retries": 6,
     "retry_timeout": timedelta(seconds=20),
     "backoff": {
@@ -38,7 +38,7 @@ RETRIES: "RetryConfig" = {
         "base": 2,
     },
 }
-CLIENT: "ClientConfig" = {
+CLIENT_OPTIONS: "ClientConfig" = {
     "connect_timeout": timedelta(seconds=5),
     "timeout": timedelta(seconds=60),
     "allow_http": True,  # only used if the environment names an http endpoint, such as MinIO's
@@ -52,13 +52,14 @@ def open_remote_store(url: str) -> "RemoteObjectStore":
     Raises InvalidArgument for a URL that obstore rejects.
     """
     if url.startswith("memory://"):
-        store = _memory_stores.setdefault(url.rstrip("/"), MemoryStore())
-        return RemoteObjectStore(url, store)
+        memory_store = _memory_stores.setdefault(url.rstrip("/"), MemoryStore())
+        return RemoteObjectStore(url, memory_store)
     try:
-        return RemoteObjectStore(url, from_url(url, retry_config=RETRIES, client_options=CLIENT))
+        store = from_url(url, retry_config=RETRY_CONFIG, client_options=CLIENT_OPTIONS)
     except (exceptions.BaseError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise InvalidArgument(f"{url} cannot be opened as a store: {reason}") from error
+    return RemoteObjectStore(url, store)
 
 
 class RemoteObjectStore:
@@ -81,9 +82,9 @@ class RemoteObjectStore:
             )
             return _join_etag(key, result)
 
-    def put_chunks(self, key: str, chunks: ChunkSource) -> None:
+    def put_chunks(self, key: str, iter_chunks: ChunkFactory) -> None:
         for attempts_left in reversed(range(_ATTEMPTS)):
-            first_chunk, rest = _split_first_request(chunks)
+            first_chunk, rest = _split_first_request(iter_chunks())
             content: Any = first_chunk if rest is None else itertools.chain((first_chunk,), rest)
             try:
                 with self._translated_errors(key, "written"):
@@ -149,9 +150,11 @@ class RemoteObjectStore:
             raise StoreError(f"{key} in {self._url} cannot be {verb}: {reason}") from error
 
 
-def _split_first_request(chunks: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
-    """Return the chunks that fill one request, and an iterator of the rest; None if all fit."""
-    first_chunk, rest = bytearray(), iter(chunks())
+def _split_first_request(
+    chunks: Iterable[bytes | memoryview],
+) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
+    """Join the chunks that fill one request; return them, and the rest or None if all fit."""
+    first_chunk, rest = bytearray(), iter(chunks)
     for chunk in rest:
         first_chunk += chunk
         if len(first_chunk) > _SINGLE_REQUEST_BYTES:
@@ -165,15 +168,14 @@ def _object_info(meta: Any) -> ObjectInfo:
 
 
 def _join_etag(key: str, result: Any) -> str:
-    """Join e_tag and version: Google's store checks conditions by the version."""
-    etag = result["e_tag"]
-    if not etag:
+    """Join an object's e_tag and version: Google's store checks conditions by the version."""
+    e_tag, version = result["e_tag"], result["version"]
+    if not e_tag:
         raise StoreError(f"the store returns no ETag for {key}, which kvkeep needs")
-    version = result["version"]
-    return f"{etag}{_VERSION_SEPARATOR}{version}" if version else str(etag)
+    return f"{e_tag}{_VERSION_SEPARATOR}{version}" if version else str(e_tag)
 
 
 def _split_etag(etag: str) -> dict[str, str]:
-    """Split an ETag as obstore expects it."""
+    """Split an ETag of `_join_etag` as obstore expects it."""
     e_tag, _, version = etag.partition(_VERSION_SEPARATOR)
     return {"e_tag": e_tag, "version": version} if version else {"e_tag": e_tag}

@@ -31,25 +31,24 @@ class PrefixMatch:
     differs_at: int | None
 
     @property
-    def tokens(self) -> int:
-        """How many tokens the matching blocks hold."""
+    def token_count(self) -> int:
         return BLOCK_TOKENS * len(self.blocks)
 
 
 @runtime_checkable
 class PrefixCache(Protocol):
-    """A cache of the cells of prompts, in blocks of 256 tokens. It may lose any of them."""
+    """A cache of the cells of prompts, in blocks of 256 tokens. It may lose any of them.
+
+    tokens: of a prompt. All methods raise StoreError.
+    """
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest stored prefix of a prompt, in whole blocks. Raises StoreError."""
+        """Return the longest stored prefix of a prompt, in whole blocks."""
 
     def add(
         self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
     ) -> int:
-        """Store the blocks of a prompt from token `start` on; return how many tokens are stored.
-
-        Raises StoreError.
-        """
+        """Store the blocks of a prompt from token `start` on; return how many tokens are stored."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,10 @@ class PrefixBlock:
     start: int  # the index of its first token in the prompt
     tokens: Tensor  # [256] int32
 
-    def cells(self, container: Container, fingerprint: Fingerprint) -> BlockCells | None:
-        """Return keys and values from a file; None unless they fit the tokens and the model.
+    def cells_from(self, container: Container, fingerprint: Fingerprint) -> BlockCells | None:
+        """Return a file's keys and values; None unless they fit this block's tokens and the model.
 
-        The caller verifies that the file was written under this block's key.
+        container: the content of the file. The caller verifies that it was written under this key.
         """
         keys, values = (container.tensors.get(name) for name in ("keys", "values"))
         if keys is None or values is None or container_tokens(container) != self.tokens.tolist():
@@ -79,7 +78,7 @@ def blocks_of(
 ) -> list[PrefixBlock]:
     """Return the whole blocks of a prompt.
 
-    root: the first block's parent. compute_key: a key from the parent's key and the tokens.
+    root: the first block's parent. compute_key: makes a key from the parent's key and the tokens.
     """
     blocks = list[PrefixBlock]()
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -94,9 +93,11 @@ def first_difference(
     tokens: Sequence[int],
     longest_child_prefix: Callable[[str, Sequence[int]], int],
 ) -> int | None:
-    """Return `PrefixMatch.differs_at` for the blocks of a prompt that a lookup did not find.
+    """Return `PrefixMatch.differs_at`: where the nearest stored prompt differs, or None.
 
-    longest_child_prefix: returns how many tokens a stored child of a block, by key, has in common.
+    missing: the blocks that a lookup did not find. tokens: of the whole prompt.
+    longest_child_prefix: returns how many of some tokens a stored child of a block, given by its
+    key, begins with.
     """
     if not missing:
         return None
@@ -123,7 +124,8 @@ def read_block(path: Path, key: str, names: tuple[str, ...] | None = None) -> Co
 
 def read_tokens(path: Path) -> list[int]:
     """Return the tokens in a block's file without reading its cells; [] if they do not verify."""
-    container = read_block(path, path.stem.partition("-")[2], names=("tokens",))
+    key = path.stem.partition("-")[2]  # of PARENT-KEY
+    container = read_block(path, key, names=("tokens",))
     return [] if container is None else container_tokens(container)
 
 

@@ -15,14 +15,14 @@ from kvkeep.storage.objects import ObjectStore
 
 BLOCK_TOKENS = 256
 BLOCK_SUFFIX = ".kvblock"
-_OBJECTS_PREFIX = "prefixes/"
+_KEY_PREFIX = "prefixes/"
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block in a store."""
+    """A file or object that holds a block: the cells of 256 tokens of a prompt."""
 
-    parent: str
+    parent: str  # the key of the block before it, or the digest of the model
     key: str
     location: str  # the path of its file, or its key in an object store
     nbytes: int
@@ -61,14 +61,15 @@ def prompts_of(all_blocks: Iterable[StoredBlock]) -> list[StoredPrompt]:
     A block that several prompts share counts for the first of them. Blocks whose ancestors are
     missing, which no lookup can reach, appear as prompts of another root.
     """
-    blocks = {block.key: block for block in all_blocks}
-    parents = {block.parent for block in blocks.values()}
-    leaves = [block for key, block in blocks.items() if key not in parents]
+    blocks_by_key = {block.key: block for block in all_blocks}
+    parent_keys = {block.parent for block in blocks_by_key.values()}
+    leaves = [block for key, block in blocks_by_key.items() if key not in parent_keys]
     counted_keys, prompts = set[str](), list[StoredPrompt]()
     for leaf in sorted(leaves, key=lambda block: block.last_used, reverse=True):
         chain, block = {leaf.key: leaf}, leaf
-        while (parent := blocks.get(block.parent)) and parent.key not in chain:
-            chain[parent.key] = block = parent  # forged names may form a circle, so it stops there
+        # Forged names may form a circle, so it stops at a block that it has.
+        while (parent := blocks_by_key.get(block.parent)) and parent.key not in chain:
+            chain[parent.key] = block = parent
         prompt_blocks = tuple(reversed(chain.values()))
         unshared = tuple(block for block in prompt_blocks if block.key not in counted_keys)
         counted_keys |= chain.keys()
@@ -92,20 +93,21 @@ def _folder_blocks(folder: Path) -> Iterator[StoredBlock]:
                 yield StoredBlock(parent, key, entry.path, status.st_size, status.st_mtime)
 
 
-def owner_prefix(owner: str) -> str:
-    return f"{_OBJECTS_PREFIX}{owner}/"
+def owner_key_prefix(owner: str) -> str:
+    """Return the prefix of the keys of an owner's objects."""
+    return f"{_KEY_PREFIX}{owner}/"
 
 
 def stored_blocks(store: ObjectStore, owner: str | None = None) -> Iterator[StoredBlock]:
     """Yield the blocks of one owner, or of all. Raises StoreError."""
-    for info in store.list_objects(_OBJECTS_PREFIX if owner is None else owner_prefix(owner)):
+    for info in store.list_objects(_KEY_PREFIX if owner is None else owner_key_prefix(owner)):
         *_, parent, name = info.key.split("/")
         if name.endswith(BLOCK_SUFFIX):
             key = name.removesuffix(BLOCK_SUFFIX)
             yield StoredBlock(parent, key, info.key, info.st_size, info.st_mtime)
 
 
-def evict_to(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
+def evict_blocks(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
     """Evict blocks of all owners down to a total size; return the bytes freed and remaining.
 
     The prompt whose end was written first is evicted first, from its end, so that the rest of it

@@ -33,14 +33,14 @@ from kvkeep.storage.prefixes.block import (
     container_tokens,
     first_difference,
 )
-from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_prefix
+from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_key_prefix
 from kvkeep.storage.snapshots.container import read_container, read_open_container, write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SECRET_BYTES = 32
 _MAX_BLOCK_BYTES = 2_000_000_000  # more than a block of the largest models has
 _READ_THREADS = 4  # blocks read at once
-_MAX_COMPARED_BLOCKS = 4  # to find where a prompt differs
+_MAX_COMPARED_BLOCKS = 4  # stored blocks read to find where a prompt differs from them
 _MAX_QUEUED_BLOCKS = 64  # blocks that wait to be written
 _BACKOFF = 30.0  # seconds without requests after a failure of the store
 
@@ -48,8 +48,8 @@ _BACKOFF = 30.0  # seconds without requests after a failure of the store
 class SharedPrefixCache:
     """A prefix cache of one owner, apart from other owners' blocks.
 
-    secret: 32 bytes, known only to the processes that share the cache. arithmetic: see
-    `LoadedModel`; other arithmetic has other keys, since its cells differ in their last bits.
+    secret: 32 bytes, known only to the processes that share the cache. arithmetic: the kernels and
+    weights that compute cells, by name; others have other keys, since last bits of cells differ.
     queue: shared with the caches of other owners; None for a new one.
     """
 
@@ -67,7 +67,7 @@ class SharedPrefixCache:
         self._store, self._secret, self._arithmetic = store, secret, dict(arithmetic)
         self._queue = queue or WriteQueue()
         self._mac_key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
-        self._key_prefix = owner_prefix(owner)
+        self._key_prefix = owner_key_prefix(owner)
 
     def for_owner(self, owner: str) -> "SharedPrefixCache":
         return SharedPrefixCache(self._store, self._secret, self._arithmetic, owner, self._queue)
@@ -98,8 +98,8 @@ class SharedPrefixCache:
         hits = list[BlockCells]()
         with ThreadPoolExecutor(_READ_THREADS, "kvkeep-prefix") as readers:
             # The first block is read alone, since most prompts are new and miss at once.
-            for chunk in (blocks[:1], blocks[1:]):
-                for cells in readers.map(partial(self._read, fingerprint=fingerprint), chunk):
+            for batch in (blocks[:1], blocks[1:]):
+                for cells in readers.map(partial(self._read, fingerprint=fingerprint), batch):
                     if cells is None:
                         readers.shutdown(cancel_futures=True)
                         return hits
@@ -127,7 +127,7 @@ class SharedPrefixCache:
         return stored_end
 
     def _longest_common_prefix(self, parent: str, tokens: Sequence[int]) -> int:
-        """Return the longest common prefix of `tokens` and some stored children of a block."""
+        """Return how many of `tokens` a stored child of a block begins with, of a few compared."""
         longest, children = 0, self._store.list_objects(f"{self._key_prefix}{parent}/")
         for info in itertools.islice(children, _MAX_COMPARED_BLOCKS):
             path = ObjectPath(self._store, info.key)
@@ -158,7 +158,7 @@ class SharedPrefixCache:
             container = read_open_container(io.BytesIO(content), path, FILE_KIND, FILE_FORMAT)
         except StoreError:
             return None
-        cells = block.cells(container, fingerprint)
+        cells = block.cells_from(container, fingerprint)
         if cells is None or container.document.get("code") != self._content_mac(block, *cells):
             return None
         return cells
@@ -174,7 +174,7 @@ class SharedPrefixCache:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
     def _mac(self, *chunks: bytes) -> str:
-        """Hash chunks with the key. Each length must be fixed or follow from earlier chunks."""
+        """Hash chunks with the secret. A length must be fixed or follow from earlier chunks."""
         hasher = blake3(key=self._mac_key)
         for chunk in chunks:
             hasher.update(chunk)
@@ -186,12 +186,12 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
-        self._free_places = threading.Semaphore(_MAX_QUEUED_BLOCKS)
+        self._free_slots = threading.Semaphore(_MAX_QUEUED_BLOCKS)
         self._down_until = 0.0
 
     def submit(self, write: Callable[[], None]) -> bool:
-        """Returns False if the queue is full."""
-        if not self._free_places.acquire(blocking=False):
+        """Queue a write. Returns False if the queue is full."""
+        if not self._free_slots.acquire(blocking=False):
             return False
         self._writer.submit(write).add_done_callback(self._finish)
         return True
@@ -210,6 +210,6 @@ class WriteQueue:
             raise StoreError(f"the shared prefix store failed less than {_BACKOFF:.0f} seconds ago")
 
     def _finish(self, future: "Future[None]") -> None:
-        self._free_places.release()
+        self._free_slots.release()
         if future.exception() is not None:  # not reported: no session depends on the cache
             self.mark_down()

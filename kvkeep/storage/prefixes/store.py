@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.storage.files.atomic import sweep_temporaries
+from kvkeep.storage.files.atomic import sweep_temporary_files
 from kvkeep.storage.prefixes.block import (
     FILE_FORMAT,
     FILE_KIND,
@@ -68,17 +68,18 @@ class PrefixStore:
         self._touch(blocks[: len(hits)])
         return PrefixMatch(hits, differs_at)
 
-    def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return how many tokens of a prompt are stored, and where the nearest prompt differs.
+    def find_difference(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return how many tokens of a prompt are stored, and where the nearest stored one differs.
 
         Reads no cells. Raises StoreError if the folder cannot be read.
         """
-        count, parent = 0, _root_key(fingerprint)
+        stored_tokens, parent = 0, _root_key(fingerprint)
         for block in _blocks(fingerprint, tokens):
             if read_tokens(self._block_path(block)) != block.tokens.tolist():
                 break
-            count, parent = count + BLOCK_TOKENS, block.key
-        return count, count + self._longest_common_prefix(parent, tokens[count:])
+            stored_tokens, parent = stored_tokens + BLOCK_TOKENS, block.key
+        common_tokens = self._longest_common_prefix(parent, tokens[stored_tokens:])
+        return stored_tokens, stored_tokens + common_tokens
 
     def add(
         self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
@@ -86,10 +87,9 @@ class PrefixStore:
         """Store the blocks of a prompt from token `start` on, under one lock.
 
         blocks: consumed lazily, one at a time. Stores nothing if an ancestor is missing, and stops
-        at the first block that does not fit in the quota beside its ancestors.
-
-        Raises InvalidArgument for a start within a block, StoreError if the folder cannot be
-        written, Locked if another process holds the lock for more than some seconds.
+        at the first block that does not fit in the quota beside its ancestors. Raises
+        InvalidArgument for a start within a block, StoreError if the folder cannot be written,
+        Locked if another process holds the lock for more than some seconds.
         """
         if validation.integer("start", start, 0) % BLOCK_TOKENS:
             raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
@@ -99,7 +99,7 @@ class PrefixStore:
             ancestors = {self._block_path(block) for block in stored}
             if not all(path.exists() for path in ancestors):
                 return 0
-            sweep_temporaries(self.path)
+            sweep_temporary_files(self.path)
             quota = _Quota(self._files(), self.max_bytes, ancestors)
             for block, cells in zip(prompt_blocks[len(stored) :], blocks, strict=False):
                 if not self._put(block, fingerprint, cells, quota):
@@ -117,7 +117,7 @@ class PrefixStore:
         size_limit = validation.optional_integer("max_bytes", max_bytes, 0)
         with self._locked():
             bytes_before = self.nbytes
-            sweep_temporaries(self.path)
+            sweep_temporary_files(self.path)
             _Quota(self._files(), self.max_bytes if size_limit is None else size_limit).make_room(0)
             return bytes_before - self.nbytes
 
@@ -133,7 +133,8 @@ class PrefixStore:
     def _locked(self) -> Iterator[None]:
         """Hold the lock for changes of the folder. Lookups need no lock."""
         try:
-            self._lock.acquire(timeout=LOCK_TIMEOUT)
+            with self._lock.acquire(timeout=LOCK_TIMEOUT):
+                yield
         except Timeout:
             raise Locked(
                 f"another process has been using the prefix store {self.path} for more than "
@@ -141,12 +142,6 @@ class PrefixStore:
             ) from None
         except OSError as error:
             raise self._store_error("written", error) from error
-        try:
-            yield
-        except OSError as error:
-            raise self._store_error("written", error) from error
-        finally:
-            self._lock.release()
 
     def _store_error(self, verb: str, error: OSError) -> StoreError:
         reason = error.strerror or error
@@ -157,7 +152,7 @@ class PrefixStore:
 
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
         container = read_block(self._block_path(block), block.key)
-        return None if container is None else block.cells(container, fingerprint)
+        return None if container is None else block.cells_from(container, fingerprint)
 
     def _put(
         self, block: PrefixBlock, fingerprint: Fingerprint, cells: BlockCells, quota: "_Quota"
@@ -194,7 +189,7 @@ class PrefixStore:
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
     def _longest_common_prefix(self, parent: str, tokens: Sequence[int]) -> int:
-        """Return the longest common prefix of `tokens` and any stored child of block `parent`."""
+        """Return how many of `tokens` the nearest stored child of block `parent` begins with."""
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -207,6 +202,7 @@ class PrefixStore:
 
 
 def _root_key(fingerprint: Fingerprint) -> str:
+    """Return the parent key of a prompt's first block: a digest of the model."""
     return fingerprint.digest()[:32]
 
 
@@ -229,7 +225,7 @@ class _Quota:
         self._evictable = {path: size for _, size, path in oldest_first if path not in pinned}
 
     def make_room(self, size: int) -> bool:
-        """Evict blocks until `size` more bytes fit. False, evicting none, if they cannot fit."""
+        """Evict blocks until `size` more bytes fit. Returns False at once if they cannot fit."""
         if size > self.free_bytes + sum(self._evictable.values()):
             return False
         while self.free_bytes < size:

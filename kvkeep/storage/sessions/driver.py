@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from kvkeep.errors import NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore
-from kvkeep.storage.objects.interface import ChunkSource
+from kvkeep.storage.objects.interface import ChunkFactory
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX
-from kvkeep.storage.sessions.protocol import Operations, StoreOperation, VersionedHead
+from kvkeep.storage.sessions.protocol import HeadVersion, Operations, StoreOperation
 
 T = TypeVar("T")
 HEAD_FILE = "head.json"
@@ -30,18 +30,19 @@ class SessionObjects:
         self._head_key, self._snapshots_prefix = f"{prefix}{HEAD_FILE}", f"{prefix}snapshots/"
 
     def key(self, snapshot: str) -> str:
+        """Return the key of a snapshot, by its name."""
         return f"{self._snapshots_prefix}{snapshot}{SNAPSHOT_SUFFIX}"
 
-    def head(self) -> VersionedHead | None:
+    def head(self) -> HeadVersion | None:
         """Read the current head; None if there is none. Raises StoreError."""
         try:
             content, etag = self.store.get(self._head_key)
         except NoObject:
             return None
-        return VersionedHead(SessionHead.from_json(content, self.name), etag)
+        return HeadVersion(SessionHead.from_json(content, self.name), etag)
 
-    def upload(self, snapshot: str, chunks: ChunkSource) -> None:
-        self.store.put_chunks(self.key(snapshot), chunks)
+    def upload(self, snapshot: str, iter_chunks: ChunkFactory) -> None:
+        self.store.put_chunks(self.key(snapshot), iter_chunks)
 
     def run(self, operations: Operations[T]) -> T:
         """Run a protocol function's operations, and return its result. Raises its errors."""
@@ -57,12 +58,13 @@ class SessionObjects:
                 resume = partial(operations.throw, error)
 
     def _execute(self, operation: StoreOperation) -> Any:
+        """Run one operation, and return its result as `protocol` specifies it."""
         match operation:
             case protocol.ReadHead():
                 return self.head()
             case protocol.PutHead(head, etag):
-                new = etag is None
-                return self.store.put(self._head_key, head.to_json(), if_absent=new, if_match=etag)
+                content, is_new = head.to_json(), etag is None
+                return self.store.put(self._head_key, content, if_absent=is_new, if_match=etag)
             case protocol.ListSnapshots():
                 infos = self.store.list_objects(self._snapshots_prefix)
                 keys = (info.key.removeprefix(self._snapshots_prefix) for info in infos)

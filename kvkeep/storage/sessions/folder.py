@@ -10,8 +10,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporaries
-from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX, SessionStore, checked_name, is_name
+from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporary_files
+from kvkeep.storage.sessions.interface import (
+    SNAPSHOT_SUFFIX,
+    SessionStore,
+    checked_name,
+    is_valid_name,
+)
 
 _LOCK_SUFFIX = ".lock"
 
@@ -35,7 +40,7 @@ class SessionFolder(SessionStore[Path]):
     def path(self, name: str) -> Path:
         return self.root / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
 
-    def existing(self, name: str) -> Path:
+    def existing_path(self, name: str) -> Path:
         for sessions in (self, self._legacy):
             if sessions is not None and (path := sessions.path(name)).is_file():
                 return path
@@ -45,17 +50,17 @@ class SessionFolder(SessionStore[Path]):
         return sorted(path.stem for path in self._all_files())
 
     def newest_first(self) -> Iterator[Path]:
-        dated = []
+        dated_paths = []
         for path in self._all_files():
             with suppress(FileNotFoundError):  # removed meanwhile
-                dated.append((path.stat().st_mtime_ns, path))
-        return (path for _, path in sorted(dated, reverse=True))
+                dated_paths.append((path.stat().st_mtime_ns, path))
+        return (path for _, path in sorted(dated_paths, reverse=True))
 
     def _all_files(self) -> Iterable[Path]:
-        """Return the files here, and those in the older folder with other names."""
+        """Return the files here, and those in the legacy folder with other names."""
         files = {} if self._legacy is None else {f.stem: f for f in self._legacy._all_files()}
         for path in self.root.glob(f"*{SNAPSHOT_SUFFIX}"):
-            if is_name(path.stem) and path.is_file():
+            if is_valid_name(path.stem) and path.is_file():
                 files[path.stem] = path
         return files.values()
 
@@ -70,8 +75,7 @@ class SessionFolder(SessionStore[Path]):
         path = self.path(name)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self._lock_file(name))
-            lock.acquire(timeout=0)
+            lock = FileLock(self._lock_file(name)).acquire(timeout=0)
         except Timeout:
             raise Locked(
                 f"session {name!r} is in use by another process; stop it, or use another name"
@@ -80,16 +84,14 @@ class SessionFolder(SessionStore[Path]):
             raise StoreError(
                 f"session {name!r} cannot be stored in {self.root}: {error.strerror or error}"
             ) from error
-        try:
-            self._move_from_older(name, path)
+        with lock:
+            self._move_from_legacy(name, path)
             yield path
-        finally:
-            lock.release()
 
     def remove(self, name: str) -> int:
-        self.existing(name)
+        self.existing_path(name)
         with self.lock(name):
-            size = self.existing(name).stat().st_size  # the last holder may have removed it
+            size = self.existing_path(name).stat().st_size  # the last holder may have removed it
             self.discard(name)
         return size
 
@@ -107,9 +109,9 @@ class SessionFolder(SessionStore[Path]):
         removed = self._legacy.sweep() if self._legacy is not None else []
         if not self.root.is_dir():
             return removed
-        removed += sweep_temporaries(self.root)
+        removed += sweep_temporary_files(self.root)
         for file in self.root.glob(f".*{_LOCK_SUFFIX}"):
-            name = file.name[1 : -len(_LOCK_SUFFIX)]
+            name = file.name.removeprefix(".").removesuffix(_LOCK_SUFFIX)
             try:
                 with self.lock(name) as path:
                     if not path.exists():
@@ -119,8 +121,8 @@ class SessionFolder(SessionStore[Path]):
                 continue
         return removed
 
-    def _move_from_older(self, name: str, path: Path) -> None:
-        """Move a session here from the older folder, if it is only there.
+    def _move_from_legacy(self, name: str, path: Path) -> None:
+        """Move a session here from the legacy folder, if it is only there.
 
         At any time it is complete in one of the folders.
         """

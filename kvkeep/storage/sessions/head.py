@@ -30,14 +30,14 @@ class SessionHead:
     removed: bool = False  # a removed session keeps its head, so that no epoch is used twice
     past: tuple[str, ...] = ()
 
-    def next(self, **changes: Any) -> "SessionHead":
+    def updated(self, **changes: Any) -> "SessionHead":
         """Return a changed version with a new nonce."""
         return replace(self, nonce=new_nonce(), **changes)
 
     def after_commit(self, snapshot: str, **changes: Any) -> "SessionHead":
         """Return the version after a commit of `snapshot`."""
         past = (*self.past, self.snapshot)[-_MAX_PAST:] if self.snapshot else self.past
-        return self.next(gen=self.gen + 1, snapshot=snapshot, past=past, **changes)
+        return self.updated(gen=self.gen + 1, snapshot=snapshot, past=past, **changes)
 
     def has_committed(self, snapshot: str) -> bool:
         """Whether `snapshot` is the last commit or one of the past 16."""
@@ -48,7 +48,7 @@ class SessionHead:
 
     @classmethod
     def from_json(cls, content: bytes, name: str) -> "SessionHead":
-        """name: of the session, for messages. Raises CorruptFile, NewerFormat."""
+        """Parse a head. name: of the session, for messages. Raises CorruptFile, NewerFormat."""
         try:
             document = json.loads(content)
             if document["kvkeep"] != "head" or type(document["format"]) is not int:
@@ -57,7 +57,7 @@ class SessionHead:
                 types = {**get_type_hints(cls), "past": list}
                 fields = {field: document[field] for field in types}
                 invalid = [f for f, expected in types.items() if type(fields[f]) is not expected]
-                fields["past"] = tuple(str(name) for name in fields["past"])
+                fields["past"] = tuple(map(str, fields["past"]))
                 invalid += [] if math.isfinite(fields["expires"]) else ["expires"]
                 if invalid or fields["epoch"] < 1 or fields["gen"] < 0:
                     raise ValueError(f"invalid values of {invalid or 'epoch, gen'}")
@@ -80,7 +80,7 @@ def new_nonce() -> str:
 def new_snapshot_name(head: SessionHead) -> str:
     """Make a name for a snapshot that the holder of `head` will upload: EPOCH-GEN-RANDOM.
 
-    `protocol.collect` tells by the epoch whether it can still be committed.
+    `protocol.collect_garbage` tells by the epoch whether it can still be committed.
     """
     return f"{head.epoch:012}-{head.gen + 1:012}-{secrets.token_hex(8)}"
 

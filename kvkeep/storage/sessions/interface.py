@@ -6,20 +6,20 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.objects.paths import ReadablePath
 
-FileT_co = TypeVar("FileT_co", bound=Source, covariant=True)
+PathT_co = TypeVar("PathT_co", bound=ReadablePath, covariant=True)
 SNAPSHOT_SUFFIX = ".kvkeep"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
-def is_name(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def checked_name(name: str) -> str:
     """Return the name. Raises InvalidArgument if it is not valid."""
-    if not is_name(name):
+    if not is_valid_name(name):
         raise InvalidArgument(
             "a session name must be 1 to 100 letters, digits, '.', '_' and '-', must not begin "
             f"with '.' or contain '..'; found {name!r}"
@@ -27,10 +27,10 @@ def checked_name(name: str) -> str:
     return name
 
 
-class SnapshotStore(Protocol[FileT_co]):
+class SnapshotStore(Protocol[PathT_co]):
     """Snapshots by name. Writing one replaces it atomically."""
 
-    def path(self, name: str) -> FileT_co:
+    def path(self, name: str) -> PathT_co:
         """Return a snapshot's path, which may not exist. Raises InvalidArgument for a bad name."""
 
     def names(self) -> list[str]:
@@ -39,7 +39,7 @@ class SnapshotStore(Protocol[FileT_co]):
     def remove(self, name: str) -> int:
         """Remove a snapshot; return the bytes freed. Raises InvalidArgument if there is none."""
 
-    def existing(self, name: str) -> FileT_co:
+    def existing_path(self, name: str) -> PathT_co:
         """Return the path of a snapshot. Raises InvalidArgument, naming all snapshots, if none."""
         path = self.path(name)
         if not path.exists():
@@ -51,18 +51,18 @@ class SnapshotStore(Protocol[FileT_co]):
         return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
 
 
-class SessionStore(SnapshotStore[FileT_co], Protocol[FileT_co]):
+class SessionStore(SnapshotStore[PathT_co], Protocol[PathT_co]):
     """Sessions by name, each with one writer at a time.
 
     `SessionFolder` holds a lock file while a process works on a session, `SharedSessions` a lease
     that expires when its holder is gone. Reading needs neither.
     """
 
-    def newest_first(self) -> Iterator[FileT_co]:
+    def newest_first(self) -> Iterator[PathT_co]:
         """Yield all sessions, the last saved first."""
 
-    def lock(self, name: str) -> AbstractContextManager[FileT_co]:
-        """Keep other writers out for the block; returns the path to save the session to.
+    def lock(self, name: str) -> AbstractContextManager[PathT_co]:
+        """Keep other writers out for the block, which gets the path to save the session to.
 
         Raises Locked at once if another process works on the session.
         """

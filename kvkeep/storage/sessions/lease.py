@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvkeep.errors import Moved, StoreError
-from kvkeep.storage.objects.interface import ChunkSource
+from kvkeep.storage.objects.interface import ChunkFactory
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import SessionObjects
 from kvkeep.storage.sessions.head import SessionHead, new_snapshot_name
-from kvkeep.storage.sessions.protocol import RELEASED, LeaseRequest, Operations, VersionedHead
+from kvkeep.storage.sessions.protocol import RELEASED, HeadVersion, LeaseRequest, Operations
 
 T = TypeVar("T")
 
@@ -19,15 +19,16 @@ T = TypeVar("T")
 class Lease:
     """The exclusive right of a writer to commit to a session. All methods are thread-safe.
 
-    version: the newest head that this writer has put. seconds: the duration of the lease, which a
-    thread renews after a third of it. loss: the error by which the lease was lost; None while a
-    commit may still succeed.
+    objects: the head and snapshots of the session. version: the newest head that this writer has
+    put. writer: its name. seconds: the duration of the lease, which a thread renews after a third
+    of it. clock: returns seconds since 1970. failure: the error by which the lease was lost; None
+    while a commit may still succeed.
     """
 
     def __init__(
         self,
         objects: SessionObjects,
-        version: VersionedHead,
+        version: HeadVersion,
         writer: str,
         seconds: float,
         clock: Callable[[], float] = time.time,
@@ -36,8 +37,8 @@ class Lease:
         self._writer, self._seconds, self._clock = writer, seconds, clock
         self._store_lock = threading.Lock()  # held while a protocol function that writes runs
         self._ended = threading.Event()
-        self.loss: StoreError | None = None
-        self._callbacks: list[Callable[[], object]] = []
+        self.failure: StoreError | None = None
+        self._lost_callbacks: list[Callable[[], object]] = []
         self._renewal_thread = threading.Thread(
             target=self._renew, name=f"kvkeep-lease-{objects.name}", daemon=True
         )
@@ -49,25 +50,25 @@ class Lease:
 
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Register a function to call, in any thread, when the lease is lost."""
-        self._callbacks.append(callback)
-        if self.loss is not None:
+        self._lost_callbacks.append(callback)
+        if self.failure is not None:
             callback()
 
     def check(self) -> None:
         """Raise Moved, or the StoreError by which the lease was lost."""
-        if self.loss is not None:
-            raise self.loss
+        if self.failure is not None:
+            raise self.failure
 
-    def commit(self, chunks: ChunkSource, release: bool = False) -> SessionHead:
+    def commit(self, iter_chunks: ChunkFactory, release: bool = False) -> SessionHead:
         """Upload a snapshot and make it the session's content.
 
-        release: whether to release the lease in the same operation. Raises Moved if another writer
-        has taken over; then the snapshot is discarded.
+        iter_chunks: yields the snapshot file's bytes, once per attempt. release: whether to release
+        the lease in the same operation. Raises Moved if another writer has taken over.
         """
         self.check()
         # Renewals continue during the upload: they change neither epoch nor generation.
         snapshot = new_snapshot_name(self.head)
-        self.objects.upload(snapshot, chunks)
+        self.objects.upload(snapshot, iter_chunks)
         with self._store_lock:
             self.check()
             expires = RELEASED if release else self._clock() + self._seconds
@@ -84,11 +85,11 @@ class Lease:
             self._run(protocol.remove(self.version))
             self._ended.set()
 
-    def collect(self) -> list[str]:
+    def collect_garbage(self) -> list[str]:
         """Garbage-collect snapshots that killed writers left; return their names."""
         with self._store_lock:
             self.check()
-            return self._run(protocol.collect(self.version))
+            return self._run(protocol.collect_garbage(self.version))
 
     def release(self) -> None:
         """End the lease, and remove the session if nothing was ever committed to it.
@@ -96,7 +97,7 @@ class Lease:
         If the store cannot be reached, the lease ends by expiring.
         """
         with self._store_lock:
-            if not self._ended.is_set() and self.loss is None:
+            if not self._ended.is_set() and self.failure is None:
                 with suppress(StoreError):
                     if self.head.snapshot:
                         self.version = self.objects.run(protocol.release(self.version))
@@ -116,12 +117,13 @@ class Lease:
             return self.objects.run(operations)
         except StoreError as error:
             self._mark_lost(error)
-            raise self.loss or error from error
+            raise self.failure or error from error
 
     def _renew(self) -> None:
+        """Renew the lease until it has ended: what the renewal thread runs."""
         while not self._ended.wait(self._seconds / 3):
             with self._store_lock:
-                if self._ended.is_set() or self.loss is not None:
+                if self._ended.is_set() or self.failure is not None:
                     return
                 request = LeaseRequest(self._writer, self._clock(), self._seconds)
                 try:
@@ -134,15 +136,15 @@ class Lease:
     def _mark_lost(self, error: StoreError) -> None:
         name = self.objects.name
         if isinstance(error, Moved):
-            self.loss = Moved(
+            self.failure = Moved(
                 f"the lease on session {name!r} was lost: {error}. Changes since generation "
                 f"{self.head.gen} were not saved; send the request again"
             )
         else:
-            self.loss = StoreError(
+            self.failure = StoreError(
                 f"it is unknown whether session {name!r} was committed: {error}. Check the session "
                 "before you send the request again, or send it with an Idempotency-Key"
             )
         self._ended.set()
-        for callback in self._callbacks:
+        for callback in self._lost_callbacks:
             callback()

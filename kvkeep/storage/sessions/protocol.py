@@ -2,8 +2,7 @@
 
 It guarantees that a session has a single writer at a time; docs/fleet.md explains why. Each
 function is a generator that yields store operations and receives their results or errors. It does
-no I/O: `driver.py` runs the operations on a store, and tests run them in every order with every
-fault.
+no I/O: `driver.py` runs the operations, and tests run them in every order with every fault.
 """
 
 from collections.abc import Generator
@@ -30,8 +29,8 @@ SUPERSEDED = "superseded"  # the ETag of a version that another one has replaced
 
 
 @dataclass(frozen=True)
-class VersionedHead:
-    """A head that is or was in the store, with the ETag that it had there."""
+class HeadVersion:
+    """A version of the head that is or was in the store, with the ETag that it had there."""
 
     head: SessionHead
     etag: str
@@ -42,7 +41,7 @@ class VersionedHead:
 
 @dataclass(frozen=True)
 class ReadHead:
-    """Read the head. Result: a `VersionedHead`, or None if there is none."""
+    """Read the head. Result: a `HeadVersion`, or None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Wait:
 
 
 StoreOperation = ReadHead | PutHead | ListSnapshots | DeleteSnapshot | Wait
-Operations = Generator[StoreOperation, Any, T]
+Operations = Generator[StoreOperation, Any, T]  # T: the result of the protocol function
 
 # The protocol
 
@@ -91,20 +90,19 @@ class LeaseRequest:
         return self.now + self.seconds
 
 
-def create(request: LeaseRequest) -> Operations[VersionedHead]:
+def create(request: LeaseRequest) -> Operations[HeadVersion]:
     """Create a session, and acquire it.
 
     Raises InvalidArgument if it exists, HeldElsewhere if another writer has created it without a
     commit yet.
     """
-    current: VersionedHead | None = yield from _read_head()
+    current: HeadVersion | None = yield from _read_head()
     if current is None:
         head = SessionHead(1, 0, new_nonce(), request.writer, request.expires)
     elif current.head.removed or not current.head.snapshot:
-        if not current.head.removed:  # its creator may have been killed before a commit
-            _require_free(current.head, request)
+        _require_free(current.head, request)  # its creator may not have committed yet
         epoch = current.head.epoch + 1
-        head = current.head.next(
+        head = current.head.updated(
             epoch=epoch, removed=False, writer=request.writer, expires=request.expires
         )
     else:
@@ -116,44 +114,43 @@ def create(request: LeaseRequest) -> Operations[VersionedHead]:
 
 
 def _require_free(head: SessionHead, request: LeaseRequest) -> None:
+    """Raise HeldElsewhere if a writer's lease has not expired."""
     if head.writer and request.now < head.expires < request.now + MAX_LEASE_SECONDS:
         raise HeldElsewhere(f"{head.writer} holds the lease", head.writer, head.expires)
 
 
-def acquire(
-    request: LeaseRequest, cached: VersionedHead | None = None
-) -> Operations[VersionedHead]:
+def acquire(request: LeaseRequest, cached: HeadVersion | None = None) -> Operations[HeadVersion]:
     """Acquire a session: from then on, no earlier holder can commit.
 
     cached: the version that is probably current, which saves reading it. Raises NoObject if there
     is no session, HeldElsewhere.
     """
     while True:
-        current: VersionedHead | None = cached or (yield from _read_head())
+        current: HeadVersion | None = cached or (yield from _read_head())
         if current is None or current.head.removed:
             raise NoObject("there is no such session")
         _require_free(current.head, request)
         epoch = current.head.epoch + 1
-        head = current.head.next(epoch=epoch, writer=request.writer, expires=request.expires)
+        head = current.head.updated(epoch=epoch, writer=request.writer, expires=request.expires)
         try:
             return (yield from _replace_head(current, head))
         except Moved:  # another writer was faster, and may have released it since
             cached = None
 
 
-def renew(version: VersionedHead, request: LeaseRequest) -> Operations[VersionedHead]:
+def renew(version: HeadVersion, request: LeaseRequest) -> Operations[HeadVersion]:
     """Extend the lease. Raises Moved if another writer has acquired the session."""
-    return (yield from _replace_head(version, version.head.next(expires=request.expires)))
+    return (yield from _replace_head(version, version.head.updated(expires=request.expires)))
 
 
-def release(version: VersionedHead) -> Operations[VersionedHead]:
+def release(version: HeadVersion) -> Operations[HeadVersion]:
     """End the lease. Raises Moved if another writer has acquired the session."""
-    return (yield from _replace_head(version, version.head.next(writer="", expires=RELEASED)))
+    return (yield from _replace_head(version, version.head.updated(writer="", expires=RELEASED)))
 
 
 def commit(
-    version: VersionedHead, snapshot: str, expires: float, writer: str
-) -> Operations[VersionedHead]:
+    version: HeadVersion, snapshot: str, expires: float, writer: str
+) -> Operations[HeadVersion]:
     """Make an uploaded snapshot the session's content, and delete the previous snapshot.
 
     snapshot: uploaded by the caller, under the `new_snapshot_name` of a version of this lease.
@@ -167,16 +164,16 @@ def commit(
     return committed
 
 
-def remove(version: VersionedHead) -> Operations[None]:
+def remove(version: HeadVersion) -> Operations[None]:
     """Remove the session and its snapshots. Its head stays, marked as removed."""
     names = yield ListSnapshots()
-    removed_head = version.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
+    removed_head = version.head.updated(snapshot="", removed=True, writer="", expires=RELEASED)
     yield from _replace_head(version, removed_head)
     # Snapshots of this epoch too: only this writer has it, and the next creator gets a greater one.
     yield from _delete_snapshots([n for n in names if (epoch_of(n) or 0) <= version.head.epoch])
 
 
-def collect(version: VersionedHead) -> Operations[list[str]]:
+def collect_garbage(version: HeadVersion) -> Operations[list[str]]:
     """Garbage-collect snapshots that killed writers left; return their names.
 
     An uncommitted snapshot of an earlier epoch can never be committed, as its writer's
@@ -189,7 +186,7 @@ def collect(version: VersionedHead) -> Operations[list[str]]:
     return garbage
 
 
-def _replace_head(previous: VersionedHead | None, head: SessionHead) -> Operations[VersionedHead]:
+def _replace_head(previous: HeadVersion | None, head: SessionHead) -> Operations[HeadVersion]:
     """Compare-and-swap the head from `previous` to `head`.
 
     If a response was lost, the nonce of the current head shows whether the put was applied. Raises
@@ -202,13 +199,13 @@ def _replace_head(previous: VersionedHead | None, head: SessionHead) -> Operatio
             yield Wait(attempt)
         try:
             etag = yield PutHead(head, previous.etag if previous else None)
-            return VersionedHead(head, etag)
+            return HeadVersion(head, etag)
         except Conflict:
             pass  # an earlier attempt, whose response was lost, may have been applied
         except StoreError as error:
             failure = error
         try:
-            current: VersionedHead | None = yield ReadHead()
+            current: HeadVersion | None = yield ReadHead()
         except StoreError as error:
             failure = error
             continue
@@ -219,7 +216,7 @@ def _replace_head(previous: VersionedHead | None, head: SessionHead) -> Operatio
         if current is None or (previous is not None and current.etag == previous.etag):
             continue
         if _was_committed(previous, head, current):
-            return VersionedHead(head, SUPERSEDED)
+            return HeadVersion(head, SUPERSEDED)
         if previous is None or not _is_own_renewal(previous.head, head, current.head):
             raise Moved(_describe_holder(current.head))
         previous = current  # written by an earlier renewal of ours whose response was lost
@@ -236,19 +233,18 @@ def _is_own_renewal(previous: SessionHead, head: SessionHead, current: SessionHe
     return is_renewal and head.epoch == previous.epoch
 
 
-def _was_committed(
-    previous: VersionedHead | None, head: SessionHead, current: VersionedHead
-) -> bool:
+def _was_committed(previous: HeadVersion | None, head: SessionHead, current: HeadVersion) -> bool:
     """Whether `head` is a commit that was applied before other writers continued from it."""
     is_commit = previous is not None and head.snapshot not in ("", previous.head.snapshot)
     return is_commit and current.head.has_committed(head.snapshot)
 
 
-def _read_head() -> Operations[VersionedHead | None]:
+def _read_head() -> Operations[HeadVersion | None]:
+    """Read the head; try again if the store fails."""
     for attempt in range(MAX_ATTEMPTS):
         try:
-            head: VersionedHead | None = yield ReadHead()
-            return head
+            version: HeadVersion | None = yield ReadHead()
+            return version
         except (CorruptFile, NewerFormat):  # another attempt would read the same
             raise
         except StoreError:
@@ -267,6 +263,7 @@ def _delete_snapshots(names: list[str]) -> Operations[None]:
 
 
 def _describe_holder(head: SessionHead) -> str:
+    """Say who replaced a head, for the message of Moved."""
     if head.removed:
         return "it was removed"
     holder = f"{head.writer} has" if head.writer else "another writer has"

@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 
 from kvkeep.errors import HeldElsewhere, InvalidArgument, Locked, NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore
-from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo
+from kvkeep.storage.objects.interface import ChunkFactory, ObjectInfo
 from kvkeep.storage.objects.paths import ObjectPath, open_object
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import HEAD_FILE, SessionObjects
@@ -21,10 +21,10 @@ from kvkeep.storage.sessions.interface import (
     SessionStore,
     SnapshotStore,
     checked_name,
-    is_name,
+    is_valid_name,
 )
 from kvkeep.storage.sessions.lease import Lease
-from kvkeep.storage.sessions.protocol import LeaseRequest, Operations, VersionedHead
+from kvkeep.storage.sessions.protocol import HeadVersion, LeaseRequest, Operations
 
 LEASE_SECONDS = 30.0  # for which a session stays leased after a command was killed
 _SESSIONS_PREFIX = "sessions/"
@@ -34,15 +34,14 @@ _ATTEMPTS = 5  # to find a snapshot that commits keep replacing
 
 @dataclass(frozen=True)
 class SessionPath:
-    """The last committed snapshot of a session, looked up at each access.
+    """The path of a session's last committed snapshot, which is looked up at each access.
 
-    It is a `Source`, and with a lease also a `Target`: writing commits. release: whether a commit
-    also releases the lease.
+    It is a `ReadablePath`, and with a lease also a `WritablePath`: writing commits.
     """
 
     objects: SessionObjects
     lease: Lease | None = None
-    release: bool = False
+    release_on_commit: bool = False
 
     def __str__(self) -> str:
         return f"session {self.objects.name!r} in {self.objects.store.url}"
@@ -79,10 +78,10 @@ class SessionPath:
                 return self.objects.store.info(key)
         raise NoObject(f"nothing was committed to {self}")
 
-    def write_chunks(self, chunks: ChunkSource) -> None:
+    def write_chunks(self, iter_chunks: ChunkFactory) -> None:
         """Commit a snapshot under the lease. Raises StoreError."""
         assert self.lease is not None, "a session can only be written under its lease"
-        self.lease.commit(chunks, self.release)
+        self.lease.commit(iter_chunks, self.release_on_commit)
 
     def _key(self) -> str | None:
         head = self.head()
@@ -90,7 +89,7 @@ class SessionPath:
 
 
 def sweep_all(store: ObjectStore) -> list[str]:
-    """Remove what killed writers of all owners left: OWNER/NAME/SNAPSHOT. Raises StoreError."""
+    """Remove what killed writers left of any owner's sessions; return it as OWNER/NAME/SNAPSHOT."""
     return [
         f"{owner}/{removed}"
         for owner in _folders(store, _SESSIONS_PREFIX)
@@ -99,6 +98,7 @@ def sweep_all(store: ObjectStore) -> list[str]:
 
 
 def _folders(store: ObjectStore, prefix: str) -> list[str]:
+    """Return the part after `prefix` and before the next '/' of all keys, each once."""
     keys = (info.key.removeprefix(prefix) for info in store.list_objects(prefix))
     return sorted({key.partition("/")[0] for key in keys})
 
@@ -107,10 +107,11 @@ class SharedSessions(SessionStore[SessionPath]):
     """The sessions of one owner in an object store.
 
     A lock is a lease: another process can acquire the session once this process has not renewed it
-    for `lease` seconds.
+    for `lease_seconds`.
 
-    writer: the lease holder's name for other processes. clock: seconds since 1970; with a wrong
-    clock processes wait too long or too short, but no commit is lost.
+    owner: "0" on a server without API keys. writer: the lease holder's name for other processes.
+    clock: seconds since 1970; if it is wrong, processes wait too long or too short, but no commit
+    is lost.
     """
 
     def __init__(
@@ -118,39 +119,39 @@ class SharedSessions(SessionStore[SessionPath]):
         store: ObjectStore,
         owner: str = "0",
         writer: str | None = None,
-        lease: float = LEASE_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.time,
     ):
-        self.store, self.lease_seconds, self._clock = store, lease, clock
+        self.store, self.lease_seconds, self._clock = store, lease_seconds, clock
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
         self._key_prefix = f"{_SESSIONS_PREFIX}{owner}/"
 
     # Reading
 
     def objects_of(self, name: str) -> SessionObjects:
-        """Raises InvalidArgument for an invalid name."""
+        """Return the objects of a session. Raises InvalidArgument for an invalid name."""
         return SessionObjects(self.store, f"{self._key_prefix}{checked_name(name)}/", name)
 
     def path(self, name: str) -> SessionPath:
         return SessionPath(self.objects_of(name))
 
     def names(self) -> list[str]:
-        return sorted(path.stem for _, path in self._committed())
+        return sorted(path.stem for _, path in self._dated_paths())
 
     def newest_first(self) -> Iterator[SessionPath]:
-        rows = sorted(self._committed(), key=lambda row: (row[0], row[1].stem), reverse=True)
+        rows = sorted(self._dated_paths(), key=lambda row: (row[0], row[1].stem), reverse=True)
         return (path for _, path in rows)
 
-    def _committed(self) -> list[tuple[float, SessionPath]]:
+    def _dated_paths(self) -> list[tuple[float, SessionPath]]:
         """Return the sessions with a commit, and the times when their heads were written."""
-        dated = []
+        dated_paths = []
         for info in self.store.list_objects(self._key_prefix):
             name, _, file = info.key.removeprefix(self._key_prefix).rpartition("/")
-            if file == HEAD_FILE and is_name(name):
-                dated.append((info.st_mtime, self.path(name)))
+            if file == HEAD_FILE and is_valid_name(name):
+                dated_paths.append((info.st_mtime, self.path(name)))
         with ThreadPoolExecutor(_READ_THREADS) as readers:
-            exist = readers.map(_may_exist, [path for _, path in dated])
-            return [row for row, exists in zip(dated, exist, strict=True) if exists]
+            may_exist = readers.map(_may_exist, [path for _, path in dated_paths])
+            return [row for row, is_listed in zip(dated_paths, may_exist, strict=True) if is_listed]
 
     # Writing
 
@@ -163,13 +164,13 @@ class SharedSessions(SessionStore[SessionPath]):
         with self.acquire(name) as lease:
             yield SessionPath(lease.objects, lease)
 
-    def acquire(self, name: str, create: bool = True, cached: VersionedHead | None = None) -> Lease:
+    def acquire(self, name: str, create: bool = True, cached: HeadVersion | None = None) -> Lease:
         """Lease a session, until the lease is released; with `create`, create it if there is none.
 
         cached: the head that is probably current. Raises NoObject if there is none, Locked.
         """
         try:
-            return self._lease(name, protocol.acquire(self._request(), cached))
+            return self._lease(name, protocol.acquire(self._lease_request(), cached))
         except NoObject:
             if not create:
                 raise
@@ -188,10 +189,10 @@ class SharedSessions(SessionStore[SessionPath]):
 
     def create(self, name: str) -> Lease:
         """Create and lease a session. Raises InvalidArgument if it exists."""
-        return self._lease(name, protocol.create(self._request()))
+        return self._lease(name, protocol.create(self._lease_request()))
 
     def remove(self, name: str) -> int:
-        size = self.existing(name).stat().st_size
+        size = self.existing_path(name).stat().st_size
         with self.acquire(name, create=False) as lease:
             lease.remove()
         return size
@@ -200,7 +201,7 @@ class SharedSessions(SessionStore[SessionPath]):
         """Remove what killed writers left; return it as NAME/SNAPSHOT."""
         swept = list[str]()
         for name in _folders(self.store, self._key_prefix):
-            if is_name(name):
+            if is_valid_name(name):
                 with suppress(StoreError):  # leased, removed meanwhile, or with a corrupt head
                     swept += [f"{name}/{snapshot}" for snapshot in self._sweep_session(name)]
         return swept
@@ -210,12 +211,13 @@ class SharedSessions(SessionStore[SessionPath]):
         if version is not None and version.head.removed:
             return []
         with self.acquire(name, create=False) as lease:
-            return lease.collect()
+            return lease.collect_garbage()
 
-    def _request(self) -> LeaseRequest:
+    def _lease_request(self) -> LeaseRequest:
         return LeaseRequest(self.writer, self._clock(), self.lease_seconds)
 
-    def _lease(self, name: str, operations: Operations[VersionedHead]) -> Lease:
+    def _lease(self, name: str, operations: Operations[HeadVersion]) -> Lease:
+        """Run the operations that acquire a session, and return the lease."""
         objects = self.objects_of(name)
         version = objects.run(operations)
         return Lease(objects, version, self.writer, self.lease_seconds, self._clock)
@@ -224,7 +226,7 @@ class SharedSessions(SessionStore[SessionPath]):
 def _may_exist(path: SessionPath) -> bool:
     try:
         return path.exists()
-    except StoreError:  # list it all the same: reading it raises the error
+    except StoreError:  # it is listed all the same: reading it raises the error
         return True
 
 
@@ -244,10 +246,10 @@ class SharedLabels(SnapshotStore[ObjectPath]):
         infos = self._store.list_objects(self._key_prefix)
         keys = (info.key for info in infos if info.key.endswith(SNAPSHOT_SUFFIX))
         names = (key.removeprefix(self._key_prefix).removesuffix(SNAPSHOT_SUFFIX) for key in keys)
-        return sorted(name for name in names if is_name(name))
+        return sorted(name for name in names if is_valid_name(name))
 
     def remove(self, name: str) -> int:
-        path = self.existing(name)
+        path = self.existing_path(name)
         size = path.stat().st_size
         self._store.delete(path.key)
         return size

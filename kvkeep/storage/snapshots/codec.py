@@ -26,8 +26,8 @@ def encode(
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Encode the keys and values among a snapshot's tensors.
 
-    Returns the tensors to store, and for `decode` how each is encoded. All other tensors are small,
-    and stay plain for other safetensors readers.
+    Returns the tensors to store, and for `decode` how each of the encoded ones is encoded, by name.
+    All others are small, and stay plain for other safetensors readers.
     """
     if codec not in CODECS:
         raise InvalidArgument(f"codec must be one of {', '.join(CODECS)}; found {codec!r}")
@@ -64,7 +64,7 @@ def decode(
 
 
 def _compress(tensor: Tensor) -> Tensor:
-    """Compress byte planes: the first bytes of all numbers, then the second bytes, and so on.
+    """Compress a tensor as byte planes: the first bytes of all numbers, then the second, and so on.
 
     In a bfloat16 only the byte with the exponent has a pattern; in its own plane it compresses.
     """
@@ -77,6 +77,7 @@ def _compress(tensor: Tensor) -> Tensor:
 
 
 def _decompress(compressed: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    """Undo `_compress`. Raises ValueError if the data does not expand to the shape."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")

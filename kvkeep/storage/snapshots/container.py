@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +31,11 @@ from kvkeep.storage.files.tensors import (
     contiguous_chunks,
     encode_header,
 )
-from kvkeep.storage.objects.paths import Source, Target
+from kvkeep.storage.objects.paths import ReadablePath, WritablePath
 from kvkeep.storage.snapshots.header import (
     NO_CHECKSUM,
     TensorExtent,
-    open_source,
+    open_for_reading,
     read_header,
     with_checksum,
 )
@@ -49,14 +49,14 @@ _HeaderBuilder = Callable[[Mapping[str, str]], bytes]  # from the tensors' check
 
 @dataclass(frozen=True)
 class Container:
-    """The content of a file. document: a JSON object."""
+    """The content of a kvkeep file. document: a JSON object."""
 
     document: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 def write_container(
-    path: Path | Target,
+    path: Path | WritablePath,
     kind: str,
     format_version: int,
     document: Mapping[str, Any],
@@ -64,8 +64,8 @@ def write_container(
 ) -> int:
     """Write a file atomically, and return its size in bytes.
 
-    Tensors may have any strides; they are written in chunks, without a full copy. Raises StoreError
-    if writing fails; then the existing file is unchanged.
+    kind: such as "snapshot". Tensors may have any strides; they are written in chunks, without a
+    full copy. Raises StoreError if writing fails; then the existing file is unchanged.
     """
     padded = dict(_with_padding({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
     build_header = partial(_build_header, kind, format_version, document, padded)
@@ -74,12 +74,12 @@ def write_container(
     return _upload(path, padded, build_header)
 
 
-def _upload(target: Target, tensors: Mapping[str, Tensor], build_header: _HeaderBuilder) -> int:
-    """Upload to a target without seek: hash all tensors first, then stream header and tensors."""
+def _upload(path: WritablePath, tensors: Mapping[str, Tensor], build_header: _HeaderBuilder) -> int:
+    """Upload a file, which allows no seek: hash all tensors, then stream header and tensors."""
     with ThreadPoolExecutor(_THREADS) as executor:
         checksums = executor.map(_checksum_of, tensors.values())
         header = build_header(dict(zip(tensors, checksums, strict=True)))
-    target.write_chunks(lambda: chain([header], _chunks(tensors.values())))
+    path.write_chunks(lambda: chain([header], _chunks(tensors.values())))
     return len(header) + sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -88,19 +88,20 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _Header
         # Hashing, writing and fsync overlap.
         with atomic_writer(path) as file, ThreadPoolExecutor(_THREADS) as executor:
             checksums = {name: executor.submit(_checksum_of, t) for name, t in tensors.items()}
-            syncs = []
-            unsynced = file.write(build_header(dict.fromkeys(tensors, NO_CHECKSUM)))  # same size
+            fsyncs = list[Future[None]]()
+            # The header has its final size, and gets the checksums at the end.
+            unsynced_bytes = file.write(build_header(dict.fromkeys(tensors, NO_CHECKSUM)))
             for chunk in _chunks(tensors.values()):
-                unsynced += file.write(chunk)
-                if unsynced >= _CHUNK_BYTES:
+                unsynced_bytes += file.write(chunk)
+                if unsynced_bytes >= _CHUNK_BYTES:
                     file.flush()
-                    syncs.append(executor.submit(os.fsync, file.fileno()))
-                    unsynced = 0
+                    fsyncs.append(executor.submit(os.fsync, file.fileno()))
+                    unsynced_bytes = 0
             size = file.tell()
             file.seek(0)
             file.write(build_header({name: c.result() for name, c in checksums.items()}))
-            for sync in syncs:
-                sync.result()
+            for fsync in fsyncs:
+                fsync.result()
     except OSError as error:
         reason = error.strerror or str(error)
         raise StoreError(
@@ -111,10 +112,10 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _Header
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[bytes]:
-    for tensor in tensors:
-        for dense in contiguous_chunks(tensor):
-            for begin in range(0, len(dense), _CHUNK_BYTES):
-                yield dense[begin : begin + _CHUNK_BYTES]
+    """Yield the bytes of tensors in chunks of at most 4 MiB."""
+    for content in chain.from_iterable(map(contiguous_chunks, tensors)):
+        for begin in range(0, len(content), _CHUNK_BYTES):
+            yield content[begin : begin + _CHUNK_BYTES]
 
 
 def _checksum_of(tensor: Tensor) -> str:
@@ -156,7 +157,7 @@ def _with_padding(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def read_container(
-    path: Source, kind: str, max_format: int, names: Collection[str] | None = None
+    path: ReadablePath, kind: str, max_format: int, names: Collection[str] | None = None
 ) -> Container:
     """Read a file and verify every byte of it.
 
@@ -172,23 +173,23 @@ def read_container(
         StoreError: it cannot be read.
     """
     # Header and tensors come from one open file: another one may replace it under its path.
-    with open_source(path) as file:
+    with open_for_reading(path) as file:
         return read_open_container(file, path, kind, max_format, names)
 
 
 def read_open_container(
-    file: BinaryIO, path: Source, kind: str, max_format: int, names: Collection[str] | None = None
+    file: BinaryIO, path: object, kind: str, max_format: int, names: Collection[str] | None = None
 ) -> Container:
     """Read an open file as `read_container` does. path: for messages."""
     header = read_header(file, path, kind, max_format)
     extents = {name: e for name, e in header.extents.items() if names is None or name in names}
-    offsets = accumulate((_aligned(e.end - e.begin) for e in extents.values()), initial=0)
-    memory = _allocate(sum(_aligned(e.end - e.begin) for e in extents.values()))
+    aligned_sizes = [_align_up(extent.end - extent.begin) for extent in extents.values()]
+    offsets, memory = accumulate(aligned_sizes, initial=0), _allocate(sum(aligned_sizes))
     tensors = {}
-    with ThreadPoolExecutor(1) as read_ahead:
+    with ThreadPoolExecutor(1) as executor:
         for offset, (name, extent) in zip(offsets, extents.items(), strict=False):
             buffer = memoryview(memory)[offset : offset + extent.end - extent.begin]
-            if _read_into(buffer, file, extent.begin, read_ahead) != header.checksums[name]:
+            if _read_into(buffer, file, extent.begin, executor) != header.checksums[name]:
                 raise CorruptFile(
                     f"{path} is corrupt: the checksum of tensor {name!r} differs. The file was not "
                     "changed; restore it from a copy, or evaluate the text again"
@@ -198,10 +199,8 @@ def read_open_container(
     return Container(header.document, tensors)
 
 
-def _read_into(
-    buffer: memoryview, file: BinaryIO, begin: int, read_ahead: ThreadPoolExecutor
-) -> str:
-    """Fill a buffer from a file; return its checksum. Reading and hashing overlap."""
+def _read_into(buffer: memoryview, file: BinaryIO, begin: int, executor: ThreadPoolExecutor) -> str:
+    """Fill a buffer from a file; return its checksum. executor: reads a chunk ahead of hashing."""
 
     def next_chunk() -> memoryview:
         count = file.readinto(buffer[filled : filled + _CHUNK_BYTES])  # type: ignore[attr-defined]
@@ -212,22 +211,23 @@ def _read_into(
     chunk = next_chunk()
     while chunk:
         filled += len(chunk)
-        next_future = read_ahead.submit(next_chunk)
+        next_future = executor.submit(next_chunk)
         hasher.update(chunk)
         chunk = next_future.result()
     return hasher.hexdigest()
 
 
 def _tensor_at(memory: mmap.mmap, offset: int, extent: TensorExtent) -> Tensor:
-    count, dtype = math.prod(extent.shape), _DTYPES[extent.dtype]
-    if not count:
+    """Return a tensor that lies at an offset in memory, as a view."""
+    numel, dtype = math.prod(extent.shape), _DTYPES[extent.dtype]
+    if not numel:
         return torch.empty(extent.shape, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
     return flat.reshape(extent.shape)
 
 
 def _allocate(size: int) -> mmap.mmap:
-    """Allocate private memory, in huge pages if the system has them.
+    """Allocate `size` bytes of private memory, in huge pages if the system has them.
 
     With pages of 4 kB, page faults would take longer than reading and verifying a snapshot.
     """
@@ -238,5 +238,5 @@ def _allocate(size: int) -> mmap.mmap:
     return memory
 
 
-def _aligned(size: int) -> int:
+def _align_up(size: int) -> int:
     return size + -size % ALIGNMENT

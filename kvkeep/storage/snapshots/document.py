@@ -1,4 +1,4 @@
-"""Checks of the JSON document in a snapshot file: the types and ranges that the format names."""
+"""Checks of the JSON document in a snapshot file: types and ranges of its fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -83,6 +83,7 @@ def dtype_of(name: Any) -> torch.dtype:
 
 
 def _check_segment(entry: Any) -> None:
+    """Check a segment's entry, as `segment_entry` makes it: its fields, alone and together."""
     _require_type("a segment", entry, dict)
     _require_type("a segment's map", entry["map"], dict)
     require(
@@ -109,6 +110,7 @@ def _check_segment(entry: Any) -> None:
 
 
 def _check_encoding(name: str, encoding: Any) -> None:
+    """Check how a tensor is encoded, as `codec.encode` returns it. name: of the tensor."""
     _require_type(f"the coding of {name}", encoding, dict)
     require(encoding["codec"] in ("zstd", "int8"), f"{name} has an unknown codec")
     dtype_of(encoding["dtype"])

@@ -26,7 +26,7 @@ class Fingerprint:
 
     weights: of every tensor's name, shape and bytes, as loaded. config: of the architecture's
     numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its vocabulary.
-    dtype, layout: of the cells. earlier_tokenizer: the tokenizer's digest in files of version 0.1.
+    dtype, layout: of the cells. legacy_tokenizer: the tokenizer's digest in files of version 0.1.
 
     Neither a new field of ModelSpec nor another release of a library changes a fingerprint.
     """
@@ -37,10 +37,10 @@ class Fingerprint:
     tokenizer: str
     dtype: str
     layout: str
-    earlier_tokenizer: str = field(default="", repr=False, compare=False)
+    legacy_tokenizer: str = field(default="", repr=False, compare=False)
 
     def to_dict(self) -> dict[str, str]:
-        return {name: value for name, value in vars(self).items() if name != "earlier_tokenizer"}
+        return {name: value for name, value in vars(self).items() if name != "legacy_tokenizer"}
 
     def digest(self) -> str:
         """Return one hex digest of all saved fields."""
@@ -57,18 +57,18 @@ class Fingerprint:
         actual = _dtype_name(cells.dtype), _layout_name(layers, kv_heads, head_dim)
         return actual == (self.dtype, self.layout)
 
-    def require(self, saved: Mapping[str, str], source: str) -> None:
+    def require_match(self, saved: Mapping[str, str], source: str) -> None:
         """Raise FingerprintMismatch, naming the differing fields, unless the saved one is equal.
 
-        source: of the saved one, for the message.
+        source: what was saved, such as "the snapshot", for the message.
         """
-        differing = [name for name, value in self.to_dict().items() if saved.get(name) != value]
-        if "tokenizer" in differing and saved.get("tokenizer") == self.earlier_tokenizer:
-            differing.remove("tokenizer")
-        if "dtype" in differing and "weights" in differing:
-            differing.remove("weights")  # converted weights always have other bytes
-        if differing:
-            details = "; ".join(self._difference(name, saved) for name in differing)
+        mismatches = [name for name, value in self.to_dict().items() if saved.get(name) != value]
+        if "tokenizer" in mismatches and saved.get("tokenizer") == self.legacy_tokenizer:
+            mismatches.remove("tokenizer")
+        if "dtype" in mismatches and "weights" in mismatches:
+            mismatches.remove("weights")  # converted weights always have other bytes
+        if mismatches:
+            details = "; ".join(self._difference(name, saved) for name in mismatches)
             raise FingerprintMismatch(
                 f"{source} belongs to another model: {details}. Load the model it was saved with, "
                 "or evaluate the text again"
@@ -76,15 +76,15 @@ class Fingerprint:
 
     def _difference(self, name: str, saved: Mapping[str, str]) -> str:
         length = None if name in ("dtype", "layout") else 12  # digests are shortened
-        there, here = saved.get(name, "missing")[:length], getattr(self, name)[:length]
+        saved_value, own_value = saved.get(name, "missing")[:length], getattr(self, name)[:length]
         verb = "differ" if name == "weights" else "differs"
-        return f"the {name} {verb} ({there} saved, {here} loaded)"
+        return f"the {name} {verb} ({saved_value} saved, {own_value} loaded)"
 
 
 def compute_fingerprint(
     spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, layout: Layout
 ) -> Fingerprint:
-    """Compute the fingerprint of a model, which reads all weights."""
+    """Compute the fingerprint of a model; this reads all weights. layout: of its cells."""
     return Fingerprint(
         weights=weights_digest(tensors),
         config=_digest(_config_without_rope(spec)),
@@ -92,12 +92,12 @@ def compute_fingerprint(
         tokenizer=_vocabulary_digest(tokenizer),
         dtype=_dtype_name(layout.dtype),
         layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
-        earlier_tokenizer=_earlier_digest(tokenizer),
+        legacy_tokenizer=_legacy_digest(tokenizer),
     )
 
 
 def _config_without_rope(spec: ModelSpec) -> dict[str, object]:
-    """Return the fields that differ from their defaults.
+    """Return the fields but RoPE's that differ from their defaults.
 
     So a model keeps its digest when a field with a default is added for other models.
     """
@@ -107,14 +107,16 @@ def _config_without_rope(spec: ModelSpec) -> dict[str, object]:
 
 
 def _rope_tables(spec: ModelSpec) -> dict[str, object]:
+    """Return what determines the rotation of keys, in global and in local layers."""
     tables: dict[str, object] = {name: getattr(spec.rope, name) for name in _ROPE_FIELDS}
     if spec.local_rope:
         tables["local"] = {name: getattr(spec.local_rope, name) for name in _ROPE_FIELDS}
     return tables
 
 
-def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
-    return saved.get("tokenizer") in (_vocabulary_digest(tokenizer), _earlier_digest(tokenizer))
+def matches_tokenizer(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
+    """Whether a saved fingerprint is of a model with this tokenizer."""
+    return saved.get("tokenizer") in (_vocabulary_digest(tokenizer), _legacy_digest(tokenizer))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -132,7 +134,7 @@ def _vocabulary_digest(tokenizer: Tokenizer) -> str:
     return _digest([sorted(vocabulary.items(), key=lambda pair: pair[::-1]), sorted(control)])
 
 
-def _earlier_digest(tokenizer: Tokenizer) -> str:
+def _legacy_digest(tokenizer: Tokenizer) -> str:
     """Digest the tokenizer as version 0.1 did: as its library serialises it."""
     return blake3(tokenizer.to_str().encode()).hexdigest()
 
@@ -171,20 +173,21 @@ class Exactness:
         return not self.differs
 
     @classmethod
-    def of(cls, there: Mapping[str, str], here: Mapping[str, str], codec: str) -> "Exactness":
+    def of(cls, saved: Mapping[str, str], current: Mapping[str, str], codec: str) -> "Exactness":
         """Compare the arithmetic of a snapshot with that of this machine.
 
-        there, here: see `LoadedModel.arithmetic`. codec: of the file that was loaded.
+        saved, current: the kernels, threads and weights of each, by name, as in
+        `LoadedModel.arithmetic`; {} if not saved. codec: of the file that was loaded.
         """
         differs = [f"cells: rounded by codec {codec}"] if codec == "int8" else []
-        if not there:
+        if not saved:
             return cls((*differs, _NO_ARITHMETIC))
-        if there.get("kernels") in _RENAMED_KERNELS:
-            there = {**there, "kernels": _RENAMED_KERNELS[there["kernels"]]}
-        differing = [name for name in here if there.get(name) != here[name]]
-        if "weights" in differing and "packed weights" in differing:
-            differing.remove("packed weights")  # follows from other weights
-        for name in differing:
-            saved, present = (entry.get(name, "")[:40] or "none" for entry in (there, here))
-            differs.append(f"{name}: {saved} saved, {present} here")
+        if saved.get("kernels") in _RENAMED_KERNELS:
+            saved = {**saved, "kernels": _RENAMED_KERNELS[saved["kernels"]]}
+        mismatches = [name for name in current if saved.get(name) != current[name]]
+        if "weights" in mismatches and "packed weights" in mismatches:
+            mismatches.remove("packed weights")  # follows from other weights
+        for name in mismatches:
+            there, here = (values.get(name, "")[:40] or "none" for values in (saved, current))
+            differs.append(f"{name}: {there} saved, {here} here")
         return cls(tuple(differs))

@@ -23,7 +23,7 @@ from kvkeep.errors import (
     TruncatedFile,
 )
 from kvkeep.storage.files.atomic import check_writable
-from kvkeep.storage.objects.paths import Source, as_path
+from kvkeep.storage.objects.paths import ReadablePath, as_path
 
 SNAPSHOT_KIND, SNAPSHOT_FORMAT = "snapshot", 6  # kind and newest format of snapshot files
 NO_CHECKSUM = "0" * 64  # in place of the header's own checksum while that is computed
@@ -32,17 +32,14 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8":
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 
 
-def read_document(path: Source, kind: str, max_format: int) -> dict[str, Any]:
-    """Return the document in a file's verified header, without reading tensors.
-
-    Raises as `read_container`.
-    """
-    with open_source(path) as file:
+def read_document(path: ReadablePath, kind: str, max_format: int) -> dict[str, Any]:
+    """Return the document in a file's verified header alone. Raises as `read_container`."""
+    with open_for_reading(path) as file:
         return read_header(file, path, kind, max_format).document
 
 
 @contextmanager
-def open_source(path: Source) -> Iterator[BinaryIO]:
+def open_for_reading(path: ReadablePath) -> Iterator[BinaryIO]:
     """Open a file to read. Raises StoreError in place of OSError, also from the block."""
     try:
         with path.open("rb") as file:
@@ -70,7 +67,7 @@ class Header:
     extents: dict[str, TensorExtent]
 
 
-def read_header(file: BinaryIO, path: Source, kind: str, max_format: int) -> Header:
+def read_header(file: BinaryIO, path: object, kind: str, max_format: int) -> Header:
     """Read and verify a header. path: for messages. Raises as `read_container`."""
     file_size = file.seek(0, 2)
     file.seek(0)
@@ -110,6 +107,7 @@ def with_checksum(header: bytes, checksum: str) -> bytes:
 
 
 def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raises ValueError for two fields of one name."""
     result = dict(pairs)
     if len(result) < len(pairs):
         raise ValueError("duplicate name")
@@ -117,9 +115,12 @@ def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked_header(
-    path: Source, file_size: int, data_begin: int, metadata: dict[str, str], entries: dict[str, Any]
+    path: object, file_size: int, data_begin: int, metadata: dict[str, str], entries: dict[str, Any]
 ) -> Header:
-    """Check that tensors fill the file from `data_begin` on, with the sizes of their shapes."""
+    """Check that tensors fill the file from `data_begin` on, with the sizes of their shapes.
+
+    entries: the type, shape and byte range of each tensor.
+    """
     extents, end = dict[str, TensorExtent](), data_begin
     for name, entry in entries.items():
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -143,7 +144,7 @@ def _checked_header(
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """A session's row in a list."""
+    """What a list of sessions shows of a snapshot file."""
 
     model: str
     policy: str
@@ -153,8 +154,8 @@ class SnapshotSummary:
     notes: dict[str, Any]  # of the application
 
 
-def read_summary(path: str | Source) -> SnapshotSummary:
-    """Read a snapshot file's header alone. Raises as `Snapshot.load`."""
+def read_summary(path: str | ReadablePath) -> SnapshotSummary:
+    """Summarise a snapshot file from its header alone. Raises as `Snapshot.load`."""
     document = read_document(as_path(path), SNAPSHOT_KIND, SNAPSHOT_FORMAT)
     try:
         segments, policy = document["segments"], document["policy"]
@@ -189,11 +190,11 @@ def check_output_path(path: Path, kind: str) -> None:
         raise InvalidArgument(f"{path} is a device or a pipe; expected a file to write to")
     try:
         if path.stat().st_size:
-            read_document(path, kind, max_format=1)
+            read_document(path, kind, max_format=1)  # newer formats raise NewerFormat
     except ForeignFile as error:
         raise InvalidArgument(
             f"{path} exists and is not a {kind}; it was not changed. Use another name, or remove "
             "it first"
         ) from error
     except StoreError:
-        pass  # a newer or damaged file of the kind may be replaced
+        pass  # a file of the kind may be replaced, even a newer or damaged one

@@ -1,4 +1,4 @@
-"""The state of a memory in a snapshot, and its checks before a memory is restored."""
+"""The state of a session's memory in a snapshot, and its checks before it is restored."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from kvkeep.models.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class MemoryState:
-    """The state of a `Memory`."""
+    """The state of a `Memory`: a session's tokens, their cells, and the last token's logits."""
 
     tokens: Tensor  # [n] int32
     serials: Tensor  # [n] int64
@@ -52,15 +52,15 @@ class MemoryState:
 
     def _check_order(self) -> None:
         """Check that serials are unique, and cells and pins those of tokens, in token order."""
-        ordered, indices = self.serials.sort()
-        require(bool((ordered.diff() > 0).all()), "two tokens have the same serial")
+        sorted_serials, indices = self.serials.sort()
+        require(bool((sorted_serials.diff() > 0).all()), "two tokens have the same serial")
         cell_serials = self.cache.serials()
         if len(cell_serials):
             # NumPy: torch would wake its threads, which costs more than the search.
-            ranks = torch.from_numpy(np.searchsorted(ordered.numpy(), cell_serials.numpy()))
-            ranks.clamp_(max=max(0, len(ordered) - 1))
-            known = bool(len(ordered)) and torch.equal(ordered[ranks], cell_serials)
-            require(known, "there are cells without tokens")
+            ranks = torch.from_numpy(np.searchsorted(sorted_serials.numpy(), cell_serials.numpy()))
+            ranks.clamp_(max=max(0, len(sorted_serials) - 1))
+            all_known = len(sorted_serials) > 0 and torch.equal(sorted_serials[ranks], cell_serials)
+            require(all_known, "there are cells without tokens")
             require(bool((indices[ranks].diff() > 0).all()), "cells are not in token order")
         for pin in self.pins:
             require_int("a pin", pin, 0, self.cache.serial - 1)

@@ -12,14 +12,14 @@ from kvkeep.cache.state import check_cells
 _SCORES_FIELD = "worth"  # the name of `Ragged.scores` in files
 
 
-def _tensor_names(compressed: bool, ragged: bool, has_scores: bool) -> list[str]:
+def _tensor_names(compressed: bool, ragged: bool, scored: bool) -> list[str]:
     """Return the names of a segment's tensors besides keys and values."""
-    optional = {"bias": compressed, "counts": ragged, _SCORES_FIELD: has_scores}
+    optional = {"bias": compressed, "counts": ragged, _SCORES_FIELD: scored}
     return ["positions", "serials", *(name for name, is_stored in optional.items() if is_stored)]
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
-    """Return the cells as tensors, oldest first; those of a full ring in slot order."""
+    """Return the cells of the file's segment `index`, oldest first; a full ring's in slot order."""
     in_slot_order = _in_slot_order(segment)
     cells = segment.block.slots if in_slot_order else segment.view(0, segment.length)
     tensors = _kv_tensors(f"segment.{index}.keys", cells.stored_keys)
@@ -31,16 +31,18 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
 
 
 def is_ragged(segment: Segment) -> bool:
+    """Whether KV heads hold different numbers of cells."""
     return isinstance(segment.block.slots, Ragged)
 
 
 def has_scores(segment: Segment) -> bool:
+    """Whether its cells have scores, of an eviction method that scores each cell once."""
     cells = segment.block.slots
     return isinstance(cells, Ragged) and cells.scores is not None
 
 
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
-    """Return everything but a segment's tensors, as JSON values. local: is it of local layers."""
+    """Return a segment's JSON entry: everything but its tensors. local: is it of local layers."""
     wraps = segment.wrapped or segment.places_wrap
     optional = {"ragged": is_ragged(segment), _SCORES_FIELD: has_scores(segment), "local": local}
     return {
@@ -63,8 +65,9 @@ def read_segment(
 ) -> Segment:
     """Return the segment that an entry and tensors describe. Its tensors are not copied.
 
-    entry: checked by `check_document`. A ring that is not full is stored linearly until a cache
-    takes the segment. Raises KeyError, TypeError or ValueError if entry and tensors do not match.
+    index: of the segment in the file. entry: checked by `check_document`. A ring that is not full
+    is stored linearly until a cache takes the segment. Raises KeyError, TypeError or ValueError if
+    entry and tensors do not match.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
     names = _tensor_names(compressed, ragged, entry.get(_SCORES_FIELD, False))
@@ -93,7 +96,7 @@ def _kv_tensors(name: str, kv: KVTensor) -> dict[str, Tensor]:
 
 
 def _read_kv(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
-    if bits == 16:
+    if bits == 16:  # not quantised
         return tensors[name]
     return Quantised(tensors[f"{name}.int{bits}"], tensors[f"{name}.scale"])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
 from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile
-from kvkeep.storage.objects.paths import Source, Target, as_path
+from kvkeep.storage.objects.paths import ReadablePath, WritablePath, as_path
 from kvkeep.storage.snapshots.codec import Codec, decode, encode
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import check_document, layout_of
@@ -36,13 +36,13 @@ class Snapshot:
 
     Taking a snapshot is cheap: cells are shared with the session, copy-on-write.
 
-    fingerprint: of the model. policy: name and settings. settings: of the session: `prefill_step`,
-    `keep_whole_prompt` and `spans`. memory: tokens, cells and the last token's logits. sampler: the
-    seed and the random generator's state. layout, local_layout: of the cells before quantisation;
-    local_layout is None if the model has no local layers. bits: of the cells. arithmetic: see
-    `LoadedModel`; empty in files of earlier releases. codec: of the file that the snapshot was
-    loaded from. created: seconds since 1970. notes: JSON values of the application, such as a
-    chat's settings; the library ignores them.
+    fingerprint: of the model. model: its name. policy: name and settings. settings: of the session:
+    `prefill_step`, `keep_whole_prompt` and `spans`. memory: tokens, cells and the last token's
+    logits. sampler: the seed and the random generator's state. layout, local_layout: of the cells
+    before quantisation; local_layout is None if the model has no local layers. bits: of the cells.
+    arithmetic: the kernels, threads and weights that computed them; empty in files of earlier
+    releases. codec: of the file that the snapshot was loaded from. created: seconds since 1970.
+    notes: JSON values of the application, such as a chat's settings; the library ignores them.
     """
 
     fingerprint: dict[str, str]
@@ -121,14 +121,13 @@ class Snapshot:
     def cells(self) -> int:
         return sum(segment.length for segment in self.segments)
 
-    def save(self, path: str | Path | Target, codec: Codec = "none") -> int:
+    def save(self, path: str | Path | WritablePath, codec: Codec = "none") -> int:
         """Write the snapshot atomically; return the size of the file in bytes.
 
         path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep. codec: "none"
         is fastest to load; "zstd" is smaller, slower and still exact; "int8" stores keys and values
-        in 8 bits and is not exact.
-
-        Raises StoreError if the file cannot be written; then the existing file is unchanged.
+        in 8 bits and is not exact. Raises StoreError if the file cannot be written; then the
+        existing file is unchanged.
         """
         memory, cache = self.memory, self.memory.cache
         tensors: dict[str, Tensor] = {}
@@ -174,38 +173,38 @@ class Snapshot:
         """The oldest format whose readers know everything in this snapshot."""
         segments = self.segments
         compressed = any(segment.compressed for segment in segments)
-        needs_format = {
+        is_format_needed = {
             6: bool(self.recurrent),
             5: bool(self.local),
             4: any(has_scores(segment) for segment in segments),
             3: "budget" in self.policy or any(is_ragged(segment) for segment in segments),
             2: self.bits != Bits() or self.observed is not None or compressed,
         }
-        return next((version for version, needed in needs_format.items() if needed), 1)
+        return next((version for version, is_needed in is_format_needed.items() if is_needed), 1)
 
     @classmethod
-    def load(cls, path: str | Source) -> "Snapshot":
+    def load(cls, path: str | ReadablePath) -> "Snapshot":
         """Read a snapshot, and verify every byte of it.
 
         path: of a file, or the URL of an object. Raises StoreError and its kinds: foreign, newer,
         truncated, corrupt.
         """
         container = read_container(as_path(path), SNAPSHOT_KIND, SNAPSHOT_FORMAT)
-        with _damage_as_corrupt_file(path):
+        with _translated_errors(path):
             check_document(container.document)
             return _from_document(container.document, container.tensors)
 
 
-def describe(path: str | Source) -> dict[str, Any]:
-    """Return the document of a snapshot file, from its checked header alone. Raises as `load`."""
+def read_snapshot_document(path: str | ReadablePath) -> dict[str, Any]:
+    """Return the document of a snapshot file, from its verified header alone. Raises as `load`."""
     document = read_document(as_path(path), SNAPSHOT_KIND, SNAPSHOT_FORMAT)
-    with _damage_as_corrupt_file(path):
+    with _translated_errors(path):
         check_document(document)
     return document
 
 
 @contextmanager
-def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
+def _translated_errors(path: object) -> Iterator[None]:
     """Raise CorruptFile in place of any error that invalid content causes."""
     try:
         yield
@@ -217,13 +216,15 @@ def _damage_as_corrupt_file(path: str | Source) -> Iterator[None]:
 
 
 def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
+    """Return the snapshot of a checked document and the tensors stored with it."""
     bits, layout = Bits(**document.get("bits", {})), layout_of(document["layout"])
     local_layout = layout_of(document["local_layout"]) if "local_layout" in document else None
-    near, far = bits.layouts(layout)  # of cells in the window, and in anchors
-    local = bits.layouts(local_layout)[0] if local_layout else None
+    window_layout, anchor_layout = bits.layouts(layout)
+    quantised_local_layout = bits.layouts(local_layout)[0] if local_layout else None
     layouts = list[Layout]()  # of each segment
     for entry in document["segments"]:
-        cell_layout = local if entry.get("local", False) else far if entry["anchor"] else near
+        global_layout = anchor_layout if entry["anchor"] else window_layout
+        cell_layout = quantised_local_layout if entry.get("local", False) else global_layout
         assert cell_layout is not None, "`check_document` requires a layout of local segments"
         layouts.append(cell_layout)
     _check_encoded_shapes(document, stored, layouts)
@@ -239,7 +240,8 @@ def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snaps
         cache=_cache_state(document, tensors, layouts),
     )
     observed = memory.cache.observed_queries
-    memory.cache.check(near, far, observed.vectors.shape[1] if observed else 0, local)
+    query_heads = observed.vectors.shape[1] if observed else 0
+    memory.cache.check(window_layout, anchor_layout, query_heads, quantised_local_layout)
     memory.check_consistency()
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
     later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
@@ -256,18 +258,19 @@ def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snaps
 def _cache_state(
     document: dict[str, Any], tensors: dict[str, Tensor], layouts: Sequence[Layout]
 ) -> CacheState:
-    segments: dict[bool, list[Segment]] = {False: [], True: []}  # by whether of local layers
+    """Return the state of the cache that a document and tensors describe. layouts: of segments."""
+    segments, local_segments = list[Segment](), list[Segment]()
     for index, (entry, layout) in enumerate(zip(document["segments"], layouts, strict=True)):
-        is_local = entry.get("local", False)
-        segments[is_local].append(read_segment(index, layout, entry, tensors))
+        segment = read_segment(index, layout, entry, tensors)
+        (local_segments if entry.get("local", False) else segments).append(segment)
     queries = tensors.get("queries")
     return CacheState(
-        segments=tuple(segments[False]),
+        segments=tuple(segments),
         window=Window(**document["settings"].get("window", {})),
         time=document["clock"],
         serial=document["serial"],
         observed_queries=None if queries is None else Queries(queries, tensors["query_times"]),
-        local=tuple(segments[True]),
+        local=tuple(local_segments),
         recurrent_states={
             name.removeprefix(_STATE_PREFIX): state
             for name, state in tensors.items()
@@ -289,7 +292,7 @@ def _check_encoded_shapes(
         shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
         if entry.get("ragged", False):
             require_tensor("positions", positions, torch.int64, None)
-            shape[:3] = [len(positions)]
+            shape[:3] = [len(positions)]  # the cells of all layers and KV heads in one row
         shapes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
     for name, encoding in document["coding"].items():
         require(encoding["shape"] == shapes[name], f"{name} has a codec entry with another shape")
