@@ -181,7 +181,7 @@ def why(
     text = options.read_prompt(prompt, file)
     loaded = load_named(model, dtype, "cpu", weight_format=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
-    num_stored, differs_at = open_prefix_store().find_difference(loaded.fingerprint, ids)
+    num_stored, differs_at = open_prefix_store().differs_at(loaded.fingerprint, ids)
     misses_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
     if as_json:
         counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}

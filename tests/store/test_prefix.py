@@ -158,7 +158,7 @@ def test_a_match_reports_the_token_at_which_prompts_differ(tmp_path: Path) -> No
     other = [*ids[:700], 1 + ids[700] % 255, *ids[701:]]
     assert store.find(MODEL.fingerprint, other).tokens == 512
     assert store.find(MODEL.fingerprint, other).differs_at == 700
-    assert store.find_difference(MODEL.fingerprint, other) == (512, 700)
+    assert store.differs_at(MODEL.fingerprint, other) == (512, 700)
     assert store.find(MODEL.fingerprint, ids).differs_at is None
     assert store.find(MODEL.fingerprint, [255, *ids]).differs_at == int(ids[0] == 255)
     longer = ids + prompt(6, 300)
@@ -171,7 +171,7 @@ def test_the_longest_common_prefix_of_several_prompts_is_reported(tmp_path: Path
     store, ids = PrefixStore(tmp_path), prompt(5, 256)
     for changed in (10, 90, 40):
         add_whole_blocks(store, [*ids[:changed], 1 + ids[changed] % 255, *ids[changed + 1 :]])
-    assert store.find_difference(MODEL.fingerprint, ids) == (0, 90)
+    assert store.differs_at(MODEL.fingerprint, ids) == (0, 90)
 
 
 def test_blocks_of_another_model_are_not_found(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_block_computed_after_other_tokens_is_not_found(tmp_path: Path) -> Non
     first.write_bytes(contents[1])
     for ids in (first_prompt, second_prompt):
         assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
-        assert store.find_difference(MODEL.fingerprint, ids) == (BLOCK_TOKENS, BLOCK_TOKENS)
+        assert store.differs_at(MODEL.fingerprint, ids) == (BLOCK_TOKENS, BLOCK_TOKENS)
 
 
 def test_a_block_without_its_preceding_tokens_is_replaced(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_block_with_wrong_tensors_is_a_miss(
     store, ids = PrefixStore(tmp_path), prompt(5, 300)
     add_whole_blocks(store, ids)
     rewrite_block(only_block(tmp_path), **other)
-    store.find_difference(MODEL.fingerprint, ids)
+    store.differs_at(MODEL.fingerprint, ids)
     assert MODEL.session(store=store).feed(ids).reused == 0
     assert MODEL.session(store=store).feed(ids).reused == BLOCK_TOKENS
 
@@ -357,7 +357,7 @@ def test_the_least_recently_used_blocks_are_evicted(tmp_path: Path) -> None:
     for seed in (4, 5):
         add_whole_blocks(store, prompt(seed, BLOCK_TOKENS))
     stored_tokens = [
-        store.find_difference(MODEL.fingerprint, prompt(seed, BLOCK_TOKENS))[0] for seed in range(6)
+        store.differs_at(MODEL.fingerprint, prompt(seed, BLOCK_TOKENS))[0] for seed in range(6)
     ]
     assert stored_tokens == [BLOCK_TOKENS, 0, 0, BLOCK_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS]
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,14 @@ _SUFFIX_PATTERNS = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this machine: one of the library, or a named file or folder.
-
-    path: a folder in Hugging Face layout, or a GGUF file that a user named. nbytes: the size of its
-    files. source: a pip requirement, a file or a hub id. slug: the name of its folder in the
-    library. last_used: seconds since 1970.
-    """
+    """A model on this machine: one of the library, or a file or folder that a user named."""
 
     name: str
-    path: Path
-    nbytes: int
-    source: str
-    slug: str
-    last_used: float
+    path: Path  # a folder in Hugging Face layout, or the named GGUF file
+    nbytes: int  # of its files
+    source: str  # a pip requirement, a file or a hub id
+    slug: str  # the name of its folder in the library
+    last_used: float  # seconds since 1970
 
 
 def home() -> Path:
@@ -69,7 +63,7 @@ def pulled_models() -> list[LocalModel]:
 
 def find_model(slug: str) -> LocalModel | None:
     """Return a model, or None if it is absent or one of its files is missing or truncated."""
-    record = _read_record(_models_folder() / slug)
+    record = _read_record(model_path(slug))
     if record is None:
         return None
     folder = Path(record["folder"]) if record["folder"] else model_path(slug)
@@ -139,8 +133,9 @@ def remove_model(model: LocalModel, progress: bool) -> int:
     """
     try:
         with _lock_library(home() / "pull.lock", progress):
-            weights = (derived_folders(form, model.path.name) for form in _SUFFIX_PATTERNS)
-            folders = [model_path(model.slug), *chain.from_iterable(weights)]
+            folders = [model_path(model.slug)]
+            for form in _SUFFIX_PATTERNS:
+                folders += derived_folders(form, model.path.name)
             freed_bytes = sum(map(folder_size, folders))
             for folder in folders:
                 if folder.is_dir():
@@ -151,7 +146,7 @@ def remove_model(model: LocalModel, progress: bool) -> int:
 
 
 def derived_folders(form: str, name: str) -> list[Path]:
-    """Return the folders of a model's weights, in the form "packed" or "unpacked"."""
+    """Return the folders of "packed" or "unpacked" weights of the model in folder `name`."""
     paths, pattern = (home() / form).glob(f"{glob.escape(name)}-*"), _SUFFIX_PATTERNS[form]
     return [path for path in paths if re.fullmatch(pattern, path.name.removeprefix(f"{name}-"))]
 
@@ -161,7 +156,7 @@ def _models_folder() -> Path:
 
 
 def _create(target: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
-    """Create a model's folder and its record, which tells a complete model. fill: as above."""
+    """Create a model's folder, with a record by which `find_model` tells that it is complete."""
     with atomic_folder(target) as partial_folder:
         external_folder = fill(partial_folder)
         folder = external_folder or partial_folder

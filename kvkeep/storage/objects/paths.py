@@ -150,5 +150,4 @@ class ObjectFile(io.RawIOBase):
 
 
 def _range_begin(index: int) -> int:
-    """Return the offset of a range's first byte in the object."""
     return _FIRST_RANGE_BYTES + (index - 1) * _RANGE_BYTES if index else 0

@@ -5,7 +5,7 @@ obstore is an optional dependency; `open_object_store` imports this module when 
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -125,11 +125,8 @@ class RemoteObjectStore:
                 yield from map(_object_info, page)
 
     def delete(self, key: str) -> None:
-        try:
-            with self._translated_errors(key, "deleted"):
-                obstore.delete(self._store, checked_key(key))
-        except NoObject:
-            pass
+        with suppress(NoObject), self._translated_errors(key, "deleted"):
+            obstore.delete(self._store, checked_key(key))
 
     def _short_read_error(self, key: str) -> StoreError:
         return StoreError(f"{key} in {self._url} cannot be read: the response ended early")

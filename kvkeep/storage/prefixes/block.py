@@ -39,7 +39,7 @@ class PrefixMatch:
 class PrefixCache(Protocol):
     """A cache of the cells of prompts, in blocks of 256 tokens. It may lose any of them.
 
-    tokens: of a prompt. All methods raise StoreError.
+    All methods raise StoreError.
     """
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
@@ -68,9 +68,9 @@ class PrefixBlock:
         keys, values = (container.tensors.get(name) for name in ("keys", "values"))
         if keys is None or values is None or container_tokens(container) != self.tokens.tolist():
             return None
-        if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
-            return None
-        return keys, values
+        cells = keys, values
+        fits = all(fingerprint.matches_cells(t) and t.shape[2] == BLOCK_TOKENS for t in cells)
+        return cells if fits else None
 
 
 def blocks_of(

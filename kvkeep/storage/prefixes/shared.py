@@ -86,7 +86,7 @@ class SharedPrefixCache:
         try:
             hits = self._read_until_miss(blocks, fingerprint)
             missing = blocks[len(hits) :]
-            differs_at = first_difference(missing, tokens, self._longest_common_prefix)
+            differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
         except StoreError:
             self._queue.mark_down()
             raise
@@ -126,7 +126,7 @@ class SharedPrefixCache:
             stored_end = block.start + BLOCK_TOKENS
         return stored_end
 
-    def _longest_common_prefix(self, parent: str, tokens: Sequence[int]) -> int:
+    def _longest_common_prefix_length(self, parent: str, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` a stored child of a block begins with, of a few compared."""
         longest, children = 0, self._store.list_objects(f"{self._key_prefix}{parent}/")
         for info in itertools.islice(children, _MAX_COMPARED_BLOCKS):

@@ -64,11 +64,12 @@ class PrefixStore:
             if cells is None:
                 break
             hits.append(cells)
-        differs_at = first_difference(blocks[len(hits) :], tokens, self._longest_common_prefix)
+        missing = blocks[len(hits) :]
+        differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
         self._touch(blocks[: len(hits)])
         return PrefixMatch(hits, differs_at)
 
-    def find_difference(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
+    def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt are stored, and where the nearest stored one differs.
 
         Reads no cells. Raises StoreError if the folder cannot be read.
@@ -78,7 +79,7 @@ class PrefixStore:
             if read_tokens(self._block_path(block)) != block.tokens.tolist():
                 break
             stored_tokens, parent = stored_tokens + BLOCK_TOKENS, block.key
-        common_tokens = self._longest_common_prefix(parent, tokens[stored_tokens:])
+        common_tokens = self._longest_common_prefix_length(parent, tokens[stored_tokens:])
         return stored_tokens, stored_tokens + common_tokens
 
     def add(
@@ -188,7 +189,7 @@ class PrefixStore:
                         status = entry.stat()
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
-    def _longest_common_prefix(self, parent: str, tokens: Sequence[int]) -> int:
+    def _longest_common_prefix_length(self, parent: str, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` the nearest stored child of block `parent` begins with."""
         try:
             names = os.listdir(self.path)

@@ -92,13 +92,13 @@ def sweep_all(store: ObjectStore) -> list[str]:
     """Remove what killed writers left of any owner's sessions; return it as OWNER/NAME/SNAPSHOT."""
     return [
         f"{owner}/{removed}"
-        for owner in _folders(store, _SESSIONS_PREFIX)
+        for owner in _folder_names(store, _SESSIONS_PREFIX)
         for removed in SharedSessions(store, owner).sweep()
     ]
 
 
-def _folders(store: ObjectStore, prefix: str) -> list[str]:
-    """Return the part after `prefix` and before the next '/' of all keys, each once."""
+def _folder_names(store: ObjectStore, prefix: str) -> list[str]:
+    """Return the names of the folders below a prefix: what follows it in keys up to a '/'."""
     keys = (info.key.removeprefix(prefix) for info in store.list_objects(prefix))
     return sorted({key.partition("/")[0] for key in keys})
 
@@ -110,8 +110,7 @@ class SharedSessions(SessionStore[SessionPath]):
     for `lease_seconds`.
 
     owner: "0" on a server without API keys. writer: the lease holder's name for other processes.
-    clock: seconds since 1970; if it is wrong, processes wait too long or too short, but no commit
-    is lost.
+    clock: seconds since 1970; a wrong one makes others wait too long or short, but loses no commit.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class SharedSessions(SessionStore[SessionPath]):
     def sweep(self) -> list[str]:
         """Remove what killed writers left; return it as NAME/SNAPSHOT."""
         swept = list[str]()
-        for name in _folders(self.store, self._key_prefix):
+        for name in _folder_names(self.store, self._key_prefix):
             if is_valid_name(name):
                 with suppress(StoreError):  # leased, removed meanwhile, or with a corrupt head
                     swept += [f"{name}/{snapshot}" for snapshot in self._sweep_session(name)]

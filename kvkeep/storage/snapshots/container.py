@@ -67,11 +67,12 @@ def write_container(
     kind: such as "snapshot". Tensors may have any strides; they are written in chunks, without a
     full copy. Raises StoreError if writing fails; then the existing file is unchanged.
     """
-    padded = dict(_with_padding({name: tensor.detach().cpu() for name, tensor in tensors.items()}))
-    build_header = partial(_build_header, kind, format_version, document, padded)
+    cpu_tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    padded_tensors = dict(_with_padding(cpu_tensors))
+    build_header = partial(_build_header, kind, format_version, document, padded_tensors)
     if isinstance(path, Path):
-        return _write_file(path, padded, build_header)
-    return _upload(path, padded, build_header)
+        return _write_file(path, padded_tensors, build_header)
+    return _upload(path, padded_tensors, build_header)
 
 
 def _upload(path: WritablePath, tensors: Mapping[str, Tensor], build_header: _HeaderBuilder) -> int:
@@ -87,21 +88,22 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], build_header: _Header
     try:
         # Hashing, writing and fsync overlap.
         with atomic_writer(path) as file, ThreadPoolExecutor(_THREADS) as executor:
-            checksums = {name: executor.submit(_checksum_of, t) for name, t in tensors.items()}
-            fsyncs = list[Future[None]]()
+            checksum_futures = [executor.submit(_checksum_of, t) for t in tensors.values()]
+            fsync_futures = list[Future[None]]()
             # The header has its final size, and gets the checksums at the end.
             unsynced_bytes = file.write(build_header(dict.fromkeys(tensors, NO_CHECKSUM)))
             for chunk in _chunks(tensors.values()):
                 unsynced_bytes += file.write(chunk)
                 if unsynced_bytes >= _CHUNK_BYTES:
                     file.flush()
-                    fsyncs.append(executor.submit(os.fsync, file.fileno()))
+                    fsync_futures.append(executor.submit(os.fsync, file.fileno()))
                     unsynced_bytes = 0
             size = file.tell()
             file.seek(0)
-            file.write(build_header({name: c.result() for name, c in checksums.items()}))
-            for fsync in fsyncs:
-                fsync.result()
+            checksums = (future.result() for future in checksum_futures)
+            file.write(build_header(dict(zip(tensors, checksums, strict=True))))
+            for future in fsync_futures:
+                future.result()
     except OSError as error:
         reason = error.strerror or str(error)
         raise StoreError(

@@ -24,20 +24,16 @@ _ROPE_FIELDS = ("kind", "inverse_frequencies", "attention_scaling")
 class Fingerprint:
     """Digests of everything that determines the content of cells.
 
-    weights: of every tensor's name, shape and bytes, as loaded. config: of the architecture's
-    numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its vocabulary.
-    dtype, layout: of the cells. legacy_tokenizer: the tokenizer's digest in files of version 0.1.
-
     Neither a new field of ModelSpec nor another release of a library changes a fingerprint.
     """
 
-    weights: str
-    config: str
-    rope: str
-    tokenizer: str
-    dtype: str
-    layout: str
-    legacy_tokenizer: str = field(default="", repr=False, compare=False)
+    weights: str  # the digest of every tensor's name, shape and bytes, as loaded
+    config: str  # of the architecture's numbers without RoPE
+    rope: str  # of the frequency table and scaling
+    tokenizer: str  # of its vocabulary
+    dtype: str  # not a digest: the name of the cells' dtype
+    layout: str  # not a digest: the numbers of layers and KV heads, and the width of a head
+    legacy_tokenizer: str = field(default="", repr=False, compare=False)  # as version 0.1 made it
 
     def to_dict(self) -> dict[str, str]:
         return {name: value for name, value in vars(self).items() if name != "legacy_tokenizer"}
@@ -46,10 +42,10 @@ class Fingerprint:
         """Return one hex digest of all saved fields."""
         return _digest(self.to_dict())
 
-    def describes(self, cells: Tensor) -> bool:
+    def matches_cells(self, cells: Tensor) -> bool:
         """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout.
 
-        Stored blocks of prompts that are not, as a damaged file has them, are refused.
+        cells: keys or values from a file of a prefix cache, which may be damaged.
         """
         if cells.dim() != 4:
             return False
@@ -68,13 +64,13 @@ class Fingerprint:
         if "dtype" in mismatches and "weights" in mismatches:
             mismatches.remove("weights")  # converted weights always have other bytes
         if mismatches:
-            details = "; ".join(self._difference(name, saved) for name in mismatches)
+            details = "; ".join(self._describe_mismatch(name, saved) for name in mismatches)
             raise FingerprintMismatch(
                 f"{source} belongs to another model: {details}. Load the model it was saved with, "
                 "or evaluate the text again"
             )
 
-    def _difference(self, name: str, saved: Mapping[str, str]) -> str:
+    def _describe_mismatch(self, name: str, saved: Mapping[str, str]) -> str:
         length = None if name in ("dtype", "layout") else 12  # digests are shortened
         saved_value, own_value = saved.get(name, "missing")[:length], getattr(self, name)[:length]
         verb = "differ" if name == "weights" else "differs"

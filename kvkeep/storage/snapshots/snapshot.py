@@ -138,9 +138,8 @@ class Snapshot:
             tensors |= {"hidden": memory.hidden, "logits": memory.logits}
         if (observed := cache.observed_queries) is not None:
             tensors |= {"queries": observed.vectors, "query_times": observed.times}
-        tensors |= {
-            f"{_STATE_PREFIX}{name}": state for name, state in cache.recurrent_states.items()
-        }
+        states = cache.recurrent_states.items()
+        tensors |= {f"{_STATE_PREFIX}{name}": state for name, state in states}
         stored, encodings = encode(tensors, codec)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
@@ -299,9 +298,5 @@ def _check_encoded_shapes(
 
 
 def _layout_entry(layout: Layout) -> dict[str, Any]:
-    return {
-        "layers": layout.layers,
-        "kv_heads": layout.kv_heads,
-        "head_dim": layout.head_dim,
-        "dtype": str(layout.dtype).removeprefix("torch."),
-    }
+    sizes = {"layers": layout.layers, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
+    return {**sizes, "dtype": str(layout.dtype).removeprefix("torch.")}
