@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import QUIET, command, file_option, read_nonempty_text
+from kvkeep.cli.model_options import DEVICE_OPTION, DTYPE_OPTION, MODEL_OPTION, load_by_name
+from kvkeep.cli.options import QUIET_OPTION, command, file_option, read_nonempty_text
 from kvkeep.cli.output import progress_bar, say
-from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import StoreError
 from kvkeep.storage.snapshots.header import check_output_path
 from kvkeep.types import DtypeName
@@ -24,7 +24,7 @@ METHOD_NAMES = (
 )
 BEST_METHOD = METHOD_NAMES[0]
 UNCALIBRATED_METHODS = tuple(name for name in METHOD_NAMES if name != "kvzap")
-BUDGET_NAMES = ("heads", "uniform")
+BUDGET_NAMES = ("heads", "uniform")  # cells go to the heads that need them; or equally many each
 UNCALIBRATED_ARCHIVE_HINT = (
     "the archive was compressed without a calibration; with one, far more facts of the text stay "
     "in it. Make one for this model with: kvkeep pull --calibrate"
@@ -32,7 +32,7 @@ UNCALIBRATED_ARCHIVE_HINT = (
 
 
 def float_in_range(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
-    """Return an option type: a finite number in a closed range."""
+    """Return an option type: a finite number from `minimum` to `maximum`, both included."""
 
     def parse(value: str) -> float:
         try:
@@ -47,7 +47,7 @@ def float_in_range(minimum: float, maximum: float = math.inf) -> Callable[[str],
     return parse
 
 
-def ratio(value: str) -> float:
+def parse_ratio(value: str) -> float:
     """Option type: a compression ratio, greater than 1."""
     parsed = float_in_range(1)(value)
     if parsed == 1:
@@ -55,15 +55,14 @@ def ratio(value: str) -> float:
     return parsed
 
 
-def method_and_budget(value: str) -> str:
-    """Option type: METHOD or METHOD:BUDGET."""
+def parse_method(value: str) -> str:
+    """Option type: a checked METHOD or METHOD:BUDGET, returned unchanged."""
     name, colon, budget = value.partition(":")
     if name not in METHOD_NAMES:
         raise click.BadParameter(f"expected one of {', '.join(METHOD_NAMES)}; found {name!r}")
     if colon and budget not in BUDGET_NAMES:
-        raise click.BadParameter(
-            f"expected {name}:{f' or {name}:'.join(BUDGET_NAMES)}; found {value!r}"
-        )
+        choices = f" or {name}:".join(BUDGET_NAMES)
+        raise click.BadParameter(f"expected {name}:{choices}; found {value!r}")
     return value
 
 
@@ -78,6 +77,7 @@ def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
 
 
 def load_calibration_file(file: Path | None, model: "Model") -> "Calibration | None":
+    """Load the file of `--calibration` for a model. Returns None if there is none."""
     if file is None:
         return None
     from kvkeep.compression.calibration.calibration import load_calibration
@@ -88,9 +88,9 @@ def load_calibration_file(file: Path | None, model: "Model") -> "Calibration | N
 def gains_from_calibration(session: "Session") -> bool:
     """Whether the session is an archive that a calibration would improve."""
     settings = session.settings
-    return session.policy == "archive" and not (
-        settings["calibrated_by"] or settings["method"] != BEST_METHOD
-    )
+    if session.policy != "archive":
+        return False
+    return settings["method"] == BEST_METHOD and not settings["calibrated_by"]
 
 
 @command()
@@ -98,15 +98,12 @@ def gains_from_calibration(session: "Session") -> bool:
 def calibrate(
     text: str,
     output: Path | None = file_option(
-        "-o",
-        metavar="FILE.kvcal",
-        show_default="where every command finds it",
-        help="Output file.",
+        "-o", metavar="FILE.kvcal", show_default="where every command finds it", help="Output file."
     ),
-    model: str = MODEL,
-    dtype: DtypeName = DTYPE,
-    device: str = DEVICE,
-    quiet: bool = QUIET,
+    model: str = MODEL_OPTION,
+    dtype: DtypeName = DTYPE_OPTION,
+    device: str = DEVICE_OPTION,
+    quiet: bool = QUIET_OPTION,
 ) -> None:
     """Measure a model's attention on the file TEXT ("-": standard input), for compression.
 
@@ -119,23 +116,22 @@ def calibrate(
     content = read_nonempty_text(text)
     if output is not None:
         check_output_path(output, "calibration")
-    loaded_model = load_named(model, dtype, device, weight_format=None, progress=not quiet)
+    loaded_model = load_by_name(model, dtype, device, weights=None, progress=not quiet)
     measure_calibration(loaded_model, content, output, quiet)
 
 
 def measure_calibration(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
-    """Calibrate a model on a text. output: None for the path where every command looks."""
+    """Calibrate a model on a text. output: None for the model's default calibration file."""
     from kvkeep.compression.calibration.calibration import calibration_path
     from kvkeep.evaluate import calibrate as measure
 
     if output is None:
         output = calibration_path(model)
+        folder = output.parent
         try:
-            output.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(
-                f"{output.parent} cannot be created: {error.strerror or error}"
-            ) from error
+            raise StoreError(f"{folder} cannot be created: {error.strerror or error}") from error
         check_output_path(output, "calibration")
     unfinished_path = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)

@@ -1,4 +1,4 @@
-"""`kvkeep doctor` and `kvkeep disk`: what computes on this machine, and what takes disk space."""
+"""`kvkeep doctor` and `kvkeep disk`: the kernels on this machine, and kvkeep's disk usage."""
 
 import json
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import JSON, command, option
-from kvkeep.cli.output import echo_facts, echo_json, megabytes
-from kvkeep.cli.store import session_folder
-from kvkeep.cli.which_model import DTYPE, WEIGHT_FORMAT, model_names
+from kvkeep.cli.model_options import DTYPE_OPTION, WEIGHTS_OPTION, complete_models
+from kvkeep.cli.options import JSON_OPTION, command, option
+from kvkeep.cli.output import echo_facts, echo_json, format_mb
+from kvkeep.cli.store import default_session_folder
 from kvkeep.models.hub.library import home
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.storage.files.atomic import folder_size
@@ -19,7 +19,7 @@ from kvkeep.types import DtypeName, WeightFormat
 if TYPE_CHECKING:
     from kvkeep.doctor import Cuda, Findings, Kernels, ModelSpeed, Threads, Torch
 
-_Facts = Iterator[tuple[str, str]]
+_Facts = Iterator[tuple[str, str]]  # label and text of each line
 # Folders in kvkeep's home: a description, and the command that frees space there.
 _DISK_FOLDERS = {
     "models": ("models, in Hugging Face layout", "kvkeep models rm NAME"),
@@ -33,13 +33,13 @@ _DISK_FOLDERS = {
 
 
 @command()
-@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=complete_models)
 def doctor(
     name: str,
-    dtype: DtypeName = DTYPE,
-    weights: WeightFormat | None = WEIGHT_FORMAT,
+    dtype: DtypeName = DTYPE_OPTION,
+    weights: WeightFormat | None = WEIGHTS_OPTION,
     measure: bool = option(is_flag=True, help="Also measure decoding of 40 tokens."),
-    as_json: bool = JSON,
+    as_json: bool = JSON_OPTION,
 ) -> None:
     """Show which kernels run on this machine, and how fast model NAME can be.
 
@@ -62,8 +62,8 @@ def _labelled_facts(findings: "Findings") -> _Facts:
     yield from _kernel_facts(findings.kernels)
     yield "threads", _threads_text(findings.threads)
     memory = findings.memory
-    speed = f"bandwidth {_gigabytes(memory.read_per_s)} over {megabytes(memory.read_size)}"
-    yield "memory", f"{megabytes(memory.total)}, {megabytes(memory.available)} available; {speed}"
+    speed = f"bandwidth {_format_gb_per_s(memory.read_per_s)} over {format_mb(memory.read_size)}"
+    yield "memory", f"{format_mb(memory.total)}, {format_mb(memory.available)} available; {speed}"
     yield "torch", _torch_text(findings.torch)
     yield "CUDA", _cuda_text(findings.cuda)
     if findings.model is None:
@@ -89,13 +89,13 @@ def _threads_text(threads: "Threads") -> str:
 
 def _torch_text(torch: "Torch") -> str:
     libraries = ", ".join(torch.libraries) or "no MKL or oneDNN"
-    bf16 = {
+    bf16_support = {
         True: "oneDNN supports bfloat16",
         False: "oneDNN does not support bfloat16 on this processor",
         None: "no oneDNN for bfloat16",
     }[torch.multiplies_bf16]
     prompts = f"prefill of bfloat16 models multiplies in {torch.prompts}"
-    return f"{torch.version} with {libraries}, for {torch.capability}; {bf16}; {prompts}"
+    return f"{torch.version} with {libraries}, for {torch.capability}; {bf16_support}; {prompts}"
 
 
 def _cuda_text(cuda: "Cuda") -> str:
@@ -104,37 +104,37 @@ def _cuda_text(cuda: "Cuda") -> str:
     return "no GPU found" if cuda.built_for else "none: this torch is built without CUDA"
 
 
-def _model_facts(model: "ModelSpeed", bandwidth: float) -> _Facts:
+def _model_facts(model: "ModelSpeed", bytes_per_second: float) -> _Facts:
     yield "model", f"{model.name}: decode by {model.decode}"
-    read = f"{megabytes(model.bytes_per_token)} read per token"
-    max_speed = f"at most {model.most_tokens_per_s:,.0f} tokens/s at {_gigabytes(bandwidth)}"
-    yield "", f"{read}: {max_speed}, with few cells"
+    read = f"{format_mb(model.bytes_per_token)} read per token"
+    max_speed = f"at most {model.most_tokens_per_s:,.0f} tokens/s"
+    yield "", f"{read}: {max_speed} at {_format_gb_per_s(bytes_per_second)}, with few cells"
     if model.measured_tokens_per_s is not None:
         yield "", f"measured: {model.measured_tokens_per_s:,.0f} tokens/s"
 
 
-def _gigabytes(bytes_per_second: float) -> str:
+def _format_gb_per_s(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:,.1f} GB/s"
 
 
 @command()
-def disk(as_json: bool = JSON) -> None:
+def disk(as_json: bool = JSON_OPTION) -> None:
     """Show kvkeep's disk usage by kind, and the commands that free space."""
-    sessions = session_folder()
+    sessions = default_session_folder()
     size = sum(path.stat().st_size for path in sessions.newest_first())
     rows = [("sessions", size, "saved sessions", "kvkeep sessions rm NAME", str(sessions.root))]
     other_bytes = folder_size(home())
-    for folder_name, (description, remedy) in _DISK_FOLDERS.items():
+    for folder_name, (description, cleanup_command) in _DISK_FOLDERS.items():
         size = folder_size(home() / folder_name)
-        rows.append((folder_name, size, description, remedy, str(home() / folder_name)))
+        rows.append((folder_name, size, description, cleanup_command, str(home() / folder_name)))
         other_bytes -= size
     if sessions.root.is_relative_to(home()):
         other_bytes -= folder_size(sessions.root)
     rows.append(("other", max(0, other_bytes), "locks and other small files", "", str(home())))
     if as_json:
-        names = ("kind", "bytes", "what", "remedy", "place")
-        click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+        keys = ("kind", "bytes", "what", "remedy", "place")
+        click.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))
         return
-    for kind, size, description, remedy, _ in rows:
-        click.echo(f"{kind:<12}  {megabytes(size):>10}  {description:<39}  {remedy}".rstrip())
-    click.echo(f"{'all':<12}  {megabytes(sum(row[1] for row in rows)):>10}  in {home()}")
+    for kind, size, description, cleanup, _ in rows:
+        click.echo(f"{kind:<12}  {format_mb(size):>10}  {description:<39}  {cleanup}".rstrip())
+    click.echo(f"{'all':<12}  {format_mb(sum(row[1] for row in rows)):>10}  in {home()}")

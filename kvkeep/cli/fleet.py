@@ -71,7 +71,7 @@ def fleet(
     Requests for one session are routed to one server, and so are chats with a common prefix, and
     requests with the same `x-session-id` header.
     """
-    serving.require_safe()
+    serving.require_api_keys_if_exposed()
     serving.require_secret()
     require_server_packages()
     if not is_url(store):
@@ -102,7 +102,7 @@ def fleet(
 
 
 def _replica_setup(serving: ServingOptions, store: str, threads: int, lease: float) -> "Setup":
-    """Return the settings of each server, checked before any is started."""
+    """Check the options, and return the settings of each server. lease: in seconds."""
     from kvkeep.fleet.replica import require_conditional_writes
     from kvkeep.fleet.setup import Setup, read_secret
     from kvkeep.server.keys import ApiKeys

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from kvkeep.cli import memory, options
 from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.session_file import (
-    FIRST_PROMPT,
-    UNREAD,
+    FIRST_PROMPT_KEY,
+    UNREAD_KEY,
     OpenedSession,
     SessionWriter,
     apply_keep,
     resume,
 )
-from kvkeep.cli.store import saved_sessions, session_names
+from kvkeep.cli.store import complete_sessions, open_session_store
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
-    from kvkeep.cli.run import Run
+    from kvkeep.cli.run import SessionRun
     from kvkeep.storage.snapshots.codec import Codec
 
 
@@ -29,13 +29,13 @@ def generate(
     file: str | None = options.option(
         "-f", metavar="FILE", help='File with the text; "-": standard input.'
     ),
-    special: bool = options.SPECIAL,
+    special: bool = options.SPECIAL_OPTION,
     max_tokens: int = options.integer_option(
         "-n", minimum=-1, default=256, help="Maximum tokens to generate; -1: no limit."
     ),
     session: str | None = options.option(
         metavar="NAME",
-        shell_complete=session_names,
+        shell_complete=complete_sessions,
         help="Resume this session, or start it; saved at the end.",
     ),
     cache_prompt: Path | None = options.file_option(
@@ -56,7 +56,7 @@ def generate(
         )
     ),
     ignore_eos: bool = options.option(is_flag=True, help="Continue after an end token."),
-    output: options.OutputOptions = options.OUTPUT,
+    output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
     """Continue a text.
 
@@ -80,13 +80,14 @@ def generate(
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
     store = settings.prefixes.store
-    with nullcontext() if session is None else saved_sessions(store).lock(session) as session_file:
+    lock = nullcontext() if session is None else open_session_store(store).lock(session)
+    with lock as session_file:
         is_saved = session_file is not None and session_file.exists()
         snapshot_file = session_file if is_saved else restore_prompt
-        has_no_text = snapshot_file is not None and prompt is None and file is None
-        text = "" if has_no_text else options.read_prompt(prompt, file)
+        needs_prompt = snapshot_file is None or prompt is not None or file is not None
+        text = options.read_prompt(prompt, file) if needs_prompt else ""
 
-        from kvkeep.cli.run import Run
+        from kvkeep.cli.run import SessionRun
 
         if snapshot_file is not None:
             opened = resume(snapshot_file, settings.memory, output.progress)
@@ -95,7 +96,7 @@ def generate(
             prefix_store = settings.prefixes.open_store(model)
             opened = OpenedSession(model, settings.memory.new_session(model, store=prefix_store))
         sampling = settings.sampling.resolve(opened.model.default_sampling, opened.seed)
-        run = Run("generate", opened, output, sampling.seed)
+        run = SessionRun("generate", opened, output, sampling.seed)
         if session_file is not None:
             label = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
@@ -113,18 +114,19 @@ def generate(
         run.close(reason)
 
 
-def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
-    """Prefill the rest of an interrupted prompt, and then a prompt.
+def _prefill(run: "SessionRun", opened: OpenedSession, prompt: list[int]) -> None:
+    """Prefill what an interrupt left of an earlier prompt, which is in the notes; then a prompt.
 
-    A session holds evaluated tokens only. The rest of an interrupted prompt is in its notes.
+    prompt: token ids. If this prefill is interrupted, the notes get the rest. `cache.time` counts
+    evaluated tokens.
     """
-    num_before, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
-    opened.notes.setdefault(FIRST_PROMPT, len(ids))
+    start_tokens, ids = opened.session.cache.time, [*opened.notes.get(UNREAD_KEY, []), *prompt]
+    opened.notes.setdefault(FIRST_PROMPT_KEY, len(ids))
     if not ids:
         return
     try:
         run.feed(ids)
     except KeyboardInterrupt:
-        opened.notes[UNREAD] = ids[opened.session.cache.time - num_before :]
+        opened.notes[UNREAD_KEY] = ids[opened.session.cache.time - start_tokens :]
         raise
-    opened.notes.pop(UNREAD, None)
+    opened.notes.pop(UNREAD_KEY, None)

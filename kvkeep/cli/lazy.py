@@ -1,4 +1,4 @@
-"""Click command classes: lazily imported groups, and hints for names of other tools."""
+"""Click command classes: lazily imported commands, and suggestions for other tools' names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ OWN_OPTIONS = "Options"  # the section of a command's own options
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command imported on first use. target: "module:attribute". summary: its line in help."""
+    """A command, imported on first use. target: "module:function", in this package."""
 
     target: str
-    summary: str
+    summary: str  # its line in the help of its group
 
     def load(self) -> click.Command:
         module, _, attribute = self.target.partition(":")
@@ -25,28 +25,29 @@ class LazyCommand:
 
 
 class LazyGroup(click.Group):
-    """A group of lazily imported commands. equivalents: kvkeep's commands by other tools' names."""
+    """A group of commands, by name. equivalents: suggestions for the names of other tools."""
 
     def __init__(
         self,
         *args: Any,
-        lazy: Mapping[str, LazyCommand],
+        lazy_commands: Mapping[str, LazyCommand],
         equivalents: Mapping[str, str] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.lazy, self.equivalents = lazy, equivalents or {}
+        self.lazy_commands, self.equivalents = lazy_commands, equivalents or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.lazy)
+        return list(self.lazy_commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command = self.lazy.get(cmd_name)
+        command = self.lazy_commands.get(cmd_name)
         return None if command is None else command.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, command.summary) for name, command in self.lazy_commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.summary) for name, command in self.lazy.items()])
+            formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -58,11 +59,11 @@ class LazyGroup(click.Group):
             from difflib import get_close_matches
 
             name = args[0].lower()
-            similar_names = get_close_matches(name, self.lazy, 1)
+            similar_names = get_close_matches(name, self.lazy_commands, 1)
             if name in self.equivalents:
                 argument = args[1] if len(args) > 1 else "MODEL"
                 suggestion = f"`{self.equivalents[name].replace('MODEL', argument)}`"
-            elif name in self.lazy:
+            elif name in self.lazy_commands:
                 suggestion = name
             elif similar_names:
                 suggestion = similar_names[0]
@@ -71,7 +72,7 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"{error.message} Did you mean {suggestion}?", ctx) from None
 
 
-# kvkeep's commands by the names of those of ollama, llama.cpp and docker.
+# What to suggest for the names of commands of ollama, llama.cpp and docker, within backticks.
 EQUIVALENTS: Mapping[str, str] = {
     "run": "kvkeep chat -m MODEL",
     "list": "kvkeep models` or `kvkeep sessions list",
@@ -119,7 +120,7 @@ class SectionedCommand(click.Command):
 
 
 class OptionsOnlyCommand(SectionedCommand):
-    """A command without arguments. hint: ends the error for one, with it in place of "{}"."""
+    """A command without arguments. hint: what to do instead of passing the argument "{}"."""
 
     def __init__(self, *args: Any, hint: str, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -12,7 +12,7 @@ import kvkeep
 from kvkeep.cli.evaluate import EVALUATIONS
 from kvkeep.cli.lazy import EQUIVALENTS, LazyCommand, LazyGroup
 from kvkeep.cli.output import redirect_to_null, say
-from kvkeep.cli.terminal import signals_interrupt, termination_signal
+from kvkeep.cli.terminal import interrupt_on_termination, termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
 # Exit statuses; shells report 128 + N for signal N.
@@ -50,7 +50,7 @@ class RootGroup(LazyGroup):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # what the terminal cannot encode
+                stream.reconfigure(errors="replace")  # characters that the terminal lacks
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # refused later, with a clear message
         kwargs["standalone_mode"] = False
@@ -88,7 +88,7 @@ class RootGroup(LazyGroup):
     def invoke(self, ctx: click.Context) -> Any:
         # Caught here because click's own main exits with status 1 for both.
         try:
-            with signals_interrupt():
+            with interrupt_on_termination():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             raise click.exceptions.Exit(128 + (termination_signal() or signal.SIGINT)) from None
@@ -100,7 +100,7 @@ class RootGroup(LazyGroup):
 @click.group(
     "kvkeep",
     cls=RootGroup,
-    lazy=COMMANDS,
+    lazy_commands=COMMANDS,
     equivalents=EQUIVALENTS,
     invoke_without_command=True,
     context_settings={

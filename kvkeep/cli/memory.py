@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kvkeep.cli import compression, options
+from kvkeep.cli import compression, model_options, options
+from kvkeep.cli.model_options import load_by_name
 from kvkeep.cli.output import say
-from kvkeep.cli.store import STORE
-from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHT_FORMAT, load_named
+from kvkeep.cli.store import STORE_OPTION
 from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
@@ -23,9 +23,9 @@ POLICY_NAMES = get_args(PolicyName)
 CODEC_NAMES = ("none", "zstd", "int8")
 BIT_NAMES = get_args(BitsName)
 
-MEMORY = "Memory"  # the section of its options
-SINKS = 4  # tokens
-WHOLE_PROMPT = -1
+MEMORY_SECTION = "Memory"  # heading of these options in the help
+SINKS = 4  # attention sinks: first tokens that are never evicted
+WHOLE_PROMPT = -1  # value of `--keep` for all tokens of the first prompt
 DEFAULT_PREFIX_BYTES = 2_000_000_000
 
 
@@ -48,7 +48,7 @@ class MemoryOptions:
     quantisation.
     """
 
-    model: str = MODEL
+    model: str = model_options.MODEL_OPTION
     max_kv_size: int | None = options.integer_option(
         show_default="trained length", help="Maximum tokens held in the KV cache."
     )
@@ -75,7 +75,7 @@ class MemoryOptions:
     )
     ratio: float | None = options.option(
         metavar="X",
-        type=compression.ratio,
+        type=compression.parse_ratio,
         show_default="1, until the archive is full",
         help="For archive: compression ratio, such as 4.",
     )
@@ -92,10 +92,10 @@ class MemoryOptions:
     far_bits: BitsName | None = options.choice_option(
         BIT_NAMES, "Bits of cells outside the window.", show_default="not quantised"
     )
-    prefill_step: int = PREFILL_STEP
-    dtype: DtypeName = DTYPE
-    weights: WeightFormat | None = WEIGHT_FORMAT
-    device: str = DEVICE
+    prefill_step: int = model_options.PREFILL_STEP_OPTION
+    dtype: DtypeName = model_options.DTYPE_OPTION
+    weights: WeightFormat | None = model_options.WEIGHTS_OPTION
+    device: str = model_options.DEVICE_OPTION
 
     def check(self) -> None:
         """Check what can be checked without the model. Raises InvalidArgument."""
@@ -108,6 +108,7 @@ class MemoryOptions:
         settings = self._policy_settings if options.is_given("policy") else {}
         if self.calibration is not None and options.is_given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" does not use a calibration')
+        # Without either option, the budget or the default of `keep` depends on the model.
         if self.max_kv_size is not None and (self.keep is not None or not self._passes_keep):
             from kvkeep.policies import make_policy
 
@@ -116,7 +117,7 @@ class MemoryOptions:
             make_policy(self.policy, self.max_kv_size, **settings)
 
     def load(self, progress: bool) -> "Model":
-        return load_named(self.model, self.dtype, self.device, self.weights, progress)
+        return load_by_name(self.model, self.dtype, self.device, self.weights, progress)
 
     def new_session(
         self, model: "Model", default_keep: int = SINKS, store: "PrefixCache | None" = None
@@ -124,7 +125,7 @@ class MemoryOptions:
         return model.session(store=store, **self.settings(model, default_keep))
 
     def settings(self, model: "Model", default_keep: int = SINKS) -> dict[str, Any]:
-        """Return the arguments of `Model.session`. default_keep: used without `--keep`."""
+        """Return the arguments of `Model.session`. default_keep: first tokens kept by default."""
         calibration = compression.load_calibration_file(self.calibration, model)
         if calibration is None and self.policy == "archive" and self.method in (None, "kvzap"):
             calibration = model.calibration  # other methods do without
@@ -141,7 +142,7 @@ class MemoryOptions:
         }
 
     def require_room_for_a_chat(self, model: "Model") -> None:
-        """Raise InvalidArgument if a policy that ends at its budget leaves no answer any room."""
+        """Raise InvalidArgument if a chat's first answer cannot fit in the budget of the cache."""
         if self.max_kv_size is None or self.policy in EVICTING_POLICIES:
             return
         try:
@@ -157,7 +158,7 @@ class MemoryOptions:
 
     @property
     def _passes_keep(self) -> bool:
-        """Whether to pass `keep` on. If given, it is, even to a policy that refuses it."""
+        """Whether to pass `keep` to the policy. A policy without it refuses one that was given."""
         return self.policy in EVICTING_POLICIES or options.is_given("keep")
 
     @property
@@ -168,9 +169,9 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """The options for the prefix cache, and for the store that it shares with sessions."""
+    """The options for the prefix cache, and for the store of sessions, which can also hold it."""
 
-    store: str | None = STORE
+    store: str | None = STORE_OPTION
     prefix_cache: bool = options.option(
         is_flag=True, help="Read evaluated prompt prefixes from disk, and write new ones."
     )
@@ -197,7 +198,7 @@ class PrefixOptions:
             object_store, secret = open_object_store(self.store), read_secret(self.secret_file)
             return SharedPrefixCache(object_store, secret, model.arithmetic)
         except StoreError as error:
-            warn_without_prefixes(str(error))
+            warn_prefix_cache_off(str(error))
             return None
 
 
@@ -205,7 +206,7 @@ class PrefixOptions:
 class SessionOptions:
     """The options for a command's sessions."""
 
-    memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY)
+    memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY_SECTION)
     prefixes: PrefixOptions = options.option_group(PrefixOptions, section="Storage")
     sampling: options.SamplingOptions = options.option_group(
         options.SamplingOptions, section="Sampling"
@@ -217,8 +218,8 @@ class SessionOptions:
         self.memory.check()
 
 
-def warn_without_prefixes(error: str) -> None:
-    say(f"continuing without the prefix cache: {error}")
+def warn_prefix_cache_off(reason: str) -> None:
+    say(f"continuing without the prefix cache: {reason}")
 
 
 def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
@@ -228,7 +229,7 @@ def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
     on cache hits.
     """
     if prefix_cache and (memory.kv_bits or memory.far_bits):
-        warn_without_prefixes(
+        warn_prefix_cache_off(
             "--kv-bits and --far-bits round cells, and the prefix cache stores them unrounded"
         )
         return False
@@ -243,5 +244,5 @@ def open_prefix_store(max_bytes: int = DEFAULT_PREFIX_BYTES) -> "PrefixStore":
 
 def session_options(keep: Any) -> Any:
     """Declare the options of a `SessionOptions`. keep: the declaration of `--keep`."""
-    memory = options.option_group(MemoryOptions, section=MEMORY, keep=keep)
+    memory = options.option_group(MemoryOptions, section=MEMORY_SECTION, keep=keep)
     return options.option_group(SessionOptions, memory=memory)

@@ -1,4 +1,4 @@
-"""A text picture of a session's memory: its tokens by status."""
+"""A picture of a session's memory in text: a bar whose characters show the status of tokens."""
 
 import itertools
 import shutil
@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.output import megabytes, plural
+from kvkeep.cli.output import format_mb, plural
 
 if TYPE_CHECKING:
     from kvkeep import Session
     from kvkeep.session.spans import TokenStatus
 
-_SHORT_BAR = 24  # characters of the bar in a status line
-_CHARACTERS: dict["TokenStatus", tuple[str, str]] = {  # in UTF-8, and in ASCII
+_STATUS_BAR_WIDTH = 24  # characters of the bar in a status line
+_CHARACTERS: dict["TokenStatus", tuple[str, str]] = {  # in a UTF-8 and in an ASCII terminal
     "kept": ("█", "#"),
     "pinned": ("▓", "P"),
     "grouped": ("▒", "="),
@@ -27,31 +27,30 @@ _CHARACTERS: dict["TokenStatus", tuple[str, str]] = {  # in UTF-8, and in ASCII
 def memory_map(session: "Session", width: int | None = None, ascii_only: bool | None = None) -> str:
     """Return a bar from the first token to the newest, and the count and size of each status.
 
-    width: characters of the bar. ascii_only, width: None to fit the terminal.
+    width: characters of the bar. Of width and ascii_only, None fits the terminal.
     """
     statuses = session.token_status
     sizes = _sizes(session, Counter(statuses))
     labels: dict[TokenStatus, str] = {"window": "held"} if session.policy == "full" else {}
     cache = session.cache
     summary = (
-        f"{cache.cells} of {session.max_kv_size} cells, {megabytes(sum(sizes.values()))} "
-        f"({megabytes(cache.nbytes)} allocated); policy {session.policy}"
+        f"{cache.cells} of {session.max_kv_size} cells, {format_mb(sum(sizes.values()))} "
+        f"({format_mb(cache.nbytes)} allocated); policy {session.policy}"
     )
     return "\n".join([*draw_map(statuses, sizes, labels, width, ascii_only), summary])
 
 
 def memory_line(session: "Session") -> str:
-    """Return the memory map as a status line."""
+    """Return a session's status line: a short bar, the number of cells, and their size."""
     statuses = session.token_status
-    size = megabytes(sum(_sizes(session, Counter(statuses)).values()))
-    return status_line(
-        statuses, f"{session.cache.cells:,} of {session.max_kv_size:,} cells, {size}"
-    )
+    size = format_mb(sum(_sizes(session, Counter(statuses)).values()))
+    cells = f"{session.cache.cells:,} of {session.max_kv_size:,} cells"
+    return status_line(statuses, f"{cells}, {size}")
 
 
 def status_line(statuses: "Sequence[TokenStatus]", description: str) -> str:
     """Return a short bar, followed by a description."""
-    return f"{bar(statuses, _SHORT_BAR, _needs_ascii())} {description}".strip()
+    return f"{draw_bar(statuses, _STATUS_BAR_WIDTH, _needs_ascii())} {description}".strip()
 
 
 def draw_map(
@@ -61,20 +60,20 @@ def draw_map(
     width: int | None = None,
     ascii_only: bool | None = None,
 ) -> list[str]:
-    """Return the bar and a line for each status. sizes: in bytes. labels: in place of names."""
+    """Return the bar and a line for each status. sizes: in bytes. labels: shown for statuses."""
     use_ascii, counts = _needs_ascii() if ascii_only is None else ascii_only, Counter(statuses)
-    lines = [bar(statuses, width or min(100, shutil.get_terminal_size().columns - 1), use_ascii)]
+    width = width or min(100, shutil.get_terminal_size().columns - 1)
+    lines = [draw_bar(statuses, width, use_ascii)]
     for status, characters in _CHARACTERS.items():
         if counts[status]:
-            has_size = sizes is not None and status != "forgotten"
-            size = f"  {megabytes(sizes[status]):>9}" if has_size and sizes is not None else ""
+            size = f"  {format_mb(sizes[status]):>9}" if sizes and status != "forgotten" else ""
             tokens, label = plural(counts[status], "token"), (labels or {}).get(status, status)
             lines.append(f"{characters[use_ascii]} {label:<10}  {tokens:>13}{size}")
-    return [line for line in lines if line]
+    return [line for line in lines if line]  # without tokens, the bar is empty
 
 
-def bar(statuses: Sequence["TokenStatus"], width: int, ascii_only: bool) -> str:
-    """Draw tokens from left to right, equally many in each character.
+def draw_bar(statuses: Sequence["TokenStatus"], width: int, ascii_only: bool) -> str:
+    """Return one character for equally many tokens each, in order. statuses: of all tokens.
 
     A character shows the most frequent status of its tokens. Even a rare status gets one character.
     """
@@ -88,9 +87,10 @@ def bar(statuses: Sequence["TokenStatus"], width: int, ascii_only: bool) -> str:
 
 
 def _sizes(session: "Session", counts: Counter["TokenStatus"]) -> dict["TokenStatus", int]:
-    """Return the bytes of each status. counts: tokens; compressed ones have fewer cells."""
+    """Return the bytes of the cells of each status. counts: the tokens of each status."""
     cache = session.cache
     window_cell_bytes, far_cell_bytes = cache.layout.cell_bytes, cache.far_layout.cell_bytes
+    # Several compressed tokens share a cell; every other token that is held has its own.
     compressed = sum(segment.length for segment in cache.segments if segment.compressed)
     cells: dict[TokenStatus, int] = {**counts, "compressed": compressed, "forgotten": 0}
     return {
@@ -100,6 +100,6 @@ def _sizes(session: "Session", counts: Counter["TokenStatus"]) -> dict["TokenSta
 
 
 def _needs_ascii() -> bool:
-    """Whether standard error, to which the map is printed, is no UTF-8 terminal."""
+    """Whether standard error, where the map is printed, is not a terminal with UTF-8."""
     encoding = (sys.stderr.encoding or "").lower().replace("-", "")
     return not (sys.stderr.isatty() and encoding == "utf8")

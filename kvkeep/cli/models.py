@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.lazy import MODELS_EQUIVALENTS, LazyCommand, LazyGroup
-from kvkeep.cli.options import JSON, command, declare_options, option
-from kvkeep.cli.output import echo_facts, echo_json, echo_table, megabytes, say
-from kvkeep.cli.which_model import DTYPE, WEIGHT_FORMAT, load_named, model_names
+from kvkeep.cli.model_options import DTYPE_OPTION, WEIGHTS_OPTION, complete_models, load_by_name
+from kvkeep.cli.options import JSON_OPTION, command, declare_options, option
+from kvkeep.cli.output import echo_facts, echo_json, echo_table, format_mb, say
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import LocalModel, home, pulled_models, remove_model
 from kvkeep.models.hub.names import add_name, name_path, named_models
@@ -28,23 +28,25 @@ SUBCOMMANDS = {
     "export": LazyCommand("models:export", "Write a model for other programs."),
     "rm": LazyCommand("models:rm", "Remove models, or names that were added."),
 }
-_QUIET = option("-q", is_flag=True, help="No progress bars.")
+_QUIET_OPTION = option("-q", is_flag=True, help="No progress bars.")
 
 
 @click.group(
-    cls=LazyGroup, lazy=SUBCOMMANDS, equivalents=MODELS_EQUIVALENTS, invoke_without_command=True
+    cls=LazyGroup,
+    lazy_commands=SUBCOMMANDS,
+    equivalents=MODELS_EQUIVALENTS,
+    invoke_without_command=True,
 )
 @click.pass_context
 @declare_options
-def models(context: click.Context, as_json: bool = JSON) -> None:
+def models(context: click.Context, as_json: bool = JSON_OPTION) -> None:
     """List local models; add, show, export or remove one."""
-    if context.invoked_subcommand is not None:
-        return
-    _echo_models(as_json)
+    if context.invoked_subcommand is None:
+        _echo_models(as_json)
 
 
 @command("list")
-def list_(as_json: bool = JSON) -> None:
+def list_(as_json: bool = JSON_OPTION) -> None:
     """List local models, with size and last use."""
     _echo_models(as_json, with_last_use=True)
 
@@ -62,6 +64,7 @@ def add(name: str, path: Path) -> None:
 
 
 def _echo_models(as_json: bool, with_last_use: bool = False) -> None:
+    """Print the models on this machine, and the known ones that can be pulled."""
     models = [*pulled_models(), *named_models().values()]
     rows: list[tuple[str, int | None, str, str | None, float | None]] = [
         (model.name, model.nbytes, model.source, str(model.path), model.last_used)
@@ -77,16 +80,19 @@ def _echo_models(as_json: bool, with_last_use: bool = False) -> None:
         return
     table = [("NAME", "SIZE", "SOURCE", "FOLDER", "USED")]
     for name, size, source, folder, used in rows:
-        shown_size = "(gone)" if size == 0 else "-" if size is None else megabytes(size)
+        shown_size = "(gone)" if size == 0 else "-" if size is None else format_mb(size)
         shown_use = "-" if used is None else time.strftime("%Y-%m-%d", time.localtime(used))
         table.append((name, shown_size, source, folder or "(not pulled)", shown_use))
     echo_table(table if with_last_use else [row[:-1] for row in table], right_aligned=[1])
 
 
 @command()
-@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=complete_models)
 def show(
-    name: str, dtype: str = DTYPE, weights: str | None = WEIGHT_FORMAT, as_json: bool = JSON
+    name: str,
+    dtype: str = DTYPE_OPTION,
+    weights: str | None = WEIGHTS_OPTION,
+    as_json: bool = JSON_OPTION,
 ) -> None:
     """Show model NAME: its architecture, its kernels on this machine, and its memory use.
 
@@ -102,6 +108,7 @@ def show(
 
 
 def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
+    """Yield the label and text of each line of `kvkeep models show`."""
     yield "family", facts.architecture
     heads = f"{facts.heads} query heads, {facts.kv_heads} KV heads, head_dim {facts.head_dim}"
     yield "layers", f"{facts.layers}, {heads}; width {facts.hidden_size:,}"
@@ -109,7 +116,7 @@ def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
         yield from (("", _group_description(group)) for group in facts.groups)
     yield "vocabulary", f"{facts.vocabulary:,} tokens"
     yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
-    size = megabytes(facts.weight_bytes)
+    size = format_mb(facts.weight_bytes)
     yield "weights", f"{facts.parameters / 1e6:,.1f} million in {facts.dtype}, {size}"
     if facts.sparse_layers:
         layers = f"{facts.sparse_layers} of {facts.layers} layers"
@@ -117,28 +124,29 @@ def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
         experts = f"{facts.experts_per_token} of {facts.experts}"
         yield "experts", f"{experts} for each token in {layers}: {active_weights}"
     formats = ", ".join(f"{count} in {format_name}" for format_name, count in facts.formats.items())
-    read_size = megabytes(facts.bytes_per_token)
+    read_size = format_mb(facts.bytes_per_token)
     yield "decode", f"{read_size} of weights per token ({formats}); by {facts.decode}"
     yield "prefill", f"products by {facts.prefill}, attention by {facts.attention}"
     sizes = facts.thousand_cells.items()
-    yield "1,000 cells", ", ".join(f"{megabytes(size)} in {bits}" for bits, size in sizes)
+    yield "1,000 cells", ", ".join(f"{format_mb(size)} in {bits}" for bits, size in sizes)
     weights, cells = facts.weight_bytes_held, facts.full_cells
-    parts = f"{megabytes(weights)} of mapped weights and {megabytes(cells)} of cells"
-    yield "memory", f"{megabytes(weights + cells)} at {facts.trained:,} tokens: {parts}"
+    parts = f"{format_mb(weights)} of mapped weights and {format_mb(cells)} of cells"
+    yield "memory", f"{format_mb(weights + cells)} at {facts.trained:,} tokens: {parts}"
 
 
 def _group_description(group: "GroupFacts") -> str:
-    sees = "all tokens" if group.window is None else f"the newest {group.window:,} tokens"
+    """Return a line about a group of layers whose attention has the same shape."""
+    attended = "all tokens" if group.window is None else f"the newest {group.window:,} tokens"
     heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
     unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
     shared = f", {group.shared} of them with shared cells" if group.shared else ""
-    return f"{group.layers} with {heads}, attending to {sees}{unrotated}{shared}"
+    return f"{group.layers} with {heads}, attending to {attended}{unrotated}{shared}"
 
 
 @command()
-@click.argument("name", shell_complete=model_names)
+@click.argument("name", shell_complete=complete_models)
 @click.argument("folder", type=click.Path(path_type=Path))
-def export(name: str, folder: Path, dtype: str = DTYPE, quiet: bool = _QUIET) -> None:
+def export(name: str, folder: Path, dtype: str = DTYPE_OPTION, quiet: bool = _QUIET_OPTION) -> None:
     """Write model NAME to a new FOLDER in Hugging Face layout, with unpacked weights.
 
     For transformers and other programs that do not read packed weights. A GGUF file is converted
@@ -153,7 +161,7 @@ def export(name: str, folder: Path, dtype: str = DTYPE, quiet: bool = _QUIET) ->
 
 
 @command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=model_names)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_models)
 def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do not ask.")) -> None:
     """Remove models, and weights that were converted from them.
 
@@ -168,7 +176,7 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
         click.confirm(f"Remove {', '.join(model.name for model in to_remove)}?", abort=True)
     for model in to_remove:
         kept_note = "" if model.path.is_relative_to(home()) else f"; {model.path} remains"
-        freed_size = megabytes(remove_model(model, progress=True))
+        freed_size = format_mb(remove_model(model, progress=True))
         click.echo(f"removed {model.name}, {freed_size}{kept_note}")
     for name in added_names.keys() & set(names):
         name_path(name).unlink()
@@ -176,6 +184,7 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
 
 
 def _find_pulled_model(name: str) -> LocalModel:
+    """Find a model on this machine by its name or folder. Raises ModelNotFound."""
     pulled = pulled_models()
     matches = [model for model in pulled if model.name == name]
     matches = matches or [model for model in pulled if name in (model.path.name, model.slug)]
@@ -187,7 +196,7 @@ def _find_pulled_model(name: str) -> LocalModel:
 
 
 @command()
-@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=complete_models)
 def pull(
     name: str,
     with_calibration: bool = option(
@@ -195,7 +204,7 @@ def pull(
         is_flag=True,
         help="Also calibrate it for compression, on Python's manual; takes some minutes.",
     ),
-    quiet: bool = _QUIET,
+    quiet: bool = _QUIET_OPTION,
 ) -> None:
     """Download or convert a model, and print its folder.
 
@@ -213,7 +222,7 @@ def pull(
     from kvkeep.evaluate.haystack import manual_text
 
     # In the dtype that commands use by default.
-    model = load_named(name, "bfloat16", "cpu", weight_format=None, progress=not quiet)
+    model = load_by_name(name, "bfloat16", "cpu", weights=None, progress=not quiet)
     if default_calibration(model) is None:
         measure_calibration(model, manual_text(), None, quiet=quiet)
     elif not quiet:

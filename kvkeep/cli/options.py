@@ -56,10 +56,10 @@ def parse_size(text: str) -> int:
 
 
 def option(*flags: str, section: str | None = None, **settings: Any) -> Any:
-    """Declare an option, as the default of a command's parameter or of a record's field.
+    """Declare an option, as the default of a command's parameter or of a dataclass field.
 
     flags: unless there is a long one, the name of the parameter or field is added as one.
-    section: its heading in the help; None for `default_section`.
+    section: its heading in the help; None for that of its group. settings: of `click.option`.
     """
 
     def declare(name: str, default_section: str = OWN_OPTIONS) -> Decorator:
@@ -72,7 +72,7 @@ def option(*flags: str, section: str | None = None, **settings: Any) -> Any:
 
 
 def option_group(options_class: type[Any], *, section: str | None = None, **overrides: Any) -> Any:
-    """Declare the options in a dataclass's fields, for a parameter of that class.
+    """Declare all options of a dataclass, as the default of a parameter of that class.
 
     section: their heading in the help; None for that of an outer group. overrides: declarations by
     field, in place of the field's own.
@@ -107,16 +107,17 @@ def declare_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _declarations(target: Callable[..., Any], **overrides: Any) -> dict[str, Any]:
-    """Return the declarations in the defaults of a function's parameters or a record's fields."""
+    """Return the options declared as defaults of a function's parameters or dataclass's fields."""
     parameters = inspect.signature(target).parameters.values()
     defaults = {parameter.name: parameter.default for parameter in parameters} | overrides
-    empty = inspect.Parameter.empty  # of arguments, which `click.argument` declares
+    empty = inspect.Parameter.empty  # default of arguments, which `click.argument` declares
     return {name: declare for name, declare in defaults.items() if declare is not empty}
 
 
 def _add_options(
     function: Callable[..., Any], declarations: dict[str, Any], section: str = OWN_OPTIONS
 ) -> Callable[..., Any]:
+    """Decorate a function with options, declared by parameter name."""
     for name, declare in reversed(declarations.items()):
         function = declare(name, section)(function)
     return function
@@ -142,14 +143,14 @@ def size_option(*flags: str, help: str, **settings: Any) -> Any:
     return option(*flags, metavar="SIZE", type=parse_size, help=help, **settings)
 
 
-JSON = option("--json", is_flag=True, help="As JSON.")
-NO_PROGRESS = option(is_flag=True, help="No progress bars.")
-QUIET = option("-q", is_flag=True, help="No progress bars and no statistics.")
-SPECIAL = option(is_flag=True, help="Parse special tokens, such as <|im_end|>, in the text.")
+JSON_OPTION = option("--json", is_flag=True, help="As JSON.")
+NO_PROGRESS_OPTION = option(is_flag=True, help="No progress bars.")
+QUIET_OPTION = option("-q", is_flag=True, help="No progress bars and no statistics.")
+SPECIAL_OPTION = option(is_flag=True, help="Parse special tokens, such as <|im_end|>, in the text.")
 
 
 def is_given(parameter: str) -> bool:
-    """Whether an option of the running command was given, also by an environment variable."""
+    """Whether the user gave an option of the running command, also by environment variable."""
     source = click.get_current_context().get_parameter_source(parameter)
     return source is not ParameterSource.DEFAULT
 
@@ -186,8 +187,7 @@ class SamplingOptions:
     ) -> "Sampling":
         """Return the sampling parameters, with a seed unless decoding is greedy.
 
-        defaults: the model's; None for kvkeep's. saved_seed: the seed of a restored session, used
-        without --seed.
+        defaults: None for kvkeep's. saved_seed: of a restored session, used without --seed.
         """
         from kvkeep.session.default_sampling import DEFAULT_SAMPLING, with_parameters
 
@@ -205,11 +205,12 @@ class OutputOptions:
     report: Path | None = file_option(
         metavar="FILE.json", help="Write statistics to a file, as JSON."
     )
-    no_progress: bool = NO_PROGRESS
-    quiet: bool = QUIET
+    no_progress: bool = NO_PROGRESS_OPTION
+    quiet: bool = QUIET_OPTION
 
     @property
     def progress(self) -> bool:
+        """Whether to show progress bars."""
         return not (self.quiet or self.no_progress)
 
     def check(self) -> None:
@@ -218,7 +219,7 @@ class OutputOptions:
             check_writable(self.report)
 
 
-OUTPUT = option_group(OutputOptions, section="Output")
+OUTPUT_OPTIONS = option_group(OutputOptions, section="Output")
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Output of commands: messages, tables, streamed text, and counts and sizes in words."""
+"""Output of commands: messages, tables, streamed text, and counts and sizes as text."""
 
 import json
 import os
@@ -7,20 +7,18 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Never, TextIO
 
 import click
 
 from kvkeep.runtime.signals import interrupts_deferred
 
 if TYPE_CHECKING:
-    from typing import Never
-
     from tqdm import tqdm
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Write to standard error. A closed stream is not an error."""
+    """Print a message to standard error, unless it is closed."""
     try:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
@@ -35,7 +33,7 @@ def redirect_to_null(stream: TextIO) -> None:
 
 
 def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) -> None:
-    """Print rows with columns as wide as their longest cell."""
+    """Print rows of cells. right_aligned: indices of columns; the last one is never padded."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, last_cell in rows:
         padded = [
@@ -60,7 +58,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def megabytes(num_bytes: int) -> str:
+def format_mb(num_bytes: int) -> str:
     """Return bytes in megabytes: "1.5 MB", "1,200 MB"."""
     size = num_bytes / 1e6
     return f"{size:,.0f} MB" if size >= 100 else f"{size:.1f} MB"
@@ -81,7 +79,7 @@ def write_flushed(text: str) -> None:
 
 
 def progress_bar(total: int, shown: bool, **settings: Any) -> "tqdm[Never]":
-    """Return a progress bar, which is shown on terminals only."""
+    """Return a progress bar. shown: whether to draw it, if standard error is a terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, disable=None if shown else True, **settings)
@@ -89,43 +87,43 @@ def progress_bar(total: int, shown: bool, **settings: Any) -> "tqdm[Never]":
 
 @contextmanager
 def spinner(label: str, shown: bool) -> Iterator[None]:
-    """Show a label with a turning sign during the block, above progress bars of the block."""
+    """Show a label with a rotating bar (|/-\\) during the block. shown: False for no output."""
     frames = cycle("|/-\\")
     ended = threading.Event()
     with progress_bar(0, shown, bar_format="{desc}", leave=False) as bar:
 
-        def turn() -> None:
+        def rotate() -> None:
             while not (bar.disable or ended.wait(0.1)):
                 bar.set_description_str(f"{next(frames)} {label}")
 
-        turning = threading.Thread(target=turn, daemon=True)
-        turning.start()
+        thread = threading.Thread(target=rotate, daemon=True)
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            turning.join()  # or it would draw a closed bar again
+            thread.join()  # or it would draw the closed bar again
 
 
-class Screen:
-    """Output of text piece by piece, unchanged, for a pipe or file.
+class TextPrinter:
+    """Prints generated text to standard output as it arrives, unchanged, as for a pipe or file.
 
-    written: characters passed to `write` so far. The first Ctrl-C is deferred, so that no piece is
-    shown in part or twice. A second one is not, since the reader of a pipe may have stopped.
+    written_characters: those passed to `write` so far. During a write, a first Ctrl-C is deferred,
+    so that no piece is shown in part or twice; a second one is not, since a pipe may be blocked.
     """
 
     def __init__(self) -> None:
-        self.written = 0
+        self.written_characters = 0
         self._last_character = "\n"
 
     def write(self, piece: str) -> None:
-        """Show a piece at once. Raises OSError if standard output is closed."""
+        """Print a piece of text at once. Raises OSError if standard output is closed."""
         with interrupts_deferred(only_first=True):
-            self.written += len(piece)
+            self.written_characters += len(piece)
             self._show(piece)
 
     def end(self) -> None:
-        """End the answer. Later output starts on a new line."""
+        """End the text. Later output starts on a new line."""
         with interrupts_deferred(only_first=True):
             self._finish()
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli import options
-from kvkeep.cli.memory import MEMORY, MemoryOptions
+from kvkeep.cli.memory import MEMORY_SECTION, MemoryOptions
 from kvkeep.cli.output import say
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import write_atomic
 
 if TYPE_CHECKING:
-    from kvkeep.cli.run import Run
+    from kvkeep.cli.run import SessionRun
     from kvkeep.evaluate.perplexity import PerplexityPoint
 
 
@@ -27,7 +27,7 @@ def perplexity(
     end: int | None = options.integer_option(
         "--to", minimum=2, show_default="all", help="Stop before this token."
     ),
-    memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY),
+    memory: MemoryOptions = options.option_group(MemoryOptions, section=MEMORY_SECTION),
     token_by_token: bool = options.option(
         "--token-by-token",
         "--written",  # its earlier name
@@ -37,7 +37,7 @@ def perplexity(
     plot: Path | None = options.file_option(
         metavar="FILE.png", help="Plot perplexity and memory over tokens."
     ),
-    output: options.OutputOptions = options.OUTPUT,
+    output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
     """Measure the perplexity of the text in FILE ("-": standard input).
 
@@ -54,32 +54,32 @@ def perplexity(
         check_plottable(plot)
     memory.check()
 
-    from kvkeep.cli.run import Run
+    from kvkeep.cli.run import SessionRun
     from kvkeep.cli.session_file import OpenedSession
 
     model = memory.load(output.progress)
     ids = model.text.encode(text)
     if end is not None and end > len(ids):
         raise InvalidArgument(f"--to must be at most {len(ids)}, the tokens in {file}; found {end}")
-    run = Run("perplexity", OpenedSession(model, memory.new_session(model)), output)
+    run = SessionRun("perplexity", OpenedSession(model, memory.new_session(model)), output)
     points: list[PerplexityPoint] = []
     with run.reporting():
         try:
             _score(run, ids[:end], first, token_by_token, points)
         finally:
             if points:
-                _report_perplexity(run, points, plot)
+                _report_result(run, points, plot)
     run.close("end")
 
 
 def _score(
-    run: "Run", ids: list[int], first: int, token_by_token: bool, points: list["PerplexityPoint"]
+    run: "SessionRun", ids: list[int], first: int, one_by_one: bool, points: list["PerplexityPoint"]
 ) -> None:
-    """Score the text. Points are appended one by one, so that an interrupt loses none."""
+    """Score tokens from `first` on. Points are appended as they come: an interrupt loses none."""
     from kvkeep.evaluate.perplexity import perplexity_points
 
-    with run.bar(len(ids), "scoring") as bar, run.measuring(run.prefill):
-        for point in perplexity_points(run.session, ids, first, token_by_token):
+    with run.token_progress_bar(len(ids), "scoring") as bar, run.measuring(run.prefill):
+        for point in perplexity_points(run.session, ids, first, one_by_one):
             bar.update(point.tokens - bar.n)
             points.append(point)
             if not math.isnan(point.perplexity):
@@ -87,15 +87,13 @@ def _score(
                 bar.set_postfix_str(f"perplexity {point.perplexity:.2f}", refresh=False)
 
 
-def _report_perplexity(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> None:
+def _report_result(run: "SessionRun", points: list["PerplexityPoint"], plot: Path | None) -> None:
     """Draw the plot, if requested, and print the last perplexity."""
-    session = run.session
+    session, name = run.session, run.model.name
     if plot is not None:
         from kvkeep.evaluate.plots import draw_perplexity
 
-        title = (
-            f"{run.model.name}, {session.policy}, {session.max_kv_size} cells, {session.keep} kept"
-        )
+        title = f"{name}, {session.policy}, {session.max_kv_size} cells, {session.keep} kept"
         write_atomic(plot, draw_perplexity(points, title, plot.suffix))
         if len(points) == 1:
             say(f"{plot} has only one point, since the text was one step: lower --prefill-step")

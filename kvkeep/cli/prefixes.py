@@ -10,8 +10,8 @@ import click
 from kvkeep.cli import options
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import DEFAULT_PREFIX_BYTES, open_prefix_store
-from kvkeep.cli.output import megabytes, plural, say
-from kvkeep.cli.which_model import DTYPE, MODEL, load_named
+from kvkeep.cli.model_options import DTYPE_OPTION, MODEL_OPTION, load_by_name
+from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.prefixes import inventory
@@ -24,22 +24,20 @@ SUBCOMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=SUBCOMMANDS)
+@click.group(cls=LazyGroup, lazy_commands=SUBCOMMANDS)
 def prefixes() -> None:
     """List and remove prompts in the prefix cache that --prefix-cache writes."""
 
 
-def _require_url(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> str | None:
+def _require_url(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     if value is not None and not is_url(value):
         raise click.BadParameter(f"a URL, such as s3://bucket/prefix; found {value!r}")
     return value
 
 
-_MAX_BEGINNING_CHARS = 60  # characters
-# Without $KVKEEP_STORE, since that store holds the prompts of others, too.
-_SHARED_STORE = options.option(
+_MAX_BEGINNING_CHARS = 60
+# Not read from $KVKEEP_STORE, since that store also holds the prompts of other users.
+_SHARED_STORE_OPTION = options.option(
     metavar="URL",
     callback=_require_url,
     show_default="this machine's",
@@ -54,9 +52,9 @@ def list_(
         is_flag=True,
         help="Show the beginning of each prompt; loads the tokenizer of --model.",
     ),
-    model: str = MODEL,
-    as_json: bool = options.JSON,
-    store: str | None = _SHARED_STORE,
+    model: str = MODEL_OPTION,
+    as_json: bool = options.JSON_OPTION,
+    store: str | None = _SHARED_STORE_OPTION,
 ) -> None:
     """List the prompts in the prefix cache, most recently used first.
 
@@ -89,10 +87,10 @@ def list_(
     click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {text_title}".rstrip())
     for prompt in prompts:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.last_used))
-        line = f"{used}  {prompt.token_count:>7,}  {megabytes(prompt.nbytes):>9}  "
+        line = f"{used}  {prompt.token_count:>7,}  {format_mb(prompt.nbytes):>9}  "
         text = beginnings.get(_prompt_key(prompt), "")
         click.echo(f"{line}{prompt.model_digest[:8]}  {text}".rstrip())
-    total_size = megabytes(sum(prompt.nbytes for prompt in prompts))
+    total_size = format_mb(sum(prompt.nbytes for prompt in prompts))
     say(f"{plural(len(prompts), 'prompt')}, {total_size}")
 
 
@@ -106,16 +104,16 @@ def _stored_prompts(store: str | None, with_text: bool) -> list[inventory.Stored
 
 
 def _prompt_key(prompt: inventory.StoredPrompt) -> str:
-    """Return the key of the last block, which identifies a prompt."""
+    """Return the key of a prompt's last block, which identifies the prompt."""
     return prompt.blocks[-1].key
 
 
 def _beginnings(prompts: Sequence[inventory.StoredPrompt], model_name: str) -> dict[str, str]:
-    """Return the first characters of one model's prompts, by `_prompt_key`."""
+    """Return the first characters of the prompts of one model, by `_prompt_key`."""
     from kvkeep.storage.prefixes.block import read_tokens
 
-    model = load_named(model_name, "bfloat16", "cpu", weight_format=None, progress=True)
-    model_digest = model.fingerprint.digest()[:32]
+    model = load_by_name(model_name, "bfloat16", "cpu", weights=None, progress=True)
+    model_digest = model.fingerprint.digest()[:32]  # the length that the prefix cache stores
     beginnings = dict[str, str]()
     for prompt in prompts:
         if prompt.model_digest == model_digest:
@@ -127,7 +125,7 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], model_name: str) -> d
 
 
 @options.command()
-def clear(store: str | None = _SHARED_STORE) -> None:
+def clear(store: str | None = _SHARED_STORE_OPTION) -> None:
     """Remove all prompts from the prefix cache. They are prefilled again when needed."""
     _evict_to_size(store, 0)
 
@@ -135,9 +133,9 @@ def clear(store: str | None = _SHARED_STORE) -> None:
 @options.command()
 def gc(
     max_bytes: int | None = options.size_option(
-        show_default=f"{megabytes(DEFAULT_PREFIX_BYTES)} on this machine", help="Size to keep."
+        show_default=f"{format_mb(DEFAULT_PREFIX_BYTES)} on this machine", help="Size to keep."
     ),
-    store: str | None = _SHARED_STORE,
+    store: str | None = _SHARED_STORE_OPTION,
 ) -> None:
     """Remove the least recently used blocks, down to a size, and files of killed processes.
 
@@ -149,13 +147,14 @@ def gc(
 
 
 def _evict_to_size(shared_store: str | None, max_bytes: int) -> None:
+    """Remove blocks from the store at a URL, or from this machine's; print what was removed."""
     if shared_store is None:
         store = open_prefix_store()
         freed_bytes, left_bytes, store_note = store.gc(max_bytes), store.nbytes, ""
     else:
         freed_bytes, left_bytes = inventory.evict_blocks(open_object_store(shared_store), max_bytes)
         store_note = f" in {shared_store}"
-    click.echo(f"removed {megabytes(freed_bytes)}, {megabytes(left_bytes)} left{store_note}")
+    click.echo(f"removed {format_mb(freed_bytes)}, {format_mb(left_bytes)} left{store_note}")
 
 
 _CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
@@ -167,11 +166,11 @@ def why(
     file: str | None = options.option(
         "-f", metavar="FILE", help='File with the prompt; "-": standard input.'
     ),
-    special: bool = options.SPECIAL,
-    model: str = MODEL,
-    dtype: DtypeName = DTYPE,
-    as_json: bool = options.JSON,
-    no_progress: bool = options.NO_PROGRESS,
+    special: bool = options.SPECIAL_OPTION,
+    model: str = MODEL_OPTION,
+    dtype: DtypeName = DTYPE_OPTION,
+    as_json: bool = options.JSON_OPTION,
+    no_progress: bool = options.NO_PROGRESS_OPTION,
 ) -> None:
     """Show how much of a prompt is in the prefix cache, and where stored prompts differ from it.
 
@@ -179,16 +178,16 @@ def why(
     date or counter near the start prevents reuse of everything after it.
     """
     text = options.read_prompt(prompt, file)
-    loaded = load_named(model, dtype, "cpu", weight_format=None, progress=not no_progress)
+    loaded = load_by_name(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
     num_stored, differs_at = open_prefix_store().differs_at(loaded.fingerprint, ids)
-    misses_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
+    has_uncached_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
     if as_json:
         counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}
-        click.echo(json.dumps(counts | {"differs_at": differs_at if misses_block else None}))
+        click.echo(json.dumps(counts | {"differs_at": differs_at if has_uncached_block else None}))
         return
     click.echo(f"{num_stored:,} of {len(ids):,} tokens are in the prefix cache")
-    if not misses_block:
+    if not has_uncached_block:
         click.echo("the rest is less than a block, and is always evaluated")
     elif not differs_at:
         click.echo("no prompt in the prefix cache begins with its first token")

@@ -1,4 +1,4 @@
-"""A command's use of one session: measured, displayed, saved and reported."""
+"""The run of a command in one session: prefill, generation, saving, and the closing statistics."""
 
 import json
 import math
@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from kvkeep import Sampling
 from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE_HINT, gains_from_calibration
-from kvkeep.cli.memory import warn_without_prefixes
+from kvkeep.cli.memory import warn_prefix_cache_off
 from kvkeep.cli.options import OutputOptions, is_given
-from kvkeep.cli.output import Screen, megabytes, plural, progress_bar, say
+from kvkeep.cli.output import TextPrinter, format_mb, plural, progress_bar, say
 from kvkeep.cli.session_file import OpenedSession, SessionWriter
 from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss
@@ -33,64 +33,64 @@ class Throughput:
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
-class Run:
-    """A command's session, its measurements and its report. writer: None if it is not saved."""
+class SessionRun:
+    """The session of a command: it is measured, saved at the end, and reported on."""
 
     def __init__(
         self, command: str, opened: OpenedSession, output: OutputOptions, seed: int | None = None
     ):
         self.model, self.session, self.output = opened.model, opened.session, output
-        self.writer: SessionWriter | None = None
+        self.writer: SessionWriter | None = None  # None: the session is not saved
         self.prefill, self.decode = Throughput(), Throughput()
-        self.reused_tokens = opened.restored_tokens
-        self.prefix_differs_at: int | None = None
-        self.perplexity: float | None = None
+        self.reused_tokens = opened.restored_tokens  # from a file and the prefix cache
+        self.prefix_differs_at: int | None = None  # see `_summary`
+        self.perplexity: float | None = None  # set by `kvkeep perplexity`
         self._command, self._seed = command, seed
 
     def feed(self, ids: Sequence[int]) -> None:
         """Prefill tokens, with a progress bar."""
-        with self.bar(len(ids), "reading") as bar, self.measuring(self.prefill):
+        with self.token_progress_bar(len(ids), "reading") as bar, self.measuring(self.prefill):
 
-            def progress(tokens: int) -> None:
-                bar.update(tokens)
+            def report_progress(token_count: int) -> None:
+                bar.update(token_count)
 
-            result = self.session.feed(ids, progress=progress)
+            result = self.session.feed(ids, progress=report_progress)
         self.prefill.tokens -= result.reused
         self.reused_tokens += result.reused
         if result.differs_at is not None:
             self.prefix_differs_at = result.differs_at
         if result.store_error is not None:
-            warn_without_prefixes(result.store_error)
+            warn_prefix_cache_off(result.store_error)
 
     def generate(
         self,
         max_tokens: int | None,
         sampling: Sampling,
         ignore_eos: bool = False,
-        screen: Screen | None = None,
+        printer: TextPrinter | None = None,
     ) -> str:
-        """Generate text onto a screen, by default unchanged; return the finish reason."""
-        start, screen = len(self.session.tokens), screen or Screen()
+        """Generate text and print it, by default unchanged; return the finish reason."""
+        start, printer = len(self.session.tokens), printer or TextPrinter()
         with self.measuring(self.decode):
             try:
                 for piece in self.session.stream(max_tokens, sampling, ignore_eos):
-                    screen.write(piece)
+                    printer.write(piece)
             except KeyboardInterrupt:
-                # The last token is in memory, so its text must be shown too.
+                # The last token is in the cache, so its text must be printed, too.
                 tokens = self.session.tokens
                 context = tokens[max(0, start - CONTEXT_TOKENS) : start]
                 stream = TextStream(self.model.text, sampling.stop, context)
                 text = stream.push_and_flush(tokens[start:])
                 with suppress(OSError):
-                    screen.write(text[screen.written :])
+                    printer.write(text[printer.written_characters :])
                 raise
             finally:
                 if not isinstance(sys.exception(), OSError):
                     with suppress(OSError):
-                        screen.end()
+                        printer.end()
         return self.session.finish_reason or "length"
 
-    def bar(self, total: int, label: str) -> "tqdm[Never]":
+    def token_progress_bar(self, total: int, label: str) -> "tqdm[Never]":
         """Return a progress bar over tokens; it appears after 0.3 s."""
         return progress_bar(
             total,
@@ -105,16 +105,17 @@ class Run:
     @contextmanager
     def measuring(self, throughput: Throughput) -> Iterator[None]:
         """Add the tokens and seconds of the block to a throughput."""
-        start_time, start_seconds = self.session.cache.time, time.perf_counter()
+        # `cache.time` is the number of tokens evaluated so far.
+        start_tokens, start_seconds = self.session.cache.time, time.perf_counter()
         try:
             yield
         finally:
             throughput.seconds += time.perf_counter() - start_seconds
-            throughput.tokens += self.session.cache.time - start_time
+            throughput.tokens += self.session.cache.time - start_tokens
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Save and report if an interrupt or an error ends the block; then re-raise it."""
+        """Close the run if an interrupt or an error ends the block; then re-raise it."""
         try:
             yield
         except KeyboardInterrupt:
@@ -124,7 +125,7 @@ class Run:
             self.close("closed")
             raise
         except (KvkeepError, OSError):
-            if self.session.cache.time:
+            if self.session.cache.time:  # else nothing was evaluated
                 self.close("error")
             raise
 
@@ -176,7 +177,7 @@ class Run:
             "kv_bytes": session.cache.nbytes,
             "reused_tokens": self.reused_tokens,
             "prefix_differs_at": self.prefix_differs_at,
-            "saved_bytes": None if writer is None or writer.unsaved else writer.saved_bytes,
+            "saved_bytes": None if writer is None or writer.is_unsaved else writer.saved_bytes,
             "perplexity": perplexity if perplexity and math.isfinite(perplexity) else None,
             "finish_reason": finish_reason,
         }
@@ -191,8 +192,8 @@ def _closing_line(summary: Mapping[str, Any]) -> str:
     cells = f"cells {summary['kv_cells']} of {summary['max_kv_size']}"
     parts += [
         f"generated {summary['generated_tokens']}{_rate_text(summary['decode_tokens_per_s'])}",
-        f"{cells}, {megabytes(summary['kv_bytes'])}",
-        f"peak RAM {megabytes(summary['peak_rss_bytes'])}",
+        f"{cells}, {format_mb(summary['kv_bytes'])}",
+        f"peak RAM {format_mb(summary['peak_rss_bytes'])}",
     ]
     if summary["finish_reason"] == "interrupt":
         parts.append("interrupted")

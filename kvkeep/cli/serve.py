@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.lazy import OptionsOnlyCommand
-from kvkeep.cli.memory import MEMORY, MemoryOptions, keep_option, uses_prefix_cache
+from kvkeep.cli.memory import MEMORY_SECTION, MemoryOptions, keep_option, uses_prefix_cache
+from kvkeep.cli.model_options import prefill_step_option
 from kvkeep.cli.options import command, file_option, option, option_group, size_option
 from kvkeep.cli.output import format_size, say
-from kvkeep.cli.which_model import prefill_step_option
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url
@@ -28,7 +28,7 @@ class ServingOptions:
 
     memory: MemoryOptions = option_group(
         MemoryOptions,
-        section=MEMORY,
+        section=MEMORY_SECTION,
         keep=keep_option(),
         # Shorter than in commands for one user, since other requests wait for a step.
         prefill_step=prefill_step_option(128),
@@ -66,7 +66,7 @@ class ServingOptions:
     )
     quiet: bool = option("-q", is_flag=True, help="Print errors only.")
 
-    def require_safe(self) -> None:
+    def require_api_keys_if_exposed(self) -> None:
         """Raise InvalidArgument if other machines can reach a server without API keys."""
         if self.host not in _LOOPBACK and self.api_key_file is None:
             raise InvalidArgument(
@@ -75,7 +75,7 @@ class ServingOptions:
             )
 
     def require_secret(self) -> None:
-        """Raise InvalidArgument for API keys over an object store without --secret-file."""
+        """Raise InvalidArgument if --api-key-file is given without --secret-file."""
         if self.api_key_file is not None and self.secret_file is None:
             raise InvalidArgument(
                 "--api-key-file with an object store needs --secret-file: session owners are "
@@ -97,7 +97,7 @@ class ServingOptions:
         budget, needed = _session_size(model, settings)
         if needed <= self.max_bytes:
             return settings
-        fitting_budget = _largest_fitting_budget(model, settings, budget, self.max_bytes)
+        fitting_budget = _largest_budget(model, settings, budget, self.max_bytes)
         hint = f", or --max-kv-size {fitting_budget} or less" if fitting_budget else ""
         raise InvalidArgument(
             f"a session of {budget:,} tokens needs up to {format_size(needed)}, and --memory is "
@@ -125,7 +125,7 @@ def serve(
     Requests are decoded together; each gets the same tokens as if it ran alone. A prefix that a
     prompt shares with an earlier one is not prefilled again.
     """
-    serving.require_safe()
+    serving.require_api_keys_if_exposed()
     require_server_packages()
     serving.memory.check()
     if store is not None and is_url(store):
@@ -179,16 +179,14 @@ def _serve_folder(serving: ServingOptions, folder: Path, allow_edit: bool) -> No
 
 
 def _session_size(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
-    """Return the budget of a session in tokens, and the most bytes that its cells take."""
+    """Return the tokens and bytes of a full session. settings: arguments of `Model.session`."""
     from kvkeep.engine.record import max_session_bytes
 
     session = model.session(**settings)
     return session.max_kv_size, max_session_bytes(session, None)
 
 
-def _largest_fitting_budget(
-    model: "Model", settings: dict[str, Any], limit: int, max_bytes: int
-) -> int:
+def _largest_budget(model: "Model", settings: dict[str, Any], limit: int, max_bytes: int) -> int:
     """Return the largest budget below `limit` whose full session fits in `max_bytes`, or 0."""
 
     def size(budget: int) -> int:

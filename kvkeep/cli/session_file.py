@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.cli.compression import load_calibration_file
 from kvkeep.cli.memory import WHOLE_PROMPT, MemoryOptions
+from kvkeep.cli.model_options import require_local
 from kvkeep.cli.options import is_given
-from kvkeep.cli.output import megabytes, say
-from kvkeep.cli.which_model import require_local
+from kvkeep.cli.output import format_mb, say
 from kvkeep.errors import CorruptFile, InvalidArgument
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.session.conversation import CHAT_NOTES_KEY
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvkeep.storage.sessions.shared import SessionPath
     from kvkeep.storage.snapshots.codec import Codec
 
-FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
-UNREAD = "unread"  # note: prompt tokens that were not evaluated because of an interrupt
+FIRST_PROMPT_KEY = "first_prompt"  # note: number of tokens of a session's first prompt
+UNREAD_KEY = "unread"  # note: ids of prompt tokens that an interrupt left unevaluated
 
 # Options that cannot be changed once a session is saved.
 _FIXED_OPTIONS = (
@@ -41,12 +41,12 @@ class OpenedSession:
     model: "Model"
     session: "Session"
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values saved beside the session
-    restored_tokens: int = 0  # tokens from the file
-    seed: int | None = None  # as saved
+    restored_tokens: int = 0  # number of tokens from the file
+    seed: int | None = None  # of sampling, as saved in the file
 
 
 def resume(file: ReadablePath, memory: MemoryOptions, progress: bool) -> OpenedSession:
-    """Restore the session in a file. Settings without an option stay as saved.
+    """Restore the session in a file; options that were not given stay as saved.
 
     Raises InvalidArgument for an option that contradicts the file, StoreError, FingerprintMismatch
     for another model, and ModelNotFound if the file's model is not here and --model is not given.
@@ -88,8 +88,7 @@ def restore(
     """Restore a session with the calibration that it was created with. Raises as `resume`.
 
     label: the session or file, for messages. model_name: None for the saved one. calibration: the
-    file of `--calibration`; None for the model's default one. load: loads a model by name, after
-    the checks that do without it.
+    file of `--calibration`; None for the model's default one. load: loads a model by name.
     """
     from kvkeep.compression.calibration.calibration import any_default_calibration
 
@@ -118,10 +117,10 @@ def restore(
 def checked_notes(file: ReadablePath, snapshot: "Snapshot") -> dict[str, Any]:
     """Return a snapshot's notes. Raises CorruptFile unless the command line wrote them."""
     notes = snapshot.notes
-    chat_note, unread = notes.get(CHAT_NOTES_KEY, {"system": None}), notes.get(UNREAD, [])
-    valid = isinstance(chat_note, dict) and isinstance(chat_note.get("system", ""), str | None)
-    valid = valid and isinstance(unread, list) and all(type(token) is int for token in unread)
-    if not valid or type(notes.get(FIRST_PROMPT, 0)) is not int:
+    chat_note, unread = notes.get(CHAT_NOTES_KEY, {"system": None}), notes.get(UNREAD_KEY, [])
+    is_valid = isinstance(chat_note, dict) and isinstance(chat_note.get("system", ""), str | None)
+    is_valid = is_valid and isinstance(unread, list) and all(type(token) is int for token in unread)
+    if not is_valid or type(notes.get(FIRST_PROMPT_KEY, 0)) is not int:
         raise CorruptFile(
             f"{file} is corrupt: its checksums match, but its notes were not written by kvkeep's "
             "command line. Restore it from a copy, or start a new session"
@@ -139,17 +138,18 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
     if not is_given("keep") or keep is None or session.keep == session.max_kv_size:
         return  # a policy that keeps every token ignores --keep
     if keep == WHOLE_PROMPT:
-        if FIRST_PROMPT not in opened.notes:
+        if FIRST_PROMPT_KEY not in opened.notes:
             raise InvalidArgument(
                 "--keep -1 means the first prompt, whose length was not saved; use a number of "
                 f"tokens (now {session.keep})"
             )
-        keep = int(opened.notes[FIRST_PROMPT])
+        keep = int(opened.notes[FIRST_PROMPT_KEY])
     if keep != session.keep:
         session.keep = keep
 
 
 def _require_saved_options(file: ReadablePath, snapshot: "Snapshot", memory: MemoryOptions) -> None:
+    """Raise InvalidArgument if an option differs from the saved one, and cannot be changed."""
     saved_options = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     saved_options |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED_OPTIONS:
@@ -166,7 +166,7 @@ class SessionWriter:
     """Writes a session to its file atomically.
 
     label: the session or file, for messages. notes: JSON values saved beside the session, as they
-    are at that time. saved_bytes: the size of the written file; None before the first save.
+    are when the file is written. saved_bytes: the file's size; None before the first save.
     """
 
     def __init__(
@@ -181,32 +181,32 @@ class SessionWriter:
         self.saved_bytes: int | None = None
         self._saved_seconds = 0.0
         self._session, self._file, self._codec = session, file, codec
-        self._is_changed = session.watch()
+        self._is_changed = session.watch()  # a function: whether it changed since
 
-    def follow(self, session: "Session", notes: dict[str, Any]) -> None:
-        """Save this session from now on; notes replace those of the same name."""
+    def switch_to(self, session: "Session", notes: dict[str, Any]) -> None:
+        """Save another session from now on. notes: replace notes of the same name."""
         if session is not self._session:
-            self._session, self._is_changed = session, lambda: True  # the file has another one
+            self._session, self._is_changed = session, lambda: True  # the file has the former one
         self.notes.update(notes)
 
     @property
-    def unsaved(self) -> bool:
+    def is_unsaved(self) -> bool:
         """Whether the session changed since it was opened or saved."""
         return self._is_changed()
 
     @property
     def save_outcome(self) -> str:
-        """The last save in words, for the closing line; "" if there was nothing to save."""
-        if self.unsaved:
+        """What the last save wrote, for the closing line; "" if there was nothing to save."""
+        if self.is_unsaved:
             return f"{self.label} not saved"
         if self.saved_bytes is None:
             return ""
-        size = megabytes(self.saved_bytes)
+        size = format_mb(self.saved_bytes)
         return f"{self.label} saved, {size} in {self._saved_seconds:.2f} s"
 
     def save(self) -> None:
         """Write the file if the session is unsaved."""
-        if self.unsaved:
+        if self.is_unsaved:
             self.write()
 
     def write(self) -> None:

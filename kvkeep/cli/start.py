@@ -33,7 +33,7 @@ def run() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`) on the null device, before files get their numbers."""
+    """Open closed standard streams (`>&-`) as the null device, or a file would get descriptor 1."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)
@@ -67,6 +67,7 @@ def _torch_is_imported() -> bool:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a stack frame or one of its callers belongs to Python's import system."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

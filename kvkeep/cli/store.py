@@ -1,4 +1,4 @@
-"""The option for the session store, and the sessions in it."""
+"""The option for the store of saved sessions: a folder, or an object store."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.storage.sessions.interface import SessionStore
     from kvkeep.storage.sessions.shared import SessionPath
 
-STORE = option(
+STORE_OPTION = option(
     metavar="FOLDER|URL",
     envvar="KVKEEP_STORE",
     show_default="kvkeep's own folder",
@@ -23,10 +23,10 @@ STORE = option(
 )
 
 
-def saved_sessions(store: str | None) -> "SessionStore[Path | SessionPath]":
-    """Return the sessions in the store of `--store`; None for the default folder."""
+def open_session_store(store: str | None) -> "SessionStore[Path | SessionPath]":
+    """Return the session store that `--store` names; None for the default folder."""
     if store is None:
-        return session_folder()
+        return default_session_folder()
     if not is_url(store):
         return SessionFolder(Path(store))
     from kvkeep.storage.sessions.shared import SharedSessions
@@ -34,20 +34,19 @@ def saved_sessions(store: str | None) -> "SessionStore[Path | SessionPath]":
     return SharedSessions(open_object_store(store))
 
 
-def session_folder() -> SessionFolder:
-    """Return the sessions in $KVKEEP_HOME, or else in the system's folder for user data.
-
-    Those of older versions are still found in the cache folder, which cleaning tools may empty.
-    """
+def default_session_folder() -> SessionFolder:
+    """Return the session store in $KVKEEP_HOME, or else in the system's folder for user data."""
     if home_is_set():
         return SessionFolder(home() / "sessions")
     from platformdirs import user_data_path
 
+    # Sessions of older versions are in the cache folder, which cleaning tools may empty.
     return SessionFolder(user_data_path("kvkeep") / "sessions", legacy_root=home() / "sessions")
 
 
-def session_names(
+def complete_sessions(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    names = saved_sessions(context.params.get("store")).names()
+    """Complete names of sessions in the store of `--store`, for the shell."""
+    names = open_session_store(context.params.get("store")).names()
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]

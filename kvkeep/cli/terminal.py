@@ -1,4 +1,4 @@
-"""Signals that end or suspend a command, and keys typed during an answer."""
+"""Signals that end or suspend a command, and keys typed while the model answers."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from kvkeep.runtime.signals import interrupts_deferred
 
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _received_signals: list[int] = []
-_suspensions: list[None] = []  # one entry for each Ctrl-Z
+_suspension_count = 0
 _IFLAG, _LFLAG, _CC = 0, 3, 6  # indices in the list of termios.tcgetattr
 
 
@@ -26,11 +26,10 @@ def termination_signal() -> int | None:
 
 
 @contextmanager
-def signals_interrupt() -> Iterator[None]:
+def interrupt_on_termination() -> Iterator[None]:
     """Let SIGTERM and SIGHUP act as Ctrl-C within the block, so that work is saved.
 
-    `termination_signal` returns them. A signal that the parent process ignores, as `nohup` does,
-    stays ignored.
+    A signal that the parent process ignores, as `nohup` does, stays ignored.
     """
     _received_signals.clear()
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -49,6 +48,7 @@ def signals_interrupt() -> Iterator[None]:
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM or SIGHUP: record the signal, and do what Ctrl-C does."""
     _received_signals.append(signal_number)
     _discard_output_to_closed_terminals()
     sigint_handler = signal.getsignal(signal.SIGINT)
@@ -68,17 +68,16 @@ def _discard_output_to_closed_terminals() -> None:
                 redirect_to_null(stream)
 
 
-def suspensions() -> int:
+def suspension_count() -> int:
     """Return how often Ctrl-Z suspended this process. Each time, the screen may have changed."""
-    return len(_suspensions)
+    return _suspension_count
 
 
 @contextmanager
-def type_ahead() -> Iterator[None]:
-    """Hold typed keys back without echo during the block, for the next prompt.
+def hold_typed_keys() -> Iterator[None]:
+    """Leave typed keys, unechoed, in the terminal's input during the block, for the next prompt.
 
-    Ctrl-C, Ctrl-Z and Ctrl-S still act at once. Without a terminal or in the background, nothing
-    changes.
+    Ctrl-C, Ctrl-Z and Ctrl-S still act. In the background or without a terminal, nothing changes.
     """
     mode = _NoEchoMode(sys.stdin.fileno())
     handles_suspension = signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
@@ -95,7 +94,7 @@ def type_ahead() -> Iterator[None]:
 
 
 class _NoEchoMode:
-    """A terminal mode without echo and without line editing."""
+    """A mode of a terminal, without echo and line editing. descriptor: the terminal's."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -106,13 +105,13 @@ class _NoEchoMode:
             if not is_foreground(self._descriptor):
                 return  # changing a terminal from the background stops the process
             saved = termios.tcgetattr(self._descriptor)
-            flags = [*saved[:_CC], list(saved[_CC])]
-            flags[_IFLAG] &= ~termios.ICRNL
-            flags[_LFLAG] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
-            flags[_LFLAG] |= termios.NOFLSH  # Ctrl-C discards neither typed keys nor pending output
-            flags[_CC][termios.VMIN], flags[_CC][termios.VTIME] = 1, 0
+            attributes = [*saved[:_CC], list(saved[_CC])]
+            attributes[_IFLAG] &= ~termios.ICRNL  # Enter stays \r, which the prompt expects
+            attributes[_LFLAG] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+            attributes[_LFLAG] |= termios.NOFLSH  # Ctrl-C discards neither keys nor output
+            attributes[_CC][termios.VMIN], attributes[_CC][termios.VTIME] = 1, 0
             self._saved_attributes = saved
-            termios.tcsetattr(self._descriptor, termios.TCSANOW, flags)
+            termios.tcsetattr(self._descriptor, termios.TCSANOW, attributes)
 
     def leave(self) -> None:
         saved, self._saved_attributes = self._saved_attributes, None
@@ -125,7 +124,8 @@ class _NoEchoMode:
         self.leave()
         signal.signal(signal_number, signal.SIG_DFL)
         os.kill(os.getpid(), signal_number)
-        _suspensions.append(None)
+        global _suspension_count
+        _suspension_count += 1
         signal.signal(signal_number, self.suspend)
         self.enter()
 

@@ -128,7 +128,7 @@ def test_a_turn_costs_no_more_bookkeeping_in_a_long_chat(model: Model, tmp_path:
         tracemalloc.start()
         conversation.name_turn("So?", len(ids))
         conversation.end_turn()
-        assert writer.unsaved
+        assert writer.is_unsaved
         assert conversation.turns == [1, 2, 3]
         find_passage(conversation, "last", text_only=True)
         most = max(most, tracemalloc.get_traced_memory()[1])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvkeep.cli import memory, which_model
+from kvkeep.cli import memory, model_options
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.main import COMMANDS as COMMANDS_BY_NAME
 from kvkeep.model import DTYPES
@@ -16,7 +16,7 @@ COMMANDS = sorted(COMMANDS_BY_NAME)
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf"}
 HEAVY |= {"jinja2", "matplotlib", "psutil"}
 GROUPS = {
-    name: found.lazy
+    name: found.lazy_commands
     for name, each in COMMANDS_BY_NAME.items()
     if isinstance(found := each.load(), LazyGroup)
 }
@@ -63,7 +63,7 @@ def test_every_option_with_a_default_shows_it(invoke) -> None:
 
 def test_names_listed_for_help_are_those_that_exist() -> None:
     assert sorted(memory.POLICY_NAMES) == sorted(POLICIES)
-    assert sorted(which_model.DTYPE_NAMES) == sorted(DTYPES)
+    assert sorted(model_options.DTYPE_NAMES) == sorted(DTYPES)
     assert sorted(memory.CODEC_NAMES) == sorted(CODECS)
 
 

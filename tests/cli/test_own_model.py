@@ -62,7 +62,7 @@ def test_a_spinner_is_shown_for_loading_and_not_for_fetching(
         shown.append(shown_now)
         return nullcontext()
 
-    monkeypatch.setattr("kvkeep.cli.which_model.spinner", spinner)
+    monkeypatch.setattr("kvkeep.cli.model_options.spinner", spinner)
     for _ in range(2):
         assert invoke("generate", "-m", file, "-p", "hello", "-n", 1).exit_code == 0
     assert shown == [False, True]

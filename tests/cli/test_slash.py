@@ -11,7 +11,7 @@ from kvkeep import load_model
 from kvkeep.cache import Ragged
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.commands import is_command
-from kvkeep.cli.memory_map import bar, memory_map
+from kvkeep.cli.memory_map import draw_bar, memory_map
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation
@@ -279,10 +279,10 @@ def test_a_compressed_turn_cannot_be_edited_or_pinned(model: Model) -> None:
 
 
 def test_every_kind_is_visible_in_the_bar() -> None:
-    assert bar(["kept"] + ["window"] * 999, 10, 1) == "#---------"
-    assert bar(["window"] * 500 + ["pinned"] + ["window"] * 499, 10, 1) == "-----P----"
-    assert bar([], 10, 1) == ""
-    assert bar(["window"] * 3, 10, 1) == "---"
+    assert draw_bar(["kept"] + ["window"] * 999, 10, 1) == "#---------"
+    assert draw_bar(["window"] * 500 + ["pinned"] + ["window"] * 499, 10, 1) == "-----P----"
+    assert draw_bar([], 10, 1) == ""
+    assert draw_bar(["window"] * 3, 10, 1) == "---"
 
 
 def test_all_commands_work_from_a_pipe(invoke, tiny) -> None:

@@ -363,9 +363,9 @@ print("with an empty line in it")
 The \x1b[2Jend."""
 WRITES = """
 import json, sys
-from kvkeep.cli.chat.screen import make_screen
+from kvkeep.cli.chat.printer import make_printer
 text, size, markdown = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "yes"
-shown = make_screen(markdown)
+shown = make_printer(markdown)
 for at in range(0, len(text), size):
     shown.write(text[at : at + size])
 shown.end()
@@ -410,8 +410,8 @@ def test_plain_answers_are_wrapped_at_words(size: int) -> None:
 
 LINES = """
 import os, sys, time
-from kvkeep.cli.chat.screen import make_screen
-shown, columns = make_screen(True), os.get_terminal_size().columns
+from kvkeep.cli.chat.printer import make_printer
+shown, columns = make_printer(True), os.get_terminal_size().columns
 for word in sys.argv[1:]:
     shown.write(word + " ")
     time.sleep(0.1)

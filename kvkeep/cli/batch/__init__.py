@@ -1,14 +1,13 @@
 """`kvkeep batch`: generate answers to many prompts at once, into a JSONL file."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli import options
 from kvkeep.cli.batch.requests import read_folder, read_jsonl
 from kvkeep.cli.memory import SessionOptions, keep_option, session_options, uses_prefix_cache
-from kvkeep.cli.options import OUTPUT, OutputOptions, command, integer_option, option, size_option
 from kvkeep.cli.output import format_size, plural
 from kvkeep.errors import InvalidArgument
 
@@ -17,35 +16,39 @@ if TYPE_CHECKING:
     from kvkeep.engine import Engine, GenerationRequest
 
 
-@command()
+@options.command()
 @click.argument(
     "file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 def batch(
     file: Path | None,
-    folder: Path | None = option(
+    folder: Path | None = options.option(
         "--each",
         metavar="FOLDER",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Make one request for each file in a folder, instead of FILE.",
     ),
-    question: str | None = option(
+    question: str | None = options.option(
         "--ask", metavar="TEXT", help="For --each: the question about each file."
     ),
-    system: str | None = option(metavar="TEXT", help="For --each: the system prompt."),
-    out: Path = option(
+    system: str | None = options.option(metavar="TEXT", help="For --each: the system prompt."),
+    out: Path = options.option(
         "-o",
         metavar="FILE.jsonl",
         required=True,
         type=click.Path(dir_okay=False, path_type=Path),
         help="Output file; requests already answered in it are skipped.",
     ),
-    again: bool = option(is_flag=True, help="Answer all requests again."),
-    max_tokens: int = integer_option("-n", default=256, help="Maximum tokens of an answer."),
-    at_once: int = integer_option(default=16, help="Requests decoded together."),
-    memory_bytes: int = size_option(default="4GB", help="Memory for the KV cache of all requests."),
-    options: SessionOptions = session_options(keep_option()),
-    output: OutputOptions = OUTPUT,
+    again: bool = options.option(is_flag=True, help="Answer all requests again."),
+    max_tokens: int = options.integer_option(
+        "-n", default=256, help="Maximum tokens of an answer."
+    ),
+    at_once: int = options.integer_option(default=16, help="Requests decoded together."),
+    memory_bytes: int = options.size_option(
+        default="4GB", help="Memory for the KV cache of all requests."
+    ),
+    settings: SessionOptions = session_options(keep_option()),
+    output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
     """Answer many prompts: the lines of FILE.jsonl, or one prompt for each file of a folder.
 
@@ -57,7 +60,7 @@ def batch(
     if (file is None) == (folder is None) or (folder is None) != (question is None):
         raise InvalidArgument("give FILE.jsonl, or --each FOLDER with --ask TEXT")
     output.check()
-    options.check()
+    settings.check()
     if file is not None:
         requests = read_jsonl(file)
     else:
@@ -70,39 +73,42 @@ def batch(
         remaining = [r for r in requests if r.digest not in results.answered_digests]
         report = BatchReport(len(requests), before=len(requests) - len(remaining))
         if remaining:
-            model = options.memory.load(output.progress)
+            model = settings.memory.load(output.progress)
             # With a fixed seed, so that a resumed batch samples the same.
-            sampling = options.sampling.resolve(model.default_sampling, saved_seed=0)
+            sampling = settings.sampling.resolve(model.default_sampling, saved_seed=0)
             prepared = [(r, r.generation_request(model, sampling, max_tokens)) for r in remaining]
-            _require_memory(model, options, [request for _, request in prepared], memory_bytes)
-            with _open_engine(model, options, memory_bytes, at_once) as engine:
+            _require_memory(model, settings, [request for _, request in prepared], memory_bytes)
+            with _open_engine(model, settings, memory_bytes, at_once) as engine:
                 run_batch(engine, prepared, at_once, results, report, output)
         report.close(output)
         if report.failed:
             raise InvalidArgument(f"{plural(report.failed, 'request')} failed; see above")
 
 
-def _open_engine(model: "Model", options: SessionOptions, max_bytes: int, at_once: int) -> "Engine":
+def _open_engine(
+    model: "Model", settings: SessionOptions, max_bytes: int, max_running: int
+) -> "Engine":
+    """Open an engine. max_bytes: of the KV cache. max_running: requests decoded together."""
     from kvkeep.engine import Engine, Limits
 
-    use_prefixes = uses_prefix_cache(options.memory, options.prefixes.prefix_cache)
-    store = options.prefixes.open_store(model) if use_prefixes else None
+    use_prefixes = uses_prefix_cache(settings.memory, settings.prefixes.prefix_cache)
+    store = settings.prefixes.open_store(model) if use_prefixes else None
     return Engine(
         model,
-        settings=options.memory.settings(model),
-        limits=Limits(memory=max_bytes, running=at_once, running_per_owner=at_once),
+        settings=settings.memory.settings(model),
+        limits=Limits(memory=max_bytes, running=max_running, running_per_owner=max_running),
         stores=None if store is None else lambda owner: store,
     )
 
 
 def _require_memory(
-    model: "Model", options: SessionOptions, requests: "Sequence[GenerationRequest]", max_bytes: int
+    model: "Model", settings: SessionOptions, requests: "list[GenerationRequest]", max_bytes: int
 ) -> None:
     """Raise InvalidArgument if even the smallest request needs more than `max_bytes`."""
     from kvkeep.engine.record import max_session_bytes
 
     token_count = min(len(request.prompt) + (request.max_tokens or 0) for request in requests)
-    needed = max_session_bytes(options.memory.new_session(model), token_count)
+    needed = max_session_bytes(settings.memory.new_session(model), token_count)
     if needed > max_bytes:
         raise InvalidArgument(
             f"the smallest request needs up to {format_size(needed)}, and --memory-bytes is "

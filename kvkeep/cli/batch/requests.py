@@ -31,7 +31,7 @@ _DEFAULT_ONLY_FIELDS = {"n": 1, "stream": False, "logprobs": False, "tools": [],
 class BatchRequest:
     """One prompt with its parameters.
 
-    id: its own, or else its line number. location: its file and line, for error messages. body:
+    id: the given one, or else the line number. location: file and line, for error messages. body:
     the fields of an OpenAI request. is_chat: whether the prompt is a list of messages. is_openai:
     whether the request, and so its result, has the format of an OpenAI batch.
     """
@@ -61,14 +61,15 @@ class BatchRequest:
             if not ids:
                 raise InvalidArgument("the prompt is empty")
             limit = next(filter(None, map(body.get, _MAX_TOKENS_FIELDS)), default_max_tokens)
-            return GenerationRequest(tuple(ids), limit, self._sampling(default_sampling))
+            return GenerationRequest(tuple(ids), limit, self._sampling_parameters(default_sampling))
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.location}: {error}") from error
 
-    def _sampling(self, default: "Sampling") -> "Sampling":
+    def _sampling_parameters(self, default: "Sampling") -> "Sampling":
         from kvkeep.session.default_sampling import with_parameters
 
-        fields = {n: self.body[n] for n in _SAMPLING_FIELDS if self.body.get(n) is not None}
+        given = ((name, self.body.get(name)) for name in _SAMPLING_FIELDS)
+        fields = {name: value for name, value in given if value is not None}
         stop = self.body.get("stop")
         if stop is not None:
             fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -85,7 +86,7 @@ def read_jsonl(path: Path) -> list[BatchRequest]:
         for line_number, line in enumerate(read_text_file(path).splitlines(), 1)
         if line.strip()
     ]
-    _require_unique_ids(requests, path)
+    _check_requests(requests, path)
     return requests
 
 
@@ -94,15 +95,15 @@ def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRe
     requests: list[BatchRequest] = []
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):
-            user = [{"role": "user", "content": f"{read_text_file(path).strip()}\n\n{question}"}]
             system_messages = [] if system is None else [{"role": "system", "content": system}]
-            body = {"messages": [*system_messages, *user]}
+            text = f"{read_text_file(path).strip()}\n\n{question}"
+            body = {"messages": [*system_messages, {"role": "user", "content": text}]}
             requests.append(BatchRequest(path.name, str(path), body, is_chat=True))
-    _require_unique_ids(requests, folder)
+    _check_requests(requests, folder)
     return requests
 
 
-def _require_unique_ids(requests: list[BatchRequest], source: Path) -> None:
+def _check_requests(requests: list[BatchRequest], source: Path) -> None:
     """Raise InvalidArgument if there are no requests, or if two have the same id."""
     if not requests:
         raise InvalidArgument(f"{source} contains no requests")
@@ -114,6 +115,7 @@ def _require_unique_ids(requests: list[BatchRequest], source: Path) -> None:
 
 
 def _parse_line(line: str, line_number: int, location: str) -> BatchRequest:
+    """Parse a line of the input file. location: the line, for error messages."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Run a batch in one engine: prompts are prefilled one by one, answers decoded together."""
+"""The run of a batch in one engine: it prefills prompts one by one, and decodes them together."""
 
 import fcntl
 import json
@@ -31,14 +31,12 @@ PreparedRequest = tuple[BatchRequest, GenerationRequest]
 
 
 class BatchResults:
-    """The open results file.
-
-    answered_digests: of an earlier run. new_answers: how many this run added without an error.
-    """
+    """The open results file of a batch."""
 
     def __init__(self, file: BinaryIO, answered_digests: set[str]):
-        self._file, self.answered_digests = file, answered_digests
-        self.new_answers = 0
+        self._file = file
+        self.answered_digests = answered_digests  # of requests that an earlier run answered
+        self.new_answers = 0  # number of answers that this run added, without failed ones
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. It is on disk when this returns."""
@@ -50,9 +48,9 @@ class BatchResults:
 
 @contextmanager
 def open_results(
-    path: Path, requests: Sequence[BatchRequest], again: bool
+    path: Path, requests: Sequence[BatchRequest], discard_earlier: bool
 ) -> Iterator[BatchResults]:
-    """Open and lock the results file. again: discard the answers of an earlier run.
+    """Open and lock the results file. discard_earlier: discard the answers of an earlier run.
 
     Failed requests and an incomplete last line are removed, so that they are tried again. Raises
     InvalidArgument if the file has answers to other requests, Locked if another process writes it.
@@ -63,7 +61,7 @@ def open_results(
         except OSError:
             raise Locked(f"another process is writing to {path}") from None
         digests = {request.digest for request in requests}
-        lines = [] if again else _successful_lines(file.read(), path, digests)
+        lines = [] if discard_earlier else _successful_lines(file.read(), path, digests)
         content = b"".join(line + b"\n" for _, line in lines)
         file.seek(0)
         if file.read() != content:
@@ -74,7 +72,7 @@ def open_results(
 
 
 def _successful_lines(content: bytes, path: Path, digests: set[str]) -> list[tuple[str, bytes]]:
-    """Return the digest and the line of each successful answer. digests: of the batch."""
+    """Return digest and line of each answer without an error. digests: of the batch's requests."""
     *lines, _ = content.split(b"\n")  # the last item is empty, or an incomplete line
     digest_lines = []
     for line in lines:
@@ -95,12 +93,12 @@ def _successful_lines(content: bytes, path: Path, digests: set[str]) -> list[tup
 
 @dataclass
 class BatchAnswer:
-    """A request and its answer so far. A failed one has an `error` and no `finished`."""
+    """A request and its answer so far. If it failed, `error` is set, and `finished` is not."""
 
     request: BatchRequest
     generation_request: GenerationRequest
     text: str = ""
-    finished: Finished | None = None
+    finished: Finished | None = None  # the last event
     error: BaseException | None = None
 
     def result_line(self, model: str) -> dict[str, Any]:
@@ -137,10 +135,10 @@ class BatchAnswer:
 
 @dataclass
 class BatchReport:
-    """The numbers of answers and tokens of a batch. before: answers of an earlier run."""
+    """The numbers of a batch, for the closing line and the report file."""
 
     requests: int
-    before: int
+    before: int  # answers of an earlier run
     answered: int = 0
     failed: int = 0
     prompt_tokens: int = 0
@@ -150,6 +148,7 @@ class BatchReport:
     finish_reason: str = "end"
 
     def count(self, answer: BatchAnswer) -> None:
+        """Count the prompt's tokens. A failed answer is counted, and its error printed."""
         if answer.finished is None:
             self.failed += 1
             say(f"{answer.request.location}: {answer.error}")
@@ -178,17 +177,17 @@ class BatchReport:
 def run_batch(
     engine: Engine,
     requests: Sequence[PreparedRequest],
-    at_once: int,
+    max_running: int,
     results: BatchResults,
     report: BatchReport,
     output: OutputOptions,
 ) -> None:
-    """Answer the requests, `at_once` together. Each answer is on disk once it is complete."""
+    """Answer the requests, `max_running` at a time. Each complete answer is written to disk."""
     start = time.perf_counter()
     bar = progress_bar(report.requests, output.progress, initial=report.before, unit=" answers")
     try:
         with bar:
-            for answer in _complete_answers(engine, requests, at_once, report):
+            for answer in _complete_answers(engine, requests, max_running, report):
                 results.add(answer.result_line(engine.model.name))
                 report.count(answer)
                 bar.update()
@@ -203,14 +202,14 @@ def run_batch(
 
 
 def _complete_answers(
-    engine: Engine, requests: Sequence[PreparedRequest], at_once: int, report: BatchReport
+    engine: Engine, requests: Sequence[PreparedRequest], max_running: int, report: BatchReport
 ) -> Iterator[BatchAnswer]:
     """Yield each answer when it is complete or has failed; count generated tokens in the report.
 
     Prompts are sorted and submitted one by one, each once the one before is prefilled, so that it
     reuses their common prefix. This costs no time: the engine prefills one prompt at a time.
     """
-    waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)  # the next one last
+    waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)  # `pop` takes the end
     events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
     running, prefilling_answer = 0, None
 
@@ -218,7 +217,7 @@ def _complete_answers(
         return lambda event: events.put((answer, event))
 
     while waiting or running:
-        if waiting and prefilling_answer is None and running < at_once:
+        if waiting and prefilling_answer is None and running < max_running:
             answer = BatchAnswer(*waiting[-1])
             try:
                 engine.submit(answer.generation_request, listener=listener_for(answer)).result()
@@ -231,7 +230,7 @@ def _complete_answers(
             else:
                 waiting.pop()
                 running, prefilling_answer = running + 1, answer
-        answer, event = events.get()
+        answer, event = events.get()  # waits
         if answer is prefilling_answer and not (
             isinstance(event, PrefillProgress) and event.done < event.total
         ):

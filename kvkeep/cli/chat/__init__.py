@@ -7,8 +7,8 @@ from kvkeep.cli import options
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.memory import SINKS, MemoryOptions, SessionOptions, keep_option, session_options
-from kvkeep.cli.session_file import UNREAD, OpenedSession, SessionWriter, apply_keep, resume
-from kvkeep.cli.store import saved_sessions, session_names
+from kvkeep.cli.session_file import UNREAD_KEY, OpenedSession, SessionWriter, apply_keep, resume
+from kvkeep.cli.store import complete_sessions, open_session_store
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation, count_system_tokens
 from kvkeep.storage.objects.paths import ReadablePath
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def chat(
     session: str | None = options.option(
         metavar="NAME",
-        shell_complete=session_names,
+        shell_complete=complete_sessions,
         help="Resume this chat, or start it; saved after each turn.",
     ),
     continue_latest: bool = options.option(
@@ -42,7 +42,7 @@ def chat(
         "-n", minimum=-1, default=1024, help="Maximum tokens of an answer; -1: no limit."
     ),
     session_options: SessionOptions = session_options(keep_option(default=None)),
-    output: options.OutputOptions = options.OUTPUT,
+    output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
     """Chat with a model.
 
@@ -72,31 +72,31 @@ def chat(
     with ExitStack() as locks:
         session_file = None
         if session is not None:
-            session_file = locks.enter_context(saved_sessions(store).lock(session))
+            session_file = locks.enter_context(open_session_store(store).lock(session))
         from kvkeep.cli.chat.local import LocalChat
-        from kvkeep.cli.run import Run
+        from kvkeep.cli.run import SessionRun
 
         source = session_file if session_file is not None and session_file.exists() else None
         opened, conversation = _open_conversation(source, system, session_options, output.progress)
         defaults = opened.model.default_sampling
         settings = ChatSettings(session_options.sampling, token_limit, opened.seed, defaults)
-        run = Run("chat", opened, output, settings.resolved.seed)
+        run = SessionRun("chat", opened, output, settings.resolved_sampling.seed)
         if session_file is not None:
             label = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
-            run.writer.follow(opened.session, {CHAT_NOTES_KEY: conversation.notes})
+            run.writer.switch_to(opened.session, {CHAT_NOTES_KEY: conversation.notes})
         if source is not None:
             apply_keep(opened, session_options.memory.keep)
         with run.reporting():
-            LocalChat(run, conversation, settings, store, locks).talk()
+            LocalChat(run, conversation, settings, store, locks).run_loop()
         run.close("end")
 
 
 def _latest_chat_name(store: str | None, session: str | None) -> str:
-    """Return the name of the chat that was saved last. session: of `--session`, to be None."""
+    """Return the name of the chat that was saved last. Raises InvalidArgument with `--session`."""
     if session is not None:
         raise InvalidArgument("--continue opens the latest session; use either it or --session")
-    for path in saved_sessions(store).newest_first():
+    for path in open_session_store(store).newest_first():
         try:
             if CHAT_NOTES_KEY in read_summary(path).notes:
                 return path.stem
@@ -112,7 +112,7 @@ def _open_conversation(
     source: ReadablePath | None, system: str | None, session_options: SessionOptions, progress: bool
 ) -> tuple[OpenedSession, Conversation]:
     """Open the session in `source`, or else a new one, and its conversation."""
-    memory, saved_system = session_options.memory, system
+    memory, session_system = session_options.memory, system
     if source is None:
         model = memory.load(progress)
         memory.require_room_for_a_chat(model)
@@ -122,32 +122,32 @@ def _open_conversation(
         )
     else:
         opened = resume(source, memory, progress)
-        saved_system = opened.notes.get(CHAT_NOTES_KEY, {}).get("system")
-    if system not in (None, saved_system):
+        session_system = opened.notes.get(CHAT_NOTES_KEY, {}).get("system")
+    if system not in (None, session_system):
         raise InvalidArgument(
             "--system must match the session's system prompt, which cannot be changed; leave it "
             "out, or start a new session"
         )
-    if opened.notes.get(UNREAD):
+    if opened.notes.get(UNREAD_KEY):
         raise InvalidArgument(
             "a prompt in this session was interrupted; evaluate the rest with `kvkeep generate "
             "--session NAME -n 0`"
         )
-    codec, eos = opened.model.text, opened.model.end_token_ids
-    return opened, Conversation(opened.session, codec, eos, saved_system)
+    codec, end_token_ids = opened.model.text, opened.model.end_token_ids
+    return opened, Conversation(opened.session, codec, end_token_ids, session_system)
 
 
 def _tokens_to_keep(memory: MemoryOptions, model: "Model", system: str | None) -> int:
-    """Return the value of `--keep`, or else the length of the system prompt."""
+    """Return how many first tokens are never evicted: `--keep`, or else the system prompt's."""
     if memory.keep is not None:
         return memory.keep
     budget = memory.max_kv_size or model.spec.max_positions
     if system is None:
         return min(SINKS, budget - 1)
-    needed = count_system_tokens(model.text, system)
-    if needed >= budget and memory.policy in ("sliding", "shift"):
+    system_tokens = count_system_tokens(model.text, system)
+    if system_tokens >= budget and memory.policy in ("sliding", "shift"):
         raise InvalidArgument(
-            f"the system prompt takes {needed} tokens and is never evicted, which leaves no room "
-            f"in a budget of {budget}; shorten it, raise --max-kv-size, or use --keep"
+            f"the system prompt takes {system_tokens} tokens and is never evicted, which leaves no "
+            f"room in a budget of {budget}; shorten it, raise --max-kv-size, or use --keep"
         )
-    return needed
+    return system_tokens

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from itertools import count
 
-from kvkeep.cli.output import megabytes, plural
+from kvkeep.cli.output import format_mb, plural
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.conversation import Conversation
 
@@ -28,7 +28,7 @@ class Branches:
         return [name for name in self.conversations if name != self.current_name]
 
     def create(self, name: str) -> None:
-        """Fork the current branch and switch to the fork. name: "" for an unused one."""
+        """Fork the current branch and switch to the fork. name: "" for "branch-2" and so on."""
         if not name:
             numbered = (f"branch-{number}" for number in count(len(self.conversations) + 1))
             name = next(name for name in numbered if name not in self.conversations)
@@ -54,14 +54,14 @@ class Branches:
             turns = plural(len(conversation.turns), "turn")
             tokens = plural(len(conversation.session.tokens), "token")
             cache = conversation.session.cache
-            size = megabytes(cache.cells * cache.layout.cell_bytes)
+            size = format_mb(cache.cells * cache.layout.cell_bytes)
             marker = "*" if name == self.current_name else " "
             lines.append(f"{marker} {name:<{width}}  {turns}, {tokens}, {size}")
         return lines
 
 
 def branch_session_names(session: str, branch: str) -> Iterator[str]:
-    """Yield names for the session of a branch. The first unused one is to be taken."""
+    """Yield names for the session of a branch; the caller takes the first unused one."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_MAX_NAME_LENGTH]
     yield name
     yield from (f"{name}-{number}" for number in count(2))

@@ -76,14 +76,14 @@ class ChatCommands(ABC):
     or "". It raises KvkeepError only before it changes anything.
     """
 
-    interactive: bool  # whether messages come from a terminal
+    is_interactive: bool  # whether messages come from a terminal
 
     def __init__(self, branches: Branches, settings: ChatSettings):
         self.branches, self.settings = branches, settings
 
     @abstractmethod
     def ask(self, message: str, line: str | None = None) -> None:
-        """Run a turn. line: what the user typed, if not the message itself."""
+        """Run a turn with a question. line: what the user typed for it; None: the question."""
 
     def run_command(self, line: str) -> str:
         """Run a command; return the message for the user. Raises LeaveChat to end the chat."""
@@ -97,7 +97,7 @@ class ChatCommands(ABC):
     def do_help(self, argument: str) -> str:
         unique = dict.fromkeys(COMMANDS.values())  # aliases share an entry
         rows = [f"  {usage:<21}  {meaning}" for usage, meaning in unique]
-        return "\n".join([*rows, _HELP_PASSAGES, *([_HELP_KEYS] if self.interactive else [])])
+        return "\n".join([*rows, _HELP_PASSAGES, *([_HELP_KEYS] if self.is_interactive else [])])
 
     def do_file(self, argument: str) -> str:
         match = _PATH.match(argument)
@@ -144,15 +144,15 @@ class ChatCommands(ABC):
     def do_forget(self, argument: str) -> str:
         conversation = self.branches.current
         session, passage = conversation.session, find_passage(conversation, argument)
-        remaining = passage.with_words("") if passage.words else ""
+        remaining_text = passage.replaced_text("") if passage.quote else ""
         old_count = len(session.tokens)
-        if remaining.strip():
-            session.replace(passage.start, passage.end, remaining)
+        if remaining_text.strip():
+            session.replace(passage.start, passage.end, remaining_text)
         else:
             session.delete(passage.start, passage.end)
         self._update_system(passage)
-        forgotten = plural(old_count - len(session.tokens), "token")
-        return f"{passage.description} is removed: {forgotten}"
+        removed_tokens = plural(old_count - len(session.tokens), "token")
+        return f"{passage.description} is removed: {removed_tokens}"
 
     def do_edit(self, argument: str) -> str:
         reference, text = split_reference(argument)
@@ -165,9 +165,9 @@ class ChatCommands(ABC):
             raise InvalidArgument("/edit needs a passage and its new text; see /help")
         session = self.branches.current.session
         passage = find_passage(self.branches.current, reference, text_only=True)
-        old_count, new_text = len(session.tokens), passage.with_words(text)
+        old_count, new_text = len(session.tokens), passage.replaced_text(text)
         start, end = passage.start, passage.end
-        report = session.replace(start, end, new_text, "suffix" if exact else "none")
+        report = session.replace(start, end, new_text, recompute="suffix" if exact else "none")
         self._update_system(passage)
         new_count = plural(passage.token_count + len(session.tokens) - old_count, "token")
         return (
@@ -176,7 +176,7 @@ class ChatCommands(ABC):
         )
 
     def _update_system(self, passage: Passage) -> None:
-        """Store an edited system prompt, with which a later `--system` is compared."""
+        """Store an edited system prompt, which a later `--system` must equal."""
         if passage.description.endswith("the system prompt"):
             conversation = self.branches.current
             start, end = conversation.session.span_ranges.get("system text", (0, 0))

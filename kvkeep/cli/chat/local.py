@@ -9,29 +9,26 @@ from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_line
 from kvkeep.cli.output import plural, say
-from kvkeep.cli.run import Run
+from kvkeep.cli.run import SessionRun
 from kvkeep.cli.session_file import SessionWriter
-from kvkeep.cli.store import saved_sessions
+from kvkeep.cli.store import open_session_store
 from kvkeep.errors import InvalidArgument, KvkeepError, Locked, StoreError
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 
 
 @dataclass
 class _SavedBranch:
-    session_name: str
+    session_name: str  # in which the branch is saved
     writer: SessionWriter
-    lock: ExitStack
+    lock: ExitStack  # holds the lock of the session's file
 
 
 class LocalChat(ChatLoop):
-    """A chat with a session in this process.
-
-    store: of the sessions that `/save` begins. locks: takes their locks.
-    """
+    """A chat with a session in this process. store: `--store`. locks: of all its session files."""
 
     def __init__(
         self,
-        run: Run,
+        run: SessionRun,
         conversation: Conversation,
         settings: ChatSettings,
         store: str | None,
@@ -70,7 +67,7 @@ class LocalChat(ChatLoop):
     def do_save(self, argument: str) -> str:
         run, name, label = self.run, argument, f"session {argument}"
         if name and not (run.writer and run.writer.label == label):
-            file = self._locks.enter_context(saved_sessions(self._store).lock(name))
+            file = self._locks.enter_context(open_session_store(self._store).lock(name))
             if file.exists():
                 raise InvalidArgument(f"session {name} already exists; use another name")
             notes = {CHAT_NOTES_KEY: self.branches.current.notes}
@@ -94,7 +91,7 @@ class LocalChat(ChatLoop):
         try:
             # The others first: a branch must be saved before another overwrites the chat's file.
             self._save_others(writer)
-            writer.follow(self.run.session, {CHAT_NOTES_KEY: self.branches.current.notes})
+            writer.switch_to(self.run.session, {CHAT_NOTES_KEY: self.branches.current.notes})
             writer.save()
         except StoreError as error:
             say(str(error))  # saving is tried again at the next turn
@@ -103,7 +100,7 @@ class LocalChat(ChatLoop):
         if saved := self._saved_branches.pop(self.branches.current_name, None):
             saved.lock.close()
             with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
-                saved_sessions(self._store).remove(saved.session_name)
+                open_session_store(self._store).remove(saved.session_name)
 
     def close(self) -> None:
         writer = self.run.writer
@@ -114,19 +111,19 @@ class LocalChat(ChatLoop):
             self._save_others(writer)
         except StoreError as error:
             say(str(error))
-        writer.follow(self.run.session, {CHAT_NOTES_KEY: self.branches.current.notes})
+        writer.switch_to(self.run.session, {CHAT_NOTES_KEY: self.branches.current.notes})
         say(f"branch {self.branches.current_name} is {writer.label}")
         for branch in self.branches.other_names:
             saved = self._saved_branches.get(branch)
             say(f"branch {branch} is {saved.writer.label if saved else 'not saved'}")
 
     def _save_others(self, chat_writer: SessionWriter) -> None:
-        """Save each changed branch that is not current. Raises StoreError."""
+        """Save each changed branch but the current one. Raises StoreError."""
         for branch in self.branches.other_names:
             conversation = self.branches.conversations[branch]
             notes = {**chat_writer.notes, CHAT_NOTES_KEY: conversation.notes}
             if saved := self._saved_branches.get(branch):
-                saved.writer.follow(conversation.session, notes)
+                saved.writer.switch_to(conversation.session, notes)
                 saved.writer.save()
             else:
                 name = chat_writer.label.removeprefix("session ")
@@ -140,7 +137,7 @@ class LocalChat(ChatLoop):
         for name in branch_session_names(chat_name, branch_name):
             with ExitStack() as lock:
                 try:
-                    file = lock.enter_context(saved_sessions(self._store).lock(name))
+                    file = lock.enter_context(open_session_store(self._store).lock(name))
                 except Locked:
                     continue
                 if file.exists():
@@ -163,8 +160,8 @@ class LocalChat(ChatLoop):
             raise
 
     def _generate(self) -> None:
-        sampling = self.settings.resolved
+        sampling = self.settings.resolved_sampling
         try:
-            self.run.generate(self.settings.max_tokens, sampling, screen=self.screen())
+            self.run.generate(self.settings.max_tokens, sampling, printer=self.new_printer())
         finally:
             self.branches.current.end_turn()

@@ -1,4 +1,4 @@
-"""The loop of a chat, shared by local and remote sessions: read, answer or run a command."""
+"""The loop of a local or remote chat: read a message or command, and answer or run it."""
 
 import sys
 from abc import abstractmethod
@@ -6,10 +6,10 @@ from contextlib import suppress
 
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.commands import ChatCommands, LeaveChat, is_command
-from kvkeep.cli.chat.prompt import make_prompt
-from kvkeep.cli.chat.screen import make_screen
+from kvkeep.cli.chat.message_reader import make_message_reader
+from kvkeep.cli.chat.printer import make_printer
 from kvkeep.cli.chat.settings import ChatSettings
-from kvkeep.cli.output import Screen, plural, say
+from kvkeep.cli.output import TextPrinter, plural, say
 from kvkeep.cli.terminal import termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
@@ -18,7 +18,7 @@ _STOPPED = "[stopped]"
 
 
 class PrefillAborted(Exception):
-    """A question is not in memory, because of `cause`. It can be asked again."""
+    """Raised if a question was not prefilled, because of `cause`. It can be asked again."""
 
     def __init__(self, cause: BaseException):
         super().__init__(str(cause))
@@ -26,20 +26,20 @@ class PrefillAborted(Exception):
 
 
 class ChatLoop(ChatCommands):
-    """A chat at the prompt; subclasses know where its session is."""
+    """A chat at the prompt. Subclasses implement it for local and for remote sessions."""
 
     def __init__(self, branches: Branches, settings: ChatSettings):
         super().__init__(branches, settings)
-        self.prompt = make_prompt(branches)
-        self.interactive = self.prompt.interactive
+        self.message_reader = make_message_reader(branches)
+        self.is_interactive = self.message_reader.is_interactive
 
     @abstractmethod
     def title(self) -> str:
-        """Return the model or session, and the tokens so far, for the first line."""
+        """Return the model or session, and the tokens so far, to be shown at the start."""
 
     @abstractmethod
     def run_turn(self, message: str) -> None:
-        """Answer a question. Raises `PrefillAborted` if it is not in memory afterwards."""
+        """Prefill a question and print its answer. Raises `PrefillAborted`."""
 
     @abstractmethod
     def regenerate_turn(self, number: int) -> None:
@@ -51,7 +51,7 @@ class ChatLoop(ChatCommands):
 
     @abstractmethod
     def memory_status(self) -> str:
-        """Return the status line."""
+        """Return the status line: how full the memory is, and the number of turns."""
 
     def after_input(self) -> None:
         """Run after each turn and each command, for example to save."""
@@ -60,12 +60,13 @@ class ChatLoop(ChatCommands):
     def close(self) -> None:
         """End the chat: save its branches, and delete temporary sessions."""
 
-    def screen(self) -> Screen:
-        return make_screen(self.settings.markdown)
+    def new_printer(self) -> TextPrinter:
+        return make_printer(self.settings.renders_markdown)
 
-    def talk(self) -> None:
+    def run_loop(self) -> None:
+        """Handle the user's messages and commands until the chat ends; then close it."""
         try:
-            if self.interactive:
+            if self.is_interactive:
                 say(f"{self.title()}: /help lists commands, Ctrl-D ends")
                 self._show_last_turn()
             self._handle_input()
@@ -74,11 +75,11 @@ class ChatLoop(ChatCommands):
 
     def _handle_input(self) -> None:
         status = self._status_line()
-        while (message := self.prompt.read(status)) is not None:
-            with self.prompt.hold_keys():
+        while (message := self.message_reader.read(status)) is not None:
+            with self.message_reader.hold_keys():
                 try:
-                    if self.prompt.ctrl_c_pressed():
-                        self.prompt.offer(message)
+                    if self.message_reader.ctrl_c_pressed():
+                        self.message_reader.put_back(message)
                         say(_STOPPED)
                     elif is_command(message):
                         self._run_command(message)
@@ -95,19 +96,19 @@ class ChatLoop(ChatCommands):
         try:
             self.run_turn(message)
         except PrefillAborted as aborted:
-            if not self.interactive or termination_signal():
+            if not self.is_interactive or termination_signal():
                 raise aborted.cause from None
-            self.prompt.offer(message if line is None else line)
+            self.message_reader.put_back(message if line is None else line)
             cause = aborted.cause
             say(_STOPPED if isinstance(cause, KeyboardInterrupt) else str(cause))
         except KeyboardInterrupt:
             self._report_stop()
         except KvkeepError as error:
-            if not self.interactive:
+            if not self.is_interactive:
                 raise
             say(f"{error}; /undo removes the last turn")
         finally:
-            if self.interactive and sys.stdout.isatty():
+            if self.is_interactive and sys.stdout.isatty():
                 with suppress(OSError):  # the terminal was closed
                     print(flush=True)  # a line between turns
 
@@ -119,19 +120,20 @@ class ChatLoop(ChatCommands):
         return ""
 
     def warn_if_forgotten(self) -> None:
-        """Print a warning if the newest question alone exceeded the memory."""
+        """Print a warning if the newest question alone did not fit in the cache."""
         session, turns = self.branches.current.session, self.branches.current.turns
         spans = session.span_ranges
         span_name = f"turn {turns[-1]} question" if turns else ""
         if span_name not in spans:
             return
         start, end = spans[span_name]
-        forgotten = end - start - session.remembered(start, end)
-        if forgotten > 0:
-            earlier = f", and the {plural(len(turns) - 1, 'turn')} before it" if turns[1:] else ""
+        lost_tokens = end - start - session.remembered(start, end)
+        if lost_tokens > 0:
+            earlier_turns = plural(len(turns) - 1, "turn")
+            earlier = f", and the {earlier_turns} before it" if len(turns) > 1 else ""
             say(
-                f"the cache was too small for this question: {forgotten:,} of its {end - start:,} "
-                f"tokens were evicted or compressed{earlier}; raise --max-kv-size"
+                f"the cache was too small for this question: {lost_tokens:,} of its "
+                f"{end - start:,} tokens were evicted or compressed{earlier}; raise --max-kv-size"
             )
 
     def _show_last_turn(self) -> None:
@@ -146,10 +148,10 @@ class ChatLoop(ChatCommands):
             return conversation.codec.decode(tokens[start:end]).strip()
 
         say("\n".join(f"> {line}" for line in text_of("question").splitlines()[:_MAX_SHOWN_LINES]))
-        screen = self.screen()
-        screen.write(text_of("answer"))
+        printer = self.new_printer()
+        printer.write(text_of("answer"))
         with suppress(OSError):
-            screen.end()
+            printer.end()
         say("")
 
     def _run_command(self, line: str) -> None:
@@ -164,12 +166,12 @@ class ChatLoop(ChatCommands):
 
     def _report_stop(self) -> None:
         """Handle Ctrl-C, in an except block: print a note at a terminal, else re-raise."""
-        if not self.interactive or termination_signal():
+        if not self.is_interactive or termination_signal():
             raise
         say(_STOPPED)
 
     def _status_line(self) -> str:
-        if not (self.interactive and self.settings.bar):
+        if not (self.is_interactive and self.settings.shows_status_line):
             return ""
         try:
             return self.memory_status()

@@ -1,4 +1,4 @@
-"""Passages of a chat that commands name: a turn or its part, the system prompt, or words."""
+"""The parts of a chat that commands refer to: a turn, its question or answer, quoted words."""
 
 import re
 from bisect import bisect_left
@@ -13,35 +13,35 @@ _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens `start ... end - 1` of a conversation."""
+    """A part of a conversation: its tokens `start ... end - 1`."""
 
     description: str
     start: int
     end: int
-    text: str = ""  # of the tokens around quoted words; "" for other passages
-    words: str = ""  # the quoted words, if any
+    text: str = ""  # of these tokens, if the passage was found by quoted words
+    quote: str = ""  # these words; `text` may be longer, since its tokens are whole
 
     @property
     def token_count(self) -> int:
         return self.end - self.start
 
-    def with_words(self, words: str) -> str:
-        """Return the passage's text with the quoted words replaced."""
-        return self.text.replace(self.words, words, 1) if self.words else words
+    def replaced_text(self, new_words: str) -> str:
+        """Return the passage's new text, with new words for the quoted ones, or for all."""
+        return self.text.replace(self.quote, new_words, 1) if self.quote else new_words
 
 
 def split_reference(argument: str) -> tuple[str, str]:
-    """Split an argument into the reference to a passage, and the rest."""
+    """Split a command's argument into the reference to a passage, and the rest."""
     quoted = _QUOTED.match(argument)
     reference = quoted[0] if quoted else argument.partition(" ")[0]
     return reference, argument[len(reference) :].strip()
 
 
 def find_passage(conversation: Conversation, reference: str, text_only: bool = False) -> Passage:
-    """Find a turn, a question or answer, the system prompt, or quoted words.
+    """Find a passage by its reference: 3, 3.question, 3.answer, last, system, or "quoted words".
 
     text_only: without the chat template's tokens; a turn's number then means its question. Raises
-    InvalidArgument if there is no such passage, or if it is not fully remembered.
+    InvalidArgument if there is no such passage, or if it is not fully in the cache.
     """
     quoted = _QUOTED.fullmatch(reference)
     if quoted:
@@ -82,8 +82,8 @@ def _find_words(conversation: Conversation, words: str) -> Passage:
         ids = session.tokens[start:end]
         if words not in decode(ids):
             continue
+        # The smallest end and then the largest start between which the words are complete.
         stop = bisect_left(range(len(ids) + 1), True, key=lambda n: words in decode(ids[:n]))
-        # The last position from which the words are still complete is their first token.
         first = bisect_left(range(stop), True, key=lambda n: words not in decode(ids[n:stop])) - 1
         description, text = f'"{words}" in {_span_description(name)}', decode(ids[first:stop])
         return Passage(description, start + first, start + stop, text, words)

@@ -14,7 +14,7 @@ from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryOptions
 from kvkeep.cli.memory_map import draw_map, status_line
 from kvkeep.cli.options import is_given
-from kvkeep.cli.output import megabytes, plural, say
+from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.client import Client, RemoteSession
 from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
@@ -24,7 +24,7 @@ _LOCAL_OPTIONS = (  # options that a session on a server does not have
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
     *("prefix_cache", "prefix_cache_bytes", "store", "secret_file", "report", "continue_latest"),
 )
-_SESSION_OPTIONS = (
+_SESSION_OPTIONS = (  # options with which a session on a server is created
     *("policy", "max_kv_size", "keep", "discard", "group", "window", "method", "ratio"),
     *("kv_bits", "far_bits"),
 )
@@ -41,7 +41,7 @@ def chat_at_server(
     memory: MemoryOptions,
     settings: ChatSettings,
 ) -> None:
-    """Run a chat in a session on a server."""
+    """Run a chat in a session on a server. session_name: None for one deleted at its end."""
     refused_options = [option for option in _LOCAL_OPTIONS if is_given(option)]
     if refused_options:
         flags = ", ".join(map(_flag, refused_options))
@@ -49,7 +49,7 @@ def chat_at_server(
     requested = {name: getattr(memory, name) for name in _SESSION_OPTIONS if is_given(name)}
     with Client(url, api_key) as client:
         name = _open_session(client, session_name, requested)
-        RemoteChat(client, name, system, settings, is_named=session_name is not None).talk()
+        RemoteChat(client, name, system, settings, is_named=session_name is not None).run_loop()
 
 
 def _open_session(client: Client, name: str | None, options: dict[str, Any]) -> str:
@@ -65,10 +65,7 @@ def _open_session(client: Client, name: str | None, options: dict[str, Any]) -> 
 
 
 def _retry_while_busy(call: Callable[[], object]) -> None:
-    """Make a call, and retry it for up to 5 seconds while the session is busy.
-
-    After a cancelled answer, the server may still be computing its last step.
-    """
+    """Make a call. Retry for 5 seconds if a cancelled answer still keeps the session busy."""
     for _ in range(50):
         with suppress(Busy):
             call()
@@ -90,7 +87,7 @@ def _sampling_parameters(settings: ChatSettings) -> dict[str, Any]:
 
 
 class RemoteChatSession(RemoteSession):
-    """A session on a server with the attributes of `Session` that commands use. None is cached."""
+    """A session on a server, with attributes of `Session`. Each access sends a request."""
 
     @property
     def span_ranges(self) -> dict[str, tuple[int, int]]:
@@ -108,7 +105,7 @@ class RemoteChatSession(RemoteSession):
     def remembered(self, start: int, end: int) -> int:
         """Return how many of tokens `start ... end - 1` have a cell of their own."""
         count = 0
-        for run in self.memory()["runs"]:
+        for run in self.memory()["runs"]:  # of consecutive tokens with one status, "standing"
             if run["standing"] not in ("compressed", "forgotten"):
                 run_end = run["start"] + run["count"]
                 count += max(0, min(end, run_end) - max(start, run["start"]))
@@ -120,7 +117,7 @@ class RemoteChatSession(RemoteSession):
 
 
 class RemoteConversation:
-    """A session on a server with the attributes of `Conversation` that commands use."""
+    """A session on a server, with those attributes of `Conversation` that commands use."""
 
     system: str | None = None  # unused: the server stores the system prompt
 
@@ -165,8 +162,8 @@ class RemoteChat(ChatLoop):
         conversation = cast(Conversation, RemoteConversation(client, session_name))
         super().__init__(Branches(conversation), settings)
         self._client, self._system, self._is_named = client, system, is_named
-        self._temporary_sessions = list[str]()  # deleted at the end of the chat
-        self._kept_sessions = set[str]()  # not deleted at the end of the chat
+        self._temporary_session_names = list[str]()  # deleted at the end of the chat
+        self._kept_session_names = set[str]()  # not deleted at the end of the chat
         self._chat_name = session_name if is_named else ""  # "": the chat is deleted at its end
 
     def title(self) -> str:
@@ -182,26 +179,27 @@ class RemoteChat(ChatLoop):
     def _session(self) -> RemoteChatSession:
         return self._conversation.session
 
-    def _branch_sessions(self) -> dict[str, RemoteChatSession]:
+    def _sessions_by_branch(self) -> dict[str, RemoteChatSession]:
         branches = self.branches.conversations.items()
-        return {name: cast(RemoteConversation, chat).session for name, chat in branches}
+        return {name: cast(RemoteConversation, branch).session for name, branch in branches}
 
     def run_turn(self, message: str) -> None:
         """Run a turn on the server. Ctrl-C also stops it there; the text so far stays."""
-        sampling, screen, has_started = _sampling_parameters(self.settings), self.screen(), False
+        sampling = _sampling_parameters(self.settings)
+        printer, has_started = self.new_printer(), False
         events = self._session.stream_turn(message, self._system, **sampling)
         try:
             with closing(events):
                 for name, event in events:
                     if name == "token":
                         has_started = True
-                        screen.write(event["text"])
+                        printer.write(event["text"])
         except KvkeepError as error:
             if not has_started:
                 raise PrefillAborted(error) from error
             raise
         finally:
-            screen.end()
+            printer.end()
         self.warn_if_forgotten()
 
     def regenerate_turn(self, number: int) -> None:
@@ -218,26 +216,26 @@ class RemoteChat(ChatLoop):
         conversation = self._conversation.fork(name)
         conversation.session.save()
         if not self._is_named:
-            self._temporary_sessions.append(session.name)
-        self._kept_sessions.add(name)
+            self._temporary_session_names.append(session.name)
+        self._kept_session_names.add(name)
         self._chat_name = self._chat_name or name
         self.branches.conversations[self.branches.current_name] = cast(Conversation, conversation)
         return f"now in session {name}, which is saved on the server"
 
     def memory_status(self) -> str:
         memory = self._session.memory()
-        return status_line(_token_status(memory), _cells_text(memory))
+        return status_line(_token_statuses(memory), _cells_text(memory))
 
     def do_memory(self, argument: str) -> str:
         memory = self._session.memory()
         description = f"{_cells_text(memory)}; policy {memory['policy']}"
-        return "\n".join([*draw_map(_token_status(memory)), description])
+        return "\n".join([*draw_map(_token_statuses(memory)), description])
 
     def do_branches(self, argument: str) -> str:
         return "\n".join(
             f"{'*' if name == self.branches.current_name else ' '} {name}: session {session.name}, "
             f"{plural(session.info()['tokens'], 'token')}"
-            for name, session in self._branch_sessions().items()
+            for name, session in self._sessions_by_branch().items()
         )
 
     def do_keep(self, argument: str) -> NoReturn:
@@ -246,37 +244,38 @@ class RemoteChat(ChatLoop):
     def close(self) -> None:
         """Save the branches of a named chat, and delete temporary sessions."""
         if self._chat_name and self.branches.other_names:
-            for branch, session in self._branch_sessions().items():
-                say(f"branch {branch} is session {self._keep_branch(branch, session)}")
-        unnamed = [] if self._is_named else [s.name for s in self._branch_sessions().values()]
-        for name in [*self._temporary_sessions, *unnamed]:
-            if name not in self._kept_sessions:
+            for branch, session in self._sessions_by_branch().items():
+                say(f"branch {branch} is session {self._save_branch(branch, session)}")
+        sessions = [] if self._is_named else self._sessions_by_branch().values()
+        for name in [*self._temporary_session_names, *(session.name for session in sessions)]:
+            if name not in self._kept_session_names:
                 with suppress(KvkeepError):  # the session or the server is gone
                     _retry_while_busy(partial(self._client.delete, name))
 
-    def _keep_branch(self, branch: str, session: RemoteChatSession) -> str:
-        """Save a branch in a session with a name, an unused one if need be; return the name."""
-        if session.name == self._chat_name or session.name in self._kept_sessions:
+    def _save_branch(self, branch: str, session: RemoteChatSession) -> str:
+        """Save a branch in a session named after the chat and the branch; return its name."""
+        if session.name == self._chat_name or session.name in self._kept_session_names:
             return session.name
         try:
-            existing = {entry["name"] for entry in self._client.sessions()}
+            used_names = {entry["name"] for entry in self._client.sessions()}
             names = branch_session_names(self._chat_name, branch)
-            name = next(name for name in names if name not in existing)
+            name = next(name for name in names if name not in used_names)
             _retry_while_busy(lambda: session.fork(name).save())
         except KvkeepError as error:
-            self._kept_sessions.add(session.name)
+            self._kept_session_names.add(session.name)
             say(str(error))
             return session.name
-        self._temporary_sessions.append(session.name)
-        self._kept_sessions.add(name)
+        self._temporary_session_names.append(session.name)
+        self._kept_session_names.add(name)
         return name
 
 
-def _token_status(memory: dict[str, Any]) -> list[Any]:
+def _token_statuses(memory: dict[str, Any]) -> list[Any]:
+    """Return the status of each token. memory: the server's description of a session's cache."""
     return [run["standing"] for run in memory["runs"] for _ in range(run["count"])]
 
 
 def _cells_text(memory: dict[str, Any]) -> str:
-    shared = f" ({megabytes(memory['bytes_shared'])} shared)" if memory["bytes_shared"] else ""
-    size = megabytes(memory["bytes"])
+    shared = f" ({format_mb(memory['bytes_shared'])} shared)" if memory["bytes_shared"] else ""
+    size = format_mb(memory["bytes"])
     return f"{memory['cells']:,} of {memory['max_kv_size']:,} cells, {size}{shared}"

@@ -12,7 +12,7 @@ from kvkeep.errors import InvalidArgument
 if TYPE_CHECKING:
     from kvkeep import Sampling
 
-SWITCHES = ("markdown", "bar")
+SWITCHES = {"markdown": "renders_markdown", "bar": "shows_status_line"}  # on/off settings: fields
 _OFF = ("off", "no", "false", "0")
 _ON = ("on", "yes", "true", "1")
 
@@ -25,17 +25,17 @@ class ChatSettings:
     max_tokens: int | None  # of an answer; None for no limit
     seed: int | None = None  # the one in use, at first that of a restored session
     defaults: "Sampling | None" = None  # of the model; None for a model on a server
-    markdown: bool = True  # whether to render answers
-    bar: bool = True  # whether to show the memory below the prompt
-    _resolved: "Sampling | None" = field(default=None, repr=False)
+    renders_markdown: bool = True  # or else answers are shown as they are
+    shows_status_line: bool = True  # below the prompt: the state of the memory
+    _resolved_sampling: "Sampling | None" = field(default=None, repr=False)
 
     @property
-    def resolved(self) -> "Sampling":
+    def resolved_sampling(self) -> "Sampling":
         """The sampling parameters, with one seed for the whole chat."""
-        if self._resolved is None:
-            self._resolved = self.sampling.resolve(self.defaults, self.seed)
-            self.seed = self._resolved.seed  # a random seed is drawn once
-        return self._resolved
+        if self._resolved_sampling is None:
+            self._resolved_sampling = self.sampling.resolve(self.defaults, self.seed)
+            self.seed = self._resolved_sampling.seed  # a random seed is drawn once
+        return self._resolved_sampling
 
     def set(self, name: str, value: str) -> None:
         """Change a setting. Raises InvalidArgument for a bad name or value."""
@@ -51,20 +51,21 @@ class ChatSettings:
         except ValueError:
             raise InvalidArgument(f"{name} must be {_EXPECTED[parse]}; found {value!r}") from None
         if name in SWITCHES:
-            setattr(self, name, parsed)
+            setattr(self, SWITCHES[name], parsed)
         elif name == "max-tokens":
             self.max_tokens = None if parsed < 0 else parsed
         else:
             changed = dataclasses.replace(self.sampling, **{name.replace("-", "_"): parsed})
-            self._resolved = changed.resolve(self.defaults, self.seed)  # checks the range
+            self._resolved_sampling = changed.resolve(self.defaults, self.seed)  # checks the range
             self.sampling = changed
 
     def lines(self) -> list[str]:
-        return [f"  {name:<18}  {self._value(name)}" for name in SETTINGS]
+        """Return a line with the name and value of each setting."""
+        return [f"  {name:<18}  {self._value_text(name)}" for name in SETTINGS]
 
-    def _value(self, name: str) -> str:
+    def _value_text(self, name: str) -> str:
         if name in SWITCHES:
-            return "on" if getattr(self, name) else "off"
+            return "on" if getattr(self, SWITCHES[name]) else "off"
         if name == "max-tokens":
             return "-1 (no limit)" if self.max_tokens is None else str(self.max_tokens)
         field_name = name.replace("-", "_")
@@ -83,23 +84,23 @@ def _parse_switch(text: str) -> bool:
 
 
 def _parse_max_tokens(text: str) -> int:
-    count = int(text)
-    if count < -1:
+    max_tokens = int(text)
+    if max_tokens < -1:
         raise ValueError(text)
-    return count
+    return max_tokens
 
 
 def _parse_stop(text: str) -> tuple[str, ...]:
     return (text,) if text else ()
 
 
-_EXPECTED: dict[Callable[[str], Any], str] = {
+_EXPECTED: dict[Callable[[str], Any], str] = {  # by parser, for error messages
     float: "a number",
     int: "a whole number",
     _parse_max_tokens: "a whole number; -1 for no limit",
     _parse_switch: "on or off",
 }
-SETTINGS: dict[str, Callable[[str], Any]] = {
+SETTINGS: dict[str, Callable[[str], Any]] = {  # by name: the parser of its value
     "temperature": float,
     "top-k": int,
     "top-p": float,

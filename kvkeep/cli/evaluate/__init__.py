@@ -16,6 +16,6 @@ EVALUATIONS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=EVALUATIONS)
+@click.group(cls=LazyGroup, lazy_commands=EVALUATIONS)
 def evaluate() -> None:
     """Measure perplexity and recall of a bounded or compressed KV cache."""

@@ -11,7 +11,7 @@ import click
 from kvkeep.cli.compression import check_calibrated, load_calibration_file
 from kvkeep.cli.evaluate.grid_options import GridFiles, GridOptions, options_json, restore_options
 from kvkeep.cli.evaluate.options import ModelOptions, load_haystack
-from kvkeep.cli.options import NO_PROGRESS, command, option_group
+from kvkeep.cli.options import NO_PROGRESS_OPTION, command, option_group
 from kvkeep.cli.output import progress_bar
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import Dataset
@@ -30,7 +30,7 @@ def grid(
     plan: GridOptions = option_group(GridOptions),
     files: GridFiles = option_group(GridFiles),
     options: ModelOptions = option_group(ModelOptions),
-    no_progress: bool = NO_PROGRESS,
+    no_progress: bool = NO_PROGRESS_OPTION,
 ) -> None:
     """Measure every compression method at every ratio on every task.
 
@@ -73,7 +73,7 @@ def _measure(
     out: Path | None,
     progress: bool,
 ) -> None:
-    """Add missing results and write them, sample by sample.
+    """Measure what is missing in the grid. out: the file to write after each sample, if any.
 
     Tasks take turns, so that an interrupted run has about as many samples of each.
     """
@@ -99,7 +99,7 @@ def _measure(
 def _open_grid(
     out: Path | None, plan: GridOptions, options: ModelOptions, model_name: str
 ) -> "Grid":
-    """Return the grid in the output file, or a new one. Raises InvalidArgument."""
+    """Return the grid in the file `out`, or a new one. Raises InvalidArgument if it differs."""
     from kvkeep.evaluate.grid import Grid
 
     metadata = {
@@ -119,7 +119,7 @@ def _open_grid(
 
 
 def _load_grid(path: Path) -> "Grid":
-    """Read a file of `--out`. Raises InvalidArgument if it is none."""
+    """Read the grid in a file that `--out` wrote. Raises InvalidArgument for another file."""
     from kvkeep.evaluate.grid import Grid
 
     try:
@@ -132,7 +132,7 @@ def _load_grid(path: Path) -> "Grid":
 
 
 def _show(grid: "Grid", files: GridFiles) -> None:
-    """Draw the plot, and write the tables into the page or to standard output."""
+    """Draw the plot of `--plot`, and write the tables to the page of `--into`, or print them."""
     if not grid.results:
         raise InvalidArgument("there are no results to show yet")
     if files.plot is not None:

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-from kvkeep.cli.compression import METHOD_NAMES, UNCALIBRATED_METHODS, method_and_budget, ratio
-from kvkeep.cli.evaluate.options import HAYSTACK, ModelOptions, comma_separated
+from kvkeep.cli.compression import METHOD_NAMES, UNCALIBRATED_METHODS, parse_method, parse_ratio
+from kvkeep.cli.evaluate.options import HAYSTACK_OPTION, ModelOptions, comma_separated
 from kvkeep.cli.memory import BIT_NAMES
 from kvkeep.cli.options import choice_option, file_option, integer_option, is_given, option
 from kvkeep.errors import InvalidArgument
@@ -31,8 +31,8 @@ PERPLEXITY = "perplexity"  # of a continuation
 GRID_TASKS = (*PASSKEY_TASKS, *NEEDLE_TASKS, PERPLEXITY)
 
 
-def grid_task(name: str) -> str:
-    """Option type: a task of the grid."""
+def parse_grid_task(name: str) -> str:
+    """Option type: the name of a task of `kvkeep grid`, returned unchanged."""
     if name not in GRID_TASKS:
         raise click.BadParameter(f"expected task names ({', '.join(GRID_TASKS)}); found {name!r}")
     return name
@@ -44,20 +44,20 @@ class GridOptions:
 
     methods: tuple[str, ...] = option(
         metavar="NAME[:BUDGET],...",
-        type=comma_separated(method_and_budget),
+        type=comma_separated(parse_method),
         default=",".join(UNCALIBRATED_METHODS),
         show_default="all that need no calibration",
         help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
     )
     ratios: tuple[float, ...] = option(
         metavar="X,...",
-        type=comma_separated(ratio),
+        type=comma_separated(parse_ratio),
         default="2,4,8",
         help="Compression ratio.",
     )
     tasks: tuple[str, ...] = option(
         metavar="NAME,...",
-        type=comma_separated(grid_task),
+        type=comma_separated(parse_grid_task),
         default=",".join(GRID_TASKS),
         show_default="all",
         help=f"Of {', '.join(GRID_TASKS)}.",
@@ -67,7 +67,7 @@ class GridOptions:
     tokens: int = integer_option(
         minimum=16, default=4000, help="Approximate tokens of a real text."
     )
-    haystack: str = HAYSTACK
+    haystack: str = HAYSTACK_OPTION
     kv_bits: BitsName | None = choice_option(
         BIT_NAMES,
         "Bits of all cells, also of the uncompressed cache.",
@@ -76,7 +76,7 @@ class GridOptions:
     seed: int = integer_option(minimum=0, default=0, help="Seed of the texts.")
 
     def passkey_datasets(self) -> dict[str, Dataset]:
-        """Return the datasets without a real text, by task. Raises InvalidArgument."""
+        """Return the datasets of the passkey tasks, by task. Raises InvalidArgument."""
         return {
             name: PasskeyDataset(self.junk, *PASSKEY_TASKS[name], seed=self.seed)
             for name in self.tasks
@@ -84,7 +84,7 @@ class GridOptions:
         }
 
     def text_datasets(self, haystack: Haystack) -> dict[str, Dataset]:
-        """Return the datasets over a real text, by task."""
+        """Return the datasets of the needle and perplexity tasks, by task. haystack: their text."""
         datasets: dict[str, Dataset] = {
             name: NeedleDataset(haystack, self.tokens, task=NEEDLE_TASKS[name], seed=self.seed)
             for name in self.tasks
@@ -110,8 +110,7 @@ class GridFiles:
         metavar="FILE.json", help="Write all results to a file, after each sample."
     )
     resume: bool = option(
-        is_flag=True,
-        help="Continue the run in --out, with its settings where none are given now.",
+        is_flag=True, help="Continue the run in --out, with its settings where none are given now."
     )
     plot: Path | None = file_option(
         metavar="FILE.png", help="Plot a panel for each task, with a line for each method."
@@ -146,7 +145,7 @@ GridOrModelOptions = TypeVar("GridOrModelOptions", GridOptions, ModelOptions)
 
 
 def options_json(*records: GridOptions | ModelOptions) -> dict[str, Any]:
-    """Return options as JSON values, to be saved with the results."""
+    """Return the values of all options as JSON values, to be saved with the results."""
     options = {name: value for record in records for name, value in asdict(record).items()}
     return {
         name: str(value.absolute()) if isinstance(value, Path) else value
@@ -155,7 +154,7 @@ def options_json(*records: GridOptions | ModelOptions) -> dict[str, Any]:
 
 
 def restore_options(options: GridOrModelOptions, saved: Mapping[str, Any]) -> GridOrModelOptions:
-    """Take the options that were not given from an earlier run."""
+    """Return `options`, with those that were not given taken from an earlier run's `saved`."""
     values: dict[str, Any] = {}
     for field in fields(options):
         if field.name in saved and not is_given(field.name):

@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import (
-    BEST_METHOD,
-    METHOD_NAMES,
-    check_calibrated,
-    float_in_range,
-    method_and_budget,
-    ratio,
-)
+from kvkeep.cli import compression, model_options
+from kvkeep.cli.model_options import load_by_name
 from kvkeep.cli.options import choice_option, file_option, integer_option, option, option_group
-from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHT_FORMAT, load_named
 from kvkeep.evaluate.haystack import MANUAL, TEXTS, Haystack
 from kvkeep.evaluate.plots import check_plottable
 from kvkeep.evaluate.samples import KEY_TYPES, Placement
@@ -27,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
-    """Return an option type: values between commas, without duplicates."""
+    """Return an option type: values separated by commas, without duplicates. parse: for each."""
     return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
@@ -35,22 +28,22 @@ def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[obj
 class ModelOptions:
     """The options for the model. weights: the format that decode reads; None: as in the file."""
 
-    model: str = MODEL
-    dtype: DtypeName = DTYPE
-    device: str = DEVICE
-    weights: WeightFormat | None = WEIGHT_FORMAT
-    prefill_step: int = PREFILL_STEP
+    model: str = model_options.MODEL_OPTION
+    dtype: DtypeName = model_options.DTYPE_OPTION
+    device: str = model_options.DEVICE_OPTION
+    weights: WeightFormat | None = model_options.WEIGHTS_OPTION
+    prefill_step: int = model_options.PREFILL_STEP_OPTION
     calibration: Path | None = file_option(exists=True, help="The model's calibration file.")
 
     def load(self, progress: bool) -> "Model":
-        return load_named(self.model, self.dtype, self.device, self.weights, progress)
+        return load_by_name(self.model, self.dtype, self.device, self.weights, progress)
 
 
 @dataclass(frozen=True)
 class RecallOptions:
-    """The options for hidden facts and compression. Commands declare those for `task`."""
+    """The options for hidden facts and for compression of the cache."""
 
-    task: str
+    task: str  # its option is declared by each command
     keys: str | None = choice_option(
         KEY_TYPES,
         'Five digits, or words as in "Chewy-Tiger-Amazon".',
@@ -58,7 +51,7 @@ class RecallOptions:
     )
     depths: tuple[float, ...] | None = option(
         metavar="N,...",
-        type=comma_separated(float_in_range(0, 100)),
+        type=comma_separated(compression.float_in_range(0, 100)),
         show_default="random",
         help="Depths of the fact, in percent of the text; samples cycle through them.",
     )
@@ -68,12 +61,13 @@ class RecallOptions:
     seed: int = integer_option(minimum=0, default=0, help="Seed of the keys.")
     method: str = option(
         metavar="NAME[:BUDGET]",
-        type=method_and_budget,
-        default=BEST_METHOD,
-        help=f"How memory is compressed: {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
+        type=compression.parse_method,
+        default=compression.BEST_METHOD,
+        help=f"How memory is compressed: {', '.join(compression.METHOD_NAMES)}. "
+        "BUDGET: heads or uniform.",
     )
     ratio: float | None = option(
-        metavar="X", type=ratio, show_default="2", help="Compression ratio."
+        metavar="X", type=compression.parse_ratio, show_default="2", help="Compression ratio."
     )
     streaming: bool = option(
         is_flag=True, help="Compress during prefill, rather than once after it."
@@ -85,7 +79,7 @@ class RecallOptions:
 
     def check(self, model_options: ModelOptions) -> None:
         """Check what can be checked without the model. Raises UsageError."""
-        check_calibrated([self.method], model_options.calibration)
+        compression.check_calibrated([self.method], model_options.calibration)
         if self.max_kv_size is not None and not self.streaming:
             raise click.UsageError(
                 "--max-kv-size bounds the cache of --streaming only: add --streaming, or leave it "
@@ -95,16 +89,16 @@ class RecallOptions:
             check_plottable(self.plot)
 
     @property
-    def count(self) -> int:
+    def sample_count(self) -> int:
         """The number of samples, by default one for each depth."""
         return self.samples or len(self.depths or (0,))
 
     def placement(self, position: int | None = None) -> Placement:
-        """Return where to hide facts. position: overrides the depths."""
+        """Return where to hide facts: at a position of the dataset, or else at the depths."""
         return Placement(position, self.depths or ())
 
 
-HAYSTACK = choice_option(
+HAYSTACK_OPTION = choice_option(
     tuple(TEXTS),
     "Python's manual, or the docstrings of its library; the two don't overlap.",
     default=MANUAL,
@@ -112,10 +106,11 @@ HAYSTACK = choice_option(
 
 
 def load_haystack(name: str, model: "Model") -> Haystack:
+    """Return the text of `--haystack`, in which facts are hidden, split for a model's tokens."""
     return Haystack.from_text(TEXTS[name](), lambda text: len(model.text.encode(text)))
 
 
 def recall_options(tasks: Iterable[str], help: str) -> Any:
-    """Declare the options of a `RecallOptions`. tasks, help: for `--task`."""
+    """Declare the options of a `RecallOptions`. tasks: values of `--task`. help: its help."""
     task = choice_option(tuple(tasks), help, default="single")
     return option_group(RecallOptions, task=task)

@@ -1,13 +1,13 @@
 """`kvkeep passkey` and `kvkeep needle`: recall of hidden facts after compression."""
 
 from kvkeep.cli.evaluate.options import (
-    HAYSTACK,
+    HAYSTACK_OPTION,
     ModelOptions,
     RecallOptions,
     load_haystack,
     recall_options,
 )
-from kvkeep.cli.options import OUTPUT, OutputOptions, command, integer_option, option_group
+from kvkeep.cli.options import OUTPUT_OPTIONS, OutputOptions, command, integer_option, option_group
 from kvkeep.evaluate.datasets import PASSKEY_TASKS, NeedleDataset, PasskeyDataset, task_key_type
 from kvkeep.evaluate.samples import KEY_TYPES
 from kvkeep.evaluate.tasks import TASKS
@@ -28,7 +28,7 @@ def passkey(
         PASSKEY_TASKS, "One fact; several facts, one asked for; or two, both asked for."
     ),
     options: ModelOptions = option_group(ModelOptions),
-    output: OutputOptions = OUTPUT,
+    output: OutputOptions = OUTPUT_OPTIONS,
 ) -> None:
     """Hide a key in a long text, compress the cache, and ask for the key.
 
@@ -51,12 +51,12 @@ def passkey(
 @command(short_help="Hide facts in a real text, compress the cache, ask for them.")
 def needle(
     tokens: int = integer_option(minimum=16, default=4000, help="Approximate tokens of the text."),
-    haystack: str = HAYSTACK,
+    haystack: str = HAYSTACK_OPTION,
     recall: RecallOptions = recall_options(
         TASKS, "Kind of facts and questions: see docs/compression-measurements.md."
     ),
     options: ModelOptions = option_group(ModelOptions),
-    output: OutputOptions = OUTPUT,
+    output: OutputOptions = OUTPUT_OPTIONS,
 ) -> None:
     """Hide made-up facts in a real text, compress the cache, and ask for them.
 

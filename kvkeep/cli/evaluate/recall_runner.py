@@ -1,4 +1,4 @@
-"""A measurement of recall: its samples, closing lines and report."""
+"""Measuring of recall: samples are compressed and asked; results are printed and reported."""
 
 import dataclasses
 import statistics
@@ -13,18 +13,11 @@ from kvkeep import Model
 from kvkeep.cli.compression import load_calibration_file
 from kvkeep.cli.evaluate.options import ModelOptions, RecallOptions
 from kvkeep.cli.options import OutputOptions
-from kvkeep.cli.output import megabytes, progress_bar, say
+from kvkeep.cli.output import format_mb, progress_bar, say
 from kvkeep.errors import KvkeepError
+from kvkeep.evaluate import recall
 from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.plots import draw_recall
-from kvkeep.evaluate.recall import (
-    EXTRA_TOKENS,
-    CompressionSettings,
-    RecallResult,
-    compress_after_prefill,
-    compress_during_prefill,
-    summarise,
-)
 from kvkeep.evaluate.samples import Sample
 from kvkeep.runtime.memory import peak_rss
 from kvkeep.storage.files.atomic import write_atomic, write_json
@@ -32,7 +25,7 @@ from kvkeep.storage.files.atomic import write_atomic, write_json
 
 @dataclass
 class RecallRun:
-    """The measurement of a dataset. settings: the command's own options, for the report."""
+    """The measuring of a dataset by a command. settings: task settings, for the report."""
 
     command: str
     dataset: Dataset
@@ -42,14 +35,14 @@ class RecallRun:
     options: RecallOptions
     ratio: float
     output: OutputOptions
-    results: list[RecallResult] = field(default_factory=list)
+    results: list[recall.RecallResult] = field(default_factory=list)
 
     def run(self) -> None:
         """Measure and print all samples, then report. After an error, report what there is."""
         calibration = load_calibration_file(self.model_options.calibration, self.model)
-        recall = self.options
-        compression = CompressionSettings(
-            recall.method, self.ratio, recall.seed, calibration, recall.max_kv_size
+        options = self.options
+        compression = recall.CompressionSettings(
+            options.method, self.ratio, options.seed, calibration, options.max_kv_size
         )
         try:
             self._measure(compression)
@@ -58,14 +51,14 @@ class RecallRun:
             raise
         self._finish("end")
 
-    def _measure(self, compression: CompressionSettings) -> None:
-        measure = compress_during_prefill if self.options.streaming else compress_after_prefill
-        with progress_bar(
-            self.options.count, self.output.progress, desc="measuring", unit=" samples", leave=False
-        ) as bar:
-            for index in range(self.options.count):
+    def _measure(self, compression: recall.CompressionSettings) -> None:
+        streaming, total = self.options.streaming, self.options.sample_count
+        measure = recall.compress_during_prefill if streaming else recall.compress_after_prefill
+        progress = self.output.progress
+        with progress_bar(total, progress, desc="measuring", unit=" samples", leave=False) as bar:
+            for index in range(total):
                 sample = self.dataset.sample(index)
-                if self.options.count == 1:
+                if total == 1:
                     self._print_sample(sample, compression)
                 # A different seed for each sample, or random methods would pick the same cells.
                 settings = dataclasses.replace(compression, seed=self.options.seed + index)
@@ -74,7 +67,7 @@ class RecallRun:
                 self._print_result(result)
                 bar.update(1)
 
-    def _print_sample(self, sample: Sample, compression: CompressionSettings) -> None:
+    def _print_sample(self, sample: Sample, compression: recall.CompressionSettings) -> None:
         """Print the sizes and the hidden facts, in the format of llama.cpp's passkey example."""
         encode, text = self.model.text.encode, sample.text
         num_tokens = len(encode(text))
@@ -83,25 +76,25 @@ class RecallRun:
         if self.options.streaming:
             num_cells = compression.budget_cells(num_tokens)
         _print(
-            f"n_len = {num_tokens + num_question_tokens + EXTRA_TOKENS}, n_ctx = {num_cells}, "
-            f"ratio = {self.ratio:g}, method = {self.options.method}"
+            f"n_len = {num_tokens + num_question_tokens + recall.EXTRA_TOKENS}, "
+            f"n_ctx = {num_cells}, ratio = {self.ratio:g}, method = {self.options.method}"
         )
         for fact in sample.facts:
             token_index = len(encode(text[: text.index(fact.sentence)]))
             _print(f"{self.command} = {fact.answer}, at token {token_index}")
         _print(f"position {sample.position} / {sample.position_count}")
 
-    def _print_result(self, result: RecallResult) -> None:
+    def _print_result(self, result: recall.RecallResult) -> None:
         """Print one line if there are several samples, or else details."""
         sample, compressed, full = result.sample, result.compressed, result.uncompressed
-        if self.options.count > 1:
+        if self.options.sample_count > 1:
             answers = ", ".join(fact.answer for fact in sample.facts)
             position = f"{answers} at {sample.position} of {sample.position_count}"
             cells = f"{result.tokens:,} -> {compressed.cells:,} cells"
             _print(f"{len(self.results):3d}: {position}, {cells}: {_outcome(result)}")
             return
-        full_size = f"{megabytes(full.nbytes)} -> " if full else ""
-        size = megabytes(compressed.nbytes)
+        full_size = f"{format_mb(full.nbytes)} -> " if full else ""
+        size = format_mb(compressed.nbytes)
         _print(f"cells {result.tokens} -> {compressed.cells}, {full_size}{size}")
         for index, chunk in enumerate(result.chunks):
             _print(
@@ -116,25 +109,25 @@ class RecallRun:
         """Print the closing lines, draw the plot and write the report, if there are results."""
         if not self.results:
             return
-        summary = summarise(self.results)
+        summary = recall.summarise(self.results)
         with suppress(BrokenPipeError):
-            if self.options.count > 1:
-                _print(_recall_line(summary))
+            if self.options.sample_count > 1:
+                _print(_closing_line(summary))
             if not self.output.quiet:
                 say(self._cost_line(summary))
-        recall = self.options
-        if recall.plot is not None:
-            title = f"{self.command}, {recall.task}: {recall.method} at ratio {self.ratio:g}"
-            write_atomic(recall.plot, draw_recall(self.results, title, recall.plot.suffix))
+        options = self.options
+        if options.plot is not None:
+            title = f"{self.command}, {options.task}: {options.method} at ratio {self.ratio:g}"
+            write_atomic(options.plot, draw_recall(self.results, title, options.plot.suffix))
         report = {
             "command": self.command,
             "model": self.model.name,
-            "task": recall.task,
+            "task": options.task,
             **self.settings,
-            "method": recall.method,
+            "method": options.method,
             "ratio": self.ratio,
-            "streaming": recall.streaming,
-            "seed": recall.seed,
+            "streaming": options.streaming,
+            "seed": options.seed,
             **summary,
             "finish_reason": finish_reason,
         }
@@ -147,7 +140,7 @@ class RecallRun:
             f"{self.options.method}, ratio {self.ratio:g} | "
             f"{len(chunk_ms)} chunks at {median:.1f} ms | "
             f"cells {summary['cells_before']:,} -> {summary['cells_after']:,} | "
-            f"peak RAM {megabytes(peak_rss())}"
+            f"peak RAM {format_mb(peak_rss())}"
         )
 
 
@@ -157,19 +150,21 @@ def _finish_reason(error: BaseException) -> str:
     return "closed" if isinstance(error, BrokenPipeError) else "error"
 
 
-def _outcome(result: RecallResult) -> str:
+def _outcome(result: recall.RecallResult) -> str:
+    """Return whether the keys were found, and their log-probability; also without compression."""
     compressed, full = result.compressed, result.uncompressed
-    line = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} per token"
+    log_probability = f"log-probability {compressed.log_probability:.3f} per token"
+    line = f"{_found_text(compressed.found)}, {log_probability}"
     if full is None:
         return f"{line} (uncompressed: does not fit)"
-    return f"{line} (uncompressed: {_found(full.found)}, {full.log_probability:.3f})"
+    return f"{line} (uncompressed: {_found_text(full.found)}, {full.log_probability:.3f})"
 
 
-def _found(found: bool) -> str:
-    return "key found" if found else "key not found"
+def _found_text(is_found: bool) -> str:
+    return "key found" if is_found else "key not found"
 
 
-def _recall_line(summary: dict[str, Any]) -> str:
+def _closing_line(summary: dict[str, Any]) -> str:
     line = "found {found} of {samples}, {log_probability:.3f} per token"
     if summary["found_uncompressed"] is not None:
         line += "; uncompressed {found_uncompressed} of {samples_uncompressed}, "

@@ -18,6 +18,6 @@ SUBCOMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=SUBCOMMANDS)
+@click.group(cls=LazyGroup, lazy_commands=SUBCOMMANDS)
 def sessions() -> None:
     """List, show, check, copy and remove saved sessions."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.options import JSON, command, option
-from kvkeep.cli.output import echo_json, echo_table, megabytes, plural, say
-from kvkeep.cli.session_file import UNREAD, checked_notes
-from kvkeep.cli.store import STORE, saved_sessions, session_names
-from kvkeep.cli.which_model import SAVED_MODEL, require_local
+from kvkeep.cli.model_options import SAVED_MODEL_OPTION, require_local
+from kvkeep.cli.options import JSON_OPTION, command, option
+from kvkeep.cli.output import echo_json, echo_table, format_mb, plural, say
+from kvkeep.cli.session_file import UNREAD_KEY, checked_notes
+from kvkeep.cli.store import STORE_OPTION, complete_sessions, open_session_store
 from kvkeep.errors import FingerprintMismatch, InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT_NOTES_KEY
 from kvkeep.storage.objects.paths import ReadablePath
@@ -27,12 +27,12 @@ _HEADER_FIELDS = ("model", "policy", "max_kv_size", "tokens", "cells")
 
 
 @command("list")
-def list_(as_json: bool = JSON, store: str | None = STORE) -> None:
+def list_(as_json: bool = JSON_OPTION, store: str | None = STORE_OPTION) -> None:
     """List sessions, newest first.
 
     Only the header of each file is read; `kvkeep sessions verify` checks whole files.
     """
-    paths = saved_sessions(store).newest_first()
+    paths = open_session_store(store).newest_first()
     rows = [row for path in paths if (row := _session_row(path)) is not None]
     if as_json:
         echo_json(rows)
@@ -44,9 +44,9 @@ def list_(as_json: bool = JSON, store: str | None = STORE) -> None:
 
 
 def _session_row(path: ReadablePath) -> dict[str, Any] | None:
-    """Return what `list` says of a session; None if it was removed meanwhile.
+    """Return the entry of a session in `list`; None if it was removed meanwhile.
 
-    The fields of a header that cannot be read are None, with the reason as "error".
+    If its header cannot be read, fields of the header are None, and "error" is the reason.
     """
     header, error = dict[str, Any].fromkeys(("kind", *_HEADER_FIELDS)), None
     try:
@@ -67,7 +67,7 @@ def _session_row(path: ReadablePath) -> dict[str, Any] | None:
 
 def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved"]))
-    file_cells = (row["name"], saved, megabytes(row["bytes"]))
+    file_cells = (row["name"], saved, format_mb(row["bytes"]))
     if row["error"] is not None:
         return (*file_cells, "-", "-", "-", f"({row['error']})")
     cells = f"{row['cells']:,} of {row['max_kv_size']:,}"
@@ -75,12 +75,12 @@ def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 @command()
-@click.argument("name", metavar="NAME|FILE", shell_complete=session_names)
+@click.argument("name", metavar="NAME|FILE", shell_complete=complete_sessions)
 def show(
     name: str,
-    model: str | None = SAVED_MODEL,
+    model: str | None = SAVED_MODEL_OPTION,
     forgotten: bool = option(is_flag=True, help="Also show forgotten and compressed text."),
-    store: str | None = STORE,
+    store: str | None = STORE_OPTION,
 ) -> None:
     """Show a session's model, settings, cells and text.
 
@@ -93,8 +93,8 @@ def show(
     for label, value in _description(file, snapshot):
         click.echo(f"{label:<8} {value}")
     click.echo()
-    text_codec = _text_codec(file, snapshot, model)
-    status = "compressed" if _compressed_cells(snapshot) else "forgotten"
+    text_codec = _open_text_codec(file, snapshot, model)
+    status = "compressed" if _compressed_cell_count(snapshot) else "forgotten"
     decode: Callable[[Sequence[int]], str] = text_codec.decode
     for is_remembered, ids in _token_runs(snapshot):
         if is_remembered:
@@ -106,36 +106,40 @@ def show(
 
 
 def _token_runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
-    """Yield runs of token ids that are remembered (True) or not (False), in order."""
+    """Yield runs of token ids, and whether the cache holds them: a cell has its token's serial."""
     live_serials = {serial for segment in snapshot.segments for serial in segment.serials()}
     tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
     for is_remembered, run in groupby(tokens, lambda token: token[0] in live_serials):
         yield is_remembered, [token_id for _, token_id in run]
 
 
-def _compressed_cells(snapshot: "Snapshot") -> int:
+def _compressed_cell_count(snapshot: "Snapshot") -> int:
     return sum(segment.length for segment in snapshot.segments if segment.compressed)
 
 
 def _description(file: ReadablePath, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
+    """Yield the label and text of each line about a session."""
     policy = snapshot.policy
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     dtype = str(snapshot.layout.dtype).removeprefix("torch.")
     num_tokens = len(snapshot.tokens)
-    yield "file", f"{file}, {megabytes(file.stat().st_size)}"
+    yield "file", f"{file}, {format_mb(file.stat().st_size)}"
     yield "saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.created))
     yield "model", f"{snapshot.model}, {dtype}"
     yield "policy", f"{policy['name']}: {settings}"
     if bits := snapshot.bits.kv or snapshot.bits.far:
         yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", except in the window")
-    compressed = _compressed_cells(snapshot)
-    rest = f", the others compressed to {plural(compressed, 'cell')}" if compressed else ""
-    yield "tokens", f"{num_tokens:,}, {snapshot.cells - compressed:,} of them in the cache{rest}"
-    if unread_ids := checked_notes(file, snapshot).get(UNREAD):
+    count = _compressed_cell_count(snapshot)
+    compressed = f", the others compressed to {plural(count, 'cell')}" if count else ""
+    yield "tokens", f"{num_tokens:,}, {snapshot.cells - count:,} of them in the cache{compressed}"
+    if unread_ids := checked_notes(file, snapshot).get(UNREAD_KEY):
         yield "unread", f"{plural(len(unread_ids), 'token')} of an interrupted prompt"
 
 
-def _text_codec(file: ReadablePath, snapshot: "Snapshot", model_name: str | None) -> "TextCodec":
+def _open_text_codec(
+    file: ReadablePath, snapshot: "Snapshot", model_name: str | None
+) -> "TextCodec":
+    """Open the tokenizer of the model that a snapshot names, or of `--model`."""
     from kvkeep.models.hub.source import resolve
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.storage.snapshots.fingerprint import matches_tokenizer
@@ -153,15 +157,15 @@ def _text_codec(file: ReadablePath, snapshot: "Snapshot", model_name: str | None
 
 
 def _gap_mark(count: int, status: str, text: str | None) -> str:
-    """Return the mark in place of tokens that are not remembered. text: to show in it."""
+    """Return the mark shown in place of tokens that are not in the cache. text: shown in it."""
     tokens = f"{count:,} {status} {'token' if count == 1 else 'tokens'}"
     mark = f"[... {tokens} ...]" if text is None else f"[{tokens}: {text}]"
     return click.style(mark, dim=True) if sys.stdout.isatty() else mark
 
 
 @command()
-@click.argument("names", metavar="[NAME|FILE]...", nargs=-1, shell_complete=session_names)
-def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
+@click.argument("names", metavar="[NAME|FILE]...", nargs=-1, shell_complete=complete_sessions)
+def verify(names: tuple[str, ...], store: str | None = STORE_OPTION) -> None:
     """Check every byte of sessions or snapshot files; without names, of all sessions.
 
     Prints OK or the damage for each, and exits with status 2 if any is damaged. Changes nothing.
@@ -171,7 +175,7 @@ def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
     files = [(name, _session_or_file(name, store)) for name in names]
     failures = 0
     for name, file in files or sorted(
-        (path.stem, path) for path in saved_sessions(store).newest_first()
+        (path.stem, path) for path in open_session_store(store).newest_first()
     ):
         try:
             snapshot = Snapshot.load(file)
@@ -183,7 +187,7 @@ def verify(names: tuple[str, ...], store: str | None = STORE) -> None:
             click.echo(f"BAD  {name}: {error}")
         else:
             tokens = plural(len(snapshot.tokens), "token")
-            click.echo(f"OK   {name}: {tokens}, {megabytes(size)}")
+            click.echo(f"OK   {name}: {tokens}, {format_mb(size)}")
     if failures:
         raise click.exceptions.Exit(2)
 
@@ -194,7 +198,7 @@ def _session_or_file(name: str, store: str | None) -> ReadablePath:
     if "/" in name and not path.is_file():
         raise InvalidArgument(f"there is no file {name}")
     try:
-        return saved_sessions(store).existing_path(name)
+        return open_session_store(store).existing_path(name)
     except InvalidArgument:
         if path.is_file():
             return path

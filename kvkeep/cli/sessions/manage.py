@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.memory import CODEC_NAMES
+from kvkeep.cli.model_options import SAVED_MODEL_OPTION, load_by_name
 from kvkeep.cli.options import choice_option, command, file_option, integer_option, option
-from kvkeep.cli.output import megabytes, plural
-from kvkeep.cli.session_file import FIRST_PROMPT, UNREAD, checked_notes, dtype_name, restore
-from kvkeep.cli.store import STORE, saved_sessions, session_names
-from kvkeep.cli.which_model import SAVED_MODEL, load_named
+from kvkeep.cli.output import format_mb, plural
+from kvkeep.cli.session_file import FIRST_PROMPT_KEY, UNREAD_KEY, checked_notes, dtype_name, restore
+from kvkeep.cli.store import STORE_OPTION, complete_sessions, open_session_store
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import atomic_writer, sweep_temporary_files
@@ -41,13 +41,13 @@ def fork(
     calibration: Path | None = file_option(
         exists=True, help="With --at: the calibration that the session was created with."
     ),
-    model: str | None = SAVED_MODEL,
-    store: str | None = STORE,
+    model: str | None = SAVED_MODEL_OPTION,
+    store: str | None = STORE_OPTION,
 ) -> None:
     """Copy a session under another name."""
     from kvkeep import Snapshot
 
-    sessions = saved_sessions(store)
+    sessions = open_session_store(store)
     file = sessions.existing_path(source)
     with sessions.lock(target) as target_file:
         _require_unused(target_file, target)
@@ -59,9 +59,7 @@ def fork(
             _copy(file, target_file)
         else:
             notes, dtype = checked_notes(file, snapshot), dtype_name(snapshot.layout.dtype)
-            load = partial(
-                load_named, dtype=dtype, device="cpu", weight_format=None, progress=False
-            )
+            load = partial(load_by_name, dtype=dtype, device="cpu", weights=None, progress=False)
             _, session = restore(file, source, snapshot, model, calibration, load)
             session.rewind(total - at)
             replace(session.snapshot(), notes=_notes_at(notes, at)).save(target_file)
@@ -70,15 +68,15 @@ def fork(
 
 
 def _notes_at(notes: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Return the notes as they were after `count` tokens."""
-    remaining_notes = {name: note for name, note in notes.items() if name != UNREAD}
-    if remaining_notes.get(FIRST_PROMPT, 0) > num_tokens:
-        del remaining_notes[FIRST_PROMPT]
+    """Return the notes as they were after `num_tokens` tokens."""
+    remaining_notes = {name: note for name, note in notes.items() if name != UNREAD_KEY}
+    if remaining_notes.get(FIRST_PROMPT_KEY, 0) > num_tokens:
+        del remaining_notes[FIRST_PROMPT_KEY]
     return remaining_notes
 
 
 @command()
-@click.argument("name", metavar="NAME", shell_complete=session_names)
+@click.argument("name", metavar="NAME", shell_complete=complete_sessions)
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 def export(
     name: str,
@@ -86,10 +84,10 @@ def export(
     codec: "Codec | None" = choice_option(
         CODEC_NAMES, "zstd is smaller, int8 still smaller but not exact.", show_default="as it is"
     ),
-    store: str | None = STORE,
+    store: str | None = STORE_OPTION,
 ) -> None:
     """Write a session to a file, to import on another machine."""
-    source = saved_sessions(store).existing_path(name)
+    source = open_session_store(store).existing_path(name)
     check_output_path(file, "snapshot")
     from kvkeep import Snapshot
 
@@ -103,18 +101,18 @@ def export(
 
 @command("import")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.argument("name", metavar="NAME", shell_complete=session_names)
+@click.argument("name", metavar="NAME", shell_complete=complete_sessions)
 def import_(
     file: Path,
     name: str,
     force: bool = option(is_flag=True, help="Replace an existing session of this name."),
-    store: str | None = STORE,
+    store: str | None = STORE_OPTION,
 ) -> None:
     """Create a session from a file that `export` or `generate --cache-prompt` wrote.
 
     The file's checksums are verified first.
     """
-    with saved_sessions(store).lock(name) as target_file:
+    with open_session_store(store).lock(name) as target_file:
         if not force:
             _require_unused(target_file, name)
         from kvkeep import Snapshot
@@ -153,22 +151,24 @@ def _require_unused(target_file: ReadablePath, name: str) -> None:
 
 
 def _size_text(file: ReadablePath) -> str:
-    return megabytes(file.stat().st_size)
+    return format_mb(file.stat().st_size)
 
 
 @command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=session_names)
-def rm(names: tuple[str, ...], store: str | None = STORE) -> None:
+@click.argument(
+    "names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_sessions
+)
+def rm(names: tuple[str, ...], store: str | None = STORE_OPTION) -> None:
     """Remove sessions."""
-    sessions = saved_sessions(store)
+    sessions = open_session_store(store)
     for name in names:
         sessions.existing_path(name)  # an unknown name raises before any is removed
     for name in names:
-        click.echo(f"removed {name}, {megabytes(sessions.remove(name))}")
+        click.echo(f"removed {name}, {format_mb(sessions.remove(name))}")
 
 
 @command()
-def gc(store: str | None = STORE) -> None:
+def gc(store: str | None = STORE_OPTION) -> None:
     """Remove files that killed processes left behind; no session is removed.
 
     These are partly written files of sessions and of the prefix cache, and locks of removed
@@ -180,7 +180,7 @@ def gc(store: str | None = STORE) -> None:
 
         removed = list[object](sweep_all(open_object_store(store)))
     else:
-        removed = list[object](saved_sessions(store).sweep())
+        removed = list[object](open_session_store(store).sweep())
     if prefixes.is_dir():
         removed += sweep_temporary_files(prefixes)
     for file in removed:

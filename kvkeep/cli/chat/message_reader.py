@@ -1,4 +1,4 @@
-"""Input of the user's messages, from a terminal, a pipe or a file."""
+"""Reading of the user's messages from a terminal, a pipe or a file."""
 
 import os
 import re
@@ -24,41 +24,41 @@ from kvkeep.cli.chat.commands import COMMANDS
 from kvkeep.cli.chat.settings import SETTINGS, SWITCHES
 from kvkeep.cli.options import require_utf8
 from kvkeep.cli.output import say
-from kvkeep.cli.terminal import is_foreground, termination_signal, type_ahead
+from kvkeep.cli.terminal import hold_typed_keys, is_foreground, termination_signal
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text
 
-_QUOTES = '"""'
+_TRIPLE_QUOTES = '"""'
 _EXIT_HINT = "Ctrl-D or /quit ends the chat; /help lists all commands"
 
 
-class Prompt:
-    """Standard input from a pipe or file, line by line."""
+class MessageReader:
+    """Reads messages from a pipe or file: each line is one. Subclasses read from a terminal."""
 
-    interactive = False  # whether it is a terminal
+    is_interactive = False  # whether standard input is a terminal
 
     def read(self, status: str = "") -> str | None:
-        """Return the next message, or None at the end. status: shown below the prompt."""
-        content = sys.stdin.buffer.readline()
-        return decode_text(content, "standard input").rstrip("\r\n") if content else None
+        """Return the next message, None at the end of the input. status: shown below the prompt."""
+        line = sys.stdin.buffer.readline()
+        return decode_text(line, "standard input").rstrip("\r\n") if line else None
 
-    def offer(self, message: str) -> None:
-        """Put a message into the next prompt, for editing."""
+    def put_back(self, message: str) -> None:
+        """Put a message back into the input line, so that the user can edit and send it again."""
 
     def hold_keys(self) -> AbstractContextManager[None]:
-        """Hold back keys typed during the block, for the next prompt."""
+        """Return a context manager: keys typed within its block go to the next prompt."""
         return nullcontext()
 
     def ctrl_c_pressed(self) -> bool:
-        """Whether Ctrl-C was pressed between the end of `read` and the start of `hold_keys`."""
+        """Whether Ctrl-C was typed between the end of `read` and the block of `hold_keys`."""
         return False
 
 
-class PlainPrompt(Prompt):
-    """A plain prompt, for terminals without cursor control and for redirected output."""
+class PlainTerminalReader(MessageReader):
+    """Reads lines at a plain prompt, for terminals without cursor control."""
 
-    interactive = True
+    is_interactive = True
 
     def read(self, status: str = "") -> str | None:
         while True:
@@ -80,13 +80,13 @@ class PlainPrompt(Prompt):
                 return line.rstrip("\n")
 
 
-class EditedPrompt(Prompt):
-    """A prompt with line editing, history and completion. Pasted text is one message."""
+class LineEditingReader(MessageReader):
+    """Reads at a prompt with line editing, history and completion. Pasted text is one message."""
 
-    interactive = True
+    is_interactive = True
 
     def __init__(self, branches: Branches):
-        self._offered_text, self._status = "", ""
+        self._initial_text, self._status = "", ""
         self._session: PromptSession[str] = PromptSession(
             "> ",
             multiline=True,
@@ -103,7 +103,7 @@ class EditedPrompt(Prompt):
     def read(self, status: str = "") -> str | None:
         self._status = status
         while True:
-            default, self._offered_text = self._offered_text, ""
+            default, self._initial_text = self._initial_text, ""
             try:
                 # Ctrl-C is a key here. A SIGINT comes from another program.
                 message = self._session.prompt(default=default, handle_sigint=False)
@@ -119,38 +119,39 @@ class EditedPrompt(Prompt):
                 if _is_utf8(message):
                     return _without_triple_quotes(message)
 
-    def offer(self, message: str) -> None:
-        self._offered_text = message
+    def put_back(self, message: str) -> None:
+        self._initial_text = message
 
     def hold_keys(self) -> AbstractContextManager[None]:
-        return type_ahead()
+        return hold_typed_keys()
 
     def ctrl_c_pressed(self) -> bool:
-        # The terminal is still in raw mode then, and Ctrl-C a key among those typed ahead.
+        # The terminal is in raw mode then: Ctrl-C is a typed key, which is removed here.
         terminal_input = self._session.input
         keys = get_typeahead(terminal_input)
         with suppress(OSError):
             if is_foreground(terminal_input.fileno()):
                 keys += terminal_input.read_keys()
-        held_back = [pressed for pressed in keys if pressed.key != Keys.ControlC]
-        store_typeahead(terminal_input, held_back)
-        return len(held_back) < len(keys)
+        other_keys = [key_press for key_press in keys if key_press.key != Keys.ControlC]
+        store_typeahead(terminal_input, other_keys)
+        return len(other_keys) < len(keys)
 
 
 class _EmptyLineInterrupted(Exception):
-    """Ctrl-C at an empty prompt."""
+    """Raised by Ctrl-C if nothing is typed."""
 
 
-def make_prompt(branches: Branches) -> Prompt:
+def make_message_reader(branches: Branches) -> MessageReader:
     if not sys.stdin.isatty():
-        return Prompt()
+        return MessageReader()
     has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")
     if has_cursor_control and (sys.stdout.isatty() or sys.stderr.isatty()):
-        return EditedPrompt(branches)
-    return PlainPrompt()
+        return LineEditingReader(branches)
+    return PlainTerminalReader()
 
 
 def _key_bindings() -> KeyBindings:
+    """Return the actions of Enter (send), Alt-Enter (new line) and Ctrl-C (clear the input)."""
     bindings = KeyBindings()
 
     @bindings.add("enter")
@@ -159,7 +160,10 @@ def _key_bindings() -> KeyBindings:
         completion_state = buffer.complete_state
         if completion_state is not None and completion_state.current_completion is not None:
             buffer.complete_state = None  # Enter accepts the completion without sending the message
-        elif buffer.text.lstrip().startswith(_QUOTES) and buffer.text.count(_QUOTES) < 2:
+        elif (
+            buffer.text.lstrip().startswith(_TRIPLE_QUOTES)
+            and buffer.text.count(_TRIPLE_QUOTES) < 2
+        ):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
@@ -200,12 +204,12 @@ def _history() -> History:
 
 def _without_triple_quotes(text: str) -> str:
     """Remove the three quotes around a message, if any."""
-    match = re.fullmatch(rf"\s*{_QUOTES}(.*){_QUOTES}\s*", text, re.DOTALL)
+    match = re.fullmatch(rf"\s*{_TRIPLE_QUOTES}(.*){_TRIPLE_QUOTES}\s*", text, re.DOTALL)
     return match[1].strip("\n") if match else text
 
 
 def _is_utf8(line: str) -> bool:
-    """Whether a line is UTF-8. Prints a message if it is not."""
+    """Whether a line is UTF-8. If not, prints a message."""
     try:
         require_utf8(line, "the line")
     except InvalidArgument as error:
@@ -215,7 +219,7 @@ def _is_utf8(line: str) -> bool:
 
 
 class ChatCompleter(Completer):
-    """Completes commands and their arguments. branches: read when Tab is pressed."""
+    """Completes commands, and arguments that name a file, setting, branch or part of the chat."""
 
     def __init__(self, branches: Branches):
         self._branches = branches
@@ -246,7 +250,7 @@ class ChatCompleter(Completer):
         if name == "/edit" and words == ["--exact"]:
             words = []
         if name in ("/pin", "/unpin", "/forget", "/edit") and not words:
-            yield from self._passages()
+            yield from self._passage_references()
             if name == "/edit":
                 yield "--exact"
         elif name == "/switch" and not words:
@@ -256,8 +260,8 @@ class ChatCompleter(Completer):
         elif name == "/set" and len(words) == 1 and words[0] in SWITCHES:
             yield from ("on", "off")
 
-    def _passages(self) -> Iterator[str]:
-        """Yield references to the system prompt, to turns and to their parts."""
+    def _passage_references(self) -> Iterator[str]:
+        """Yield the names of parts of the chat: "system", "last", "3", "3.question", "3.answer"."""
         spans = self._branches.current.session.span_ranges
         if "system" in spans:
             yield "system"

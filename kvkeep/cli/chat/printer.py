@@ -1,4 +1,4 @@
-"""Display of answers on a terminal: word-wrapped, or as Markdown."""
+"""Printing of answers on a terminal while they are generated: word-wrapped, or as Markdown."""
 
 import itertools
 import os
@@ -12,27 +12,27 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 
-from kvkeep.cli.output import Screen, write_flushed
-from kvkeep.cli.terminal import suspensions
+from kvkeep.cli.output import TextPrinter, write_flushed
+from kvkeep.cli.terminal import suspension_count
 
 # Control characters, which a terminal could interpret.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
 _BLOCK_END = re.compile(r"\n[ \t]*\n(?=[^\s])")
 _REDRAW_INTERVAL = 0.08  # seconds between two redraws of the unfinished block
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # switch autowrap (DECAWM) off and on
 
 
-class WrappedScreen(Screen):
-    """Output on a terminal, wrapped between words and without control characters."""
+class WrappingPrinter(TextPrinter):
+    """Prints text on a terminal, wrapped between words and without control characters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._word, self._column = "", 0
+        self._word, self._column = "", 0  # the word not printed yet; the cursor's column
 
     def _show(self, piece: str) -> None:
         output = list[str]()
-        for part in re.split(r"(\s)", _CONTROLS.sub("", piece)):
+        for part in re.split(r"(\s)", _CONTROL_CHARACTERS.sub("", piece)):
             if part.isspace():
                 output += [*self._pop_word(), self._add_space(part)]
             else:
@@ -46,7 +46,7 @@ class WrappedScreen(Screen):
         super()._finish()
 
     def _pop_word(self, open_ended: bool = False) -> list[str]:
-        """Take the current word, in parts as wide as lines. open_ended: leave the last part."""
+        """Take the current word, in parts as wide as lines. open_ended: leave its last part."""
         width = _terminal_columns()
         parts = chop_cells(self._word, width) if self._word else []
         self._word = ""
@@ -54,12 +54,12 @@ class WrappedScreen(Screen):
             self._word = parts.pop()
         return [self._break_before(part, width) for part in parts]
 
-    def _break_before(self, part: str, width: int) -> str:
-        """Return a word, after a newline if it does not fit on the current line."""
-        part_width = cell_len(part)
-        breaks = self._column > 0 and self._column + part_width > width
-        self._column = part_width if breaks else self._column + part_width
-        return "\n" + part if breaks else part
+    def _break_before(self, word: str, width: int) -> str:
+        """Return a word, after a newline if it does not fit on the current line of that width."""
+        word_width = cell_len(word)
+        needs_break = self._column > 0 and self._column + word_width > width
+        self._column = word_width if needs_break else self._column + word_width
+        return "\n" + word if needs_break else word
 
     def _add_space(self, space: str) -> str:
         if space == "\n" or self._column + 1 >= _terminal_columns():
@@ -69,8 +69,8 @@ class WrappedScreen(Screen):
         return space
 
 
-class MarkdownScreen(Screen):
-    """Output on a terminal as rendered Markdown, while it is generated.
+class MarkdownPrinter(TextPrinter):
+    """Prints text on a terminal as rendered Markdown.
 
     A complete block is printed once. The newest lines of the incomplete block, at most a screenful,
     form a preview that is redrawn as the block grows. It ends with a newline, and the terminal does
@@ -80,12 +80,12 @@ class MarkdownScreen(Screen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._text, self._drawn_at, self._has_blocks = "", 0.0, False
-        self._preview: list[int] = []  # width in cells of each line of the preview
-        self._width = self._suspensions = 0
+        self._text, self._drawn_at, self._has_printed = "", 0.0, False
+        self._preview_widths: list[int] = []  # columns of each line of the preview
+        self._terminal_width = self._suspension_count = 0  # when the preview was drawn
 
     def _show(self, piece: str) -> None:
-        self._text += _CONTROLS.sub("", piece)
+        self._text += _CONTROL_CHARACTERS.sub("", piece)
         *complete, self._text = _split_blocks(self._text)
         for block in complete:
             self._print_block(block)
@@ -100,42 +100,42 @@ class MarkdownScreen(Screen):
         console = _console()
         lines = _render(console, self._text)[-max(1, console.height - 2) :]
         write_flushed(f"{self._erase_preview()}{_NO_WRAP}{_to_ansi(console, lines)}{_WRAP}")
-        self._preview = [Segment.get_line_length(line) for line in lines]
-        self._width, self._suspensions = console.width, suspensions()
+        self._preview_widths = [Segment.get_line_length(line) for line in lines]
+        self._terminal_width, self._suspension_count = console.width, suspension_count()
         self._drawn_at = time.monotonic()
 
     def _print_block(self, text: str) -> None:
         output = self._erase_preview()
         if text.strip():
-            console, separator = _console(), "\n" if self._has_blocks else ""
+            console, separator = _console(), "\n" if self._has_printed else ""
             output += separator + _to_ansi(console, _render(console, text))
-            self._has_blocks = True
+            self._has_printed = True
         if output:
             write_flushed(output)
 
     def _erase_preview(self) -> str:
-        """Forget the preview, and return the control codes that erase it, if any."""
-        lines, self._preview = self._preview, []
-        if self._suspensions != suspensions():
+        """Return the control codes that erase the preview, "" if there is none; forget it."""
+        line_widths, self._preview_widths = self._preview_widths, []
+        if self._suspension_count != suspension_count():
             return ""  # after Ctrl-Z a shell wrote below the preview
-        width = _console().width if lines else 0
-        if width < self._width and _terminal_reflows():
-            rows = sum(max(1, -(-cells // width)) for cells in lines)
+        width = _console().width if line_widths else 0
+        if width < self._terminal_width and _terminal_reflows():
+            rows = sum(max(1, -(-line_width // width)) for line_width in line_widths)
         else:
-            rows = len(lines)
+            rows = len(line_widths)
         return f"\r\x1b[{rows}A\x1b[J" if rows else ""
 
 
 def _render(console: Console, text: str) -> list[list[Segment]]:
-    """Render Markdown to lines, without empty ones at the beginning and the end."""
+    """Render Markdown to lines of styled text, without empty lines at both ends."""
     markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     lines = console.render_lines(markdown, pad=False)
-    nonblank = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
-    return lines[nonblank[0] : nonblank[-1] + 1] if nonblank else []
+    nonblank_rows = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
+    return lines[nonblank_rows[0] : nonblank_rows[-1] + 1] if nonblank_rows else []
 
 
 def _to_ansi(console: Console, lines: list[list[Segment]]) -> str:
-    """Return lines, each with a newline, as text with the terminal's control codes."""
+    """Return lines of styled text as one text with the terminal's control codes."""
     with console.capture() as capture:
         for line in lines:
             console.print(Segments([*line, Segment.line()]), end="")
@@ -149,12 +149,12 @@ def _terminal_reflows() -> bool:
     return not cuts_off
 
 
-def make_screen(markdown: bool) -> Screen:
-    """Return the screen for standard output. markdown: whether to render it where possible."""
+def make_printer(markdown: bool) -> TextPrinter:
+    """Return a printer for standard output. markdown: whether to render it, if possible."""
     if not sys.stdout.isatty():
-        return Screen()
+        return TextPrinter()
     has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")
-    return MarkdownScreen() if markdown and has_cursor_control else WrappedScreen()
+    return MarkdownPrinter() if markdown and has_cursor_control else WrappingPrinter()
 
 
 def _console() -> Console:
@@ -165,8 +165,8 @@ def _split_blocks(text: str) -> list[str]:
     """Split Markdown into complete blocks, and as last item the block that may still grow."""
     ends = [match.end() for match in _BLOCK_END.finditer(text)]
     outside_code = [end for end in ends if len(_FENCE.findall(text[:end])) % 2 == 0]
-    edges = [0, *outside_code, len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(edges)]
+    boundaries = [0, *outside_code, len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(boundaries)]
 
 
 def _terminal_columns() -> int:

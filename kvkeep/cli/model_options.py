@@ -1,4 +1,4 @@
-"""Options for the model, its dtype, weights and device, and its loading."""
+"""Options for the model, its dtype, weights and device; loading of the model that they name."""
 
 import warnings
 from functools import cache
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 # Listed here because the modules that define them import torch, which would slow down --help.
-MODEL_SECTION = "Model"  # of the help
+MODEL_SECTION = "Model"  # heading of these options in the help
 DTYPE_NAMES = get_args(DtypeName)
 WEIGHT_FORMAT_NAMES = get_args(WeightFormat)
 
 
-def model_names(
+def complete_models(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Complete names of known, added and pulled models, or else file names."""
@@ -34,28 +34,28 @@ def model_names(
     return completions or [CompletionItem(incomplete, type="file")]
 
 
-MODEL = option(
+MODEL_OPTION = option(
     "-m",
     section=MODEL_SECTION,
     metavar="NAME",
     default=DEFAULT_MODEL,
-    shell_complete=model_names,
+    shell_complete=complete_models,
     help="Known or added name, GGUF file, folder, or hub id (owner/name, owner/name:Q4_K_M); "
     "transformers:FOLDER runs it by transformers.",
 )
-SAVED_MODEL = option(
+SAVED_MODEL_OPTION = option(
     "-m", metavar="NAME", show_default="as it was saved", help="Model of the session."
 )
-DTYPE = choice_option(
+DTYPE_OPTION = choice_option(
     DTYPE_NAMES, "Data type of weights and KV cache.", default=DTYPE_NAMES[0], section=MODEL_SECTION
 )
-WEIGHT_FORMAT = choice_option(
+WEIGHTS_OPTION = choice_option(
     WEIGHT_FORMAT_NAMES,
     "Format in which decode reads the weights.",
     show_default="as in the file",
     section=MODEL_SECTION,
 )
-DEVICE = option(metavar="NAME", default="cpu", section=MODEL_SECTION, help="Torch device.")
+DEVICE_OPTION = option(metavar="NAME", default="cpu", section=MODEL_SECTION, help="Torch device.")
 
 
 def prefill_step_option(default: int) -> Any:
@@ -65,45 +65,40 @@ def prefill_step_option(default: int) -> Any:
     )
 
 
-PREFILL_STEP = prefill_step_option(512)
+PREFILL_STEP_OPTION = prefill_step_option(512)
 
 
-def load_named(
-    name: str, dtype: DtypeName, device: str, weight_format: WeightFormat | None, progress: bool
+def load_by_name(
+    name: str, dtype: DtypeName, device: str, weights: WeightFormat | None, progress: bool
 ) -> "Model":
-    """Load a model by name; warn if it computes slowly. Raises ModelError."""
+    """Load a model by name; warn if it has no fast kernels. weights: None for the file's."""
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
     is_known_name = name.lower() in KNOWN_MODELS or name in named_models()
     if not is_known_name and Path(name).expanduser().exists():
         # Sessions store the name, and may be continued from another working directory.
         name = str(Path(name).expanduser().absolute())
-    # A fetch has progress bars, and pip's do not go with a spinner.
-    is_fetched = local_folder(name.removeprefix("transformers:")) is not None
-    with spinner(f"loading {name}", progress and is_fetched), warnings.catch_warnings():
+    # A download has progress bars of its own, which a spinner would disturb.
+    is_downloaded = local_folder(name.removeprefix("transformers:")) is not None
+    with spinner(f"loading {name}", progress and is_downloaded), warnings.catch_warnings():
         from kvkeep import load_model
         from kvkeep.errors import SlowPathWarning
         from kvkeep.executors import slow_path_message
 
         warnings.simplefilter("ignore", SlowPathWarning)  # printed below as one line
-        model = load_model(
-            name, dtype=dtype, device=device, weights=weight_format, progress=progress
-        )
+        model = load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
     if not click.get_current_context().params.get("quiet"):
         _warn_once(slow_path_message(model.path))
     return model
 
 
-@cache
+@cache  # a second call with the same text does nothing
 def _warn_once(text: str) -> None:
     if text:
         say(f"kvkeep: {text}")
 
 
 def require_local(name: str, file: object) -> None:
-    """Raise ModelNotFound if a file's model is not on this machine.
-
-    It is not fetched, unlike a model named by the user, since files can come from anywhere.
-    """
+    """Raise ModelNotFound if a file's model is not on this machine. Files cause no downloads."""
     if local_folder(name) is None:
         raise ModelNotFound(
             f"{file} was saved with the model {name!r}, which is not on this machine: pass it with "
