@@ -19,11 +19,11 @@ SHIFTS = (1, 10, 100, 1000)
 
 def rotation_error(keys: Tensor, rope: Rope, shifts: int) -> float:
     """Return the relative error in the Euclidean norm. keys: `[cells, heads, head_dim]`."""
-    one_position = rope.at([-1])
+    one_position = rope.rotation_at([-1])
     shifted = keys
     for _ in range(shifts):
         shifted = rotate(shifted, one_position)
-    exact = rotate(keys.float(), rope.at([-shifts]))
+    exact = rotate(keys.float(), rope.rotation_at([-shifts]))
     return float((shifted.float() - exact).norm() / exact.norm())
 
 

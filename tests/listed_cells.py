@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cells, Ragged
+from kvkeep.cache import Cells, RaggedCells
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import Network
 from kvkeep.session.session import Session
@@ -38,7 +38,7 @@ class ListedCells:
                 self.bias[place] = torch.cat([bias for _, _, bias in own])
                 self.offsets[place] = torch.cat(
                     [
-                        torch.full((len(keys),), segment.map(0))
+                        torch.full((len(keys),), segment.position_map(0))
                         for segment, (keys, _, _) in zip(cache.segments, own, strict=True)
                     ]
                 )
@@ -83,7 +83,7 @@ def of_head(cells: Cells, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor
 
     For ragged cells, their rows follow from the counts of the heads before them.
     """
-    if isinstance(cells, Ragged):
+    if isinstance(cells, RaggedCells):
         counts, kv_heads = cells.counts.flatten().tolist(), cells.counts.shape[1]
         first = sum(counts[: layer * kv_heads + head])
         rows = slice(first, first + counts[layer * kv_heads + head])

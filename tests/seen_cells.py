@@ -40,7 +40,7 @@ class SeenCells:
             self.bias[place] = torch.cat([bias for _, _, bias in own])
             seen = zip(cache.segments, own, strict=True)
             self.where[place] = torch.cat(
-                [torch.full((len(keys),), s.map(self.time)) for s, (keys, _, _) in seen]
+                [torch.full((len(keys),), s.position_map(self.time)) for s, (keys, _, _) in seen]
             )
         self.off = 0.0
 

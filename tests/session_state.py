@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from kvkeep.cache import Ragged, Segment
-from kvkeep.cache.quantised import tensors
+from kvkeep.cache import RaggedCells, Segment
+from kvkeep.cache.quantised import stored_tensors
 from kvkeep.session.session import Session
 
 Whole = dict[str, Any]
@@ -53,19 +53,19 @@ def segment_state(segment: Segment) -> Whole:
     """A segment: its cells, oldest first, and their places, which round sums; not its storage."""
     cells = segment.read(0, segment.length)
     return {
-        "keys": [x.clone() for x in tensors(cells.stored_keys)],
-        "values": [x.clone() for x in tensors(cells.stored_values)],
+        "keys": [x.clone() for x in stored_tensors(cells.stored_keys)],
+        "values": [x.clone() for x in stored_tensors(cells.stored_values)],
         "positions": cells.positions,
         "serials": cells.serials,
         "bias": cells.bias,
-        "counts": cells.counts if isinstance(cells, Ragged) else None,
-        "worth": cells.scores if isinstance(cells, Ragged) else None,
+        "counts": cells.counts if isinstance(cells, RaggedCells) else None,
+        "worth": cells.scores if isinstance(cells, RaggedCells) else None,
         "layout": segment.layout,
-        "map": segment.map,
-        "anchor": segment.anchor,
+        "map": segment.position_map,
+        "anchor": segment.is_anchor,
         "frozen": segment.frozen,
         "sealed": segment.sealed,
-        "lazy_growth": segment.lazy_growth,
+        "lazy_growth": segment.grows_lazily,
         "arriving": segment.arriving_count,
         "limit": segment.limit,
         "place": segment.first_place,

@@ -36,7 +36,7 @@ def test_restored_and_forked_sessions_continue_bit_exactly(
 def test_only_layers_with_their_own_cells_hold_cells() -> None:
     session = fed()
     assert session.cache.layout.layers == 1  # of two that see everything
-    assert session.cache.local.layout.layers == 3  # of four local ones
+    assert session.cache.local_cache.layout.layers == 3  # of four local ones
 
 
 @pytest.mark.parametrize(("bits", "most"), [("8", 0.1), ("4", 1.5)])

@@ -49,7 +49,7 @@ def cells_of(session: Session) -> dict[int, Cell]:
         segment_cells = segment.read(0, segment.length)
         if not segment.compressed:
             for index, serial in enumerate(segment_cells.serials.tolist()):
-                position = int(segment_cells.positions[index]) - segment.map.offset
+                position = int(segment_cells.positions[index]) - segment.position_map.offset
                 cells[serial] = (
                     segment_cells.keys[:, :, index],
                     segment_cells.values[:, :, index],
@@ -185,14 +185,14 @@ def test_no_distance_exceeds_the_trained_length_after_compression() -> None:
     now = session.cache.time - 1
     for segment in session.cache.segments:
         positions = segment.read(0, segment.length).positions
-        assert int((segment.map(now) - positions).max()) < 400
+        assert int((segment.position_map(now) - positions).max()) < 400
 
 
 def test_methods_that_use_queries_see_cells_at_their_edited_positions() -> None:
     session = fed(300)
     session.delete(250, 280)
     segment, queries = session.cache.segments[0], newest_queries(session.core.memory)
-    assert segment.map.offset == -30
+    assert segment.position_map.offset == -30
     cells = segment.read(4, 246)
     moved_cells = Cells(
         session.cache.rope.shift(cells.keys, torch.tensor([30])),

@@ -12,7 +12,7 @@ from policies.archives import same, state
 from small_models import small_model
 from test_compress import TEXT, calibration, cells_of, fed, pinned_tokens, require_unchanged
 
-from kvkeep.cache import NO_TOKEN, Ragged
+from kvkeep.cache import NO_TOKEN, RaggedCells
 from kvkeep.compression.methods import METHODS, make_method
 from kvkeep.compression.methods.base import BUDGETS, Candidates, Eviction
 from kvkeep.errors import InvalidArgument
@@ -25,9 +25,9 @@ WITHOUT_SCORES = [name for name in METHODS if name not in SCORING]
 HEADS = 4  # layers times KV heads of the small model
 
 
-def ragged_cells(session: Session) -> list[Ragged]:
+def ragged_cells(session: Session) -> list[RaggedCells]:
     slots = [segment.block.slots for segment in session.cache.segments]
-    return [cells for cells in slots if isinstance(cells, Ragged)]
+    return [cells for cells in slots if isinstance(cells, RaggedCells)]
 
 
 def ragged_total(session: Session) -> int:
@@ -293,7 +293,7 @@ def test_edits_and_rewinds_after_ragged_cells_do_not_copy_them() -> None:
     (after,) = ragged_cells(session)
     assert after.keys.data_ptr() == before.keys.data_ptr()
     (segment,) = (s for s in session.cache.segments if s.compressed)
-    assert segment.map.offset == 1  # 4 tokens replaced by 2, then 3 inserted
+    assert segment.position_map.offset == 1  # 4 tokens replaced by 2, then 3 inserted
     with pytest.raises(InvalidArgument):
         session.delete(100, 103)
     with pytest.raises(InvalidArgument, match="rewind takes 0 to"):

@@ -8,7 +8,7 @@ from policies.archives import Setting
 from small_models import small_model
 
 from kvkeep import SessionGroup
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.session.session import Session
 
 MODEL = small_model()
@@ -115,7 +115,7 @@ SESSIONS = [compressed, edited, twice, archive_after_block, archive_edited, *RAG
 @pytest.mark.parametrize("make", RAGGED)
 def test_heads_have_different_numbers_of_cells(make: Callable[[], Session]) -> None:
     slots = [segment.block.slots for segment in make().cache.segments]
-    ragged = [cells for cells in slots if isinstance(cells, Ragged)]
+    ragged = [cells for cells in slots if isinstance(cells, RaggedCells)]
     assert ragged
     assert len({int(count) for cells in ragged for count in cells.counts.flatten()}) > 1
 

@@ -77,7 +77,7 @@ def distances(session: Session) -> list[int]:
     """How far the last token stands from each cell."""
     now, found = session.cache.time - 1, []
     for segment in session.cache.segments:
-        found += (segment.map(now) - segment.read(0, segment.length).positions).tolist()
+        found += (segment.position_map(now) - segment.read(0, segment.length).positions).tolist()
     return found
 
 

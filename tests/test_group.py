@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_models import small_model
 
 from kvkeep import Sampling, SessionGroup, Snapshot
-from kvkeep.cache.segment import GROWTH
+from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -163,11 +163,11 @@ def test_memory_grows_by_the_branches_own_tokens_only() -> None:
     parent = fed(PROMPT, policy="full")
     cell = parent.cache.layout.cell_bytes
     group = SessionGroup([parent.fork() for _ in range(16)])
-    own = 2000 + GROWTH  # a prompt's, and the room for what is written after it
+    own = 2000 + MIN_GROWTH  # a prompt's, and the room for what is written after it
     assert group.nbytes == parent.cache.nbytes == own * cell
     for _ in range(40):
         group.next_tokens()
-    assert group.nbytes <= (own + 16 * (1 + GROWTH)) * cell
+    assert group.nbytes <= (own + 16 * (1 + MIN_GROWTH)) * cell
     assert sum(session.cache.cells for session in group.sessions) == 16 * 2040
     assert SessionGroup([parent, *group.sessions]).nbytes == group.nbytes
 

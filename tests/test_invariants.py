@@ -61,7 +61,7 @@ def act(session: Session, action: tuple[str, object]) -> None:
 def state(session: Session) -> tuple[object, ...]:
     """Return the complete state of a session, to compare it bit for bit."""
     segments = [
-        (*vars(segment.read(0, segment.length)).values(), segment.map, segment.anchor)
+        (*vars(segment.read(0, segment.length)).values(), segment.position_map, segment.is_anchor)
         for segment in session.cache.all_segments
     ]
     return session.tokens, session.cache.time, session.keep, session.logits, segments
@@ -211,5 +211,5 @@ def test_no_distance_exceeds_the_budget(setting: Setting, actions: list) -> None
         for segment in session.cache.segments:
             if segment.length:
                 positions = segment.read(0, segment.length).positions
-                distances = segment.map(current) - positions
+                distances = segment.position_map(current) - positions
                 assert 0 <= int(distances.min()) <= int(distances.max()) < setting.max_kv_size

@@ -27,8 +27,8 @@ def fed(policy: str = "full", budget: int = 256, model: Model = LOCAL_MODEL, **s
 
 
 def local_cells(session: Session) -> int:
-    assert session.cache.local is not None
-    return session.cache.local.cells
+    assert session.cache.local_cache is not None
+    return session.cache.local_cache.cells
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding", "shift", "archive", "self_extend"])
@@ -39,10 +39,10 @@ def test_local_layers_hold_their_window_and_spare_cells(policy: str) -> None:
         session.next_token()
     expected = min(WINDOW + UNDO_TOKENS, session.max_kv_size)
     assert local_cells(session) == expected
-    layout = session.cache.local.layout
+    layout = session.cache.local_cache.layout
     assert layout.layers == 4
     assert session.cache.layout.layers == 1
-    assert session.cache.local.nbytes == expected * layout.cell_bytes
+    assert session.cache.local_cache.nbytes == expected * layout.cell_bytes
 
 
 def test_a_budget_below_the_window_bounds_local_layers() -> None:
@@ -66,10 +66,10 @@ def test_a_group_equals_its_sessions_alone(bits: str | None, most: float) -> Non
 @pytest.mark.parametrize("method", ["kvzip", "kvzip+", "snapkv", "expected_attention", "average"])
 def test_compression_leaves_local_cells_unchanged(method: str) -> None:
     session = fed()
-    ((_, before),) = session.cache.local.read(0, local_cells(session))
+    ((_, before),) = session.cache.local_cache.read(0, local_cells(session))
     report = session.compress(3, method=method, recent=20)
     assert report.cells_after < report.cells_before
-    ((_, after),) = session.cache.local.read(0, local_cells(session))
+    ((_, after),) = session.cache.local_cache.read(0, local_cells(session))
     assert torch.equal(after.keys, before.keys)
     assert torch.isfinite(session.logits).all()
     for _ in range(5):
@@ -105,7 +105,7 @@ def saved(session: Session, path: Path) -> Path:
 
 
 def replaced_local(snapshot: Snapshot, by: Snapshot) -> Snapshot:
-    return altered(snapshot, local=by.local)
+    return altered(snapshot, local_segments=by.local)
 
 
 def test_a_clock_before_the_first_token_can_be_saved(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Bits
-from kvkeep.cache.quantised import tensors
+from kvkeep.cache.quantised import stored_tensors
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -64,10 +64,10 @@ def with_restored_cells(session: Session) -> Session:
 def require_kept_as_asked(session: Session, bits: Bits) -> None:
     for segment in session.cache.segments:
         layout = segment.layout
-        assert layout == session.cache.layout_for(segment.anchor)
+        assert layout == session.cache.layout_for(segment.is_anchor)
         slots = segment.block.slots
         assert slots.to_layout(layout) is slots
-        assert slots.quantised == (segment.anchor or bits.kv is not None)
+        assert slots.quantised == (segment.is_anchor or bits.kv is not None)
 
 
 @pytest.mark.parametrize(("policy", "bits"), [e for e in EACH if e[0] != "self_extend"])
@@ -114,7 +114,9 @@ def test_edits_pins_rewinds_and_keep_work_as_with_unquantised_cells(
         one.feed(TEXT[200:240])
         one.next_token()
     assert session.cache.serials() == plain.cache.serials()
-    assert [s.map for s in session.cache.segments] == [s.map for s in plain.cache.segments]
+    assert [s.position_map for s in session.cache.segments] == [
+        s.position_map for s in plain.cache.segments
+    ]
     require_kept_as_asked(session, bits)
 
 
@@ -147,8 +149,10 @@ def test_a_snapshot_holds_every_byte(policy: str, bits: Bits, tmp_path: Path) ->
     for mine, theirs in zip(session.cache.segments, found.cache.segments, strict=True):
         one, other = mine.read(0, mine.length), theirs.read(0, theirs.length)
         pairs = (
-            *zip(tensors(one.stored_keys), tensors(other.stored_keys), strict=True),
-            *zip(tensors(one.stored_values), tensors(other.stored_values), strict=True),
+            *zip(stored_tensors(one.stored_keys), stored_tensors(other.stored_keys), strict=True),
+            *zip(
+                stored_tensors(one.stored_values), stored_tensors(other.stored_values), strict=True
+            ),
         )
         assert all(torch.equal(x, y) for x, y in pairs)
     for _ in range(20):

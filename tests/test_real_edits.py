@@ -15,7 +15,7 @@ from test_edits import held
 from topics import topic_ids
 
 from kvkeep import Snapshot
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
@@ -96,7 +96,7 @@ def test_queries_attend_to_exactly_the_ragged_cells_in_view(
     session.pin(50, 54)
     session.compress(2.0, "knorm", recent=24, budget="heads")
     require_found(session, random.Random(bits), smollm2_fp32, tmp_path)
-    assert any(isinstance(segment.block.slots, Ragged) for segment in session.cache.segments)
+    assert any(isinstance(segment.block.slots, RaggedCells) for segment in session.cache.segments)
 
 
 def require_found(session: Session, draw: random.Random, exact: Model, tmp_path) -> None:

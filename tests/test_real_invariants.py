@@ -44,7 +44,7 @@ def require_sound(session: Session) -> None:
     assert all(0 <= span.start <= span.end <= len(serials) for span in session.spans.values())
     # No cell is seen from before its position or from beyond the trained length.
     for segment in cache.segments:
-        distance = segment.map(cache.time) - segment.positions()
+        distance = segment.position_map(cache.time) - segment.positions()
         assert int(distance.min()) > 0
         assert int(distance.max()) <= memory.decoder.spec.max_positions
     assert bool(session.logits.isfinite().all())

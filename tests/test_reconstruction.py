@@ -154,7 +154,7 @@ def merge_into_one_segment(session: Session) -> None:
     parts = [
         segment.read(0, segment.length)
         .dequantise(layout.dtype)
-        .shift(cache.rope, torch.tensor([-segment.map.offset]))
+        .shift(cache.rope, torch.tensor([-segment.position_map.offset]))
         for segment in cache.segments
     ]
     cache.segments = [Segment.from_cells(layout, Cells.concatenate(parts), PositionMap(), False)]
@@ -164,7 +164,7 @@ def test_cells_of_an_edited_session_are_scored_at_their_edited_positions() -> No
     session = fed(TEXT[:500])
     session.replace(300, 305, TEXT[700:712])
     session.delete(100, 140)
-    assert {segment.map.offset for segment in session.cache.segments} == {0, 7, -33}
+    assert {segment.position_map.offset for segment in session.cache.segments} == {0, 7, -33}
     scores = scores_of(session)
     merge_into_one_segment(session)
     torch.testing.assert_close(scores, scores_of(session), **TOLERANCES)

@@ -121,7 +121,7 @@ def test_the_budget_ends_where_a_distance_would_exceed_the_trained_length() -> N
     time = session.cache.time - 1
     for segment in session.cache.segments:
         positions = segment.read(0, segment.length).positions
-        assert int((segment.map(time) - positions).max()) < 64
+        assert int((segment.position_map(time) - positions).max()) < 64
 
 
 def test_rewind_stays_within_the_window() -> None:

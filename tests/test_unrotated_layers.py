@@ -8,7 +8,7 @@ import torch
 from edit_actions import NOPE_MODEL
 from topics import topic_text
 
-from kvkeep.cache import Cells, KVCache, Ragged
+from kvkeep.cache import Cells, KVCache, RaggedCells
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
@@ -35,12 +35,12 @@ def test_shifting_cells_keeps_the_keys_of_unrotated_layers(kind: str) -> None:
     shape = (*cells.keys.shape[:2], len(cells))
     if kind == "ragged":
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3
-        cells = Ragged.select_from(cells, mask)
+        cells = RaggedCells.select_from(cells, mask)
     shifted = cells.shift(rope, torch.full_like(cells.positions, -3))
     unrotated = Candidates(cells, rope, 1.0).unrotated_keys
     for layer in range(4):
         part = slice(layer, layer + 1)
-        if isinstance(cells, Ragged):
+        if isinstance(cells, RaggedCells):
             part = cells.head_slice(layer, 0)
         assert torch.equal(shifted.keys[part], cells.keys[part]) == (layer in UNROTATED)
         assert torch.equal(unrotated[part], cells.keys[part]) == (layer in UNROTATED)

@@ -5,7 +5,7 @@ from kvkeep.cache.block import NO_TOKEN, Block, Cells
 from kvkeep.cache.cache import KVCache
 from kvkeep.cache.layout import BITS, Bits, Layout
 from kvkeep.cache.observer import Queries
-from kvkeep.cache.ragged import Ragged
+from kvkeep.cache.ragged import RaggedCells
 from kvkeep.cache.rope import PositionMap, Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.state import CacheState
@@ -27,7 +27,7 @@ __all__ = [
     "Layout",
     "PositionMap",
     "Queries",
-    "Ragged",
+    "RaggedCells",
     "Rope",
     "Segment",
     "Window",

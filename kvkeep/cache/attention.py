@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.quantised import KVTensor, Quantised, hadamard
+from kvkeep.cache.quantised import KVTensor, QuantisedTensor, hadamard
 from kvkeep.cache.rope import Rope
 
-# The bias that hides a cell. It is finite, so that a query that sees no cell of a segment gets a
-# part of weight zero instead of NaN.
-HIDDEN = -1e30
+# Added to a logit to hide a cell. It is finite, so that a query that sees no cell of a segment gets
+# a result of weight zero instead of NaN.
+MASK_BIAS = -1e30
 
 
-class Part(NamedTuple):
-    """The attention of queries over some of the cells.
+class PartialAttention(NamedTuple):
+    """The attention of queries over some of the cells, to be combined with that over others.
 
     out: `[..., n, head_dim]`, the softmax-weighted values.
     log_sum: `[..., n]` float32, the natural log of the sum of exponentials.
@@ -49,18 +49,18 @@ class AttentionConfig:
     softcap: float = 0.0
     sinks: Tensor | None = None
 
-    def with_sinks(self, layer: int, part: Part, n: int) -> Part:
+    def with_sinks(self, layer: int, part: PartialAttention, n: int) -> PartialAttention:
         """Add a layer's sinks to the attention of n queries over all cells.
 
-        part: laid out as `attend_cells` returns it for n queries.
+        part: as `attend_cells` returns it for n queries.
         """
         if self.sinks is None:
             return part
         kv_heads = part.log_sum.shape[1]
         sinks = self.sinks[layer].view(kv_heads, -1)  # [kv_heads, groups]
-        sinks = sinks[None] if n == 1 else sinks.T.unsqueeze(-1)
+        sinks = sinks[None] if n == 1 else sinks.T.unsqueeze(-1)  # with the dimensions of log_sum
         share = torch.sigmoid(part.log_sum - sinks).unsqueeze(-1)
-        return Part(part.out * share, torch.logaddexp(part.log_sum, sinks))
+        return PartialAttention(part.out * share, torch.logaddexp(part.log_sum, sinks))
 
 
 def attend_cells(
@@ -73,7 +73,7 @@ def attend_cells(
     causal: bool,
     cell_bias: Tensor | None = None,
     softcap: float = 0.0,
-) -> Part:
+) -> PartialAttention:
     """Attend with n queries to one run of cells.
 
     Args:
@@ -82,7 +82,8 @@ def attend_cells(
             Quantised ones stay in the Hadamard-transformed space: the queries are transformed like
             the keys, and the output is transformed back.
         scale, softcap: as in `AttentionConfig`.
-        bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
+        bias: `[n, cells]` float32, added to the scaled products; `MASK_BIAS` hides a cell. A
+            single query may have a bias for each of its heads, `[groups, cells]`.
         causal: query i sees cells 0..i only (n == cells; not together with a bias).
         cell_bias: `[kv_heads, cells]` float32, each cell's own bias, added likewise.
 
@@ -92,11 +93,11 @@ def attend_cells(
         `[1, kv_heads, groups, ...]`: the heads that share a KV head are rows of one product, so
         each key is read once.
     """
-    is_transformed = isinstance(values, Quantised)
+    is_transformed = isinstance(values, QuantisedTensor)
     dtype, (n, heads, head_dim) = q.dtype, q.shape
-    if isinstance(keys, Quantised):
+    if isinstance(keys, QuantisedTensor):
         q, keys = hadamard(q).to(dtype), keys.dequantise_transformed(dtype)
-    if isinstance(values, Quantised):
+    if isinstance(values, QuantisedTensor):
         values = values.dequantise_transformed(dtype)
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
@@ -113,24 +114,26 @@ def attend_cells(
         out, log_sum = attend_densely(
             q, keys, values, scale=scale, bias=bias, causal=causal, softcap=softcap
         )
-    return Part(hadamard(out) if is_transformed else out, log_sum)
+    return PartialAttention(hadamard(out) if is_transformed else out, log_sum)
 
 
-def range_bias(ranks: Tensor, visible: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+def range_bias(
+    ranks: Tensor, visible_ranks: Sequence[tuple[int, int]], device: torch.device
+) -> Tensor:
     """Return the bias `[n, cells]` float32 that hides cells whose rank a query does not see.
 
-    ranks: `[cells]` int64, each cell's index in order of age, 0 for the oldest. visible: for each
-    query, the range (first, end) of ranks, as a window that moves with the query needs it.
+    ranks: `[cells]` int64, each cell's index in order of age, 0 for the oldest. visible_ranks: for
+    each query, the range (first, end) of ranks that it sees, as in a sliding window.
     """
-    bounds = torch.tensor(visible, dtype=torch.int64, device="cpu")
-    hidden = (ranks < bounds[:, :1]) | (ranks >= bounds[:, 1:])
-    bias = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu")
-    return bias.masked_fill_(hidden, HIDDEN).to(device)
+    bounds = torch.tensor(visible_ranks, dtype=torch.int64, device="cpu")
+    is_hidden = (ranks < bounds[:, :1]) | (ranks >= bounds[:, 1:])
+    bias = torch.zeros(is_hidden.shape, dtype=torch.float32, device="cpu")
+    return bias.masked_fill_(is_hidden, MASK_BIAS).to(device)
 
 
 def attend_by_flash(
     q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
-) -> Part:
+) -> PartialAttention:
     """Attend by one call of PyTorch's flash kernel for CPUs.
 
     q: `[groups, kv_heads, n, head_dim]`. keys, values: `[1, kv_heads, cells, head_dim]`. bias:
@@ -140,7 +143,7 @@ def attend_by_flash(
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, keys, values, is_causal=causal, attn_mask=bias, scale=scale
     )
-    return Part(out, log_sum)
+    return PartialAttention(out, log_sum)
 
 
 def attend_densely(
@@ -152,7 +155,7 @@ def attend_densely(
     bias: Tensor | None,
     causal: bool,
     softcap: float = 0.0,
-) -> Part:
+) -> PartialAttention:
     """Attend by matrix products, for softcaps and for devices whose flash kernel takes no bias.
 
     Shapes as in `attend_by_flash`. Products of queries and keys are float32, as in a flash kernel:
@@ -162,21 +165,21 @@ def attend_densely(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, HIDDEN)
+        is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(is_hidden, MASK_BIAS)
     if bias is not None:
         scores = scores + bias
     log_sum = scores.logsumexp(-1)
     weights = (scores - log_sum.unsqueeze(-1)).exp()
-    return Part(torch.matmul(weights.to(values.dtype), values), log_sum)
+    return PartialAttention(torch.matmul(weights.to(values.dtype), values), log_sum)
 
 
-def combine(parts: list[Part]) -> Part:
+def combine(parts: list[PartialAttention]) -> PartialAttention:
     """Combine parts into the attention over all of their cells, accumulated in float32."""
     total = parts[0]
-    for part in parts[1:]:
+    for part in parts[1:]:  # share: the part's share of the softmax denominator
         share = torch.sigmoid(part.log_sum - total.log_sum).unsqueeze(-1)
-        total = Part(
+        total = PartialAttention(
             torch.lerp(total.out.float(), part.out.float(), share),
             torch.logaddexp(total.log_sum, part.log_sum),
         )

@@ -10,13 +10,13 @@ from torch import Tensor
 from kvkeep.cache.layout import Layout
 from kvkeep.cache.quantised import (
     KVTensor,
-    Quantised,
+    QuantisedTensor,
     copy_stored,
     dequantise,
     map_stored,
     quantise,
     requantise,
-    tensors,
+    stored_tensors,
 )
 from kvkeep.cache.rope import Rope
 
@@ -62,7 +62,7 @@ class Cells:
         make the result ragged.
         """
         result_class = next((type(part) for part in parts if type(part) is not Cells), Cells)
-        return result_class._concatenate(parts)
+        return result_class._concatenate(parts)  # of ragged cells, if there are any
 
     @classmethod
     def _concatenate(cls, parts: Sequence["Cells"]) -> "Cells":
@@ -91,7 +91,7 @@ class Cells:
     @property
     def quantised(self) -> bool:
         """Whether keys or values are stored in fewer bits than they were evaluated in."""
-        return isinstance(self.stored_keys, Quantised) or isinstance(self.stored_values, Quantised)
+        return any(isinstance(x, QuantisedTensor) for x in (self.stored_keys, self.stored_values))
 
     def dequantise(self, dtype: torch.dtype) -> "Cells":
         """Return plain cells; themselves if they are plain."""
@@ -106,7 +106,7 @@ class Cells:
         shifts: of the shape of `positions`, or `[1]`.
         """
         keys, key_shifts = self.stored_keys, self.key_shifts(rope, shifts)
-        if isinstance(keys, Quantised):
+        if isinstance(keys, QuantisedTensor):
             shifted_keys = rope.shift(dequantise(keys, torch.float32), key_shifts)
             keys = quantise(shifted_keys, keys.bits)
         else:
@@ -114,7 +114,7 @@ class Cells:
         return replace(self, stored_keys=keys, positions=self.positions + shifts)
 
     def key_shifts(self, rope: Rope, shifts: Tensor) -> Tensor:
-        """Return how many positions to rotate each key by: `shifts`, or 0 in layers without RoPE.
+        """Return by how many positions to rotate each key: `shifts`, or 0 in layers without RoPE.
 
         shifts: as in `shift`. The result broadcasts to `[layers, kv_heads, n]`; for ragged cells
         to `[total]`.
@@ -150,7 +150,7 @@ class Cells:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return keys and values, and the biases and positions of compressed cells."""
         compressed = () if self.bias is None else (self.bias, self.positions)
-        return (*tensors(self.stored_keys), *tensors(self.stored_values), *compressed)
+        return (*stored_tensors(self.stored_keys), *stored_tensors(self.stored_values), *compressed)
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +163,7 @@ class Cells:
         return Cells(keys, values, self.positions.clone(), self.serials.clone(), bias)
 
     def part(self, slot_range: slice) -> "Cells":
-        """Return a slice of the cells, not copied."""
+        """Return a slice of the cells or slots, not copied."""
         keys, values = self.stored_keys[:, :, slot_range], self.stored_values[:, :, slot_range]
         bias = None if self.bias is None else self.bias[..., slot_range]
         return Cells(keys, values, self.positions[..., slot_range], self.serials[slot_range], bias)
@@ -204,20 +204,20 @@ class Storage:
 class Block:
     """A run of slots for cells: all of a storage, or a part of one.
 
-    shared_slots: how many of the first slots other blocks use as well; this block never writes to
-        them again (copy-on-write).
+    shared_slot_count: how many of the first slots other blocks use as well; this block never writes
+        to them again (copy-on-write).
     place_offset: the place of slot 0, which is added to a slot's number; see `Segment`.
     """
 
     def __init__(
         self,
         slots: Cells,
-        shared_slots: int = 0,
+        shared_slot_count: int = 0,
         place_offset: int = 0,
         storage: Storage | None = None,
     ):
         self.slots = slots
-        self.shared_slots = shared_slots
+        self.shared_slot_count = shared_slot_count
         self.place_offset = place_offset
         self.storage = storage or Storage(slots)
         self.storage.blocks.add(self)
@@ -236,12 +236,12 @@ class Block:
 
         Shared slots stay read-only, the others can be written to.
         """
-        shared_slots = max(0, self.shared_slots - first)
-        return Block(self.slots.part(slice(first, self.capacity)), shared_slots, 0, self.storage)
+        shared_count = max(0, self.shared_slot_count - first)
+        return Block(self.slots.part(slice(first, self.capacity)), shared_count, 0, self.storage)
 
     def share(self, count: int) -> "Block":
-        """Return a block of the first `count` slots, which neither block writes from now on."""
-        self.shared_slots = max(self.shared_slots, count)
+        """Return a block of the first `count` slots, to which neither block writes from now on."""
+        self.shared_slot_count = max(self.shared_slot_count, count)
         return self.part(slice(0, count))
 
     def copy(self) -> "Block":
@@ -278,16 +278,17 @@ class ProtectedCells:
     block: Block
     start: int
     length: int
-    log: UndoLog
+    undo_log: UndoLog
 
     def record(self, slot_ranges: list[slice]) -> None:
-        """Log each range of slots that has a protected cell."""
+        """Record each of these ranges of slots that has a protected cell, before it is written."""
         for slots in slot_ranges:
-            index = (slots.start - self.start) % self.block.capacity
-            if index < self.length or index + slots.stop - slots.start > self.block.capacity:
-                self.log.record(self.block.slots.part(slots))
+            index = (slots.start - self.start) % self.block.capacity  # in order of age
+            wraps = index + slots.stop - slots.start > self.block.capacity  # to the oldest cell
+            if index < self.length or wraps:
+                self.undo_log.record(self.block.slots.part(slots))
 
     def tail(self, block: Block, first: int) -> "ProtectedCells":
         """Return the protected cells from slot `first` on, as cells of `block`, its tail."""
         length = max(0, self.start + self.length - first)
-        return ProtectedCells(block, 0, length, self.log)
+        return ProtectedCells(block, 0, length, self.undo_log)

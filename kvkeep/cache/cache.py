@@ -28,16 +28,16 @@ class KVCache:
 
     layout: of cells in the window.
     far_layout: of anchors, which may have other bits; None for `layout`.
-    local: the cache of layers that see only a window (local attention, arXiv:2004.05150), if the
-        decoder has such layers. It has its own segments and window, follows this cache's clock, and
-        holds no more than its window under any policy.
+    local_cache: of layers that see only a window (local attention, arXiv:2004.05150), if there are
+        such layers. It has its own segments and window, follows this cache's clock, and holds
+        no more than its window under any policy.
     placements: of each decoder layer's cells; empty without local layers.
 
     State:
 
     segments: oldest first; new cells go to the last one. The policy decides which there are.
     window: the bound on cells that are not anchors.
-    time: of the next token. The newest segment sees it at that position; every token adds 1.
+    time: of the next token, and its position towards the newest segment; every token adds 1.
     serial: the serial number of the next token; no number is used twice.
     observer: records the newest queries, if a method needs them.
     recurrent_states: of layers that have no cells (linear attention, convolution), by name. They
@@ -49,13 +49,13 @@ class KVCache:
         layout: Layout,
         attention: AttentionConfig,
         far_layout: Layout | None = None,
-        local: "KVCache | None" = None,
+        local_cache: "KVCache | None" = None,
         placements: Sequence[LayerPlacement] = (),
     ):
         self.layout = layout
         self.far_layout = far_layout or layout
         self.attention = attention
-        self.local = local
+        self.local_cache = local_cache
         self.placements = placements
         self.observer: Observer | None = None
         self.segments: list[Segment] = []
@@ -81,7 +81,7 @@ class KVCache:
 
     @property
     def cells(self) -> int:
-        """Live cells of each KV head in each layer; local layers have `local.cells`."""
+        """Live cells of each KV head in each layer; of local layers, see `local_cache`."""
         return sum(segment.length for segment in self.segments)
 
     @property
@@ -93,7 +93,7 @@ class KVCache:
         positions = oldest.positions()
         if not oldest.compressed:  # else each head has a different oldest cell
             positions = positions[:1]
-        return oldest.map(self.time) - int(positions.min())
+        return oldest.position_map(self.time) - int(positions.min())
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ class KVCache:
 
     @property
     def all_segments(self) -> list[Segment]:
-        return [*self.segments, *(self.local.segments if self.local else ())]
+        return [*self.segments, *(self.local_cache.segments if self.local_cache else ())]
 
     def serials(self) -> list[int]:
         """Return the serials of the live cells' tokens, oldest first."""
@@ -125,12 +125,13 @@ class KVCache:
             layout = self.layout
             shape = (layout.layers, count, self.attention.heads, layout.head_dim)
             step.queries = torch.empty(shape, dtype=layout.dtype, device=layout.device)
-        if self.local is not None:
-            step.local, step.placements = self.local._open_local_step(self, count), self.placements
+        if self.local_cache is not None:
+            step.local_step = self.local_cache._open_local_step(self, count)
+            step.placements = self.placements
         yield step
         self._finish_step(step, count)
-        if self.local is not None and step.local is not None:
-            self.local._finish_step(step.local, count)
+        if self.local_cache is not None and step.local_step is not None:
+            self.local_cache._finish_step(step.local_step, count)
 
     def _open_step(self, count: int) -> DecodeStep | ChunkStep:
         step_class = DecodeStep if count == 1 else ChunkStep
@@ -138,10 +139,11 @@ class KVCache:
         return step_class(self.segments, self.window, times, self.attention)
 
     def _open_local_step(self, parent: "KVCache", count: int) -> DecodeStep | ChunkStep:
+        """Open a step of the local layers. parent: the cache of the global ones, with the clock."""
         assert self.window.capacity is not None
         self.time, self.serial = parent.time, parent.serial
         newest = self.open_window(self.window.capacity)
-        newest.lazy_growth = len(self.segments) > 1
+        newest.grows_lazily = len(self.segments) > 1
         return self._open_step(count)
 
     def _finish_step(self, step: Step, count: int) -> None:
@@ -161,7 +163,7 @@ class KVCache:
     def open_window(self, size: int) -> Segment:
         """Return the last segment, ready for the next cells of a window of up to `size`."""
         newest = self.segments[-1] if self.segments else None
-        if newest is not None and not newest.anchor:
+        if newest is not None and not newest.is_anchor:
             if newest.reopen(size):
                 return newest
             if not newest.frozen:
@@ -169,9 +171,9 @@ class KVCache:
                 self.segments[-1:] = newest.part(0, newest.length)
         return self.append_segment(size)
 
-    def append_segment(self, limit: int, anchor: bool = False) -> Segment:
+    def append_segment(self, limit: int, is_anchor: bool = False) -> Segment:
         """Append an empty segment for up to `limit` cells; return it."""
-        self.segments.append(Segment(self.layout_for(anchor), limit, anchor=anchor))
+        self.segments.append(Segment(self.layout_for(is_anchor), limit, is_anchor=is_anchor))
         return self.segments[-1]
 
     def observe(self, earlier: Queries | None = None) -> None:
@@ -179,18 +181,18 @@ class KVCache:
         self.observer = Observer(earlier)
 
     def read(self, first: int, count: int) -> list[tuple[Segment, Cells]]:
-        """Return copies of the `count` cells from the `first`-oldest on, with their segments."""
+        """Return copies of `count` cells from index `first` on, 0 the oldest; by segment."""
         return _read_cells(self.segments, first, count)
 
     def read_window(self, count: int) -> list[tuple[Segment, Cells]]:
-        """Return copies of the `count` oldest cells that are not anchors, with their segments."""
-        return _read_cells([segment for segment in self.segments if not segment.anchor], 0, count)
+        """Return copies of the `count` oldest cells that are not anchors, by segment."""
+        return _read_cells([s for s in self.segments if not s.is_anchor], 0, count)
 
     def drop_newest(self, count: int) -> None:
         """Remove the newest `count` cells and set the clock back.
 
-        Local layers have dropped what these cells pushed out: their queries see fewer cells until
-        the window is full again.
+        Local layers no longer have the cells that these evicted, beyond their window's spare cells:
+        their queries see fewer cells until the window is full again.
         """
         self.time -= count
         if self.observer is not None:
@@ -201,8 +203,8 @@ class KVCache:
             segment.drop_newest(dropped)
             remaining -= dropped
         self.drop_empty_segments()
-        if self.local is not None:
-            self.local.drop_newest(min(count, self.local.cells))
+        if self.local_cache is not None:
+            self.local_cache.drop_newest(min(count, self.local_cache.cells))
 
     def evict_to(self, max_cells: int) -> None:
         """Evict the oldest cells of the window until at most `max_cells` cells are held."""
@@ -223,11 +225,13 @@ class KVCache:
         return self._copy(Segment.fork, UndoLog())
 
     def _copy(self, copy_segment: Callable[[Segment], Segment], undo_log: UndoLog) -> "KVCache":
+        """Return a copy whose segments, also of the local cache, `copy_segment` makes."""
         copied = shallow_copy(self)
         copied._undo_log = undo_log
         copied.segments = [copy_segment(segment) for segment in self.segments]
         copied.observer = None if self.observer is None else self.observer.fork()
-        copied.local = None if self.local is None else self.local._copy(copy_segment, undo_log)
+        if self.local_cache is not None:
+            copied.local_cache = self.local_cache._copy(copy_segment, undo_log)
         return copied
 
     def commit(self) -> None:
@@ -243,22 +247,22 @@ class KVCache:
 
     def new_empty(self) -> "KVCache":
         """Return a cache for the same kind of cells that holds none."""
-        local = None if self.local is None else self.local.new_empty()
-        empty = KVCache(self.layout, self.attention, self.far_layout, local, self.placements)
-        if local is not None and self.local is not None:
-            local.window = self.local.window
-        return empty
+        local_cache = None if self.local_cache is None else self.local_cache.new_empty()
+        if local_cache is not None and self.local_cache is not None:
+            local_cache.window = self.local_cache.window
+        return KVCache(self.layout, self.attention, self.far_layout, local_cache, self.placements)
 
-    def layout_for(self, anchor: bool) -> Layout:
-        return self.far_layout if anchor else self.layout
+    def layout_for(self, is_anchor: bool) -> Layout:
+        return self.far_layout if is_anchor else self.layout
 
     def state(self) -> CacheState:
         """Return the contents. Cells are shared until one side must write to their storage."""
         observed = None if self.observer is None else self.observer.queries()
+        states = self.recurrent_states
         segments = tuple(segment.share() for segment in self.segments)
-        local = () if self.local is None else self.local.state().segments
+        local_segments = () if self.local_cache is None else self.local_cache.state().segments
         return CacheState(
-            segments, self.window, self.time, self.serial, observed, local, self.recurrent_states
+            segments, self.window, self.time, self.serial, observed, local_segments, states
         )
 
     def restore(self, state: CacheState) -> "KVCache":
@@ -266,13 +270,13 @@ class KVCache:
 
         Raises ValueError if no cache of this kind can have them.
         """
-        local_layout = None if self.local is None else self.local.layout
+        local_layout = None if self.local_cache is None else self.local_cache.layout
         state.check(self.layout, self.far_layout, self.attention.heads, local_layout)
         cache, device = self.new_empty(), self.layout.device
         cache.segments = [s.share().normalise().to(device) for s in state.segments]
-        if cache.local is not None:
-            cache.local._require_capacity(state.local)
-            cache.local.segments = [s.share().normalise().to(device) for s in state.local]
+        if (local_cache := cache.local_cache) is not None:
+            local_cache._require_capacity(state.local_segments)
+            local_cache.segments = [s.share().normalise().to(device) for s in state.local_segments]
         cache.window, cache.time, cache.serial = state.window, state.time, state.serial
         states = state.recurrent_states
         cache.recurrent_states = {name: value.to(device) for name, value in states.items()}
@@ -284,19 +288,19 @@ class KVCache:
     def _require_capacity(self, segments: Sequence[Segment]) -> None:
         """Raise ValueError if a local cache cannot hold all of these segments."""
         capacity = self.window.capacity or 0
-        cells = sum(segment.length for segment in segments)
+        cell_count = sum(segment.length for segment in segments)
         limit = max((segment.limit for segment in segments), default=0)
-        fits = max(cells, limit) <= capacity
-        require(fits, f"{cells} cells of local layers, which have room for {capacity}")
+        fits = max(cell_count, limit) <= capacity
+        require(fits, f"{cell_count} cells of local layers, which have room for {capacity}")
 
     def trim(self, budget: int) -> None:
         """Free storage that dropped cells have left; see `storage.trim`."""
         trim(self.segments, budget)
-        if self.local is not None:
-            trim(self.local.segments, self.local.window.capacity or budget)
+        if self.local_cache is not None:
+            trim(self.local_cache.segments, self.local_cache.window.capacity or budget)
 
     def reassign_anchors(self, is_anchor: Callable[[int, int], bool]) -> None:
-        """Decide anew which cells are anchors, at the distances that they are seen from now.
+        """Decide anew which cells are anchors; all keep their distances from the next token.
 
         Segments are cut between anchors and other cells. A cell is copied only if its layout
         changes.
@@ -304,17 +308,17 @@ class KVCache:
         is_anchor: called with a cell's rank among all cells and its serial.
         """
         segments: list[Segment] = []
-        for segment, anchor, first, count in self.split_by(is_anchor):
-            layout = self.layout_for(anchor)
+        for segment, is_anchor_run, first, count in self.split_by(is_anchor):
+            layout = self.layout_for(is_anchor_run)
             if layout != segment.layout:
                 cells = segment.read(first, count)
-                parts = [Segment.from_cells(layout, cells, segment.map, anchor)]
-            elif anchor is segment.anchor and first + count == segment.length:
+                parts = [Segment.from_cells(layout, cells, segment.position_map, is_anchor_run)]
+            elif is_anchor_run is segment.is_anchor and first + count == segment.length:
                 parts = segment.tail(first)
             else:
                 parts = segment.part(first, count)
             for part in parts:
-                part.anchor = anchor
+                part.is_anchor = is_anchor_run
             segments += parts
         self.segments = merge_small_segments(segments)
 
@@ -335,6 +339,7 @@ class KVCache:
 
 
 def _read_cells(segments: Sequence[Segment], first: int, count: int) -> list[tuple[Segment, Cells]]:
+    """Return copies of `count` cells from index `first` on; indices run through all segments."""
     parts = []
     for segment in segments:
         count_here = min(segment.length - first, count)

@@ -46,8 +46,8 @@ def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | Non
 
 def require_finite(name: str, tensor: Tensor) -> None:
     parts = torch.split(tensor.flatten(), _SINGLE_THREAD_NUMEL)
-    finite = all(bool(part.isfinite().all()) for part in parts)
-    require(finite, f"{name} must be finite; found NaN or infinity")
+    is_finite = all(bool(part.isfinite().all()) for part in parts)
+    require(is_finite, f"{name} must be finite; found NaN or infinity")
 
 
 def require_within(name: str, tensor: Tensor, minimum: int, maximum: int) -> None:

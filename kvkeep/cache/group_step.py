@@ -12,19 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import HIDDEN
+from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.cache.block import Cells
-from kvkeep.cache.quantised import tensors
+from kvkeep.cache.quantised import stored_tensors
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import DecodeStep, LayerAttention, LayerDispatch
 from kvkeep.cache.view import View
 
 
 class RowView(NamedTuple):
-    """One cache's view of stored cells."""
+    """What one query sees of a segment of its cache."""
 
     cache_index: int
-    row: int  # of the query, in the forward's batch
+    row: int  # of the query at one of its positions; see `shared_views`
     view: View
 
 
@@ -32,7 +32,7 @@ class RowView(NamedTuple):
 class SharedView(View):
     """Stored cells that one or more queries see, each all or some of them.
 
-    readers: the queries and their own views, by which they are rotated; `rotation` is unused here.
+    readers: the queries and their own views, whose `rotation_index` counts: that of this is unused.
     bias: `[readers, cells]` float32, or None where every reader sees every cell.
     """
 
@@ -42,16 +42,16 @@ class SharedView(View):
 def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
     """Return the views of all steps, one for each storage.
 
-    A query has one row for each of its step's positions. For example, of two caches the first has
-    an anchor with another position map: rows 0 and 1 are the two queries at their own positions,
-    and row 2 is the first query at its position towards the anchor.
+    A query has a row for each of its positions (`query_positions`). For example, of two caches the
+    first has an anchor with another position map: rows 0 and 1 are the two queries at their own
+    positions, and row 2 is the first query at its position towards the anchor.
     """
     readers: list[RowView] = []
     row_count = len(steps)
     for index, step in enumerate(steps):
-        rows = [index, *range(row_count, row_count + len(step.query_positions) - 1)]
-        row_count += len(rows) - 1
-        readers += [RowView(index, rows[view.rotation], view) for view in step.views]
+        row_by_rotation = [index, *range(row_count, row_count + len(step.query_positions) - 1)]
+        row_count += len(step.query_positions) - 1
+        readers += [RowView(index, row_by_rotation[v.rotation_index], v) for v in step.views]
     return [_shared_view(group) for group in _group_by_storage(readers)]
 
 
@@ -73,10 +73,10 @@ class GroupStep:
     def layer_attention(self) -> LayerAttention:
         """The attention of all decoder layers; see `Step.layer_attention`."""
         attention = GroupAttention(self.steps)
-        local = [step.local for step in self.steps if isinstance(step.local, DecodeStep)]
-        if not local:
+        local_steps = [s.local_step for s in self.steps if isinstance(s.local_step, DecodeStep)]
+        if not local_steps:
             return attention
-        return LayerDispatch(self.steps[0].placements, attention, GroupAttention(local))
+        return LayerDispatch(self.steps[0].placements, attention, GroupAttention(local_steps))
 
 
 class GroupAttention:
@@ -94,10 +94,9 @@ class GroupAttention:
             rows += [(index, positions[0]) for positions in step.query_positions[1:]]
         row_cache_indices, positions = zip(*rows, strict=True)
         self._row_cache_indices = torch.tensor(row_cache_indices, dtype=torch.int64, device=device)
-        self._rotation = self._config.rope.at(list(positions))
-        self._key_rotation = Rotation(
-            self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
-        )
+        rotation, count = self._config.rope.rotation_at(list(positions)), len(steps)
+        self._rotation = rotation
+        self._key_rotation = Rotation(rotation.cosine[:count], rotation.sine[:count])
         views = shared_views(steps)
         # Each view, seen by one query of n times as many heads, and the rows of its n queries.
         self._views = []
@@ -130,8 +129,8 @@ class GroupAttention:
         log_sums = log_sums[:, self._part_indices] + self._padding_bias
         if self._config.sinks is not None:  # one more part of each cache, without a value
             sinks = self._config.sinks[layer].view(self._kv_heads, 1, 1, self._heads_per_kv_head)
-            shares = torch.cat((log_sums, sinks.expand(-1, len(self._steps), -1, -1)), 2)
-            shares = shares.softmax(2)[:, :, :-1]
+            sinks = sinks.expand(-1, len(self._steps), -1, -1)
+            shares = torch.cat((log_sums, sinks), 2).softmax(2)[:, :, :-1]
         else:
             shares = log_sums.softmax(2)
         out = (outs[:, self._part_indices] * shares.unsqueeze(-1)).sum(2)
@@ -150,10 +149,11 @@ class GroupAttention:
 
 
 def _group_by_storage(readers: list[RowView]) -> list[list[RowView]]:
+    """Group views of the same memory, by the addresses and strides of keys and values."""
     groups: dict[tuple[int, ...], list[RowView]] = {}
     for reader in readers:
         slots = reader.view.slots
-        stored = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
+        stored = (*stored_tensors(slots.stored_keys), *stored_tensors(slots.stored_values))
         addresses = tuple(n for x in stored for n in (x.data_ptr(), *x.stride()))
         groups.setdefault((reader.view.place_offset, *addresses), []).append(reader)
     return list(groups.values())
@@ -165,10 +165,9 @@ def _shared_view(readers: list[RowView]) -> SharedView:
     if len(views) == 1:
         view = views[0]
         return SharedView(view.slots, view.slot_range, 0, view.bias, view.place_offset, readers)
-    slot_range = slice(
-        min(v.slot_range.start for v in views), max(v.slot_range.stop for v in views)
-    )
-    slots: Cells = max((view.slots for view in views), key=len)
+    ranges = [view.slot_range for view in views]
+    slot_range = slice(min(s.start for s in ranges), max(s.stop for s in ranges))
+    slots: Cells = max((view.slots for view in views), key=len)  # a fork's may end earlier
     bias = _bias_of_readers(views, slot_range, slots.stored_keys.device)
     return SharedView(slots, slot_range, 0, bias, views[0].place_offset, readers)
 
@@ -178,11 +177,11 @@ def _bias_of_readers(views: list[View], slot_range: slice, device: torch.device)
     if all(view.slot_range == slot_range and view.bias is None for view in views):
         return None
     shape = (len(views), slot_range.stop - slot_range.start)
-    bias = torch.full(shape, HIDDEN, dtype=torch.float32, device=device)
+    bias = torch.full(shape, MASK_BIAS, dtype=torch.float32, device=device)
     for row, view in zip(bias, views, strict=True):
-        row[view.slot_range.start - slot_range.start : view.slot_range.stop - slot_range.start] = (
-            0.0 if view.bias is None else view.bias[0]
-        )
+        first = view.slot_range.start - slot_range.start
+        end = view.slot_range.stop - slot_range.start
+        row[first:end] = 0.0 if view.bias is None else view.bias[0]
     return bias
 
 
@@ -200,14 +199,14 @@ def _parts_by_cache(
 
     Returns `[caches, width]` int64, and `[caches, width, 1]` float32 to add to the parts' log-sums.
     If parts 0, 1 and 2 are of caches 0, 1 and 0, the indices are [[0, 2], [1, 0]], and the biases
-    [[0, 0], [0, HIDDEN]].
+    [[0, 0], [0, MASK_BIAS]].
     """
     parts_by_cache: list[list[int]] = [[] for _ in range(cache_count)]
     for part_index, cache_index in enumerate(cache_indices):
         parts_by_cache[cache_index].append(part_index)
     width = max(map(len, parts_by_cache))
     indices = [parts + [0] * (width - len(parts)) for parts in parts_by_cache]
-    biases = [[0.0] * len(parts) + [HIDDEN] * (width - len(parts)) for parts in parts_by_cache]
+    biases = [[0.0] * len(parts) + [MASK_BIAS] * (width - len(parts)) for parts in parts_by_cache]
     return (
         torch.tensor(indices, dtype=torch.int64, device=device),
         torch.tensor(biases, dtype=torch.float32, device=device).unsqueeze(-1),

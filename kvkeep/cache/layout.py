@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.cache.quantised import SCALE_DTYPE, KVTensor, Quantised, scale_count
+from kvkeep.cache.quantised import SCALE_DTYPE, KVTensor, QuantisedTensor, scale_count
 
 BITS = {"8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # bits of keys, and of values
 
@@ -51,7 +51,7 @@ class Layout:
         shape = (self.layers, self.kv_heads, count, self.head_dim)
         if bits == 16:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return Quantised.zeros(shape, bits, self.device)
+        return QuantisedTensor.zeros(shape, bits, self.device)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Bits:
 
 
 def bits_name(value: Any) -> Any:
-    """Return an integer of Python, NumPy or torch as a string, and any other value as it is."""
+    """Return an integer of any library as a key of `BITS`, such as "8"; other values unchanged."""
     if value is None or isinstance(value, (str, bool)):
         return value
     try:

@@ -32,18 +32,18 @@ class Queries:
         return Queries(self.vectors[:, :, first::stride], self.times[first::stride])
 
     def seen_from(self, position_map: PositionMap) -> "Queries":
-        """Return the queries at times shifted by the map's offset; the map's group is 1."""
+        """Return the queries at their positions towards a segment. The map's group must be 1."""
         return Queries(self.vectors, self.times + position_map.offset)
 
 
 class Observer:
-    """Records the queries of the newest `MAX_QUERIES` tokens.
+    """A record of the queries of the newest `MAX_QUERIES` tokens.
 
     Each step's queries are one tensor that is never written to again, so forks share them.
     """
 
     def __init__(self, earlier: Queries | None = None):
-        self._steps: list[tuple[int, Tensor]] = []  # time of the first; [layers, n, heads, d]
+        self._steps: list[tuple[int, Tensor]] = []  # first time; [layers, n, heads, head_dim]
         if earlier is not None:
             vectors = earlier.vectors.transpose(1, 2)
             for index, time in enumerate(earlier.times.tolist()):
@@ -76,13 +76,8 @@ class Observer:
         if not self._steps:
             return None
         vectors = torch.cat([queries for _, queries in self._steps], 1).transpose(1, 2)
-        times = torch.cat(
-            [
-                torch.arange(first, first + queries.shape[1], dtype=torch.int64, device="cpu")
-                for first, queries in self._steps
-            ]
-        )
-        return Queries(vectors, times)
+        times = [time + i for time, queries in self._steps for i in range(queries.shape[1])]
+        return Queries(vectors, torch.tensor(times, dtype=torch.int64, device="cpu"))
 
     def fork(self) -> "Observer":
         """Return an observer that shares all recorded queries and records its own from now on."""

@@ -24,7 +24,7 @@ _Index: TypeAlias = int | slice | Tensor | tuple[int | slice | None, ...] | None
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantisedTensor:
     """Hadamard-transformed vectors `[..., head_dim]` in 8 or 4 bits.
 
     Indices apply to the dimensions before the last.
@@ -39,7 +39,7 @@ class Quantised:
     scale: Tensor
 
     @classmethod
-    def zeros(cls, shape: Sequence[int], bits: int, device: torch.device) -> "Quantised":
+    def zeros(cls, shape: Sequence[int], bits: int, device: torch.device) -> "QuantisedTensor":
         """Return zeros of the shape `[..., head_dim]`."""
         *leading, head_dim = shape
         dtype, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
@@ -66,18 +66,18 @@ class Quantised:
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale.nbytes
 
-    def __getitem__(self, index: _Index) -> "Quantised":
-        return Quantised(self.data[index], self.scale[index])
+    def __getitem__(self, index: _Index) -> "QuantisedTensor":
+        return QuantisedTensor(self.data[index], self.scale[index])
 
-    def unbind(self) -> "tuple[Quantised, ...]":
+    def unbind(self) -> "tuple[QuantisedTensor, ...]":
         """Split along the first dimension."""
-        return tuple(map(Quantised, self.data.unbind(), self.scale.unbind()))
+        return tuple(map(QuantisedTensor, self.data.unbind(), self.scale.unbind()))
 
-    def clone(self) -> "Quantised":
-        return Quantised(self.data.clone(), self.scale.clone())
+    def clone(self) -> "QuantisedTensor":
+        return QuantisedTensor(self.data.clone(), self.scale.clone())
 
-    def to(self, device: torch.device) -> "Quantised":
-        return Quantised(self.data.to(device), self.scale.to(device))
+    def to(self, device: torch.device) -> "QuantisedTensor":
+        return QuantisedTensor(self.data.to(device), self.scale.to(device))
 
     def dequantise_transformed(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers, still Hadamard-transformed."""
@@ -89,10 +89,10 @@ class Quantised:
         return torch.addcmul(minimum, numbers, scale).view(nibbles.shape)
 
 
-KVTensor: TypeAlias = Tensor | Quantised
+KVTensor: TypeAlias = Tensor | QuantisedTensor
 
 
-def quantise(x: Tensor, bits: int) -> Quantised:
+def quantise(x: Tensor, bits: int) -> QuantisedTensor:
     """Quantise `x: [..., head_dim]` to 8 or 4 bits.
 
     The error of a transformed number is at most half its scale, apart from the rounding of scale
@@ -101,15 +101,15 @@ def quantise(x: Tensor, bits: int) -> Quantised:
     numbers = hadamard(x)
     if bits == 8:
         scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE_DTYPE)
-        units = numbers / scale.masked_fill(scale == 0, 1)
-        return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
+        scaled = numbers / scale.masked_fill(scale == 0, 1)
+        return QuantisedTensor(scaled.round_().clamp_(-127, 127).to(torch.int8), scale)
     group_count = scale_count(x.shape[-1], bits) // 2
     groups = numbers.view(*x.shape[:-1], group_count, x.shape[-1] // group_count)
     minimum = groups.amin(-1, keepdim=True).to(SCALE_DTYPE)
     scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE_DTYPE)
-    units = (groups - minimum) / scale.masked_fill(scale == 0, 1)
-    low, high = units.round_().clamp_(0, 15).to(torch.uint8).flatten(-2).chunk(2, -1)
-    return Quantised(low | high << 4, torch.cat((scale, minimum), -2).squeeze(-1))
+    scaled = (groups - minimum) / scale.masked_fill(scale == 0, 1)
+    low, high = scaled.round_().clamp_(0, 15).to(torch.uint8).flatten(-2).chunk(2, -1)
+    return QuantisedTensor(low | high << 4, torch.cat((scale, minimum), -2).squeeze(-1))
 
 
 def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
@@ -121,7 +121,7 @@ def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
 
 def requantise(stored: KVTensor, bits: int, dtype: torch.dtype) -> KVTensor:
     """Return vectors in 8 or 4 bits, or for 16 in `dtype`; unchanged if they are already."""
-    if isinstance(stored, Quantised) and stored.bits == bits:
+    if isinstance(stored, QuantisedTensor) and stored.bits == bits:
         return stored
     if bits == 16:
         return dequantise(stored, dtype)
@@ -134,18 +134,19 @@ def copy_stored(target: KVTensor, source: KVTensor) -> None:
         target.copy_(dequantise(source, target.dtype))
         return
     source = requantise(source, target.bits, torch.float32)
-    for stored, converted in zip(tensors(target), tensors(source), strict=True):
+    for stored, converted in zip(stored_tensors(target), stored_tensors(source), strict=True):
         stored.copy_(converted)
 
 
-def tensors(stored: KVTensor) -> tuple[Tensor, ...]:
+def stored_tensors(stored: KVTensor) -> tuple[Tensor, ...]:
+    """Return the tensors that hold keys or values: one, or data and scales."""
     return (stored,) if isinstance(stored, Tensor) else (stored.data, stored.scale)
 
 
 def map_stored(function: Callable[..., Tensor], *stored: KVTensor) -> KVTensor:
-    """Apply a function of tensors to vectors stored alike: if quantised, to data and to scales."""
-    results = [function(*parts) for parts in zip(*map(tensors, stored), strict=True)]
-    return results[0] if len(results) == 1 else Quantised(*results)
+    """Apply a function to keys or values: if quantised, to their data and to their scales."""
+    results = [function(*parts) for parts in zip(*map(stored_tensors, stored), strict=True)]
+    return results[0] if len(results) == 1 else QuantisedTensor(*results)
 
 
 def scale_count(head_dim: int, bits: int) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import HIDDEN, Part, attend_cells
+from kvkeep.cache.attention import MASK_BIAS, PartialAttention, attend_cells
 from kvkeep.cache.block import NO_TOKEN, Cells
 from kvkeep.cache.quantised import map_stored
 from kvkeep.cache.rope import Rope
@@ -16,7 +16,7 @@ _ZERO = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
-class Ragged(Cells):
+class RaggedCells(Cells):
     """Compressed cells in one row: those of layer 0 and KV head 0, oldest first, of head 1, ...
 
     They are never sliced or written to. Their length is the mean number of cells of a head, rounded
@@ -38,9 +38,9 @@ class Ragged(Cells):
     scores: Tensor | None = None
 
     @classmethod
-    def from_cells(cls, cells: Cells) -> "Ragged":
+    def from_cells(cls, cells: Cells) -> "RaggedCells":
         """Return ragged cells as they are, and others as a row of equal counts."""
-        if isinstance(cells, Ragged):
+        if isinstance(cells, RaggedCells):
             return cells
         cells = cells.to_compressed_format()
         head_shape = cells.stored_keys.shape[:2]
@@ -48,36 +48,38 @@ class Ragged(Cells):
         return cls._from_parts([cells], lambda x: x.flatten(0, 2), counts)
 
     @classmethod
-    def from_heads(cls, heads: Sequence[Cells], layers: int) -> "Ragged":
+    def from_heads(cls, heads: Sequence[Cells], layers: int) -> "RaggedCells":
         """Return the compressed cells `[1, 1, n, ...]` of each head, those of layer 0 first."""
         counts = torch.tensor([len(cells) for cells in heads], dtype=torch.int64, device="cpu")
         counts = counts.view(layers, -1)
         return cls._from_parts(heads, lambda *x: torch.cat([t.flatten(0, 2) for t in x]), counts)
 
     @classmethod
-    def select_from(cls, cells: Cells, mask: Tensor) -> "Ragged":
+    def select_from(cls, cells: Cells, mask: Tensor) -> "RaggedCells":
         """Return some of any kind of cells, copied.
 
         mask: bool `[layers, kv_heads, n]`; for ragged cells `[total]`.
         """
-        if isinstance(cells, Ragged):
+        if isinstance(cells, RaggedCells):
             return cls.select_and_concatenate([cells], [mask])
         parts = [cells.to_compressed_format()]
         return cls._from_parts(parts, lambda x: _select(x, mask), mask.cpu().sum(-1))
 
-    def clone(self) -> "Ragged":
+    def clone(self) -> "RaggedCells":
         scores = None if self.scores is None else self.scores.clone()
         return self._from_parts([self], torch.clone, self.counts, scores)
 
     @classmethod
-    def _concatenate(cls, parts: Sequence[Cells]) -> "Ragged":
+    def _concatenate(cls, parts: Sequence[Cells]) -> "RaggedCells":
         """Concatenate the cells of each head, in the order of the parts; copied."""
         ragged = [cls.from_cells(part) for part in parts]
         masks = [torch.ones_like(part.positions, dtype=torch.bool) for part in ragged]
         return cls.select_and_concatenate(ragged, masks)
 
     @classmethod
-    def select_and_concatenate(cls, parts: Sequence["Ragged"], masks: Sequence[Tensor]) -> "Ragged":
+    def select_and_concatenate(
+        cls, parts: Sequence["RaggedCells"], masks: Sequence[Tensor]
+    ) -> "RaggedCells":
         """Concatenate some cells of each head, in the order of the parts; copied.
 
         masks: for each part bool `[total]`.
@@ -97,7 +99,7 @@ class Ragged(Cells):
         to_row: Callable[..., Tensor],
         counts: Tensor,
         scores: Tensor | None = None,
-    ) -> "Ragged":
+    ) -> "RaggedCells":
         """Return the cells of compressed parts in one row.
 
         to_row: makes one tensor of the parts' keys, and likewise of values, positions and biases.
@@ -143,7 +145,7 @@ class Ragged(Cells):
         return int(self.counts.min()) >= 0 and self._offset_list[-1] == self.total
 
     def head_slice(self, layer: int, head: int) -> slice:
-        """Return where the cells of a head are in the row."""
+        """Return the range of a KV head's cells in the row."""
         index = layer * self.counts.shape[1] + head
         return slice(self._offset_list[index], self._offset_list[index + 1])
 
@@ -166,7 +168,7 @@ class Ragged(Cells):
             for head in range(kv_heads):
                 yield layer, head, self.head(layer, head)
 
-    def part(self, slot_range: slice) -> "Ragged":
+    def part(self, slot_range: slice) -> "RaggedCells":
         """Return the cells themselves: only a slice of all of them is allowed."""
         assert slot_range.indices(len(self)) == (0, len(self), 1), "ragged cells cannot be sliced"
         return self
@@ -179,7 +181,7 @@ class Ragged(Cells):
         is_rotated[list(rope.unrotated_layers)] = 0
         return shifts * is_rotated[self.head_indices // kv_heads]
 
-    def attend(self, layer: int, q: Tensor, scale: float, softcap: float = 0.0) -> Part:
+    def attend(self, layer: int, q: Tensor, scale: float, softcap: float = 0.0) -> PartialAttention:
         """Attend with every query to every cell of its KV head; see `attend_cells`.
 
         q: `[n, heads, head_dim]`, rotated.
@@ -191,10 +193,10 @@ class Ragged(Cells):
         for head in range(kv_heads):
             row_slice = self.head_slice(layer, head)
             if row_slice.start == row_slice.stop:
-                shape = (groups, 1, n) if n > 1 else (1, 1, groups)
+                shape = (groups, 1, n) if n > 1 else (1, 1, groups)  # as of `attend_cells`
                 out = torch.zeros(*shape, head_dim, dtype=q.dtype, device=q.device)
-                log_sum = torch.full(shape, HIDDEN, dtype=torch.float32, device=q.device)
-                parts.append(Part(out, log_sum))
+                log_sum = torch.full(shape, MASK_BIAS, dtype=torch.float32, device=q.device)
+                parts.append(PartialAttention(out, log_sum))
                 continue
             assert self.bias is not None
             parts.append(
@@ -209,11 +211,12 @@ class Ragged(Cells):
                     softcap=softcap,
                 )
             )
-        return Part(torch.cat([p.out for p in parts], 1), torch.cat([p.log_sum for p in parts], 1))
+        outs, log_sums = zip(*parts, strict=True)
+        return PartialAttention(torch.cat(outs, 1), torch.cat(log_sums, 1))
 
-    def to(self, device: torch.device) -> "Ragged":
+    def to(self, device: torch.device) -> "RaggedCells":
         moved = super().to(device)
-        assert isinstance(moved, Ragged)
+        assert isinstance(moved, RaggedCells)
         if moved is self or self.scores is None:
             return moved
         return replace(moved, scores=self.scores.to(device))
@@ -233,7 +236,7 @@ def _select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _gather(*parts: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of the concatenation of tensors by index, without concatenating them.
+    """Return rows of the concatenation of `parts` by index, without concatenating them.
 
     The first tensor is usually the largest, and its rows are copied once.
     """

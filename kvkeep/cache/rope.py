@@ -35,8 +35,8 @@ class PositionMap:
     def __call__(self, time: int) -> int:
         return time // self.group + self.offset
 
-    def closer(self, removed_cells: int) -> "PositionMap":
-        """Return the map after cells before the query were removed; a negative number: inserted."""
+    def closer_by(self, removed_cells: int) -> "PositionMap":
+        """Return the map after cells before the query were removed; negative if inserted."""
         return PositionMap(self.offset - removed_cells, self.group)
 
 
@@ -56,7 +56,7 @@ class Rope:
 
     inverse_frequencies: radians per position for each pair, `[head_dim / 2]`; float64 on the CPU,
         because some devices lack float64.
-    device: where rotations are returned.
+    device: of the rotations that are returned.
     unrotated_layers: indices of the cache's layers without RoPE (NoPE, arXiv:2305.19466).
     """
 
@@ -72,7 +72,7 @@ class Rope:
         )
         self._device = device
 
-    def at(self, positions: list[int] | range | Tensor) -> Rotation:
+    def rotation_at(self, positions: list[int] | range | Tensor) -> Rotation:
         """Return the rotation to the given positions (of either sign), `[..., n]` of them."""
         float_positions = torch.as_tensor(positions, dtype=torch.float64, device="cpu")
         angles = float_positions[..., None, None] * self.inverse_frequencies
@@ -85,10 +85,10 @@ class Rope:
     def shift(self, keys: Tensor, shifts: Tensor) -> Tensor:
         """Return keys `[layers, kv_heads, n, head_dim]` rotated by `shifts` further positions.
 
-        shifts: `[n]` or `[layers, kv_heads, n]`, applied in every layer, even without RoPE; see
+        shifts: `[n]` or `[layers, kv_heads, n]`; 0 in layers without RoPE, as from
         `Cells.key_shifts`.
         """
-        return rotate(keys.unsqueeze(-2), self.at(shifts)).squeeze(-2)
+        return rotate(keys.unsqueeze(-2), self.rotation_at(shifts)).squeeze(-2)
 
     def for_layers(self, layers: range) -> "Rope":
         """Return the table for a cache that has only these layers."""

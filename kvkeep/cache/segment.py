@@ -7,11 +7,11 @@ from torch import Tensor
 
 from kvkeep.cache.block import Block, Cells, ProtectedCells, UndoLog
 from kvkeep.cache.layout import Layout
-from kvkeep.cache.ragged import Ragged
+from kvkeep.cache.ragged import RaggedCells
 from kvkeep.cache.rope import PositionMap
 from kvkeep.cache.shallow_copy import shallow_copy
 
-GROWTH = 256  # cells added at least when a segment outgrows its storage
+MIN_GROWTH = 256  # cells added at least when a segment outgrows its storage
 
 
 class Segment:
@@ -20,12 +20,12 @@ class Segment:
     start, length: the live cells are in slots `start, start + 1, ... (modulo capacity)`, oldest
         first.
     limit: the most cells it may hold; storage grows up to it.
-    anchor: whether its cells stay when the window is full; others are then evicted, oldest first.
+    is_anchor: whether its cells stay when the window is full; others are evicted, oldest first.
     frozen: takes no new cells unless `reopen` allows them again.
     sealed: `reopen` refuses, because other segments continue after its cells.
-    lazy_growth: storage is allocated only as it fills, because other segments of the window still
+    grows_lazily: storage is allocated only as it fills, because other segments of the window still
         hold cells.
-    arriving_count: how many of its newest cells copy window cells that the next step evicts.
+    arriving_count: how many of its newest cells are copies of cells that the next step evicts.
     protected: in a successor, the cells that a rollback must restore.
 
     Each cell keeps a *place*, its slot plus the block's place_offset: a logical slot. Kernels sum
@@ -45,16 +45,16 @@ class Segment:
         layout: Layout,
         limit: int,
         position_map: PositionMap = PositionMap(),  # noqa: B008 (frozen)
-        anchor: bool = False,
+        is_anchor: bool = False,
         compressed: bool = False,
     ):
         self.layout = layout
         self.limit = limit
-        self.map = position_map
-        self.anchor = anchor
+        self.position_map = position_map
+        self.is_anchor = is_anchor
         self.frozen = False
         self.sealed = False
-        self.lazy_growth = False
+        self.grows_lazily = False
         self.arriving_count = 0
         self.protected: ProtectedCells | None = None
         self.start = 0
@@ -63,10 +63,10 @@ class Segment:
 
     @classmethod
     def from_cells(
-        cls, layout: Layout, cells: Cells, position_map: PositionMap, anchor: bool
+        cls, layout: Layout, cells: Cells, position_map: PositionMap, is_anchor: bool
     ) -> "Segment":
         """Return a frozen segment of exactly these cells, copied only if the layout differs."""
-        segment = cls(layout, len(cells), position_map, anchor)
+        segment = cls(layout, len(cells), position_map, is_anchor)
         block = Block(cells.to_layout(layout))
         segment.block, segment.length, segment.frozen = block, len(cells), True
         return segment
@@ -115,7 +115,7 @@ class Segment:
 
         Those of ragged cells, `[total]`, are returned as they are.
         """
-        if isinstance(self.block.slots, Ragged):
+        if isinstance(self.block.slots, RaggedCells):
             return slot_values
         return torch.cat([slot_values[..., s] for s in self.slot_ranges(0, self.length)], -1)
 
@@ -137,15 +137,15 @@ class Segment:
         Storage that exists grows by more than is needed, so that appending cell by cell rarely
         copies them.
         """
-        place = self.first_place
-        if place + count > self.limit:
+        first_place = self.first_place
+        if first_place + count > self.limit:  # places begin again at 0: it must be a ring
             if not self._is_ring:
-                self._relocate(self.limit, place % self.limit, place_offset=0)
+                self._relocate(self.limit, first_place % self.limit, place_offset=0)
         elif self.start + count > self.capacity:
-            growth = max(GROWTH, self.capacity // 8) if self.capacity else 0
-            growth = self.slack if self.lazy_growth else growth
+            growth = max(MIN_GROWTH, self.capacity // 8) if self.capacity else 0
+            growth = self.slack if self.grows_lazily else growth
             new_capacity = max(count, self.capacity - self.start + growth)
-            self._relocate(min(new_capacity, self.limit - place), 0, place_offset=place)
+            self._relocate(min(new_capacity, self.limit - first_place), 0, place_offset=first_place)
 
     @property
     def _is_ring(self) -> bool:
@@ -153,7 +153,7 @@ class Segment:
         return self.capacity == self.limit and not self.block.place_offset
 
     def _relocate(self, capacity: int, start: int, place_offset: int) -> None:
-        """Move the live cells to new storage, from slot `start` on; all of them or none."""
+        """Copy the live cells to new storage, from slot `start` on. All are copied, or none."""
         cells, moved = self.view(0, self.length), shallow_copy(self)
         slots = Cells.zeros(self.layout, capacity, self.compressed)
         moved.block, moved.start = Block(slots, place_offset=place_offset), start
@@ -185,7 +185,7 @@ class Segment:
         self.length += len(cells)
 
     def _write(self, cells: Cells, first: int) -> None:
-        """Write cells after the `first` oldest."""
+        """Write cells to the slots of the indices from `first` on."""
         begin = 0
         for slots in self.slot_ranges(first, len(cells)):
             end = begin + slots.stop - slots.start
@@ -194,14 +194,14 @@ class Segment:
 
     def _prepare_write(self, slot_ranges: list[slice]) -> None:
         """Copy shared storage before a write to it, and log protected cells in these slots."""
-        if any(slots.start < self.block.shared_slots for slots in slot_ranges):
+        if any(slots.start < self.block.shared_slot_count for slots in slot_ranges):
             self.block = self.block.copy()
         elif self.protected is not None and self.protected.block is self.block:
             self.protected.record(slot_ranges)
 
     @property
     def slack(self) -> int:
-        """Number of cells of storage that may be idle in each segment of an edited window."""
+        """How many idle slots a segment that grows lazily may have: few, for it is one of many."""
         return self.limit // 16
 
     def drop_oldest(self, count: int) -> None:
@@ -217,7 +217,7 @@ class Segment:
         """Let the segment take new cells, up to a limit; returns False if it cannot."""
         if self.compressed or self.sealed or self.length > limit:
             return False
-        if self.frozen and self.map != PositionMap():
+        if self.frozen and self.position_map != PositionMap():
             return False
         if limit != self.limit and self.wrapped:
             return False  # a ring of another size has other places
@@ -234,7 +234,7 @@ class Segment:
             self.sealed = False
 
     def part(self, first: int, count: int) -> "list[Segment]":
-        """Return some of its cells in place, as sealed segments: one for each run of slots."""
+        """Return some of its cells as sealed segments in the same storage, one per run of slots."""
         parts = []
         for slots in self.slot_ranges(first, count) if count else []:
             part = shallow_copy(self)
@@ -242,12 +242,12 @@ class Segment:
             part.length = slots.stop - slots.start
             part.limit = part.first_place + part.length
             part.frozen = part.sealed = True
-            part.lazy_growth, part.protected = False, None
+            part.grows_lazily, part.protected = False, None
             parts.append(part)
         return parts
 
     def tail(self, first: int) -> "list[Segment]":
-        """Return its cells from index `first` on; they take new cells if this segment does."""
+        """Return its cells from index `first` on, as one segment that can grow or sealed ones."""
         if not first:
             return [self]
         if self.frozen or self.wrapped or self.first_place + self.length == self.limit:
@@ -259,8 +259,8 @@ class Segment:
         return [tail]
 
     def compact(self) -> None:
-        """Move its cells, which are in one run, to storage of exactly their size; places stay."""
-        if isinstance(self.block.slots, Ragged):
+        """Copy its cells, in one run of slots, to storage of exactly their size; places stay."""
+        if isinstance(self.block.slots, RaggedCells):
             self.block = self.block.copy()
             return
         self._relocate(self.length, 0, place_offset=self.first_place)
@@ -311,6 +311,6 @@ class Segment:
         """Move its storage to a device; returns self."""
         slots = self.block.slots.to(device)
         if slots is not self.block.slots:
-            self.block = Block(slots, self.block.shared_slots, self.block.place_offset)
+            self.block = Block(slots, self.block.shared_slot_count, self.block.place_offset)
         self.layout = replace(self.layout, device=device)
         return self

@@ -33,8 +33,8 @@ class LayerAttention(Protocol):
 class LayerPlacement:
     """The cache, and its layer, that hold the cells read by a decoder layer."""
 
-    local: bool  # whether it is the cache of local layers
-    index: int  # the layer in that cache
+    is_local: bool  # whether it is the cache of local layers
+    index: int  # of the layer in that cache
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LayerDispatch:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         placement = self.placements[layer]
-        attention = self.local_attention if placement.local else self.global_attention
+        attention = self.local_attention if placement.is_local else self.global_attention
         return attention.attend(placement.index, q, k, v)
 
 
@@ -72,19 +72,19 @@ class Step:
         softmax denominator; None if it is not wanted.
     sampled: whether the model has just sampled the token, in contrast to a prompt's. Executors may
         choose other weights by it; the cache does not depend on it.
-    local: the step of the local layers' cache, if the decoder has such layers.
+    local_step: the step of the local layers' cache, if the decoder has such layers.
     placements: for each decoder layer, the cache and layer that has its cells.
     recurrent_states: of layers without cells, by name. The executor replaces them and never writes
         to one.
     """
 
     sampled = False
-    local: "Step | None" = None
+    local_step: "Step | None" = None
     placements: Sequence[LayerPlacement] = ()
     recurrent_states: Mapping[str, Tensor] = MappingProxyType({})
     queries: Tensor | None = None
     log_sums: Tensor | None = None
-    _written_count = 0  # new cells that are in the newest segment's storage already
+    _written_count = 0  # new cells that go to the newest segment's storage before attention
 
     def __init__(
         self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig
@@ -95,58 +95,60 @@ class Step:
         self.times = times
         self.count = len(times)
         self.attention = attention
-        self._window_cells = sum(s.length for s in segments if not s.anchor)
-        added_counts = [0 if self.newest_segment.anchor else i + 1 for i in range(self.count)]
+        self._window_cells = sum(s.length for s in segments if not s.is_anchor)
+        added_counts = [0 if self.newest_segment.is_anchor else i + 1 for i in range(self.count)]
         self.evicted_counts = [window.evicted_count(self._window_cells + n) for n in added_counts]
-        self.query_positions: list[list[int]] = [[self.newest_segment.map(t) for t in times]]
+        self.query_positions = [[self.newest_segment.position_map(t) for t in times]]
         self.views: list[View] = []
         preceding_cells = 0  # window cells in segments before this one
         for segment in segments:
             view = self._view_segment(segment, preceding_cells)
             if view is not None:
                 self.views.append(view)
-            preceding_cells += 0 if segment.anchor else segment.length
+            preceding_cells += 0 if segment.is_anchor else segment.length
         self.all_views = self.views
 
     @property
     def layer_attention(self) -> LayerAttention:
         """The attention of all decoder layers, those of the local cache included."""
-        return self if self.local is None else LayerDispatch(self.placements, self, self.local)
+        local_step = self.local_step
+        return self if local_step is None else LayerDispatch(self.placements, self, local_step)
 
     @cached_property
     def rotations(self) -> list[Rotation]:
-        return [self.attention.rope.at(positions) for positions in self.query_positions]
+        return [self.attention.rope.rotation_at(positions) for positions in self.query_positions]
 
     def _view_segment(self, segment: Segment, preceding_cells: int) -> View | None:
         """Return what the queries see of a segment; None if they see none of it.
 
-        preceding_cells: number of window cells in the segments before it. Further evicted cells are
-        of this segment or, if it is an anchor, were between it and the queries, which come closer
-        by as many positions, unless `window.moves`.
+        preceding_cells: number of window cells in the segments before it. Cells evicted beyond
+        these are of this segment; or, of an anchor, stood between it and the queries, whose
+        positions towards it are then lower by as many, unless `window.moves`.
         """
         length = segment.length + (self._written_count if segment is self.newest_segment else 0)
         evicted_here = [max(0, n - preceding_cells) for n in self.evicted_counts]
-        positions = [segment.map(time) for time in self.times]
-        first, visible = 0, None
-        if not segment.anchor:
-            # In the example above the window has 3 cells, evicted is [1, 2], and the view is of
-            # the 2 newest.
+        positions = [segment.position_map(time) for time in self.times]
+        first, visible_ranks = 0, list[tuple[int, int]]()
+        if not segment.is_anchor:
+            # In the example above the window has 3 cells, evicted_here is [1, 2], and the view is
+            # of the 2 newest.
             first = evicted_here[0]
-            visible = [(n, length) for n in evicted_here] if evicted_here[-1] > first else None
+            if evicted_here[-1] > first:
+                visible_ranks = [(n, length) for n in evicted_here]
         else:
             if not self.window.moves:
                 positions = [p - n for p, n in zip(positions, evicted_here, strict=True)]
             if segment.arriving_count:
-                # Of arriving cells, a query sees those that are evicted before it: with 10 cells,
-                # 2 of them arriving, and evicted [1, 2], the first sees 9 and the second 10.
+                # A query sees arriving cells, which are copies, once their originals are evicted:
+                # with 10 cells, 2 of them arriving, and evicted [1, 2], it sees 9, the next one 10.
                 settled_count = length - segment.arriving_count
-                visible = [(0, settled_count + n) for n in self.evicted_counts]
+                visible_ranks = [(0, settled_count + n) for n in self.evicted_counts]
         if length <= first:
             return None
         if positions not in self.query_positions:
             self.query_positions.append(positions)
-        rotation = self.query_positions.index(positions)
-        return View.of_segment(segment, first, length, rotation, visible)
+        rotation_index = self.query_positions.index(positions)
+        return View.of_segment(segment, first, length, rotation_index, visible_ranks)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Store the new cells of a layer and attend to all that its queries see.
@@ -160,7 +162,7 @@ class Step:
         if k is not None and v is not None:
             self.write(layer, attention.rope.rotate_layer(layer, k, self.rotations[0]), v)
         queries = [attention.rope.rotate_layer(layer, q, rotation) for rotation in self.rotations]
-        parts = [view.attend(layer, queries[view.rotation], attention) for view in self.all_views]
+        parts = [v.attend(layer, queries[v.rotation_index], attention) for v in self.all_views]
         part = attention.with_sinks(layer, combine(parts), self.count)
         if self.log_sums is not None:
             self.log_sums[layer] = part.log_sum.transpose(0, 1).flatten(0, 1)
@@ -210,7 +212,7 @@ class DecodeStep(Step):
         copy_stored(value_slots[layer], values[0])
 
     def commit(self, serial: int) -> None:
-        self.window.evict(self.segments, max(0, self.evicted_counts[-1] - self.window.spare))
+        self.window.evict(self.segments, max(0, self.evicted_counts[-1] - self.window.spare_cells))
         self.newest_segment.occupy(self.slot, self.query_positions[0][0], serial)
 
 
@@ -228,8 +230,9 @@ class ChunkStep(Step):
         bias = None  # each query sees all new tokens before it, unless the chunk fills the window
         if self.evicted_counts[-1] > self._window_cells:
             ranks = torch.arange(self.count, dtype=torch.int64, device="cpu")
-            visible = [(n - self._window_cells, i + 1) for i, n in enumerate(self.evicted_counts)]
-            bias = range_bias(ranks, visible, self.newest_segment.layout.device)
+            first_ranks = [n - self._window_cells for n in self.evicted_counts]
+            visible_ranks = [(first, i + 1) for i, first in enumerate(first_ranks)]
+            bias = range_bias(ranks, visible_ranks, self.newest_segment.layout.device)
         new_view = View(self.new_cells, slice(0, self.count), 0, bias, 0, causal=bias is None)
         self.all_views = [new_view, *self.views]
 
@@ -240,11 +243,11 @@ class ChunkStep(Step):
     def commit(self, serial: int) -> None:
         positions = torch.tensor(self.query_positions[0], dtype=torch.int64, device="cpu")
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
-        evict_count = max(0, self.evicted_counts[-1] - self.window.spare)
+        evict_count = max(0, self.evicted_counts[-1] - self.window.spare_cells)
         self.window.evict(self.segments, min(evict_count, self._window_cells))
-        dropped_new = max(0, evict_count - self._window_cells)  # of a chunk that exceeds the window
+        dropped_count = max(0, evict_count - self._window_cells)  # if the chunk exceeds the window
         new = Cells(self.new_cells.keys, self.new_cells.values, positions, serials)
-        self.newest_segment.append(new.part(slice(dropped_new, None)))
+        self.newest_segment.append(new.part(slice(dropped_count, None)))
         for segment in self.segments:
-            if segment.anchor:
-                segment.map = segment.map.closer(dropped_new)
+            if segment.is_anchor:
+                segment.position_map = segment.position_map.closer_by(dropped_count)

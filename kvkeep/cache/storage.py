@@ -1,4 +1,4 @@
-"""The memory that segments take: its size, merging small segments, and freeing idle storage."""
+"""The memory of a cache's segments: its size, merging small segments, and freeing idle slots."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ import torch
 from kvkeep.cache.block import Cells, Storage
 from kvkeep.cache.segment import Segment
 
-IDLE_DIVISOR = 8  # an eighth of a budget's cells may be idle
+IDLE_DIVISOR = 8  # idle slots may be an eighth of the budget
 MAX_SMALL_CELLS = 256  # copying these takes less time than evaluating a token
-MAX_BORDERS = 16  # between segments that could be merged: each makes later tokens a little slower
+MAX_BORDERS = 16  # between segments that can be merged: each makes later tokens a little slower
 
 
 def nbytes(segments: Sequence[Segment]) -> int:
@@ -25,8 +25,8 @@ def merge_segments(segments: Sequence[Segment], max_cells: int | None = None) ->
     """
     runs: list[list[Segment]] = []
     for segment in segments:
-        mergeable = runs and _mergeable(runs[-1][-1], segment)
-        if mergeable and (max_cells is None or _live_cells(runs[-1]) + segment.length <= max_cells):
+        can_merge = runs and _can_merge(runs[-1][-1], segment)
+        if can_merge and (max_cells is None or _count_cells([*runs[-1], segment]) <= max_cells):
             runs[-1].append(segment)
         elif segment.length:
             runs.append([segment])
@@ -34,59 +34,60 @@ def merge_segments(segments: Sequence[Segment], max_cells: int | None = None) ->
     for first, *others in runs:
         if others:
             cells = Cells.concatenate([s.read(0, s.length) for s in (first, *others)])
-            first = Segment.from_cells(first.layout, cells, first.map, first.anchor)
+            first = Segment.from_cells(first.layout, cells, first.position_map, first.is_anchor)
         merged.append(first)
     return merged
 
 
 def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Merge neighbours of at most `MAX_SMALL_CELLS` in all; or all, if too many would remain.
+    """Merge neighbours of together at most `MAX_SMALL_CELLS`, or of any size if too many remain.
 
-    Thus cells are rarely copied, and small edits do not make ever more segments.
+    Merging copies cells: this rarely copies many, and small edits do not make ever more segments.
     """
     merged = merge_segments(segments, MAX_SMALL_CELLS)
-    borders = sum(_mergeable(left, right) for left, right in itertools.pairwise(merged))
-    return merge_segments(merged) if borders > MAX_BORDERS else merged
+    border_count = sum(_can_merge(left, right) for left, right in itertools.pairwise(merged))
+    return merge_segments(merged) if border_count > MAX_BORDERS else merged
 
 
-def _mergeable(left: Segment, right: Segment) -> bool:
-    return (left.map, left.anchor, left.compressed) == (right.map, right.anchor, right.compressed)
+def _can_merge(left: Segment, right: Segment) -> bool:
+    left_kind, right_kind = ((s.is_anchor, s.compressed) for s in (left, right))
+    return left_kind == right_kind and left.position_map == right.position_map
 
 
 def trim(segments: Sequence[Segment], budget: int) -> None:
     """Free slots of dropped cells, by moving the remaining cells to storage of exactly their size.
 
     Slots become idle when cells are cut out, or evicted from a frozen segment. Cells move if more
-    of their storage is idle than in use, or if all storage takes more than a budget of cells and an
+    of their storage is idle than in use, or if all storage exceeds the budget of cells by an
     eighth. The copying costs no more than the change that made the slots idle. Storage that another
     session or a snapshot uses stays and does not count: moving cells out would not free it.
     """
     if not any(segment.frozen for segment in segments):
         return
-    storages = {s: users for s, users in _users_by_storage(segments).items() if _movable(s, users)}
-    idle_slots = {s: s.capacity - _live_cells(users) for s, users in storages.items()}
-    excess = _live_cells(segments) + sum(idle_slots.values()) - budget - budget // IDLE_DIVISOR
-    for storage in sorted(storages, key=lambda storage: -idle_slots[storage]):
+    storages = {s: users for s, users in _users_by_storage(segments).items() if _can_move(s, users)}
+    idle_counts = {s: s.capacity - _count_cells(users) for s, users in storages.items()}
+    excess = _count_cells(segments) + sum(idle_counts.values()) - budget - budget // IDLE_DIVISOR
+    for storage in sorted(storages, key=lambda storage: -idle_counts[storage]):
         users = storages[storage]
-        dropped_slots = idle_slots[storage] - sum(_unfilled_slots(segment) for segment in users)
-        if idle_slots[storage] and (dropped_slots > _live_cells(users) or excess > 0):
-            excess -= idle_slots[storage]
+        dropped_count = idle_counts[storage] - sum(map(_count_unfilled_slots, users))
+        if idle_counts[storage] and (dropped_count > _count_cells(users) or excess > 0):
+            excess -= idle_counts[storage]
             with torch.inference_mode():
                 for segment in users:
                     segment.compact()
 
 
-def _movable(storage: Storage, users: Sequence[Segment]) -> bool:
+def _can_move(storage: Storage, users: Sequence[Segment]) -> bool:
     """Whether only these segments use the storage, and their cells can move."""
     blocks = [segment.block for segment in users]
     return all(block in blocks for block in storage.blocks) and not any(s.wrapped for s in users)
 
 
-def _live_cells(segments: Sequence[Segment]) -> int:
+def _count_cells(segments: Sequence[Segment]) -> int:
     return sum(segment.length for segment in segments)
 
 
-def _unfilled_slots(segment: Segment) -> int:
+def _count_unfilled_slots(segment: Segment) -> int:
     return 0 if segment.frozen else segment.capacity - segment.length - segment.start
 
 

@@ -6,10 +6,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import AttentionConfig, Part, attend_cells, range_bias
+from kvkeep.cache.attention import AttentionConfig, PartialAttention, attend_cells, range_bias
 from kvkeep.cache.block import Cells
 from kvkeep.cache.quantised import KVTensor
-from kvkeep.cache.ragged import Ragged
+from kvkeep.cache.ragged import RaggedCells
 from kvkeep.cache.segment import Segment
 
 
@@ -18,14 +18,14 @@ class View:
     """Stored cells as the queries of one step see them.
 
     slots, slot_range: the storage of the cells and their range. place_offset: the place of slot 0.
-    rotation: index of the step's rotation that the queries take towards these cells.
+    rotation_index: of the step's rotation that the queries take towards these cells.
     bias: `[n, cells]` float32, or None where every query sees every cell, as with ragged cells.
     causal: whether query i sees cells 0 ... i only; there is no bias then.
     """
 
     slots: Cells
     slot_range: slice
-    rotation: int
+    rotation_index: int
     bias: Tensor | None
     place_offset: int
     causal: bool = field(default=False, kw_only=True)
@@ -36,24 +36,25 @@ class View:
         segment: Segment,
         first: int,
         end: int,
-        rotation: int,
-        visible: list[tuple[int, int]] | None,
+        rotation_index: int,
+        visible_ranks: list[tuple[int, int]],
     ) -> "View":
         """Return the view of a segment's cells `first ... end - 1`, 0 for the oldest.
 
-        visible: for each query, the range (first, end) of cells that it sees, as ranks in the
-        segment; None if every query sees all of the view.
+        visible_ranks: for each query, the range (first, end) of cells that it sees, by their ranks
+        in the segment; empty if every query sees all of the view.
         """
         ranges = segment.slot_ranges(first, end - first)
         slot_range = ranges[0] if len(ranges) == 1 else slice(0, segment.capacity)
         bias = None
-        if visible or end - first < slot_range.stop - slot_range.start:
+        if visible_ranks or end - first < slot_range.stop - slot_range.start:
             slots = torch.arange(slot_range.start, slot_range.stop, dtype=torch.int64, device="cpu")
             # The rank of each slot's cell. `first` is the lowest, so a cell that is written in this
             # step has the highest, also in a ring where it takes the slot of an evicted cell.
             ranks = (slots - segment.start - first) % segment.capacity + first
-            bias = range_bias(ranks, visible or [(first, end)], segment.layout.device)
-        return cls(segment.block.slots, slot_range, rotation, bias, segment.block.place_offset)
+            bias = range_bias(ranks, visible_ranks or [(first, end)], segment.layout.device)
+        block = segment.block
+        return cls(block.slots, slot_range, rotation_index, bias, block.place_offset)
 
     @cached_property
     def keys(self) -> tuple[KVTensor, ...]:
@@ -70,9 +71,9 @@ class View:
         """For each layer `[kv_heads, cells]` float32, or None."""
         return self.slots.layer_biases(self.slot_range)
 
-    def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
+    def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> PartialAttention:
         """Attend with queries `[n, heads, head_dim]`, rotated; see `attend_cells`."""
-        if isinstance(self.slots, Ragged):
+        if isinstance(self.slots, RaggedCells):
             return self.slots.attend(layer, q, attention.scale, attention.softcap)
         return attend_cells(
             q,

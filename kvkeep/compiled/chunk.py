@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvkeep.cache import LayerAttention, Ragged
+from kvkeep.cache import LayerAttention, RaggedCells
 from kvkeep.cache.step import ChunkStep, LayerDispatch
 from kvkeep.cache.view import View
 from kvkeep.compiled import binding as c
@@ -19,7 +19,7 @@ def layer_attention(step: AnyStep) -> LayerAttention:
     kernels = c.library()
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
-    layouts = [group_step.newest_segment.layout for group_step in (step, step.local) if group_step]
+    layouts = [s.newest_segment.layout for s in (step, step.local_step) if s]
     is_supported = all(
         layout.device.type == "cpu"
         and layout.dtype is torch.bfloat16
@@ -32,9 +32,9 @@ def layer_attention(step: AnyStep) -> LayerAttention:
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
     """Return the kernels' attention of a chunk in all layers, local ones included."""
     attention = ChunkAttention(step, kernels)
-    if not isinstance(step.local, ChunkStep):
+    if not isinstance(step.local_step, ChunkStep):
         return attention
-    return LayerDispatch(step.placements, attention, ChunkAttention(step.local, kernels))
+    return LayerDispatch(step.placements, attention, ChunkAttention(step.local_step, kernels))
 
 
 class ChunkAttention:
@@ -47,7 +47,7 @@ class ChunkAttention:
         layers = step.new_cells.keys.shape[0]
         for view in step.views:
             cells = view.slots
-            count = cells.counts.shape[0] if isinstance(cells, Ragged) else len(view.keys)
+            count = cells.counts.shape[0] if isinstance(cells, RaggedCells) else len(view.keys)
             require(count == layers, f"cells of {layers} layers", count)
         self._step = step
         self._kernels = kernels
@@ -127,13 +127,13 @@ def _describe_view(view: View, layer: int, cells_shape: tuple[int, int, int]) ->
     """Describe a view's cells in one layer. cells_shape: `(kv_heads, n, head_dim)` of the chunk."""
     kv_heads, n, head_dim = cells_shape
     cells = view.slots
-    if isinstance(cells, Ragged):
+    if isinstance(cells, RaggedCells):
         keys, values, biases, offsets = ragged_cells(
             cells, cells.counts.shape[0], kv_heads, head_dim
         )
         offsets += layer * kv_heads * cells.offsets.itemsize
-        max_count = int(cells.counts[layer].max())
-        return c.CChunkView(keys, values, max_count, view.rotation, 0, 0, None, biases, 0, offsets)
+        max_count, rotation = int(cells.counts[layer].max()), view.rotation_index
+        return c.CChunkView(keys, values, max_count, rotation, 0, 0, None, biases, 0, offsets)
     layer_keys, layer_values = view.keys[layer], view.values[layer]
     count, bias, cell_bias = layer_keys.shape[1], view.bias, view.cell_bias[layer]
     shape = (kv_heads, count, head_dim)
@@ -142,7 +142,7 @@ def _describe_view(view: View, layer: int, cells_shape: tuple[int, int, int]) ->
         stored_cells(layer_keys, shape, 0),
         stored_cells(layer_values, shape, 0),
         count,
-        view.rotation,
+        view.rotation_index,
         int(view.causal),
         0 if bias_rows == 1 else count,
         None if bias is None else address(bias, "a bias", torch.float32, (bias_rows, count)),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.cache.quantised import SCALE_DTYPE, KVTensor, scale_count
 from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
@@ -64,7 +64,7 @@ def stored_cells(stored: KVTensor, shape: tuple[int, ...], *outer_strides: int) 
 
 
 def ragged_cells(
-    cells: Ragged, layers: int, kv_heads: int, head_dim: int
+    cells: RaggedCells, layers: int, kv_heads: int, head_dim: int
 ) -> tuple[c.CStoredCells, c.CStoredCells, int, int]:
     """Describe ragged cells: keys, values, and the addresses of biases and of heads' offsets.
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.cache.group_step import SharedView, shared_views
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
@@ -40,7 +40,7 @@ def describe_step(
     Also returns the views whose biases the structure points to: they must live as long as it.
     Raises KernelMismatch for cells of another shape.
     """
-    local_steps = [step.local for step in steps if isinstance(step.local, DecodeStep)]
+    local_steps = [step.local_step for step in steps if isinstance(step.local_step, DecodeStep)]
     steps_by_group = [steps, local_steps] if local_steps else [steps]
     expected = f"{len(shapes)} groups of layers"
     require(len(steps_by_group) == len(shapes), expected, len(steps_by_group))
@@ -69,7 +69,7 @@ def _describe_group(
         for row, reader in enumerate(view.readers)
     }
     views = [
-        c.CSequenceView(step.query_positions[view.rotation][0], *view_and_row[id(view)])
+        c.CSequenceView(step.query_positions[view.rotation_index][0], *view_and_row[id(view)])
         for step in steps
         for view in step.views
     ]
@@ -103,7 +103,7 @@ def _describe_sequence(token: int, step: DecodeStep, shape: GroupShape) -> c.CSe
 def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
     layers, kv_heads, _, head_dim = shape
     cells, readers = view.slots, len(view.readers)  # a reader is one sequence's use of the view
-    if isinstance(cells, Ragged):
+    if isinstance(cells, RaggedCells):
         keys, values, cell_biases, offsets = ragged_cells(cells, layers, kv_heads, head_dim)
         count = cells.max_count
         return c.CSharedView(keys, values, 0, count, readers, 0, None, cell_biases, 0, 0, offsets)

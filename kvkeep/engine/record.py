@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvkeep.cache.segment import GROWTH
+from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.session import Session
@@ -182,12 +182,12 @@ def max_session_bytes(session: Session, new_tokens: int | None) -> int:
     """Return the bytes that a session's cells can take with `new_tokens`; None for any number."""
     cache, budget = session.cache, session.max_kv_size
     cells = budget if new_tokens is None else cache.cells + new_tokens
-    slots = min(_STORAGE_FACTOR * cells + GROWTH, _STORAGE_FACTOR * budget)
+    slots = min(_STORAGE_FACTOR * cells + MIN_GROWTH, _STORAGE_FACTOR * budget)
     cell_bytes = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
     step_bytes = session.prefill_step * cache.layout.plain.cell_bytes
     total = math.ceil(slots * cell_bytes) + step_bytes
-    if cache.local is not None:
-        window, local_bytes = cache.local.window.size or budget, cache.local.layout.cell_bytes
+    if (local_cache := cache.local_cache) is not None:
+        window, local_bytes = local_cache.window.size or budget, local_cache.layout.cell_bytes
         total += math.ceil(min(budget, window + 128) * local_bytes * _STORAGE_FACTOR)
         total += session.prefill_step * local_bytes
     return max(total, cache.nbytes)

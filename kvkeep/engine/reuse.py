@@ -198,10 +198,10 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
         return 0, "compressed"
     if cache.layout.quantised or cache.far_layout.quantised:
         return 0, "quantised"
-    if cache.cells < len(session.tokens) or cache.local is not None or cache.recurrent_states:
+    if cache.cells < len(session.tokens) or cache.local_cache is not None or cache.recurrent_states:
         return 0, "forgotten"
-    window = next((segment.length for segment in cache.segments if not segment.anchor), 0)
-    anchors = sum(segment.length for segment in cache.segments if segment.anchor)
+    window = next((segment.length for segment in cache.segments if not segment.is_anchor), 0)
+    anchors = sum(segment.length for segment in cache.segments if segment.is_anchor)
     limit = min(limit, window + anchors)
     # The last step of a prompt is rarely whole; its tokens do not count as sampled ones.
     has_sampled_tokens = limit >= record.step_aligned_tokens + session.prefill_step

@@ -133,7 +133,7 @@ class Archive(Policy):
         super().check_held(cache)
         archived = archived_segments(cache)
         cells, limit = sum(s.length for s in archived), self.limit(pinned_cells(cache, self.keep))
-        evictable = sum(not segment.anchor for segment in archived)
+        evictable = sum(not segment.is_anchor for segment in archived)
         require_held(
             cells <= limit and not evictable,
             f"{cells} of {limit} archived cells, and {evictable} archived segments without anchors",
@@ -147,7 +147,7 @@ class Archive(Policy):
             return anchor_count
         window_size = self.window + self.block
         newest = cache.open_window(window_size)
-        newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
+        newest.grows_lazily = any(not s.is_anchor for s in cache.segments[:-1])
         count = min(wanted, window_size - window_cells(cache))
         newest.reserve(newest.length + count + min(ahead, window_size - newest.length - count))
         return count

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from kvkeep.cache import Block, Cells, KVCache, PositionMap, Ragged, Segment
+from kvkeep.cache import Block, Cells, KVCache, PositionMap, RaggedCells, Segment
 
 SEGMENT_CELLS = 1024  # that one segment of the archive holds
 
@@ -15,10 +15,8 @@ def archived_segments(cache: KVCache) -> list[Segment]:
 
 def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
     """Return each segment's cells at the positions they are seen at; not to be written to."""
-    return [
-        cells_at_seen_positions(cache, [(segment, segment.view(0, segment.length))])
-        for segment in archived
-    ]
+    parts = [(segment, segment.view(0, segment.length)) for segment in archived]
+    return [cells_at_seen_positions(cache, [part]) for part in parts]
 
 
 def cells_at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cells:
@@ -29,7 +27,7 @@ def cells_at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) 
     """
     moved_cells = []
     for segment, cells in parts:
-        dequantised, offset = cells.dequantise(cache.layout.dtype), segment.map.offset
+        dequantised, offset = cells.dequantise(cache.layout.dtype), segment.position_map.offset
         if offset:
             shift = torch.tensor([-offset], dtype=torch.int64, device=dequantised.positions.device)
             dequantised = dequantised.shift(cache.rope, shift)
@@ -43,18 +41,18 @@ def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, lim
     limit: the archive's maximum size.
     """
     layout, newest = cache.far_layout, archived[-1] if archived else None
-    if newest is not None and newest.map != PositionMap():
+    if newest is not None and newest.position_map != PositionMap():
         newest = None  # its cells are not seen at the positions of their keys
-    if isinstance(cells, Ragged):  # which nothing can be appended to: the segment is replaced
+    if isinstance(cells, RaggedCells):  # which nothing can be appended to: the segment is replaced
         new_cells: Cells = cells
         if newest is not None and newest.length + len(cells) <= SEGMENT_CELLS:
             archived.pop()
             new_cells = Cells.concatenate([newest.read(0, newest.length), cells.to_layout(layout)])
-        archived.append(Segment.from_cells(layout, new_cells, PositionMap(), anchor=True))
+        archived.append(Segment.from_cells(layout, new_cells, PositionMap(), is_anchor=True))
         return
     if newest is None or newest.frozen or newest.length + len(cells) > newest.limit:
         segment_limit = max(len(cells), min(SEGMENT_CELLS, limit))
-        newest = Segment(layout, segment_limit, anchor=True, compressed=True)
+        newest = Segment(layout, segment_limit, is_anchor=True, compressed=True)
         archived.append(newest)
     newest.append(cells)
 
@@ -62,7 +60,7 @@ def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, lim
 def replace_archive(cache: KVCache, archived: list[Segment]) -> None:
     """Replace the archive's segments by others, before the first segment of the window."""
     others = [segment for segment in cache.segments if not segment.compressed]
-    index = next((i for i, segment in enumerate(others) if not segment.anchor), len(others))
+    index = next((i for i, segment in enumerate(others) if not segment.is_anchor), len(others))
     cache.segments = [*others[:index], *archived, *others[index:]]
 
 
@@ -78,25 +76,24 @@ def halve_distances(cache: KVCache, boundary: int, limit: int) -> None:
 
 
 def _max_distance(cache: KVCache) -> int:
-    return max(
-        (segment.map(cache.time) - int(segment.positions().min()) for segment in cache.segments),
-        default=0,
-    )
+    segments = cache.segments
+    distances = (s.position_map(cache.time) - int(s.positions().min()) for s in segments)
+    return max(distances, default=0)
 
 
 def _halve_distances_to(segment: Segment, boundary: int, cache: KVCache) -> None:
     """Halve the distances from position `boundary` to the segment's earlier cells."""
     if segment.compressed:
         cells = segment.block.slots
-        seen = cells.positions - segment.map.offset
+        seen = cells.positions - segment.position_map.offset
         positions = torch.where(seen < boundary, boundary - (boundary - seen + 1) // 2, seen)
         moved = cells.shift(cache.rope, positions - cells.positions)
         segment.block = Block(moved, place_offset=segment.block.place_offset)
-        segment.map = PositionMap()
+        segment.position_map = PositionMap()
         return
-    newest = int(segment.positions()[-1]) - segment.map.offset
+    newest = int(segment.positions()[-1]) - segment.position_map.offset
     if newest < boundary:
-        segment.map = segment.map.closer((boundary - newest) // 2)
+        segment.position_map = segment.position_map.closer_by((boundary - newest) // 2)
 
 
 def _split_at_gaps(segment: Segment) -> list[Segment]:
@@ -107,9 +104,6 @@ def _split_at_gaps(segment: Segment) -> list[Segment]:
     bounds = [0, *gaps.tolist(), segment.length]
     if len(bounds) == 2:
         return [segment]
-    return [
-        Segment.from_cells(
-            segment.layout, segment.read(first, end - first), segment.map, segment.anchor
-        )
-        for first, end in itertools.pairwise(bounds)
-    ]
+    runs = [segment.read(first, end - first) for first, end in itertools.pairwise(bounds)]
+    layout, position_map = segment.layout, segment.position_map
+    return [Segment.from_cells(layout, cells, position_map, segment.is_anchor) for cells in runs]

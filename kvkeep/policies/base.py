@@ -115,12 +115,10 @@ class Policy(ABC):
         self.check(pinned_cells(cache, self.keep))
         require_held(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
         for segment in cache.segments:
-            bounded = segment.anchor or segment.wrapped
-            require_held(
-                not bounded or segment.limit <= self.max_kv_size,
-                f"a limit of {segment.limit} cells, of {self.max_kv_size}",
-            )
-            same_group = segment.map.group == self.group_of(segment)
+            is_bounded = segment.is_anchor or segment.wrapped
+            fits = segment.limit <= self.max_kv_size or not is_bounded
+            require_held(fits, f"a limit of {segment.limit} cells, of {self.max_kv_size}")
+            same_group = segment.position_map.group == self.group_of(segment)
             require_held(same_group, "cells in groups of another size")
             require_held(self.compresses or not segment.compressed, "compressed cells")
         limit, count = self.window_limit(cache), window_cells(cache)
@@ -167,12 +165,12 @@ def require_held(condition: bool, contents: str) -> None:
 
 
 def window_cells(cache: KVCache) -> int:
-    return sum(segment.length for segment in cache.segments if not segment.anchor)
+    return sum(segment.length for segment in cache.segments if not segment.is_anchor)
 
 
 def pinned_cells(cache: KVCache, keep: int) -> int:
     """Return how many uncompressed anchor cells there are beyond the first `keep`: the pins."""
-    anchors = (s for s in cache.segments if s.anchor and not s.compressed)
+    anchors = (s for s in cache.segments if s.is_anchor and not s.compressed)
     return max(0, sum(segment.length for segment in anchors) - keep)
 
 
@@ -187,10 +185,10 @@ def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
     Returns how many of the `wanted` tokens go there; 0 if the window comes next.
     """
     missing = keep - cache.cells
-    if missing <= 0 or any(not segment.anchor for segment in cache.segments):
+    if missing <= 0 or any(not segment.is_anchor for segment in cache.segments):
         return 0
     newest = cache.segments[-1] if cache.segments else None
     if newest is None or not newest.reopen(newest.length + missing):
-        newest = cache.append_segment(missing, anchor=True)
+        newest = cache.append_segment(missing, is_anchor=True)
     newest.reserve(newest.limit)
     return min(wanted, missing)

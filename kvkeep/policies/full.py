@@ -85,14 +85,14 @@ class SelfExtend(Policy):
         return min(self.window, self.max_kv_size)  # tokens before any is grouped
 
     def group_of(self, segment: Segment) -> int:
-        return self.group if segment.anchor else 1
+        return self.group if segment.is_anchor else 1
 
     def window_limit(self, cache: KVCache) -> int:
         return self.window
 
     def check_held(self, cache: KVCache) -> None:
         super().check_held(cache)
-        anchors = [segment.anchor for segment in cache.segments]
+        anchors = [segment.is_anchor for segment in cache.segments]
         require_held(anchors == sorted(anchors, reverse=True), "far cells after window cells")
 
     def room(self, cache: KVCache) -> int | None:
@@ -111,17 +111,16 @@ class SelfExtend(Policy):
     def _copy_to_far_segment(self, cache: KVCache, count: int) -> None:
         """Copy the oldest `count` window cells, which the next step evicts."""
         offset = self.window - self.window // self.group
-        far_segment = next((s for s in cache.segments if s.anchor and not s.frozen), None)
+        far_segment = next((s for s in cache.segments if s.is_anchor and not s.frozen), None)
         if far_segment is None:
-            far_segment = Segment(
-                cache.far_layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
-            )
-            far_segment.lazy_growth = True
-            index = sum(segment.anchor for segment in cache.segments)
+            position_map = PositionMap(offset, self.group)
+            far_segment = Segment(cache.far_layout, self.max_kv_size, position_map, is_anchor=True)
+            far_segment.grows_lazily = True
+            index = sum(segment.is_anchor for segment in cache.segments)
             cache.segments.insert(index, far_segment)
         parts = cache.read_window(count)
         cells = Cells.concatenate([cells for _, cells in parts])
         # After an edit, cells are not seen at the positions of their keys.
-        seen = torch.cat([cells.positions - segment.map.offset for segment, cells in parts])
-        far_segment.append(cells.shift(cache.rope, seen // self.group - cells.positions))
+        seen_at = torch.cat([cells.positions - s.position_map.offset for s, cells in parts])
+        far_segment.append(cells.shift(cache.rope, seen_at // self.group - cells.positions))
         far_segment.arriving_count = count

@@ -37,8 +37,8 @@ class Sliding(Policy):
         if anchor_count := open_anchors(cache, self.keep, wanted):
             return anchor_count
         newest = cache.open_window(size)
-        newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
-        newest.reserve(newest.length + wanted + (0 if newest.lazy_growth else ahead))
+        newest.grows_lazily = any(not s.is_anchor for s in cache.segments[:-1])
+        newest.reserve(newest.length + wanted + (0 if newest.grows_lazily else ahead))
         return wanted
 
     def window_limit(self, cache: KVCache) -> int:

@@ -127,7 +127,7 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
             run_cells, run_chunks = next(results)
             chunks += run_chunks
         segments += [
-            Segment.from_cells(cache.layout, cells, segment.map, segment.anchor)
+            Segment.from_cells(cache.layout, cells, segment.position_map, segment.is_anchor)
             for cells in run_cells
             if len(cells)
         ]
@@ -233,7 +233,7 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
         segment, unchanged, _, count = run
         if not unchanged:
             run_scores = None if scores is None else scores[..., start : start + count]
-            seen_queries = queries.seen_from(segment.map) if queries else None
+            seen_queries = queries.seen_from(segment.position_map) if queries else None
             unscored = _unscored_candidates(memory, plan, run)
             candidates.append(replace(unscored, queries=seen_queries, reconstruction=run_scores))
         start += count

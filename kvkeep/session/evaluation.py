@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.segment import GROWTH
+from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.models.layers.decoder import Decoder
@@ -143,7 +143,7 @@ def make_room_for_chunk(
     """
     max_size = min(len(ids) - done, prefill_step - done % prefill_step)
     # Space for an answer to a long prompt is reserved, or its first token would move all cells.
-    reserved = GROWTH if len(ids) > GROWTH else 0
+    reserved = MIN_GROWTH if len(ids) > MIN_GROWTH else 0
     step_size = memory.policy.open(memory.cache, max_size, len(ids) - done - max_size + reserved)
     return ids[done : done + step_size]
 
@@ -195,7 +195,7 @@ def refill_local(memory: Memory, max_windows: int | None) -> None:
     They are computed from all tokens that are held without a gap, or the last `max_windows` windows
     of them. In a memory that holds all its tokens, the result equals the cells that were there.
     """
-    local = memory.cache.local
+    local = memory.cache.local_cache
     if local is None or local.window.size is None or memory.holds_local_window():
         return
     max_tokens = len(memory.tokens) if max_windows is None else max_windows * local.window.size
@@ -204,11 +204,11 @@ def refill_local(memory: Memory, max_windows: int | None) -> None:
     scratch_cache.observer, scratch_cache.window = None, Window()
     scratch_cache.drop_newest(count)
     scratch_cache.serial -= count  # the tokens get the same serials again
-    assert scratch_cache.local is not None
-    scratch_cache.local.segments = []
+    assert scratch_cache.local_cache is not None
+    scratch_cache.local_cache.segments = []
     ids = memory.tokens[len(memory.tokens) - count :]
     evaluate_segment(memory.decoder, scratch_cache, ids, _LOCAL_STEP_TOKENS)
-    local.segments = scratch_cache.local.segments
+    local.segments = scratch_cache.local_cache.segments
 
 
 @torch.inference_mode()

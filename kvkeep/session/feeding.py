@@ -188,8 +188,9 @@ class _StoredPrefix:
         many as the policy observes, so that it decides by the same queries as without a store.
         """
         policy, prefix_cache = memory.policy, self.prefix_cache
-        if memory.cache.local is not None or memory.decoder.spec.recurrent:
-            self._stop_storing(_LOCAL_ERROR if memory.cache.local is not None else _RECURRENT_ERROR)
+        has_local_layers = memory.cache.local_cache is not None
+        if has_local_layers or memory.decoder.spec.recurrent:
+            self._stop_storing(_LOCAL_ERROR if has_local_layers else _RECURRENT_ERROR)
         elif prefix_cache is not None:
             max_tokens = min(len(ids), policy.exact + 1) - max(1, policy.observed)
             try:
@@ -244,7 +245,7 @@ def _unchanged_cells(cache: KVCache) -> int:
     """Count the oldest cells that are at positions 0, 1, 2 ... under the identity map."""
     count = 0
     for segment in cache.segments:
-        if segment.compressed or segment.map != PositionMap():
+        if segment.compressed or segment.position_map != PositionMap():
             break
         expected = torch.arange(count, count + segment.length, dtype=torch.int64, device="cpu")
         if not torch.equal(segment.positions(), expected):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KVCache, Segment, merge_small_segments
-from kvkeep.cache.attention import HIDDEN
+from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.evaluation import evaluate_segment, reevaluate_last, refill_local
@@ -37,7 +37,7 @@ class InPlaceEdit:
     @classmethod
     def prepare(cls, memory: Memory, scope: EditScope, prefill_step: int) -> "InPlaceEdit":
         """Evaluate the inserted tokens. Raises InvalidArgument, or ContextFull for too many."""
-        if any(segment.map.group > 1 for segment in memory.cache.segments):
+        if any(segment.position_map.group > 1 for segment in memory.cache.segments):
             raise InvalidArgument(
                 "grouped cells cannot be edited in place: policy "
                 f'"{memory.policy.name}" needs recompute="suffix"'
@@ -57,7 +57,7 @@ class InPlaceEdit:
         refill_local(before, _LOCAL_WINDOWS)
         # Bounded policies say what is an anchor. Otherwise cells leave the window in their order,
         # so that no window cell may lie among those that have left it.
-        anchor = suffix[0].anchor if scope.keep is None else scope.permanent
+        anchor = suffix[0].is_anchor if scope.keep is None else scope.permanent
         segment = evaluate_segment(memory.decoder, cache, scope.ids, prefill_step, anchor)
         return replace(self, inserted=[segment])
 
@@ -72,8 +72,8 @@ class InPlaceEdit:
         if scope.keep is not None:
             memory.change_policy(keep=scope.keep)
             cache.evict_to(memory.policy.max_kv_size)
-        if cache.local is not None:
-            cache.local.evict_to(len(memory.tokens) - scope.end - scope.growth)
+        if cache.local_cache is not None:
+            cache.local_cache.evict_to(len(memory.tokens) - scope.end - scope.growth)
         reevaluate_last(memory, *memory.pop_last(), _LOCAL_WINDOWS)
         return memory, sum(segment.length for segment in prefix) if scope.growth else 0
 
@@ -101,7 +101,8 @@ class InPlaceEdit:
         cache.window.evict(prefix, self.num_evicted)
         for segment in prefix if scope.growth else ():
             if not segment.compressed:
-                segment.map, segment.frozen = segment.map.closer(-scope.growth), True
+                segment.position_map = segment.position_map.closer_by(-scope.growth)
+                segment.frozen = True
         return [segment for segment in prefix if segment.length], suffix
 
 
@@ -144,7 +145,7 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
     excess_cells = max(0, cache.cells + scope.growth - max_kv_size)
     if scope.keep is not None:
         exact_segments = [segment for segment in cache.segments if not segment.compressed]
-        in_window = [not s.anchor for s in exact_segments for _ in range(s.length)]
+        in_window = [not s.is_anchor for s in exact_segments for _ in range(s.length)]
         evictable = sum(in_window if cache.window.moves else in_window[: scope.rank])
     if excess_cells > evictable and not scope.permanent:
         raise ContextFull(
@@ -157,7 +158,7 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
 
 def _seen_positions(segment: Segment) -> Tensor:
     """Return the positions at which the newest tokens see cells: `[n]`, or of each KV head."""
-    return segment.positions() - segment.map.offset
+    return segment.positions() - segment.position_map.offset
 
 
 def _move_compressed(cache: KVCache, segment: Segment, end_position: int, growth: int) -> Segment:
@@ -169,11 +170,11 @@ def _move_compressed(cache: KVCache, segment: Segment, end_position: int, growth
     if not growth or int(seen_positions.min()) >= end_position:
         return segment
     if int(seen_positions.max()) < end_position:
-        segment.map, segment.frozen = segment.map.closer(-growth), True
+        segment.position_map, segment.frozen = segment.position_map.closer_by(-growth), True
         return segment
     cells = segment.read(0, segment.length)
     cells = cells.shift(cache.rope, torch.where(seen_positions < end_position, -growth, 0))
-    return Segment.from_cells(segment.layout, cells, segment.map, segment.anchor)
+    return Segment.from_cells(segment.layout, cells, segment.position_map, segment.is_anchor)
 
 
 def _hide_later_cells(segment: Segment, end_position: int) -> Segment:
@@ -183,5 +184,5 @@ def _hide_later_cells(segment: Segment, end_position: int) -> Segment:
     cells = segment.read(0, segment.length)
     assert cells.bias is not None
     is_later = (_seen_positions(segment) >= end_position).to(cells.bias.device)
-    visible_cells = replace(cells, bias=cells.bias.masked_fill(is_later, HIDDEN))
-    return Segment.from_cells(segment.layout, visible_cells, segment.map, segment.anchor)
+    masked = replace(cells, bias=cells.bias.masked_fill(is_later, MASK_BIAS))
+    return Segment.from_cells(segment.layout, masked, segment.position_map, segment.is_anchor)

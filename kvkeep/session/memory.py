@@ -136,7 +136,8 @@ class Memory:
         """
         if self.cache.recurrent_states:
             return 0
-        ungrouped = [s for seg in self.cache.segments if seg.map.group == 1 for s in seg.serials()]
+        ungrouped_segments = [s for s in self.cache.segments if s.position_map.group == 1]
+        ungrouped = [serial for segment in ungrouped_segments for serial in segment.serials()]
         pairs = zip(reversed(ungrouped), reversed(self.serials), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -148,7 +149,7 @@ class Memory:
 
     def holds_local_window(self, removed_count: int = 0) -> bool:
         """Whether local layers hold a whole window without the last `removed_count` tokens."""
-        local, remaining = self.cache.local, len(self.tokens) - removed_count
+        local, remaining = self.cache.local_cache, len(self.tokens) - removed_count
         if local is None or local.window.size is None:
             return True
         return local.cells - removed_count >= min(local.window.size - 1, remaining)

@@ -116,7 +116,7 @@ def _score_chunk(
     if norms is not None:
         log_sums = log_sums + norms[:, None, query_rows].log()
     rotations = {
-        id(segment): step.rotations[view.rotation]
+        id(segment): step.rotations[view.rotation_index]
         for segment, view in zip(prefix.segments, step.views, strict=True)
     }
     scores = []

@@ -36,7 +36,7 @@ def take_snapshot(core: SessionCore) -> Snapshot:
         memory=state.memory.state(),
         sampler=state.sampler.state(),
         layout=cache.layout.plain,
-        local_layout=None if cache.local is None else cache.local.layout.plain,
+        local_layout=None if cache.local_cache is None else cache.local_cache.layout.plain,
         bits=state.memory.bits,
         arithmetic=model.arithmetic,
     )

@@ -58,9 +58,9 @@ def token_statuses(memory: Memory) -> list[TokenStatus]:
             status_without_cell = "compressed"
             continue
         for serial in segment.serials():
-            if segment.map.group > 1:
+            if segment.position_map.group > 1:
                 status: TokenStatus = "grouped"
-            elif segment.anchor and len(status_by_serial) < memory.policy.keep:
+            elif segment.is_anchor and len(status_by_serial) < memory.policy.keep:
                 status = "kept"
             else:
                 status = "pinned" if serial in memory.pins else "window"

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.attention import (
-    HIDDEN,
-    Part,
+    MASK_BIAS,
+    PartialAttention,
     attend_by_flash,
     attend_cells,
     attend_densely,
@@ -30,7 +30,7 @@ def operands(n: int, cells: int, sharpness: float = 1.0) -> tuple[Tensor, Tensor
 
 def reference_attention(
     q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, causal: bool
-) -> Part:
+) -> PartialAttention:
     """Attention in float64, query by query."""
     q, keys, values = (x.double() for x in (q, keys, values))
     outs, sums = torch.empty(q.shape, dtype=torch.float64), torch.empty(q.shape[:-1]).double()
@@ -44,12 +44,12 @@ def reference_attention(
                 seen = values[0, head, : len(scores)]
                 outs[group, head, row] = scores.softmax(0) @ seen
                 sums[group, head, row] = scores.logsumexp(0)
-    return Part(outs, sums)
+    return PartialAttention(outs, sums)
 
 
 def some_hidden(n: int, cells: int) -> Tensor:
     """A bias with which each query sees the first cell and about half of the others."""
-    bias = torch.where(random(n, cells, seed=4) > 0, 0.0, HIDDEN)
+    bias = torch.where(random(n, cells, seed=4) > 0, 0.0, MASK_BIAS)
     bias[:, 0] = 0.0
     return bias
 
@@ -92,10 +92,10 @@ def test_both_kernels_are_causal(attend, n: int) -> None:  # type: ignore[no-unt
 def test_a_query_that_sees_no_cell_gets_a_part_of_zero_weight(attend) -> None:  # type: ignore[no-untyped-def]
     q, keys, values = operands(3, 9)
     bias = torch.zeros(3, 9)
-    bias[1] = HIDDEN
+    bias[1] = MASK_BIAS
     actual = attend(q, keys, values, scale=SCALE, bias=bias, causal=False)
     assert actual.out.isfinite().all()
-    other = Part(torch.ones_like(actual.out), torch.full_like(actual.log_sum, -50.0))
+    other = PartialAttention(torch.ones_like(actual.out), torch.full_like(actual.log_sum, -50.0))
     assert torch.equal(combine([other, actual]).out[:, :, 1], other.out[:, :, 1])
 
 

@@ -12,12 +12,12 @@ from kvkeep.cache import (
     KVCache,
     Layout,
     PositionMap,
-    Ragged,
+    RaggedCells,
     Rope,
     Segment,
     Window,
 )
-from kvkeep.cache.attention import HIDDEN
+from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.cache.group_step import GroupStep, SharedView, shared_views
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
@@ -77,7 +77,7 @@ def with_ragged_cells() -> KVCache:
         bias=torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(3)),
     )
     mask = torch.arange(12) < torch.tensor([5, 0, 12, 7])[:, None]
-    ragged_cells = Ragged.select_from(compressed, mask.view(2, 2, -1))
+    ragged_cells = RaggedCells.select_from(compressed, mask.view(2, 2, -1))
     cache.segments = [Segment.from_cells(LAYOUT, ragged_cells, PositionMap(-2), False)]
     return feed(cache, 3, seed=4)
 
@@ -139,7 +139,7 @@ def test_a_group_step_equals_single_steps(make: Callable[[], list[KVCache]]) -> 
         assert cache.serials() == other.serials()
         assert cache.time == other.time
         for segment, expected_segment in zip(cache.segments, other.segments, strict=True):
-            assert segment.map == expected_segment.map
+            assert segment.position_map == expected_segment.position_map
             read, expected_cells = (
                 segment.read(0, segment.length),
                 expected_segment.read(0, expected_segment.length),
@@ -173,12 +173,12 @@ def test_a_shared_window_hides_from_each_cache_what_it_evicted() -> None:
     shared = max(shared_views(step.steps), key=lambda view: cells(view) * (view.bias is not None))
     assert cells(shared) == 12
     assert shared.bias is not None
-    assert (shared.bias == HIDDEN).sum(1).tolist() == [0, 2, 7]
+    assert (shared.bias == MASK_BIAS).sum(1).tolist() == [0, 2, 7]
 
 
 def test_ragged_cells_shared_by_forks_are_viewed_once() -> None:
     views = shared_views(decode_together(forks_of_ragged_cells(), 0)[1].steps)
-    ragged = [view for view in views if isinstance(view.slots, Ragged)]
+    ragged = [view for view in views if isinstance(view.slots, RaggedCells)]
     assert [len(view.readers) for view in ragged] == [3]
     assert len(views) == 6  # that one, the parent's newer cells, and four caches' own cells
 

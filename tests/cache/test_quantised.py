@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.cache import BITS, AttentionConfig, Bits, Cells, KVCache, Layout, Rope, Segment, Window
-from kvkeep.cache.attention import HIDDEN, attend_cells
+from kvkeep.cache.attention import MASK_BIAS, attend_cells
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.quantised import Quantised, copy_stored, dequantise, hadamard, quantise
+from kvkeep.cache.quantised import QuantisedTensor, copy_stored, dequantise, hadamard, quantise
 
 CPU = torch.device("cpu")
 PLAIN = Layout(layers=2, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU)
@@ -135,8 +135,8 @@ def test_cells_of_one_layout_are_copied_bit_for_bit(bits: str) -> None:
             (part.stored_keys, first.stored_keys),
             (part.stored_values, first.stored_values),
         ):
-            assert isinstance(one, Quantised)
-            assert isinstance(other, Quantised)
+            assert isinstance(one, QuantisedTensor)
+            assert isinstance(other, QuantisedTensor)
             assert torch.equal(one.data, other.data)
             assert torch.equal(one.scale, other.scale)
     assert first.to_layout(layout(bits)) is first
@@ -179,7 +179,7 @@ def test_quantised_cells_have_no_plain_keys() -> None:
 def test_attention_equals_that_over_dequantised_cells(bits: str, n: int) -> None:
     cells = some_cells(40).to_layout(layout(bits))
     plain = cells.dequantise(torch.float32)
-    bias = torch.where(random(n, 40) > 0, 0.0, HIDDEN)
+    bias = torch.where(random(n, 40) > 0, 0.0, MASK_BIAS)
     for cell_bias in (None, random(2, 40, seed=5)):
         for layer in range(2):
             options = {"scale": 0.3, "bias": bias, "causal": False, "cell_bias": cell_bias}

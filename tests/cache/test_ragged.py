@@ -19,9 +19,9 @@ from methods.candidates import (
 )
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, Cells, Layout, PositionMap, Ragged, Rope, Segment
-from kvkeep.cache.attention import HIDDEN
-from kvkeep.cache.quantised import SCALE_DTYPE, Quantised, dequantise, quantise, scale_count
+from kvkeep.cache import NO_TOKEN, Cells, Layout, PositionMap, RaggedCells, Rope, Segment
+from kvkeep.cache.attention import MASK_BIAS
+from kvkeep.cache.quantised import SCALE_DTYPE, QuantisedTensor, dequantise, quantise, scale_count
 
 ROPE = Rope(FREQUENCIES, torch.device("cpu"))
 LAYOUT = Layout(LAYERS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
@@ -67,11 +67,11 @@ def one_head(cells: list[Listed]) -> Cells:
     )
 
 
-def ragged(found: Lists) -> Ragged:
-    return Ragged.from_heads([one_head(found[place]) for place in HEAD_INDICES], LAYERS)
+def ragged(found: Lists) -> RaggedCells:
+    return RaggedCells.from_heads([one_head(found[place]) for place in HEAD_INDICES], LAYERS)
 
 
-def require_equal(cells: Ragged, found: Lists) -> None:
+def require_equal(cells: RaggedCells, found: Lists) -> None:
     """Require that ragged cells are the listed ones, to the bit, in a row and head by head."""
     assert cells.counts.tolist() == [
         [len(found[layer, head]) for head in range(KV_HEADS)] for layer in range(LAYERS)
@@ -120,9 +120,10 @@ def test_heads_are_stored_in_a_row(counts: list[int], seed: int) -> None:
 @given(st.integers(0, 9))
 def test_cells_of_equal_counts_become_ragged_ones(count: int) -> None:
     cells, found = even(count)
-    require_equal(Ragged.from_cells(cells), found)
+    require_equal(RaggedCells.from_cells(cells), found)
     assert (
-        Ragged.from_cells(Ragged.from_cells(cells)).counts.tolist() == [[count] * KV_HEADS] * LAYERS
+        RaggedCells.from_cells(RaggedCells.from_cells(cells)).counts.tolist()
+        == [[count] * KV_HEADS] * LAYERS
     )
 
 
@@ -135,7 +136,7 @@ def test_selected_cells_stay_in_their_head_and_order(
     left = iter(mask)
     expected = {place: [c for c in found[place] if next(left)] for place in HEAD_INDICES}
     cells = ragged(found)
-    require_equal(Ragged.select_from(cells, torch.tensor(mask, dtype=torch.bool)), expected)
+    require_equal(RaggedCells.select_from(cells, torch.tensor(mask, dtype=torch.bool)), expected)
     require_equal(cells, found)  # the source is unchanged
 
 
@@ -144,14 +145,14 @@ def test_cells_are_concatenated_head_by_head(parts: list[list[int]], count: int)
     found = [random_lists(counts, seed) for seed, counts in enumerate(parts)]
     plain, plain_lists = even(count, 77)
     expected = {place: [c for part in found for c in part[place]] for place in HEAD_INDICES}
-    require_equal(Ragged.concatenate([ragged(part) for part in found]), expected)
+    require_equal(RaggedCells.concatenate([ragged(part) for part in found]), expected)
     after = {place: expected[place] + plain_lists[place] for place in HEAD_INDICES}
     joined = Cells.concatenate([*map(ragged, found), plain])  # of both kinds
-    assert isinstance(joined, Ragged)
+    assert isinstance(joined, RaggedCells)
     require_equal(joined, after)
     before = {place: plain_lists[place] + expected[place] for place in HEAD_INDICES}
     joined = Cells.concatenate([plain, *map(ragged, found)])
-    assert isinstance(joined, Ragged)
+    assert isinstance(joined, RaggedCells)
     require_equal(joined, before)
 
 
@@ -159,7 +160,7 @@ def test_cells_are_concatenated_head_by_head(parts: list[list[int]], count: int)
 def test_shifted_cells_are_rotated_in_every_head(counts: list[int], by: int) -> None:
     found = random_lists(counts)
     moved = ragged(found).shift(ROPE, torch.tensor([by]))
-    assert isinstance(moved, Ragged)
+    assert isinstance(moved, RaggedCells)
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
             assert int(own.positions[0, 0, index]) == cell.position + by
@@ -172,7 +173,7 @@ def test_each_cell_can_be_shifted_by_its_own_number() -> None:
     found = random_lists([3, 0, 4, 2])
     by = torch.arange(9) - 3
     moved, numbers = ragged(found).shift(ROPE, by), iter(by.tolist())
-    assert isinstance(moved, Ragged)
+    assert isinstance(moved, RaggedCells)
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
             expected = rotated(cell.key, next(numbers))
@@ -192,7 +193,7 @@ def test_quantising_equals_quantising_each_head_alone(
             (own.stored_keys, alone.keys, bits[0]),
             (own.stored_values, alone.values, bits[1]),
         ):
-            if isinstance(stored, Quantised):
+            if isinstance(stored, QuantisedTensor):
                 expected = quantise(plain, each)
                 assert stored.bits == each
                 assert torch.equal(stored.data, expected.data)
@@ -203,7 +204,7 @@ def test_quantising_equals_quantising_each_head_alone(
     assert quantised.counts.tolist() == ragged(found).counts.tolist()
     plain = quantised.dequantise(torch.float32)
     again = quantised.to_layout(LAYOUT)
-    assert isinstance(plain, Ragged)
+    assert isinstance(plain, RaggedCells)
     assert torch.equal(again.keys, plain.keys)
     assert torch.equal(plain.keys, dequantise(quantised.stored_keys, torch.float32))
 
@@ -215,15 +216,15 @@ def test_quantised_cells_are_selected_and_concatenated_as_plain_ones(bits: int) 
     cells = ragged(found).to_layout(layout)
     for one, other in (
         (
-            Ragged.select_from(cells, mask),
-            Ragged.select_from(ragged(found), mask).to_layout(layout),
+            RaggedCells.select_from(cells, mask),
+            RaggedCells.select_from(ragged(found), mask).to_layout(layout),
         ),
         (
-            Ragged.concatenate([cells, cells]),
-            Ragged.concatenate([ragged(found)] * 2).to_layout(layout),
+            RaggedCells.concatenate([cells, cells]),
+            RaggedCells.concatenate([ragged(found)] * 2).to_layout(layout),
         ),
     ):
-        assert isinstance(one, Ragged)
+        assert isinstance(one, RaggedCells)
         assert one.counts.tolist() == other.counts.tolist()
         for tensor, expected_tensor in zip(one.tensors(), other.tensors(), strict=True):
             assert torch.equal(tensor, expected_tensor)
@@ -257,7 +258,7 @@ def test_attention_equals_a_softmax_over_each_heads_cells(
     layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
     cells = ragged(random_lists(counts)).to_layout(layout)
     plain = cells.dequantise(torch.float32)
-    assert isinstance(plain, Ragged)
+    assert isinstance(plain, RaggedCells)
     groups = HEADS // KV_HEADS
     q = torch.randn(n, HEADS, WIDTH, generator=torch.Generator().manual_seed(n))
     for layer in range(LAYERS):
@@ -274,7 +275,7 @@ def test_attention_equals_a_softmax_over_each_heads_cells(
             for index in range(n):
                 at = (g, kv_head, index) if n > 1 else (0, kv_head, g)
                 if not listed:
-                    assert float(part.log_sum[at]) <= HIDDEN
+                    assert float(part.log_sum[at]) <= MASK_BIAS
                     assert not part.out[at].any()
                     continue
                 out, log_sum = reference_attention(q[index, head], listed)
@@ -284,18 +285,18 @@ def test_attention_equals_a_softmax_over_each_heads_cells(
 
 def test_a_segment_of_ragged_cells_is_read_and_moved_whole() -> None:
     found = random_lists([3, 0, 4, 2])
-    segment = Segment.from_cells(LAYOUT, ragged(found), PositionMap(-2), anchor=False)
+    segment = Segment.from_cells(LAYOUT, ragged(found), PositionMap(-2), is_anchor=False)
     assert (segment.length, segment.capacity, segment.limit) == (3, 3, 3)
     assert segment.compressed
     assert segment.frozen
     assert not segment.reopen(100)
     read = segment.read(0, 3)
-    assert isinstance(read, Ragged)
+    assert isinstance(read, RaggedCells)
     require_equal(read, found)
     positions = [c.position for place in HEAD_INDICES for c in found[place]]
     assert segment.positions().tolist() == positions
     before = segment.block.slots
     segment.compact()
     assert segment.block.slots is not before
-    assert isinstance(segment.block.slots, Ragged)
+    assert isinstance(segment.block.slots, RaggedCells)
     require_equal(segment.block.slots, found)

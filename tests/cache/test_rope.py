@@ -13,7 +13,7 @@ FREQUENCIES = tuple(10000.0 ** (-2 * i / 64) for i in range(32))
 
 @pytest.mark.parametrize("position", [0, 1, -7, 12_345, 2**31 + 3, 10**12])
 def test_angles_are_exact_to_float64_at_any_position(position: int) -> None:
-    rotation = Rope(FREQUENCIES, torch.device("cpu")).at([position])
+    rotation = Rope(FREQUENCIES, torch.device("cpu")).rotation_at([position])
     cosines = [math.cos(position * frequency) for frequency in FREQUENCIES]
     sines = [math.sin(position * frequency) for frequency in FREQUENCIES]
     assert rotation.cosine.dtype is rotation.sine.dtype is torch.float32
@@ -39,7 +39,7 @@ def test_no_float64_is_computed_on_the_device() -> None:
     rope, by = Rope(FREQUENCIES, torch.device("meta")), torch.arange(5)
     keys = torch.zeros(2, 3, 5, 64, dtype=torch.bfloat16, device="meta")
     with Float64Recorder("meta") as mode:
-        rotation = rope.at(range(3))
+        rotation = rope.rotation_at(range(3))
         moved = rope.shift(keys, by)
     assert mode.operations == []
     assert rotation.cosine.device.type == rotation.sine.device.type == "meta"

@@ -11,12 +11,12 @@ from kvkeep.cache import (
     KVCache,
     Layout,
     PositionMap,
-    Ragged,
+    RaggedCells,
     Rope,
     Segment,
     Window,
 )
-from kvkeep.cache.static import StaticStep, geometry
+from kvkeep.cache.static import StaticStep, replay_key
 from kvkeep.cache.step import DecodeStep
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
@@ -45,7 +45,7 @@ def cache_with_full_ring(anchored: bool, compressed: str = "") -> KVCache:
     cache = KVCache(LAYOUT, AttentionConfig(HEADS, ROPE, 0.3))
     cache.window = Window(WINDOW)
     if anchored:
-        cache.segments.append(Segment(LAYOUT, KEPT, anchor=True))
+        cache.segments.append(Segment(LAYOUT, KEPT, is_anchor=True))
         feed(cache, KEPT, seed=1)
     if compressed:
         held = cache.segments[0].read(0, KEPT)
@@ -57,7 +57,7 @@ def cache_with_full_ring(anchored: bool, compressed: str = "") -> KVCache:
         if compressed == "ragged":
             mask = torch.arange(4 * KEPT).remainder(4) < 3
             mask[:KEPT] = False
-            cells = Ragged.select_from(Ragged.from_cells(cells), mask)
+            cells = RaggedCells.select_from(RaggedCells.from_cells(cells), mask)
         cache.segments = [Segment.from_cells(LAYOUT, cells, PositionMap(), True)]
     cache.segments.append(Segment(LAYOUT, WINDOW))
     feed(cache, WINDOW + 4, seed=2)
@@ -77,9 +77,9 @@ def test_a_static_step_equals_the_ordinary_step(anchored: bool, compressed: str)
         with static_cache.step(1) as step, plain_cache.step(1) as ordinary:
             assert isinstance(step, DecodeStep)
             if static is None:
-                static, recorded = StaticStep(step), geometry(step)
+                static, recorded = StaticStep(step), replay_key(step)
             assert recorded is not None
-            assert geometry(step) == recorded
+            assert replay_key(step) == recorded
             static.load(step)
             for layer in range(LAYOUT.layers):
                 qkv = random_qkv(1, 100 * token + layer)
@@ -122,6 +122,6 @@ def test_a_growing_segment_or_recorded_queries_cannot_be_replayed() -> None:
     for cache in (growing, watched):
         with cache.step(1) as step:
             assert isinstance(step, DecodeStep)
-            assert geometry(step) is None
+            assert replay_key(step) is None
             for layer in range(LAYOUT.layers):
                 step.attend(layer, *random_qkv(1, layer))

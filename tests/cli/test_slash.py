@@ -8,7 +8,7 @@ import pytest
 from cli.conftest import run_on_branches
 
 from kvkeep import load_model
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.commands import is_command
 from kvkeep.cli.memory_map import draw_bar, memory_map
@@ -265,7 +265,7 @@ def test_the_memory_map_shows_sizes_of_ragged_heads(model: Model, far_bits: Any)
     assert set(kinds) == {"kept", "window", "compressed"}
     assert sum(int(words[0]) for words in kinds.values()) == len(session.tokens)
     cells = [s.block.slots for s in session.cache.segments if s.compressed]
-    assert all(isinstance(each, Ragged) for each in cells)
+    assert all(isinstance(each, RaggedCells) for each in cells)
     held = sum(each.length for each in session.cache.segments)
     assert f"{held} of 48 cells" in picture[-1]
     assert f"({session.cache.nbytes / 1e6:.1f} MB allocated)" in picture[-1]

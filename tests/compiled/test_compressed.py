@@ -34,7 +34,9 @@ def transplanted(session: Session, model: Model) -> Session:
         cells = segment.read(0, segment.length)
         keys, values = (x.to(there.layout.dtype) for x in (cells.keys, cells.values))
         cells = Cells(keys, values, cells.positions, cells.serials, cells.bias)
-        there.segments.append(Segment.from_cells(there.layout, cells, segment.map, segment.anchor))
+        there.segments.append(
+            Segment.from_cells(there.layout, cells, segment.position_map, segment.is_anchor)
+        )
     there.time, there.serial = cache.time, cache.serial
     other.core.memory.tokens, other.core.memory.serials = (
         session.tokens,

@@ -13,8 +13,8 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 import kvkeep
-from kvkeep.cache import Ragged
-from kvkeep.cache.quantised import Quantised
+from kvkeep.cache import RaggedCells
+from kvkeep.cache.quantised import QuantisedTensor
 from kvkeep.compiled.binding import (
     DENSE_FORMATS,
     CChunk,
@@ -104,8 +104,8 @@ def test_hidden_states_of_another_shape_dtype_or_device_are_refused(hidden: Tens
         executor(weights()).logits(hidden)
 
 
-def scales_halved(stored: Quantised) -> Quantised:
-    return Quantised(stored.data, stored.scale[..., :1])
+def scales_halved(stored: QuantisedTensor) -> QuantisedTensor:
+    return QuantisedTensor(stored.data, stored.scale[..., :1])
 
 
 CELLS = {
@@ -115,10 +115,13 @@ CELLS = {
     "strided numbers": (None, lambda x: torch.stack((x, x), -1)[..., 0]),
     "half as wide": (None, lambda x: x[..., :32]),
     "elsewhere": (None, lambda x: x.to("meta")),
-    "scales of another dtype": ("8", lambda x: Quantised(x.data, x.scale.float())),
+    "scales of another dtype": ("8", lambda x: QuantisedTensor(x.data, x.scale.float())),
     "too few scales": ("4", scales_halved),
-    "half as wide in 4 bits": ("4", lambda x: Quantised(x.data[..., :16], x.scale)),
-    "strided in 8 bits": ("8", lambda x: Quantised(x.data.repeat(1, 1, 1, 2)[..., ::2], x.scale)),
+    "half as wide in 4 bits": ("4", lambda x: QuantisedTensor(x.data[..., :16], x.scale)),
+    "strided in 8 bits": (
+        "8",
+        lambda x: QuantisedTensor(x.data.repeat(1, 1, 1, 2)[..., ::2], x.scale),
+    ),
 }
 
 
@@ -153,7 +156,7 @@ def test_a_bias_of_another_dtype_is_refused(count: int) -> None:
         session.feed(PROMPT[:count])
 
 
-def counted(slots: Ragged, *changes: tuple[int, int]) -> Ragged:
+def counted(slots: RaggedCells, *changes: tuple[int, int]) -> RaggedCells:
     """Return ragged cells whose counts are wrong for some heads."""
     counts = slots.counts.flatten().clone()
     for head, more in changes:
@@ -161,7 +164,7 @@ def counted(slots: Ragged, *changes: tuple[int, int]) -> Ragged:
     return replace(slots, counts=counts.view_as(slots.counts))
 
 
-OFFSETS: dict[str, Callable[[Ragged], Ragged]] = {
+OFFSETS: dict[str, Callable[[RaggedCells], RaggedCells]] = {
     "more cells than there are": lambda x: counted(x, (2, 1)),
     "fewer": lambda x: counted(x, (5, -1)),
     "less than none": lambda x: counted(x, (0, -500), (1, 500)),
@@ -178,14 +181,14 @@ OFFSETS: dict[str, Callable[[Ragged], Ragged]] = {
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("damaged", OFFSETS.values(), ids=OFFSETS)
 def test_ragged_cells_that_do_not_fit_their_offsets_are_refused(
-    damaged: Callable[[Ragged], Ragged], count: int
+    damaged: Callable[[RaggedCells], RaggedCells], count: int
 ) -> None:
     session = packed_model(SPEC, None).session(policy="full")
     session.feed(PROMPT)
     session.compress(2.0, "keydiff", recent=4, budget="heads")
     (segment,) = (segment for segment in session.cache.segments if segment.compressed)
     slots, before = segment.block.slots, (session.tokens, session.cache.cells)
-    assert isinstance(slots, Ragged)
+    assert isinstance(slots, RaggedCells)
     assert slots.counts.shape == (3, 2)
     segment.block.slots = damaged(slots)
     with pytest.raises(KernelMismatch):

@@ -15,7 +15,7 @@ from listed_cells import biased
 from packed_model import VOCABULARY, packed_model, spec_of
 
 from kvkeep import SessionGroup
-from kvkeep.cache import Cells, Ragged, Segment
+from kvkeep.cache import Cells, RaggedCells, Segment
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.model import Model
@@ -47,14 +47,14 @@ def emptied(model: Model, ratio: float = 3.0, kv_bits: Any = None) -> Session:
     session = by_heads(model, ratio, kv_bits)
     for index, segment in enumerate(session.cache.segments):
         cells = segment.block.slots
-        if isinstance(cells, Ragged):
+        if isinstance(cells, RaggedCells):
             mask = torch.ones(cells.total, dtype=torch.bool)
             for place in ((0, 1), (1, 0), (1, 1)):
                 mask[cells.head_slice(*place)] = False
-            remaining = Ragged.select_from(cells, mask)
+            remaining = RaggedCells.select_from(cells, mask)
             assert (remaining.counts == 0).sum() == 3
             session.cache.segments[index] = Segment.from_cells(
-                segment.layout, remaining, segment.map, segment.anchor
+                segment.layout, remaining, segment.position_map, segment.is_anchor
             )
     return session
 
@@ -68,7 +68,9 @@ def transplanted(session: Session, model: Model, kv_bits: Any = None) -> Session
     there = other.cache
     for segment in cache.segments:
         cells = in_dtype(segment.read(0, segment.length), there.layout.dtype)
-        there.segments.append(Segment.from_cells(there.layout, cells, segment.map, segment.anchor))
+        there.segments.append(
+            Segment.from_cells(there.layout, cells, segment.position_map, segment.is_anchor)
+        )
     there.time, there.serial = cache.time, cache.serial
     other.core.memory.tokens, other.core.memory.serials = (
         session.tokens,
@@ -91,7 +93,7 @@ def require_near(model: Model, session: Session, step: int, kv_bits: Any = None)
     Of one text each is half as far again as the other now and then.
     """
     assert isinstance(model.decoder.executor, CompiledExecutor)
-    assert any(isinstance(each.block.slots, Ragged) for each in session.cache.segments)
+    assert any(isinstance(each.block.slots, RaggedCells) for each in session.cache.segments)
     others = [by_torch(model, dtype) for dtype in (torch.bfloat16, torch.float32)]
     errors = torch.zeros(2)
     for text in range(10):
@@ -154,7 +156,7 @@ def test_logits_over_more_cells_than_a_unit_are_as_near_to_float32_as_torch(step
     session.feed(PROMPT)
     session.compress(1.5, "knorm", recent=30, budget="heads")
     (cells,) = (s.block.slots for s in session.cache.segments if s.compressed)
-    assert isinstance(cells, Ragged)
+    assert isinstance(cells, RaggedCells)
     assert cells.max_count > 256 + 64
     assert int(cells.counts.min()) < cells.max_count - 64
     require_near(model, session, step)
@@ -217,7 +219,7 @@ def test_logits_are_the_same_on_any_number_of_threads(make: Callable[..., Sessio
 def test_memory_shared_by_forks_is_counted_once_and_to_the_byte() -> None:
     parent = by_heads(packed_model(spec_of(), None))
     (cells,) = (s.block.slots for s in parent.cache.segments if s.compressed)
-    assert isinstance(cells, Ragged)
+    assert isinstance(cells, RaggedCells)
     each = 2 * 64 * 2 + 8 + 4  # a key and a value in bfloat16, a position and a bias
     assert cells.nbytes == cells.total * each + 8 * cells.counts.numel()
     group = SessionGroup([parent.fork() for _ in range(5)])

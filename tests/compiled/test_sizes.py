@@ -70,7 +70,7 @@ def test_chunks_of_any_length_over_any_number_of_cells(
             step.log_sums = torch.full((1, heads, n), math.nan)
             results = ChunkAttention(step, kernels).attend(0, q, k, v)
         now = torch.arange(first, first + n)
-        rotation = rope.at(now)
+        rotation = rope.rotation_at(now)
         keys = torch.cat((held[0], rotate(k, rotation).transpose(0, 1).float()), 1)
         values = torch.cat((held[1], v.transpose(0, 1).float()), 1)
         times = torch.cat((times, now))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from methods.candidates import HEAD_INDICES, KV_HEADS, LAYERS, random_candidates
 from torch import Tensor
 
-from kvkeep.cache import Cells, Ragged
+from kvkeep.cache import Cells, RaggedCells
 from kvkeep.compression.methods import METHODS, make_method
 from kvkeep.compression.methods.apply import (
     check_budget,
@@ -32,7 +32,7 @@ def ragged(candidates: Candidates, seed: int = 0) -> tuple[Candidates, Tensor]:
     heads = torch.tensor([[0.2, 0.9], [0.5, 1.0]]).unsqueeze(-1)
     random = torch.Generator().manual_seed(seed)
     which = torch.rand(LAYERS, KV_HEADS, len(candidates), generator=random) < heads
-    cells = Ragged.select_from(Ragged.from_cells(candidates.cells), which.flatten())
+    cells = RaggedCells.select_from(RaggedCells.from_cells(candidates.cells), which.flatten())
     return replace(candidates, cells=cells), which
 
 
@@ -61,7 +61,7 @@ def test_the_score_of_a_cell_does_not_depend_on_its_storage(name: str) -> None:
         row, which = ragged(candidates)
         # Age is counted from the newest cell of all heads, so that cell must be kept.
         which[..., -1] |= candidates.positions[..., -1] == candidates.positions.max()
-        cells = Ragged.select_from(Ragged.from_cells(candidates.cells), which.flatten())
+        cells = RaggedCells.select_from(RaggedCells.from_cells(candidates.cells), which.flatten())
         result = score(make_method(name), replace(row, cells=cells))  # type: ignore[arg-type]
         torch.testing.assert_close(result, expected[which], atol=1e-4, rtol=1e-4)
 
@@ -72,7 +72,7 @@ def test_the_score_of_a_cell_does_not_depend_on_its_storage(name: str) -> None:
 def test_ragged_cells_are_compressed_again_to_the_given_count(name: str) -> None:
     candidates, _ = ragged(random_candidates(60, compressed=True, queries=20, statistics=True))
     before = candidates.cells
-    assert isinstance(before, Ragged)
+    assert isinstance(before, RaggedCells)
     ((fewer, report),) = compress_across_heads(make_method(name), [candidates], 9)  # type: ignore[arg-type]
     assert fewer.total == 9 * LAYERS * KV_HEADS
     assert len(fewer) == report.cells_after == 9
@@ -100,7 +100,7 @@ def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
     assert isinstance(method, Eviction)
     ((expected, _),) = compress_across_heads(method, [joined], 15)
     merged, report = compress_and_join(method, [old, new], 15)
-    assert isinstance(merged, Ragged)
+    assert isinstance(merged, RaggedCells)
     assert report.cells_before == len(old) + len(new)
     for expected_tensor, actual_tensor in zip(expected.tensors(), merged.tensors(), strict=False):
         assert torch.equal(expected_tensor, actual_tensor)

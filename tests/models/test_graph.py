@@ -5,7 +5,7 @@ import torch
 from small_models import small_model
 from torch import Tensor
 
-from kvkeep.cache.static import geometry
+from kvkeep.cache.static import replay_key
 from kvkeep.cache.step import DecodeStep
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
@@ -117,6 +117,6 @@ def test_a_ring_with_hidden_cells_has_no_static_geometry() -> None:
     for _ in range(12):
         with session.cache.step(1) as step:
             assert isinstance(step, DecodeStep)
-            found.append(geometry(step))
+            found.append(replay_key(step))
             session.core.model.decoder.hidden(torch.tensor([5]), step)
     assert None in found

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_models import small_model
 
 from kvkeep import Calibration, calibrate
-from kvkeep.cache import KVCache, Ragged
+from kvkeep.cache import KVCache, RaggedCells
 from kvkeep.policies import Policy, make_policy
 from kvkeep.session.session import Session
 
@@ -81,7 +81,7 @@ def distances(cache: KVCache) -> torch.Tensor:
     parts = []
     for segment in cache.segments:
         positions = segment.read(0, segment.length).positions
-        parts.append((segment.map(cache.time - 1) - positions).expand(2, 2, -1))
+        parts.append((segment.position_map(cache.time - 1) - positions).expand(2, 2, -1))
     return torch.cat(parts, -1)
 
 
@@ -98,7 +98,11 @@ def state(session: Session) -> list[object]:
     for segment in cache.segments:
         cells = segment.read(0, segment.length)
         parts += [cells.keys, cells.values, cells.positions, cells.serials, cells.bias]
-        parts += [cells.counts if isinstance(cells, Ragged) else None, segment.map, segment.anchor]
+        parts += [
+            cells.counts if isinstance(cells, RaggedCells) else None,
+            segment.position_map,
+            segment.is_anchor,
+        ]
     return parts
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from session_state import differences, whole_state
 from small_models import small_model
 
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.errors import CorruptFile
 from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
@@ -137,7 +137,7 @@ def test_ragged_cells_are_stored_in_one_row_with_a_count_per_kv_head(
     assert [tensor.get("ragged") for tensor in content.document["segments"]] == [None, True, None]
     (segment,) = (s for s in session.cache.segments if s.compressed)
     cells = segment.block.slots
-    assert isinstance(cells, Ragged)
+    assert isinstance(cells, RaggedCells)
     assert (entry["length"], entry["capacity"], entry["start"]) == (
         segment.length,
         segment.length,
@@ -247,7 +247,7 @@ def test_the_int8_codec_keeps_ragged_keys_within_one_step(ragged: Path) -> None:
 
 def counts_in_session(session: Session) -> list[list[int]]:
     (cells,) = (s.block.slots for s in session.cache.segments if s.compressed)
-    assert isinstance(cells, Ragged)
+    assert isinstance(cells, RaggedCells)
     counts: list[list[int]] = cells.counts.tolist()
     return counts
 

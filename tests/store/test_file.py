@@ -170,7 +170,7 @@ def _snapshot_of_empty_cells(layout: Layout, count: int) -> Snapshot:
     cells.positions.copy_(numbers)
     return altered(
         SESSIONS["empty"].snapshot(),
-        segments=(Segment.from_cells(layout, cells, PositionMap(), anchor=False),),
+        segments=(Segment.from_cells(layout, cells, PositionMap(), is_anchor=False),),
         tokens=numbers.int(),
         serials=numbers,
         clock=count,

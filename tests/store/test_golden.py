@@ -8,7 +8,7 @@ import pytest
 from store.golden import PATH, TEXT, golden_model
 
 from kvkeep import PrefixStore, Sampling, load_calibration
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import block_key, blocks_of
@@ -82,7 +82,7 @@ def test_pins_and_named_spans_are_restored() -> None:
 def test_the_count_of_each_kv_head_is_restored() -> None:
     session = restore(PATH.with_name("golden-ragged.kvkeep"))
     slots = [segment.block.slots for segment in session.cache.segments]
-    ragged = [cells for cells in slots if isinstance(cells, Ragged)]
+    ragged = [cells for cells in slots if isinstance(cells, RaggedCells)]
     assert [x.counts.tolist() for x in ragged] == [[[0, 6], [12, 6]], [[6, 9], [8, 9]]]
     assert session.token_status[30:34] == ["pinned"] * 4
 

@@ -27,7 +27,7 @@ def contents_of(snapshot: Snapshot) -> dict[str, Any]:
     for index, segment in enumerate(snapshot.segments):
         cells = segment.read(0, segment.length)
         contents |= {f"{index}.{f.name}": getattr(cells, f.name) for f in fields(cells)}
-        contents[f"{index}.map"] = segment.map
+        contents[f"{index}.map"] = segment.position_map
     return contents
 
 

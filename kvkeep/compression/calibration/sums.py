@@ -52,9 +52,7 @@ class QuerySums:
         self.outer += samples.transpose(-1, -2) @ samples
         first = cache.cells - 2 * step_tokens
         if first >= 0:
-            parts = [
-                cells for segment, cells in cache.read(first, step_tokens) if not segment.anchor
-            ]
+            parts = [cells for s, cells in cache.read(first, step_tokens) if not s.is_anchor]
             candidates = Candidates(Cells.concatenate(parts), cache.rope, cache.scale)
             trial_queries, trial_cells = queries.every(QUERY_STRIDE), len(candidates) // TRIAL_RATIO
             for cosine_errors, cosine in zip(self.errors, COSINES, strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cells, Ragged
+from kvkeep.cache import Cells, RaggedCells
 from kvkeep.compression.methods.base import (
     BUDGETS,
     Candidates,
@@ -47,12 +47,12 @@ def compress(
     cells are one chunk.
     """
     total = len(candidates)
-    chunk_size = total if isinstance(candidates.cells, Ragged) else CHUNK_CELLS
+    chunk_size = total if isinstance(candidates.cells, RaggedCells) else CHUNK_CELLS
     for start in range(0, total, chunk_size):
         end = min(start + chunk_size, total)
         quota = count * end // total - count * start // total
         start_seconds = time.perf_counter()
-        if isinstance(candidates.cells, Ragged):
+        if isinstance(candidates.cells, RaggedCells):
             result = _compress_ragged(method, candidates, candidates.cells, count)
         else:
             result = _compress_chunk(method, candidates.part(slice(start, end)), quota)
@@ -62,7 +62,7 @@ def compress(
 
 def compress_across_heads(
     method: Eviction, runs: Sequence[Candidates], count: int
-) -> Iterator[tuple[Ragged, Compression]]:
+) -> Iterator[tuple[RaggedCells, Compression]]:
     """Keep the highest scored cells over all runs, layers and KV heads.
 
     count: the mean number of cells that remain per layer and KV head, over all runs together.
@@ -72,13 +72,13 @@ def compress_across_heads(
     masks = top_over_heads([score(method, candidates) for candidates in runs], count * num_heads)
     seconds_per_cell = (time.perf_counter() - start_seconds) / sum(map(len, runs))
     for candidates, mask in zip(runs, masks, strict=True):
-        cells, cells_before = Ragged.select_from(candidates.cells, mask), len(candidates)
+        cells, cells_before = RaggedCells.select_from(candidates.cells, mask), len(candidates)
         yield cells, Compression(cells_before, len(cells), 0.0, seconds_per_cell * cells_before)
 
 
 def compress_and_join(
     method: Eviction, runs: Sequence[Candidates], count: int
-) -> tuple[Ragged, Compression]:
+) -> tuple[RaggedCells, Compression]:
     """Compress as `compress_across_heads` does, and join the remaining cells of all runs.
 
     runs: oldest first; they differ only in their cells.
@@ -88,10 +88,10 @@ def compress_and_join(
     parts = [_ragged_with_scores(method, run) for run in runs]
     if not isinstance(method, CellwiseEviction):  # its scores compare cells with each other
         joined = Cells.concatenate(parts)
-        assert isinstance(joined, Ragged)
+        assert isinstance(joined, RaggedCells)
         parts = [joined]
     scores = [score(method, replace(runs[0], cells=part)) for part in parts]
-    cells = Ragged.select_and_concatenate(parts, top_over_heads(scores, count * num_heads))
+    cells = RaggedCells.select_and_concatenate(parts, top_over_heads(scores, count * num_heads))
     seconds = time.perf_counter() - start_seconds
     return cells, Compression(sum(map(len, runs)), len(cells), 0.0, seconds)
 
@@ -128,7 +128,7 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
     cells = candidates.cells
     if isinstance(method, CellwiseEviction):
         return method.score(candidates)
-    if isinstance(cells, Ragged):
+    if isinstance(cells, RaggedCells):
         scores = [
             score(method, candidates.head(layer, head, head_cells)).flatten()
             for layer, head, head_cells in cells.heads()
@@ -139,9 +139,9 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
     return torch.cat([method.score(candidates.part(chunk)) for chunk in chunks], -1)
 
 
-def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
+def _ragged_with_scores(method: Eviction, run: Candidates) -> RaggedCells:
     """Convert a run to ragged cells; they store their scores if these never change."""
-    cells = Ragged.from_cells(run.cells)
+    cells = RaggedCells.from_cells(run.cells)
     if cells.scores is None and isinstance(method, CellwiseEviction):
         return replace(cells, scores=method.cell_score(run).flatten())
     return cells
@@ -154,7 +154,7 @@ def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> Compressio
 
 
 def _compress_ragged(
-    method: Method, candidates: Candidates, cells: Ragged, count: int
+    method: Method, candidates: Candidates, cells: RaggedCells, count: int
 ) -> CompressionResult:
     """Keep the same share of each head's cells, `count / len(cells)`, rounded so that the sum fits.
 
@@ -168,4 +168,5 @@ def _compress_ragged(
         result = _compress_chunk(method, candidates.head(layer, head, head_cells), quota)
         compressed_heads.append(result.cells)
         merged += result.merged / cells.counts.numel()
-    return CompressionResult(Ragged.from_heads(compressed_heads, cells.counts.shape[0]), merged)
+    remaining = RaggedCells.from_heads(compressed_heads, cells.counts.shape[0])
+    return CompressionResult(remaining, merged)

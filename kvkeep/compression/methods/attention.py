@@ -114,7 +114,7 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
     They are -inf for cells at later positions than the query's time.
     """
     kv_heads, rope = cells.keys.shape[1], candidates.rope
-    rotation = rope.at(queries.times)
+    rotation = rope.rotation_at(queries.times)
     rotated = rope.rotate_layers(queries.vectors.float().unsqueeze(-2), rotation).squeeze(-2)
     grouped_queries = group_by_kv_head(rotated, kv_heads)
     products = (grouped_queries @ cells.keys.float().transpose(-1, -2)) * candidates.scale
@@ -167,7 +167,7 @@ def _mean_rotation(candidates: Candidates) -> Tensor:
     `[head_dim, head_dim]`, or `[layers, 1, head_dim, head_dim]` if some layers do not rotate.
     """
     first_position = int(candidates.positions.max()) + 1
-    rotation = candidates.rope.at(range(first_position, first_position + FUTURE_POSITIONS))
+    rotation = candidates.rope.rotation_at(range(first_position, first_position + FUTURE_POSITIONS))
     head_dim, unrotated = rotation.cosine.shape[-1], list(candidates.rope.unrotated_layers)
     identity = torch.eye(head_dim, dtype=torch.float32, device=rotation.cosine.device)
     matrix = torch.diag(rotation.cosine.mean((0, 1)))

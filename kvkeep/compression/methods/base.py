@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Rope
+from kvkeep.cache import NO_TOKEN, Cells, Queries, RaggedCells, Rope
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 
@@ -64,7 +64,7 @@ class Candidates:
     def layers_and_heads(self) -> tuple[int, int]:
         """(layers, kv_heads), for ragged cells as well."""
         cells = self.cells
-        shape = (cells.counts if isinstance(cells, Ragged) else cells.stored_keys).shape
+        shape = (cells.counts if isinstance(cells, RaggedCells) else cells.stored_keys).shape
         return shape[0], shape[1]
 
     def part(self, indices: slice) -> "Candidates":
@@ -203,7 +203,7 @@ class CellwiseEviction(Eviction):
 
     def score(self, candidates: Candidates) -> Tensor:
         cells = candidates.cells
-        stored_scores = cells.scores if isinstance(cells, Ragged) else None
+        stored_scores = cells.scores if isinstance(cells, RaggedCells) else None
         return self.cell_score(candidates) if stored_scores is None else stored_scores
 
 

@@ -138,8 +138,7 @@ class PickHeads(RunMerging):
     def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
         kv_heads, count = candidates.shape[1:]
         run_starts = sizes.cumsum(0) - sizes
-        index_in_run = (
-            torch.arange(count, dtype=torch.int64, device="cpu") - run_starts[run_of_cell]
-        )
+        indices = torch.arange(count, dtype=torch.int64, device="cpu")
+        index_in_run = indices - run_starts[run_of_cell]
         heads = torch.arange(kv_heads, dtype=torch.int64, device="cpu").unsqueeze(-1)
         return (index_in_run == heads % sizes[run_of_cell]).float()

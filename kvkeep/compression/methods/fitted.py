@@ -1,5 +1,6 @@
 """Method `fitted`: keeps distinct keys unchanged and merges similar cells into them."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -123,8 +124,5 @@ def _merge_into_dominant(
     means.scatter_add_(2, target.unsqueeze(-1).expand_as(joined_values), joined_values)
     means /= total_mass.unsqueeze(-1)
     bias = MASS_EXPONENT * total_mass.log() * (BIAS_DECAY if candidates.ageing else 1)
-    values = means.to(cells.values.dtype)
-    return CompressionResult(
-        Cells(cells.keys, values, cells.positions, cells.serials, bias),
-        merged=float(joins.sum(-1).mean()),
-    )
+    remaining = replace(cells, stored_values=means.to(cells.values.dtype), bias=bias)
+    return CompressionResult(remaining, merged=float(joins.sum(-1).mean()))

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Ragged
+from kvkeep.cache import RaggedCells
 from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.compression.methods.attention import max_pool
 from kvkeep.compression.methods.base import (
@@ -77,10 +77,10 @@ class KVzap(CellwiseEviction):
         surrogate = candidates.statistics.surrogate
         assert surrogate is not None, "a calibration without a surrogate"
         cells, scores = candidates.cells, []
-        if isinstance(cells, Ragged):
+        if isinstance(cells, RaggedCells):
             return surrogate.score(candidates.unrotated_keys, cells.values, cells.head_indices)
         shifts = cells.key_shifts(candidates.rope, -cells.positions)
-        inverse_rotation = rotation = candidates.rope.at(shifts)
+        inverse_rotation = rotation = candidates.rope.rotation_at(shifts)
         layers, kv_heads, count = candidates.shape
         layers_at_once = max(1, BATCH_CELLS // (kv_heads * max(1, count)))
         for first_layer in range(0, layers, layers_at_once):

@@ -57,10 +57,5 @@ def compress_repeats(
 
 
 def _select_cells(cells: Cells, indices: Tensor) -> Cells:
-    indices_on_device = indices.to(cells.keys.device)
-    return Cells(
-        cells.keys.index_select(2, indices_on_device),
-        cells.values.index_select(2, indices_on_device),
-        cells.positions[indices],
-        cells.serials[indices],
-    )
+    keys, values = (x.index_select(2, indices.to(x.device)) for x in (cells.keys, cells.values))
+    return Cells(keys, values, cells.positions[indices], cells.serials[indices])

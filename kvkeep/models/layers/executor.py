@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.static import Geometry, StaticStep, geometry
+from kvkeep.cache.static import ReplayKey, StaticStep, replay_key
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import checked_finite
@@ -62,7 +62,7 @@ class TorchExecutor:
 class GraphExecutor(TorchExecutor):
     """Computes in torch, and replays decode steps of a full ring by a CUDA graph.
 
-    A step is replayed if its geometry is static and equals that of the step before. Only the last
+    A step is replayed if it has a replay key, which equals that of the step before. Only the last
     graph is kept: sessions that alternate record anew, and a session's memory is held until another
     one decodes.
     """
@@ -72,7 +72,7 @@ class GraphExecutor(TorchExecutor):
     def __init__(self, network: Network):
         super().__init__(network)
         self._graph: DecodeGraph | None = None
-        self._last_geometry: Geometry | None = None
+        self._last_replay_key: ReplayKey | None = None
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
         replayed = self.replay(tokens, step) if isinstance(step, DecodeStep) else None
@@ -80,8 +80,8 @@ class GraphExecutor(TorchExecutor):
 
     def replay(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
         """Return hidden states as `hidden` does; None if there is no graph for this step."""
-        current, previous = geometry(step), self._last_geometry
-        self._last_geometry = current
+        current, previous = replay_key(step), self._last_replay_key
+        self._last_replay_key = current
         if current is None or current != previous:
             self._graph = None
             return None
@@ -91,7 +91,7 @@ class GraphExecutor(TorchExecutor):
 
 
 class DecodeGraph:
-    """One session's decode step, valid while its geometry stays the same."""
+    """One session's decode step, valid while its replay key stays the same."""
 
     def __init__(self, network: Network, step: DecodeStep):
         self._static_step = StaticStep(step)
@@ -101,7 +101,7 @@ class DecodeGraph:
         self._recording: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its hidden states
 
     def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor:
-        """Evaluate a token into a step of this geometry; return `[1, hidden_size]`."""
+        """Evaluate a token into a step with this replay key; return `[1, hidden_size]`."""
         self._static_step.load(step)
         self._tokens.copy_(tokens)
         if self._tokens.device.type != "cuda":

@@ -41,7 +41,7 @@ def new_cache(
     if max_cells is None:
         max_cells = spec.window + UNDO_TOKENS
     window_size = min(spec.window, max_cells)
-    local_cache.window = Window(window_size, spare=min(UNDO_TOKENS, max_cells - window_size))
+    local_cache.window = Window(window_size, spare_cells=min(UNDO_TOKENS, max_cells - window_size))
     return KVCache(layout, attention, far_layout, local_cache, _placements(spec))
 
 

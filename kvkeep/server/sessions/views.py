@@ -11,7 +11,7 @@ import torch
 from fastapi import APIRouter, Query
 from starlette.responses import StreamingResponse
 
-from kvkeep.cache.ragged import Ragged
+from kvkeep.cache.ragged import RaggedCells
 from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
@@ -108,7 +108,7 @@ def _cell_counts(session: Session) -> dict[str, Any]:
     counts = torch.zeros(layout.layers, layout.kv_heads, dtype=torch.int64, device="cpu")
     for segment in session.cache.segments:
         cells = segment.block.slots
-        counts += cells.counts if isinstance(cells, Ragged) else segment.length
+        counts += cells.counts if isinstance(cells, RaggedCells) else segment.length
     return {"layers": layout.layers, "kv_heads": layout.kv_heads, "cells": counts.tolist()}
 
 
@@ -122,7 +122,7 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
     cell_positions = list[int]()
     for segment in session.cache.segments:
         cells = segment.view(0, segment.length)
-        if isinstance(cells, Ragged):
+        if isinstance(cells, RaggedCells):
             positions = cells.positions[cells.head_slice(layer, head)]
         else:  # `[n]` for all heads alike, or `[layers, kv_heads, n]`
             positions = cells.positions

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.cache import Block, Cells, Layout, PositionMap, Ragged, Segment
-from kvkeep.cache.quantised import KVTensor, Quantised
+from kvkeep.cache import Block, Cells, Layout, PositionMap, RaggedCells, Segment
+from kvkeep.cache.quantised import KVTensor, QuantisedTensor
 from kvkeep.cache.state import check_cells
 
-_SCORES_FIELD = "worth"  # the name of `Ragged.scores` in files
+_SCORES_FIELD = "worth"  # the name of `RaggedCells.scores` in files
 
 
 def _tensor_names(compressed: bool, ragged: bool, scored: bool) -> list[str]:
@@ -32,13 +32,13 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
 
 def is_ragged(segment: Segment) -> bool:
     """Whether KV heads hold different numbers of cells."""
-    return isinstance(segment.block.slots, Ragged)
+    return isinstance(segment.block.slots, RaggedCells)
 
 
 def has_scores(segment: Segment) -> bool:
     """Whether its cells have scores, of an eviction method that scores each cell once."""
     cells = segment.block.slots
-    return isinstance(cells, Ragged) and cells.scores is not None
+    return isinstance(cells, RaggedCells) and cells.scores is not None
 
 
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
     wraps = segment.wrapped or segment.places_wrap
     optional = {"ragged": is_ragged(segment), _SCORES_FIELD: has_scores(segment), "local": local}
     return {
-        "map": asdict(segment.map),
+        "map": asdict(segment.position_map),
         "limit": segment.limit,
-        "anchor": segment.anchor,
+        "anchor": segment.is_anchor,
         "frozen": segment.frozen,  # takes no new cells until it is reopened
         "sealed": segment.sealed,  # never takes new cells
         "start": segment.first_place,  # the place of the oldest cell; see `Segment`
@@ -71,7 +71,7 @@ def read_segment(
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
     names = _tensor_names(compressed, ragged, entry.get(_SCORES_FIELD, False))
-    cells = (Ragged if ragged else Cells)(
+    cells = (RaggedCells if ragged else Cells)(
         _read_kv(f"segment.{index}.keys", layout.key_bits, tensors),
         _read_kv(f"segment.{index}.values", layout.value_bits, tensors),
         *(tensors[f"segment.{index}.{name}"] for name in names),
@@ -98,7 +98,7 @@ def _kv_tensors(name: str, kv: KVTensor) -> dict[str, Tensor]:
 def _read_kv(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
     if bits == 16:  # not quantised
         return tensors[name]
-    return Quantised(tensors[f"{name}.int{bits}"], tensors[f"{name}.scale"])
+    return QuantisedTensor(tensors[f"{name}.int{bits}"], tensors[f"{name}.scale"])
 
 
 def _in_slot_order(segment: Segment) -> bool:

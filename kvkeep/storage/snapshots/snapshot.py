@@ -95,7 +95,7 @@ class Snapshot:
     @property
     def local(self) -> tuple[Segment, ...]:
         """The segments of local layers."""
-        return self.memory.cache.local
+        return self.memory.cache.local_segments
 
     @property
     def recurrent(self) -> Mapping[str, Tensor]:
@@ -131,7 +131,7 @@ class Snapshot:
         """
         memory, cache = self.memory, self.memory.cache
         tensors: dict[str, Tensor] = {}
-        for index, segment in enumerate((*cache.segments, *cache.local)):
+        for index, segment in enumerate((*cache.segments, *cache.local_segments)):
             tensors |= segment_tensors(index, segment)
         tensors |= {"tokens": memory.tokens, "serials": memory.serials}
         if memory.hidden is not None and memory.logits is not None:
@@ -155,7 +155,7 @@ class Snapshot:
             "bits": asdict(self.bits),
             "segments": [
                 *(segment_entry(segment) for segment in cache.segments),
-                *(segment_entry(segment, local=True) for segment in cache.local),
+                *(segment_entry(segment, local=True) for segment in cache.local_segments),
             ],
             "codec": codec,
             "arithmetic": self.arithmetic,
@@ -269,7 +269,7 @@ def _cache_state(
         time=document["clock"],
         serial=document["serial"],
         observed_queries=None if queries is None else Queries(queries, tensors["query_times"]),
-        local=tuple(local_segments),
+        local_segments=tuple(local_segments),
         recurrent_states={
             name.removeprefix(_STATE_PREFIX): state
             for name, state in tensors.items()
