@@ -247,8 +247,8 @@ CHANGES: dict[str, tuple[Callable[[], Session], Change]] = {
     "a start far beyond the storage": (shifted, segment(1, start=10**12, capacity=10**12 + 100)),
     "a flag that is a number": (ring, segment(1, frozen=1)),
     "a sealed flag that is text": (ring, segment(1, sealed="no")),
-    "an anchor flag on the window": (ring, segment(1, is_anchor=True)),
-    "far cells without an anchor flag": (grouped, segment(0, is_anchor=False)),
+    "an anchor flag on the window": (ring, segment(1, anchor=True)),
+    "far cells without an anchor flag": (grouped, segment(0, anchor=False)),
     "segments in the wrong order": (grouped, swap_segments),
     "an archive without anchors": (archived, without_anchors),
     # Tokens, and the hidden state and logits of the last one
