@@ -27,7 +27,7 @@ from kvkeep.models.weights.packed import (
     load_unpacked,
 )
 from kvkeep.models.weights.packing import Matrix, PackedMatrix
-from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
+from kvkeep.models.weights.tensors import check_head, check_tensors, read_shapes, read_tensors
 from kvkeep.runtime.cpu import limit_torch_threads
 from kvkeep.runtime.memory import trim_memory
 from kvkeep.types import DtypeName, WeightFormat
@@ -94,12 +94,12 @@ def _load_by_transformers(
     name: str, dtype: DtypeName, device: str, progress: bool
 ) -> "TransformersModel":
     try:
-        from kvkeep.integrations.transformers.model import load_folder
+        from kvkeep.integrations.transformers.model import load_pretrained
     except ImportError as error:
         raise ModelError(
             f'{name} runs through transformers: pip install "kvkeep[transformers]" ({error})'
         ) from error
-    return load_folder(name, name.removeprefix(TRANSFORMERS_PREFIX), dtype, device, progress)
+    return load_pretrained(name, name.removeprefix(TRANSFORMERS_PREFIX), dtype, device, progress)
 
 
 def _load_decoder(
@@ -138,7 +138,7 @@ def _read_tensors(
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     all_tensors = read_tensors(folder, dtype, device, progress, partial(is_text_part, spec))
     tensors = decoder_tensors(spec, all_tensors)
-    check_tied(spec, tensors, folder)
+    check_head(spec, tensors, folder)
     return tensors
 
 

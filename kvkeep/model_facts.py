@@ -24,7 +24,7 @@ from kvkeep.models.weights.checkpoint import decoder_shapes
 from kvkeep.models.weights.packed import WEIGHT_FORMATS, converted_file, quantised_formats
 from kvkeep.models.weights.packed_file import read_packed
 from kvkeep.models.weights.packing import PackedMatrix, format_name, packed_shapes
-from kvkeep.models.weights.tensors import check_tensors, matrices, matrices_per_token, read_shapes
+from kvkeep.models.weights.tensors import check_tensors, matrix_shapes, read_shapes, step_matrices
 
 CELL_BITS = (None, "8", "8/4", "4")
 
@@ -121,7 +121,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             raise InvalidArgument(f'weights="{weights}" needs compiled kernels, which {no_kernels}')
     parameters = sum(map(prod, tensor_shapes(spec).values()))
     sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
-    names, shapes = matrices_per_token(spec), matrices(spec)
+    names, shapes = step_matrices(spec), matrix_shapes(spec)
     read_packed_as_is = not weights and not no_kernels
     bytes_held, formats_and_bytes = _held_bytes_and_formats(
         spec, layout.dtype, weights, converted_path if read_packed_as_is else None
@@ -201,7 +201,7 @@ def _held_bytes_and_formats(
     weight_format: "int8" and "int4" add packed copies of matrices; routers stay plain.
     converted_path: of a model whose matrices are read as they are; its norms become bfloat16.
     """
-    shapes = matrices(spec)
+    shapes = matrix_shapes(spec)
     if converted_path is not None:
         stored = read_packed(converted_path, tensor_shapes(spec))
         bytes_held = sum(

@@ -17,7 +17,7 @@ from kvkeep.models.layers.primitives import LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packing import MatrixBits, PackedMatrix, pack, quantise
-from kvkeep.models.weights.tensors import is_router, matrices
+from kvkeep.models.weights.tensors import is_router, matrix_shapes
 
 VOCABULARY = 264  # not a multiple of 16
 
@@ -156,7 +156,7 @@ def packed_model(
         routed_by_tokens(tensors, 0.15)
     matrices_packed: dict[str, PackedMatrix] = {}
     if bits is not None:
-        for name in filterfalse(is_router, matrices(spec)):
+        for name in filterfalse(is_router, matrix_shapes(spec)):
             source = "model.embed_tokens.weight" if name == LM_HEAD and spec.tied_head else name
             rounded = quantise(tensors[source], bits)
             if lossless:

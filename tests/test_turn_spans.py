@@ -163,7 +163,7 @@ def test_pieces_are_found_in_sentencepiece(
     assert codec.decode(ids) == codec.decode(codec.encode_sealed("".join(pieces)))
     assert [place[0] for place in places[1:]] == [place[1] for place in places[:-1]]
     assert (places[0][0], places[-1][1]) == (0, len(ids))
-    found = codec.decode_inside(ids[slice(*places[1])])
+    found = codec.decode_continuation(ids[slice(*places[1])])
     # A space of the template's, or the tokenizer's own, opens the text's first token; and where
     # white space is one token with the template's, it stays with the template.
     allowed = {text, f" {text}"} if prefix or before.endswith(" ") else {text}

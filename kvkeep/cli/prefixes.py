@@ -193,7 +193,7 @@ def why(
         click.echo("no prompt in the prefix cache begins with its first token")
     else:
         start = max(0, differs_at - _CONTEXT_TOKENS)
-        decode = loaded.text.decode_inside if start else loaded.text.decode
+        decode = loaded.text.decode_continuation if start else loaded.text.decode
         common_ids, new_ids = ids[start:differs_at], ids[differs_at : differs_at + _CONTEXT_TOKENS]
         click.echo(f"the nearest prompt differs, or ends, at token {differs_at:,}:")
-        click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_inside(new_ids)}")
+        click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_continuation(new_ids)}")

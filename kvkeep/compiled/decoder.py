@@ -24,9 +24,9 @@ from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.formats import GROUP
+from kvkeep.models.weights.formats import GROUP_COLUMNS
 from kvkeep.models.weights.packing import Matrix, as_tensor
-from kvkeep.models.weights.tensors import is_router, matrices, matrices_per_token
+from kvkeep.models.weights.tensors import is_router, matrix_shapes, step_matrices
 
 
 def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
@@ -47,8 +47,8 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
         "need RoPE over the whole head": any(
             group.head_dim != 2 * len(group.rope.inverse_frequencies) for group in spec.groups
         ),
-        f"need widths that are multiples of {GROUP}; found {', '.join(map(str, widths))}": (
-            any(width % GROUP for width in widths)
+        f"need widths that are multiples of {GROUP_COLUMNS}; found {', '.join(map(str, widths))}": (
+            any(width % GROUP_COLUMNS for width in widths)
         ),
         "need the same number of query heads for each KV head": any(
             spec.heads % group.kv_heads for group in spec.groups
@@ -127,7 +127,7 @@ class CompiledExecutor:
         only_packed = [name for name in self._operands.shapes if name not in tensors]
         if self._product_dtype is torch.bfloat16:
             return only_packed
-        layer_matrices = set(matrices(self.spec)) - {LM_HEAD}
+        layer_matrices = set(matrix_shapes(self.spec)) - {LM_HEAD}
         return only_packed + [n for n in layer_matrices if n in tensors and not is_router(n)]
 
     def _routers(self) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ class CompiledExecutor:
 
     def matrix_bytes(self) -> dict[str, int]:
         """Return the size in bytes of each matrix that a sampled token reads, by name."""
-        names = matrices_per_token(self.spec)
+        names = step_matrices(self.spec)
         return {name: self._operands.weight(name, sampled=True).nbytes for name in names}
 
     def unpack_matrix(self, name: str) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep.compiled.binding import CMatrix, raise_for_status
 from kvkeep.compiled.operands import address, require
 from kvkeep.models.layers.primitives import padded_rows
-from kvkeep.models.weights.packing import BLOCK, Matrix
+from kvkeep.models.weights.packing import BLOCK_ROWS, Matrix
 
 MAX_KERNEL_ROWS = 16  # above, unpacking and torch are faster
 _SCRATCH_BYTES = 1 << 26  # of a matrix that are unpacked at a time
@@ -46,7 +46,7 @@ class PackedLinear:
         """Unpack the matrix, `[rows, columns]` bfloat16."""
         rows, columns = self._matrix.rows, self._matrix.columns
         out = torch.empty(rows, columns, dtype=torch.bfloat16, device="cpu")
-        self._unpack(0, -(-rows // BLOCK), out)
+        self._unpack(0, -(-rows // BLOCK_ROWS), out)
         return out
 
     def take_rows(self, indices: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ class PackedLinear:
         if self._dtype is torch.bfloat16 and (padding := padded_rows(n) - n):
             x = F.pad(x, (0, 0, 0, padding))
         x = x.to(self._dtype)
-        block_count, outputs = -(-matrix.rows // BLOCK), []
-        max_blocks = max(1, _SCRATCH_BYTES // (matrix.columns * BLOCK * self._dtype.itemsize))
-        scratch = _scratch(min(max_blocks, block_count) * BLOCK * matrix.columns, self._dtype)
+        block_count, outputs = -(-matrix.rows // BLOCK_ROWS), []
+        max_blocks = max(1, _SCRATCH_BYTES // (matrix.columns * BLOCK_ROWS * self._dtype.itemsize))
+        scratch = _scratch(min(max_blocks, block_count) * BLOCK_ROWS * matrix.columns, self._dtype)
         for block in range(0, block_count, max_blocks):
-            begin, end = block * BLOCK, min((block + max_blocks) * BLOCK, matrix.rows)
+            begin, end = block * BLOCK_ROWS, min((block + max_blocks) * BLOCK_ROWS, matrix.rows)
             weight = scratch[: (end - begin) * matrix.columns].view(end - begin, matrix.columns)
             self._unpack(block, min(max_blocks, block_count - block), weight)
             bias = None if self._bias is None else self._bias[begin:end].to(self._dtype)

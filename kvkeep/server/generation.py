@@ -65,7 +65,7 @@ async def prompt_ids(
                 "the last message is the assistant's and is to be continued, but the one before it "
                 "is the assistant's too: join them"
             )
-        return tokenizer.chat_to_continue(template_messages, template_tools)
+        return tokenizer.encode_unfinished_chat(template_messages, template_tools)
 
     return await to_thread(encode)  # a long text would block the event loop
 

@@ -17,7 +17,7 @@ from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.model_facts import model_facts
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.tensors import is_router, matrices
+from kvkeep.models.weights.tensors import is_router, matrix_shapes
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -128,7 +128,7 @@ def test_experts_are_packed_and_routers_are_not(
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     folder = str(written(tmp_path / kind, kind, smollm2_folder))
     model = load_model(folder, weights=weights)
-    names = set(matrices(model.spec)) if weights else set()
+    names = set(matrix_shapes(model.spec)) if weights else set()
     assert set(model.decoder.packed) == {name for name in names if not is_router(name)}
     session = model.session(policy="full")
     session.feed(TOKENS[:30])
@@ -138,7 +138,7 @@ def test_experts_are_packed_and_routers_are_not(
     assert isinstance(executor, CompiledExecutor)
     read, held = executor.matrix_bytes(), [*model.decoder.packed.values()]
     assert facts.bytes_per_token == sum(read.values())
-    assert sum(facts.formats.values()) == len(read) < len(matrices(model.spec))
+    assert sum(facts.formats.values()) == len(read) < len(matrix_shapes(model.spec))
     held += model.decoder.tensors.values()
     assert facts.weight_bytes_held == sum(each.nbytes for each in held)
     layers = {"qwen3-moe": 1, "gpt-oss": 5, "gemma4-experts": 9}

@@ -228,5 +228,5 @@ def test_packed_rows_are_in_the_order_of_rotation(
     model = load_model(str(folder), weights=weights)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"):
         tensor = model.decoder.tensors[f"model.layers.1.{name}.weight"].float()
-        read = model.decoder.packed[f"model.layers.1.{name}.weight"].unpacked().values()
+        read = model.decoder.packed[f"model.layers.1.{name}.weight"].unpack().values()
         assert (read - tensor).abs().max() <= (0.08 if weights == "int4" else 0.008)

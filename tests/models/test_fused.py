@@ -92,7 +92,7 @@ def test_fused_matrices_are_packed_part_by_part(
     for part in ("self_attn.k_proj", "mlp.up_proj"):
         name = f"model.layers.1.{part}.weight"
         wanted = quantise(model.decoder.tensors[name], bits).values()
-        assert torch.equal(model.decoder.packed[name].unpacked().values(), wanted)
+        assert torch.equal(model.decoder.packed[name].unpack().values(), wanted)
     session = model.session(policy="full")
     session.feed(TOKENS[:20])
     assert len([session.next_token() for _ in range(3)]) == 3

@@ -27,7 +27,7 @@ from kvkeep.models.spec.config import read_spec
 from kvkeep.models.weights.checkpoint import decoder_tensors
 from kvkeep.models.weights.export import export
 from kvkeep.models.weights.packing import PackedMatrix, as_tensor
-from kvkeep.models.weights.tensors import is_router, matrices
+from kvkeep.models.weights.tensors import is_router, matrix_shapes
 
 TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
@@ -262,7 +262,7 @@ def test_experts_keep_their_quantised_bytes(
             rows = quantised(rows.numpy(), stored)
         values[name] = rows.mT if turned else rows
     wanted = decoder_tensors(model.spec, values)
-    for name in matrices(model.spec):
+    for name in matrix_shapes(model.spec):
         packed = model.decoder.packed[name]
         assert isinstance(packed, PackedMatrix) != is_router(name)
         assert torch.equal(as_tensor(packed, torch.float32), wanted[name]), name

@@ -25,7 +25,7 @@ from kvkeep.models.spec.rope import rope_spec
 from kvkeep.models.weights.checkpoint import decoder_tensors
 from kvkeep.models.weights.export import export
 from kvkeep.models.weights.packing import as_tensor
-from kvkeep.models.weights.tensors import matrices
+from kvkeep.models.weights.tensors import matrix_shapes
 
 TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
 PADDING = {"pad_token_id": 0, "eos_token_id": 1}
@@ -428,7 +428,7 @@ def test_fused_matrices_are_split_and_reordered_when_packed(
     assert model.decoder.packed.keys() <= wanted.keys()
     held = model.decoder.packed if compiled else model.decoder.tensors
     rounded = torch.float32 if compiled else torch.bfloat16
-    for name in matrices(model.spec):
+    for name in matrix_shapes(model.spec):
         if name in held:  # a head that is the embedding has no other name
             found = as_tensor(held[name], torch.float32)
             assert torch.equal(found, wanted[name].to(rounded).float()), name

@@ -25,7 +25,7 @@ from kvkeep.models.weights.packed import (
 )
 from kvkeep.models.weights.packed_file import NewMatrix, checksum_of, read_packed, write_packed
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, quantise
-from kvkeep.models.weights.tensors import matrices
+from kvkeep.models.weights.tensors import matrix_shapes
 
 compiled = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 SPEC = spec_of()
@@ -56,7 +56,7 @@ def test_matrices_are_rounded_and_packed_once(
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
     found = load_quantised(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
-    assert found.keys() == matrices(SPEC).keys()
+    assert found.keys() == matrix_shapes(SPEC).keys()
     name = "model.layers.1.mlp.down_proj.weight"
     wanted = quantise(tensors[name], bits).values()  # type: ignore[arg-type]
     assert torch.equal(values(found[name]), wanted)
@@ -93,7 +93,7 @@ def test_a_damaged_file_is_named_in_the_error(home: Path, tmp_path: Path, damage
     else:
         save_file({"x": torch.zeros(1)}, path, {"version": "1"})
     with pytest.raises(BadModelFile, match="int4"):
-        read_packed(path, matrices(SPEC))
+        read_packed(path, matrix_shapes(SPEC))
 
 
 def zero(path: Path, begin: int, count: int) -> None:

@@ -101,7 +101,7 @@ def show(
             sys.stdout.write(decode(ids))
         else:
             sys.stdout.write(_gap_mark(len(ids), status, decode(ids) if forgotten else None))
-        decode = text_codec.decode_inside
+        decode = text_codec.decode_continuation
     click.echo()
 
 

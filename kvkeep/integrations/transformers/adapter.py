@@ -21,11 +21,12 @@ from kvkeep.integrations.transformers.probe import (
     KeyRotation,
     ProbedCall,
     find_rotation,
-    probe_calls,
+    probe_attention,
 )
 from kvkeep.integrations.transformers.step_cache import has_recurrent_states, new_cache_layers
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 
+_T = TypeVar("_T")
 _PROBE_TOKEN_ID = 1
 _FAR_POSITION = 100_003  # beyond the positions at which models change their computation
 
@@ -67,9 +68,9 @@ class AttentionFacts:
 
 
 def attention_facts(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> AttentionFacts:
-    """Describe a model for kvkeep.
+    """Probe a model for the facts that kvkeep's steps need.
 
-    configs: see `configs_of`. Raises UnsupportedModel, naming the reason.
+    configs: of its parts, the text's first. Raises UnsupportedModel, naming the reason.
     """
     body, config = body_of(model), configs[0]
     _require(
@@ -82,7 +83,7 @@ def attention_facts(model: PreTrainedModel, configs: Sequence[PreTrainedConfig])
         "that are rotated once",
     )
     calls_by_position = [
-        probe_calls(body, configs, _PROBE_TOKEN_ID, rotary_position=position)
+        probe_attention(body, configs, _PROBE_TOKEN_ID, rotary_position=position)
         for position in PROBED_POSITIONS
     ]
     calls = calls_by_position[0]
@@ -96,6 +97,7 @@ def attention_facts(model: PreTrainedModel, configs: Sequence[PreTrainedConfig])
 
 
 def rope_types(config: PreTrainedConfig) -> list[str]:
+    """Return the types of RoPE in a config: one for all layers, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     types = [parameters.get("rope_type")]
     types += [nested.get("rope_type") for nested in parameters.values() if isinstance(nested, dict)]
@@ -110,18 +112,20 @@ def _require(condition: bool, reason: str) -> None:
 def _require_only_rotary_positions(
     body: nn.Module, configs: Sequence[PreTrainedConfig], calls: Sequence[ProbedCall]
 ) -> None:
+    """Raise UnsupportedModel if other position ids change queries or keys. calls: at position 0."""
     reason = (
         "its positions are not only those of rotary embeddings (a table is added to embeddings, or "
         "queries are scaled by their position); its cells are valid at one position only"
     )
     # A table of positions has a second row, but rarely one for the far position.
     for position in (1, _FAR_POSITION):
-        moved_calls = probe_calls(body, configs, _PROBE_TOKEN_ID, position=position)
+        moved_calls = probe_attention(body, configs, _PROBE_TOKEN_ID, position=position)
         for call, moved in zip(calls, moved_calls, strict=True):
             _require(torch.equal(call.q, moved.q) and torch.equal(call.k, moved.k), reason)
 
 
 def _frequency_tables(body: nn.Module) -> Iterator[Tensor]:
+    """Yield the RoPE frequencies of each rotary embedding, `[pairs]`."""
     for module in body.modules():
         for name, value in {**vars(module), **module._buffers}.items():
             is_table = name.endswith("inv_freq") and not name.startswith("original")
@@ -129,48 +133,47 @@ def _frequency_tables(body: nn.Module) -> Iterator[Tensor]:
                 yield value.detach().float().cpu()
 
 
-_T = TypeVar("_T")
-
-
 @dataclass
 class _AttentionFactsBuilder:
-    """Builds the description of a model from its probed calls; one rotation for each call.
+    """Builds the facts about a model from its calls of attention, and the rotation of each.
 
     Raises UnsupportedModel if layers differ in a way that a `ModelSpec` cannot express.
     """
 
     model: PreTrainedModel
     config: PreTrainedConfig
-    probes: Sequence[ProbedCall]
+    calls: Sequence[ProbedCall]
     rotations: Sequence[KeyRotation]
 
     def __post_init__(self) -> None:
-        windows = {call.window for call in self.probes if call.window}
+        windows = {call.window for call in self.calls if call.window}
         _require(len(windows) <= 1, f"its layers have different windows: {windows} tokens")
         self.window = max(windows, default=0)
         # If all layers have the window, they are global ones of a model of that trained length.
-        self.all_local = all(call.window for call in self.probes)
-        local = [i for i, call in enumerate(self.probes) if not self.all_local and call.window]
+        self.all_local = all(call.window for call in self.calls)
+        local = [i for i, call in enumerate(self.calls) if not self.all_local and call.window]
         self.local_layers = tuple(local)
-        self.global_layers = tuple(i for i in range(len(self.probes)) if i not in local)
+        self.global_layers = tuple(i for i in range(len(self.calls)) if i not in local)
 
     def build(self) -> AttentionFacts:
         spec = self._model_spec()
-        calls = tuple(self._attention_call(spec, index) for index in range(len(self.probes)))
-        sinks = [call.sinks.detach().float() for call in self.probes if call.sinks is not None]
-        _require(len(sinks) in (0, len(calls)), "some layers have attention sinks, others none")
-        dtype = _common_value("dtypes of keys", [call.k.dtype for call in self.probes])
-        device = _common_value("devices", [call.k.device for call in self.probes])
-        return AttentionFacts(spec, calls, sinks, dtype, device, new_cache_layers(self.config))
+        count = len(self.calls)
+        attention_calls = [self._attention_call(spec, index) for index in range(count)]
+        sinks = [call.sinks.detach().float() for call in self.calls if call.sinks is not None]
+        _require(len(sinks) in (0, count), "some layers have attention sinks, others none")
+        dtype = _common_value("dtypes of keys", [call.k.dtype for call in self.calls])
+        device = _common_value("devices", [call.k.device for call in self.calls])
+        cache_layers = new_cache_layers(self.config)
+        return AttentionFacts(spec, attention_calls, sinks, dtype, device, cache_layers)
 
     def _model_spec(self) -> ModelSpec:
-        probes, local = self.probes, self.local_layers
+        calls, local = self.calls, self.local_layers
         rope, (kv_heads, head_dim) = self._rope_and_shape(self.global_layers)
         local_rope, (local_kv_heads, local_dim) = self._rope_and_shape(local or self.global_layers)
         spec = ModelSpec(
             architecture=type(self.model).__name__,
-            layers=len(probes),
-            heads=_common_value("heads", [call.q.shape[0] for call in probes]),
+            layers=len(calls),
+            heads=_common_value("heads", [call.q.shape[0] for call in calls]),
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=rope,
@@ -180,22 +183,22 @@ class _AttentionFactsBuilder:
             mlp_bias=False,
             qk_norm=False,
             norm_eps=0.0,
-            attention_multiplier=probes[0].options.scale,
-            attention_softcap=_common_value("softcaps", [c.options.softcap for c in probes]),
+            attention_multiplier=calls[0].options.scale,
+            attention_softcap=_common_value("softcaps", [c.options.softcap for c in calls]),
             local_layers=local,
             window=self.window if local else 0,
             local_rope=None if local_rope == rope else local_rope,
             local_kv_heads=0 if local_kv_heads == kv_heads else local_kv_heads,
             local_head_dim=0 if local_dim == head_dim else local_dim,
             unrotated_layers=self._unrotated_layers(),
-            shared_kv_layers=sum(not call.owns_keys for call in probes),
-            sinks=probes[0].sinks is not None,
+            shared_kv_layers=sum(not call.owns_keys for call in calls),
+            sinks=calls[0].sinks is not None,
             recurrent=has_recurrent_states(self.config),
             **self._config_fields(),
         )
-        for index, call in enumerate(probes):
+        for index, call in enumerate(calls):
             kv_source = spec.kv_source(index)
-            shares_keys = probes[kv_source].layer_idx == call.layer_idx
+            shares_keys = calls[kv_source].layer_idx == call.layer_idx
             is_consistent = (kv_source == index) == call.owns_keys and shares_keys
             _require(is_consistent, "its layers share keys, but not in the last layers only")
         return spec
@@ -210,6 +213,7 @@ class _AttentionFactsBuilder:
     def _config_fields(self) -> dict[str, Any]:
         """Return the fields of the spec that the config determines."""
         config, model = self.config, self.model
+        # Models without a limit get a million positions.
         max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         parameters = getattr(config, "rope_parameters", None) or {}
         if self._rope_type() == "longrope":
@@ -236,25 +240,25 @@ class _AttentionFactsBuilder:
         rotations = [self.rotations[i] for i in layers]
         tables = {rotation.frequencies for rotation in rotations if rotation.rotates}
         _require(len(tables) <= 1, "its layers rotate keys with different frequency tables")
-        no_rotation = (0.0,) * (self.probes[layers[0]].q.shape[-1] // 2)
-        shapes = [(self.probes[i].k.shape[0], self.probes[i].k.shape[1]) for i in layers]
+        no_rotation = (0.0,) * (self.calls[layers[0]].q.shape[-1] // 2)
+        shapes = [(self.calls[i].k.shape[0], self.calls[i].k.shape[1]) for i in layers]
         rope = RopeSpec(self._rope_type(), next(iter(tables), no_rotation))
         return rope, _common_value("KV heads and widths", shapes)
 
     def _attention_call(self, spec: ModelSpec, index: int) -> AttentionCall:
-        call, group = self.probes[index], spec.group_of(index)
+        call, group = self.calls[index], spec.group_of(index)
         orders = {self.rotations[i].permutation for i in group.layers if self.rotations[i].rotates}
         _require(len(orders) <= 1, "its layers pair the dimensions of a head in different orders")
-        permutation = next(iter(orders), ())
-        indices = torch.tensor(permutation, dtype=torch.int64, device=call.q.device)
+        order = next(iter(orders), ())
+        permutation = torch.tensor(order, dtype=torch.int64, device=call.q.device)
         return AttentionCall(
             module=call.module,
             layer_idx=call.layer_idx,
             options=call.options,
             cell_layer=spec.layers_with_cells(group).index(spec.kv_source(index)),
             owns_keys=call.owns_keys,
-            permutation=None if permutation == tuple(sorted(permutation)) else indices,
-            query_factor=call.options.scale / self.probes[0].options.scale,
+            permutation=None if order == tuple(sorted(order)) else permutation,
+            query_factor=call.options.scale / self.calls[0].options.scale,
         )
 
 

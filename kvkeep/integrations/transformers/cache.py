@@ -147,7 +147,7 @@ class KvkeepCache(SessionBatch):
 
     @property
     def batch(self) -> Self:
-        """The cache itself."""
+        """The batch of sessions, which is this cache."""
         return self
 
     # The session of a batch of one
@@ -226,6 +226,7 @@ class KvkeepCache(SessionBatch):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of columns of a mask, and the first one's index."""
         return self.get_seq_length() + query_length, 0
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -252,8 +253,7 @@ class KvkeepCache(SessionBatch):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, for assisted decoding. tokens_to_remove: negative.
 
-        Raises InvalidArgument if tokens were evicted for these tokens, since a bounded cache was
-        full.
+        Raises InvalidArgument if earlier tokens were evicted to make room for these.
         """
         num_tokens = abs(validation.integer("tokens_to_remove", tokens_to_remove))
         if not num_tokens:
@@ -273,6 +273,7 @@ class KvkeepCache(SessionBatch):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row, for several beams or answers of a prompt."""
         self.select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -22,8 +21,7 @@ from kvkeep.session.session import Session
 class SessionBatch(Cache):
     """The part of a `KvkeepCache` that its forwards use: a session for each row of a batch.
 
-    padding: for each row, how many of its columns were padding. forward: the unfinished forward, if
-    any.
+    padding: for each row, how many of its columns were padding.
     """
 
     def __init__(self, executor: TransformersExecutor, session: Session):
@@ -32,16 +30,17 @@ class SessionBatch(Cache):
         self.executor = executor
         self._sessions: tuple[Session, ...] = (session,)
         self.padding = [0]
-        self.forward: CacheForward | None = None
+        self.unfinished_forward: CacheForward | None = None
         self._empty_session = session.fork()  # forked for each new row
         self._empty_session.rewind(len(session.tokens))
 
     @property
     def sessions(self) -> tuple[Session, ...]:
         """The session of each row, without the tokens of an unfinished forward."""
-        if self.forward is not None and self.forward.is_in_this_thread:
-            self.forward.rollback()  # an exception ended it, and torch did not run its hooks
-        elif self.forward is not None:
+        forward = self.unfinished_forward
+        if forward is not None and forward.is_in_this_thread:
+            forward.rollback()  # an exception ended it, and torch did not run its hooks
+        elif forward is not None:
             with compute_lock():  # wait until the forward of another thread is done
                 pass
         return self._sessions
@@ -50,18 +49,18 @@ class SessionBatch(Cache):
         """Return the number of columns evaluated so far, padding included."""
         return self.padding[0] + len(self.sessions[0].tokens)
 
-    def resize(self, rows: int) -> None:
+    def resize(self, num_rows: int) -> None:
         """Change the number of rows of a batch without tokens.
 
         Raises InvalidArgument if it has tokens, or if rows have different numbers of columns.
         """
-        if rows != len(self.sessions):
+        if num_rows != len(self.sessions):
             if any(session.tokens for session in self.sessions):
                 raise InvalidArgument(
-                    f"the cache has {len(self.sessions)} rows; found a batch of {rows}"
+                    f"the cache has {len(self.sessions)} rows; found a batch of {num_rows}"
                 )
-            self._sessions = tuple(self._empty_session.fork() for _ in range(rows))
-            self.padding = [0] * rows
+            self._sessions = tuple(self._empty_session.fork() for _ in range(num_rows))
+            self.padding = [0] * num_rows
         column_counts = {
             padding + len(session.tokens)
             for padding, session in zip(self.padding, self.sessions, strict=True)
@@ -96,8 +95,8 @@ class CacheForward:
     """One forward that appends to a batch of sessions.
 
     batch: the cache that the caller passed to the model. step_cache: the cache that its layers get
-    instead. tokens: of the last step, which the model evaluates itself. is_finished: whether it
-    was committed or rolled back.
+    instead. tokens: the ids of the last step; the model's forward evaluates it, and kvkeep those
+    before. is_finished: whether the forward was committed or rolled back.
     """
 
     def __init__(self, batch: SessionBatch, ids: Tensor, mask: Tensor | None):
@@ -126,7 +125,7 @@ class CacheForward:
         except BaseException:
             self.rollback()
             raise
-        batch.forward = self
+        batch.unfinished_forward = self
 
     @property
     def is_in_this_thread(self) -> bool:
@@ -134,7 +133,7 @@ class CacheForward:
 
     def rollback(self) -> None:
         """Leave all rows as they were."""
-        self.batch.forward, self.is_finished = None, True
+        self.batch.unfinished_forward, self.is_finished = None, True
         self._backend_context.close()
         self._step.rollback()
 
@@ -152,7 +151,7 @@ class CacheForward:
         except BaseException:
             self.rollback()
             raise
-        self.batch.forward, self.is_finished = None, True
+        self.batch.unfinished_forward, self.is_finished = None, True
         self.batch.padding = [
             padding + self._ids_shape[1] - len(columns)
             for padding, columns in zip(self.batch.padding, self._token_columns, strict=True)
@@ -162,11 +161,10 @@ class CacheForward:
 
     def _insert_padding(self, row_hidden: Sequence[Tensor]) -> Tensor:
         """Scatter the hidden states of each row's tokens to their columns; padding is 0."""
-        first, (rows, n) = row_hidden[0], self._ids_shape
-        if rows == 1 and len(first) == n:
+        first, (num_rows, n) = row_hidden[0], self._ids_shape
+        if num_rows == 1 and len(first) == n:
             return first.clone().unsqueeze(0)
-        shape = (rows, n, first.shape[-1])
-        all_hidden = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        all_hidden = first.new_zeros(num_rows, n, first.shape[-1])
         for row, hidden in zip(self._active_rows, row_hidden, strict=True):
             all_hidden[row, self._token_columns[row]] = hidden
         return all_hidden
@@ -177,7 +175,7 @@ def _find_token_columns(batch: SessionBatch, ids: Tensor, mask: Tensor | None) -
 
     Raises InvalidArgument if the mask differs from the batch in past columns.
     """
-    rows, n = ids.shape
+    num_rows, n = ids.shape
     past_columns = batch.get_seq_length()
     if mask is None and any(batch.padding):
         raise InvalidArgument(
@@ -185,11 +183,11 @@ def _find_token_columns(batch: SessionBatch, ids: Tensor, mask: Tensor | None) -
             "call cache.drop_padding() if no more padding follows"
         )
     if mask is None:
-        return [list(range(n))] * rows
-    if mask.shape != (rows, past_columns + n):
+        return [list(range(n))] * num_rows
+    if mask.shape != (num_rows, past_columns + n):
         raise InvalidArgument(
             f"attention_mask must cover the {past_columns} tokens in the cache and these {n}, "
-            f"[{rows}, {past_columns + n}]; found {list(mask.shape)}"
+            f"[{num_rows}, {past_columns + n}]; found {list(mask.shape)}"
         )
     mask = mask.bool()
     actual = mask[:, :past_columns].sum(1).tolist()

@@ -80,6 +80,7 @@ class TransformersExecutor:
             self.hook_handles.pop().remove()
 
     def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+        """Return the final hidden states of a step, `[tokens, hidden_size]`."""
         self.require_not_moved()
         rows = len(step.steps) if isinstance(step, GroupStep) else 1
         runner = StepRunner(self.facts, step, self.configs[0])
@@ -97,12 +98,13 @@ class TransformersExecutor:
         names = {module: name for name, module in self.body.named_modules()}
 
         def record(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-            layer_input = args[0] if args else kwargs["hidden_states"]
+            layer_input = args[0] if args else kwargs["hidden_states"]  # [1, n, hidden]
             norms[index] = layer_input[0].float().norm(dim=-1)
 
         with ExitStack() as hooks:
             for index, call in enumerate(self.facts.calls):
-                layer = self.body.get_submodule(names[call.module].rpartition(".")[0])
+                layer_name = names[call.module].rpartition(".")[0]  # attention lies in the layer
+                layer = self.body.get_submodule(layer_name)
                 hook = partial(record, index)
                 handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
                 hooks.callback(handle.remove)
@@ -113,6 +115,7 @@ class TransformersExecutor:
         return checked_finite(self._head.logits(hidden))
 
     def unpack_matrix(self, name: str) -> Tensor:
+        """Raise InvalidArgument; other executors return a matrix by kvkeep's name of it."""
         raise InvalidArgument(
             f"this needs {name}, and kvkeep does not know which weights of "
             f"{type(self.model).__name__} those are: use another method"
@@ -122,13 +125,12 @@ class TransformersExecutor:
 @torch.inference_mode()
 def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     """Raise UnsupportedModel if kvkeep computes other hidden states or logits than the model."""
+    # Any tokens, spread over the vocabulary.
     ids = [(7_919 * index + 3) % decoder.spec.vocab_size for index in range(sum(_CHECK_LENGTHS))]
     input_ids = torch.tensor([ids], dtype=torch.int64, device=model.device)
-    cache = DynamicCache(config=model.config)
-    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    body_output = body_of(model)(
-        input_ids=input_ids, past_key_values=DynamicCache(config=model.config), use_cache=True
-    )
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    output = model(input_ids=input_ids, past_key_values=caches[0], use_cache=True)
+    body_output = body_of(model)(input_ids=input_ids, past_key_values=caches[1], use_cache=True)
     expected = body_output.last_hidden_state[0]
     memory, begin = Memory(decoder, Full(2 * len(ids))), 0
     for count in _CHECK_LENGTHS:
@@ -181,6 +183,7 @@ class OutputHead:
 
 
 def _without_hooks(module: _Module) -> _Module:
+    """Return a shallow copy of a module that has none of its hooks."""
     module_copy = copy.copy(module)
     for name, value in vars(module).items():
         if "_hooks" in name and isinstance(value, dict):

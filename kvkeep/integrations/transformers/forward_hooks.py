@@ -22,7 +22,7 @@ _ALLOWED_ARGUMENTS = {
 
 
 def hook_forward(body: nn.Module) -> list[RemovableHandle]:
-    """Let forwards with a KvkeepCache append to its sessions."""
+    """Let forwards with a KvkeepCache append to its sessions. body: the layers below the head."""
     begin = partial(_begin_forward, inspect.signature(body.forward))
     return [
         body.register_forward_pre_hook(begin, with_kwargs=True),
@@ -33,7 +33,7 @@ def hook_forward(body: nn.Module) -> list[RemovableHandle]:
 def _begin_forward(
     signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate all but the last step; return its arguments, so that the forward evaluates it."""
+    """Evaluate the tokens of all steps but the last; return arguments to forward the last ones."""
     arguments: dict[str, Any] = dict(kwargs)
     if args:
         arguments = signature.bind(*args, **kwargs).arguments
@@ -62,7 +62,7 @@ def _begin_forward(
 def _end_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Commit all tokens, or roll back if the forward failed."""
+    """After a forward: commit all tokens, or roll back if it failed (`output` is None)."""
     step_cache = kwargs.get("past_key_values")
     if not isinstance(step_cache, StepCache) or step_cache.cache_forward is None:
         return None
@@ -117,7 +117,7 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
         if name not in _ALLOWED_ARGUMENTS
         and value is not None
         and value is not False
-        and not (name.endswith("token_type_ids") and _marks_text_only(value))
+        and not (name.endswith("token_type_ids") and _has_text_only(value))
     ]
     if unsupported:
         raise UnsupportedModel(
@@ -126,7 +126,8 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
         )
 
 
-def _marks_text_only(token_types: object) -> bool:
+def _has_text_only(token_types: object) -> bool:
+    """Whether the types of all tokens are 0: the others are for images and audio."""
     return isinstance(token_types, Tensor) and not token_types.any()
 
 
@@ -140,6 +141,7 @@ def _check_positions(
     """
     if position_ids is None:
         return
+    # Three dimensions: one for each axis of an image, all equal for text.
     position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     n, past_columns = ids.shape[1], batch.get_seq_length()
     position_ids = position_ids[:, -n:].expand(len(ids), -1)

@@ -40,7 +40,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The options of a layer's attention. window: in tokens."""
+    """The options of a layer's attention. softcap: 0 for none. window: in tokens; None for none."""
 
     scale: float
     softcap: float
@@ -66,7 +66,7 @@ class AttentionInputs:
 class AttentionBackend(Protocol):
     """The attention of one forward of a transformers model: a probe or a step of kvkeep's cache.
 
-    rotary_position: used by all rotary embeddings for all tokens.
+    rotary_position: the position that all rotary embeddings use for all tokens.
     """
 
     rotary_position: int
@@ -75,7 +75,10 @@ class AttentionBackend(Protocol):
         """Attend in one layer, `[batch, n, heads, head_dim]`."""
 
     def make_mask(self, mask_function: MaskFunction, device: torch.device | None) -> Tensor | None:
-        """Return the mask to pass to layers. mask_function: whether a query sees a cell."""
+        """Return the mask to pass to layers.
+
+        mask_function: transformers', of batch row, head, query and key index; True where visible.
+        """
 
 
 class _ThreadState(threading.local):
@@ -114,7 +117,7 @@ def _attend_by_backend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend; an attention function of transformers."""
+    """Attend by the active backend, as an attention function of transformers."""
     backend = _active_backend()
     unsupported = [
         name
@@ -145,10 +148,7 @@ def _mask_by_backend(
     device: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """Return a mask; a mask function of transformers.
-
-    Padding needs no mask: the hooks before the layers remove it.
-    """
+    """Return a mask, as a mask function of transformers. Hooks have removed padding before."""
     return _active_backend().make_mask(mask_function, device)
 
 

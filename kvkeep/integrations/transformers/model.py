@@ -1,11 +1,11 @@
 """A transformers model as a kvkeep model."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,11 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    is_progress_bar_enabled,
-)
+from transformers.utils import logging as hf_logging
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument, KvkeepError, UnsupportedModel
@@ -48,11 +44,7 @@ _CODECS: WeakKeyDictionary[
 _EXECUTOR_ATTRIBUTE = "_kvkeep_executor"  # of a transformers model
 # Config keys that do not change the contents of cells.
 _NOT_FINGERPRINTED = (
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "_attn_implementation",
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation"),
 )
 
 
@@ -112,20 +104,13 @@ class TransformersModel(Model):
 class _NoCodec(TextCodec):
     """The codec of a model without a tokenizer, which raises InvalidArgument for any text."""
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        raise InvalidArgument(_NO_TOKENIZER_MESSAGE)
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidArgument(
+            "there is no tokenizer to convert between text and tokens: use token ids, or pass "
+            "tokenizer=... when you load the model"
+        )
 
-    def encode_sealed(self, sealed: str) -> list[int]:
-        raise InvalidArgument(_NO_TOKENIZER_MESSAGE)
-
-    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        raise InvalidArgument(_NO_TOKENIZER_MESSAGE)
-
-
-_NO_TOKENIZER_MESSAGE = (
-    "there is no tokenizer to convert between text and tokens: use token ids, or pass "
-    "tokenizer=... when you load the model"
-)
+    encode = encode_sealed = decode = _refuse
 
 
 def from_transformers(
@@ -162,8 +147,8 @@ def from_transformers(
 def _codec_of(tokenizer: PreTrainedTokenizerBase) -> TextCodec:
     """Return kvkeep's codec for a tokenizer. Its files are deleted with the tokenizer."""
     size = len(tokenizer)
-    codec_size, codec, _ = _CODECS.get(tokenizer, (None, None, None))
-    if codec is None or codec_size != size:
+    known_size, codec, _ = _CODECS.get(tokenizer, (None, None, None))
+    if codec is None or known_size != size:  # tokens may have been added
         folder = TemporaryDirectory(prefix="kvkeep-tokenizer-")
         tokenizer.save_pretrained(folder.name)
         codec = TextCodec.open(Path(folder.name))
@@ -171,7 +156,7 @@ def _codec_of(tokenizer: PreTrainedTokenizerBase) -> TextCodec:
     return codec
 
 
-def load_folder(
+def load_pretrained(
     name: str, model: str, dtype: DtypeName, device: str, progress: bool
 ) -> TransformersModel:
     """Load a model by transformers. name: in snapshots. model: a name or path, as in `resolve`.
@@ -187,7 +172,7 @@ def load_folder(
             f"{model} has packed weights, which transformers cannot read: unpack it with `kvkeep "
             f"models export {model} FOLDER`, then pass transformers:FOLDER"
         )
-    bars_were_shown = is_progress_bar_enabled()
+    bars_were_shown = hf_logging.is_progress_bar_enabled()
     _show_progress_bars(progress)
     try:
         transformers_model = AutoModelForCausalLM.from_pretrained(
@@ -202,15 +187,13 @@ def load_folder(
     return from_transformers(transformers_model, folder, name)
 
 
-def _show_progress_bars(shown: bool) -> None:
-    (enable_progress_bar if shown else disable_progress_bar)()  # type: ignore[no-untyped-call]
+def _show_progress_bars(should_show: bool) -> None:
+    switch = hf_logging.enable_progress_bar if should_show else hf_logging.disable_progress_bar
+    switch()  # type: ignore[no-untyped-call]
 
 
 def executor_of(model: PreTrainedModel) -> TransformersExecutor:
-    """Return a model's executor. Probes the model if its dtype, device or modules changed.
-
-    Raises as `from_transformers`.
-    """
+    """Return a model's executor; probe the model first if its dtype, device or modules changed."""
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(f"model must be a transformers model; found {type(model).__name__}")
     if getattr(model.config, "is_encoder_decoder", False):

@@ -20,17 +20,19 @@ from kvkeep.integrations.transformers.step_cache import StepCache, new_cache_lay
 PROBED_POSITIONS = (0, 1, 977)  # the token is evaluated at each of them to compare its keys
 _TOLERANCES = {torch.float32: 5e-4, torch.float64: 5e-4}
 _REDUCED_PRECISION_TOLERANCE = 3e-2  # for all other dtypes: their cosines are rounded
-# A query position at which masks are evaluated: larger than any window that models have.
-_FAR_QUERY = 1 << 17
+# Query positions at which masks are evaluated, beyond all windows; two, since to one query a chunk
+# of tokens looks like a window.
+_FAR_QUERIES = (1 << 17, (1 << 17) + 12_345)
 
 
 @dataclass(frozen=True)
 class ProbedCall:
-    """One call of attention in a probe forward.
+    """One call of attention in a probe forward, for one token.
 
-    layer_idx: the index under which the layer updated transformers' cache. owns_keys: whether it is
-    the first call that attends to its keys. q: `[heads, head_dim]`; k: `[kv_heads, head_dim]`.
-    window: of its mask, in tokens; None if it sees all earlier tokens.
+    module: the layer's attention module. layer_idx: the index under which the layer updated
+    transformers' cache. owns_keys: whether it is the first call that attends to its keys. q:
+    `[heads, head_dim]`; k: `[kv_heads, head_dim]`. window: the width of its mask, in tokens; None
+    if it sees all earlier tokens. sinks: `[heads]`.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class AttentionProbe:
     """
 
     def __init__(self, rotary_position: int, cache: StepCache):
+        """cache: the cache that the forward gets, to which layers pass their keys and values."""
         self.rotary_position, self.cache = rotary_position, cache
         self.calls: list[ProbedCall] = []
         self._mask_functions: list[MaskFunction] = []
@@ -61,6 +64,7 @@ class AttentionProbe:
         return torch.full((1, 1, 1, 1), index, dtype=torch.float32, device=device)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Record a call. Raises UnsupportedModel if kvkeep could not store its keys and values."""
         module, q, k, v = inputs.module, inputs.q, inputs.k, inputs.v
         updates = self.cache.updates
         layer_idx = next((index for index, (keys, _) in updates.items() if keys is k), None)
@@ -89,13 +93,14 @@ class AttentionProbe:
                 q=q[0, :, 0].clone(),
                 k=k[0, :, 0].clone(),
                 options=inputs.options,
-                window=self._mask_window(module, inputs.mask),
+                window=self._window_of_mask(module, inputs.mask),
                 sinks=inputs.sinks,
             )
         )
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
-    def _mask_window(self, module: nn.Module, mask: Tensor | None) -> int | None:
+    def _window_of_mask(self, module: nn.Module, mask: Tensor | None) -> int | None:
+        """Return the width of the window of a mask that `make_mask` returned; None without one."""
         if mask is None:
             return None
         index = int(mask.flatten()[0]) if mask.numel() == 1 else -1
@@ -104,10 +109,10 @@ class AttentionProbe:
                 f"{type(module).__name__} gets a mask that transformers did not create, so kvkeep "
                 "cannot tell what it masks"
             )
-        return _window_of(self._mask_functions[index], mask.device)
+        return _window_width(self._mask_functions[index], mask.device)
 
 
-def probe_calls(
+def probe_attention(
     body: nn.Module,
     configs: Sequence[PreTrainedConfig],
     token_id: int,
@@ -116,9 +121,10 @@ def probe_calls(
 ) -> list[ProbedCall]:
     """Evaluate one token and return all calls of attention, in their order.
 
-    rotary_position: the token's position in rotary embeddings, as `hook_rotary_embeddings` sets it;
-    two of them tell how keys are rotated. position: its position in `position_ids`, and the length
-    of the cache before it; a distant one tells what depends on the position otherwise.
+    body: the layers below the head. rotary_position: the token's position in rotary embeddings, as
+    `hook_rotary_embeddings` sets it; two of them tell how keys are rotated. position: its position
+    in `position_ids`, and the length of the cache before it; a distant one tells what else depends
+    on the position.
     """
     probe = AttentionProbe(rotary_position, StepCache(new_cache_layers(configs[0]), position))
     device = next(body.parameters()).device
@@ -132,21 +138,19 @@ def probe_calls(
     return probe.calls
 
 
-def _window_of(mask_function: MaskFunction, device: torch.device) -> int | None:
+def _window_width(mask_function: MaskFunction, device: torch.device) -> int | None:
     """Return the width of a mask's window, the query included; None if it sees all earlier tokens.
 
     Raises UnsupportedModel for any other mask.
     """
     try:
-        widths = {
-            _window_at(mask_function, query, device) for query in (_FAR_QUERY, _FAR_QUERY + 12_345)
-        }
-    except IndexError as error:
+        widths = {_visible_count_at(mask_function, query, device) for query in _FAR_QUERIES}
+    except IndexError as error:  # of a tensor that has an entry for each token of the forward
         raise UnsupportedModel(
             "which cells its layers see depends on the tokens (blocks that see each other in both "
             "directions), and not only on their positions"
         ) from error
-    if len(widths) != 1:
+    if len(widths) != 1 or 0 in widths:
         raise UnsupportedModel(
             "some of its layers attend in chunks, or with another mask that is not a window; "
             "kvkeep supports layers that see all earlier tokens, or a window of them"
@@ -154,18 +158,15 @@ def _window_of(mask_function: MaskFunction, device: torch.device) -> int | None:
     return widths.pop()
 
 
-def _window_at(mask_function: MaskFunction, query: int, device: torch.device) -> int | None:
-    """Return how many tokens the query at this position sees; None if all before it.
-
-    Returns `-query`, different at each position, for a mask that is not a window.
-    """
-    cells = torch.arange(query + 100, dtype=torch.int64, device=device)
+def _visible_count_at(mask_function: MaskFunction, query: int, device: torch.device) -> int | None:
+    """Return how many of the newest tokens a query sees; None if all, 0 if it sees other ones."""
+    cells = torch.arange(query + 100, dtype=torch.int64, device=device)  # also some after the query
     zero = torch.zeros((), dtype=torch.int64, device=device)
     visible = mask_function(zero, zero, torch.full_like(cells, query), cells).expand(cells.shape)
     visible_count = int(visible.sum())
     newest = torch.arange(query + 1 - visible_count, query + 1, dtype=torch.int64, device=device)
-    if not visible_count or not bool(visible[newest].all()):
-        return -query
+    if not bool(visible[newest].all()):
+        return 0
     return None if visible_count == query + 1 else visible_count
 
 
@@ -192,6 +193,7 @@ def find_rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor
     calls: of one layer, at each of PROBED_POSITIONS. frequency_tables: `[pairs]` each. Raises
     UnsupportedModel if positions change queries and keys in another way.
     """
+    # Queries and keys, `[heads + kv_heads, head_dim]`.
     heads_by_position = [torch.cat([call.q, call.k]).cpu().double() for call in calls]
     head_dim = heads_by_position[0].shape[-1]
     if head_dim % 2 == 0:
@@ -207,17 +209,16 @@ def find_rotation(calls: Sequence[ProbedCall], frequency_tables: Sequence[Tensor
 
 
 def _rotation_error(heads_by_position: Sequence[Tensor], rotation: KeyRotation) -> float:
-    """Return the largest distance of rows from their expected rotation, relative to their norm."""
+    """Return the largest distance of heads, `[heads, head_dim]`, from the rotation of the first."""
     order = list(rotation.permutation)
     unrotated = heads_by_position[0][:, order]
     frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64, device="cpu")
-    a, b = torch.chunk(unrotated, 2, -1)
+    first, second = torch.chunk(unrotated, 2, -1)  # of each pair
     max_error = 0.0
     for position, heads in zip(PROBED_POSITIONS, heads_by_position, strict=True):
         angles = position * frequencies
-        expected = torch.cat(
-            (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
-        )
+        cos, sin = angles.cos(), angles.sin()
+        expected = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
         max_error = max(max_error, ((heads[:, order] - expected).norm() / unrotated.norm()).item())
     return max_error
 

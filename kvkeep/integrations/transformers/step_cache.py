@@ -30,16 +30,17 @@ def new_cache_layers(config: PreTrainedConfig) -> Sequence[Any]:
 class StepCache(Cache):
     """The cache of one forward.
 
-    layers: one for each layer of the model. length: the number of tokens before this forward.
-    updates: the keys and values of each layer index, `[batch, kv_heads, n, head_dim]` each.
+    layers: of transformers' caches, one for each layer of the model. updates: this forward's keys
+    and values by layer index, `[batch, kv_heads, n, head_dim]` each.
     """
 
     cache_forward: Any = None  # the `CacheForward` that it belongs to; None in kvkeep's own steps
 
-    def __init__(self, layers: Sequence[Any], length: int = 0):
+    def __init__(self, layers: Sequence[Any], past_length: int = 0):
+        """past_length: the number of tokens before this forward."""
         super().__init__(layers=list(layers))
         self.updates: dict[int, tuple[Tensor, Tensor]] = {}
-        self._past_length = length
+        self._past_length = past_length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -61,10 +62,7 @@ class StepCache(Cache):
 
 
 def has_recurrent_states(config: PreTrainedConfig) -> bool:
-    """Whether some layers have states instead of cells.
-
-    Raises UnsupportedModel for a layer with another kind of memory.
-    """
+    """Whether some layers have states, not cells. Raises UnsupportedModel for any other memory."""
     has_states = False
     for layer in new_cache_layers(config):
         is_recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
@@ -79,7 +77,7 @@ def has_recurrent_states(config: PreTrainedConfig) -> bool:
 
 
 def load_states(row_states: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
-    """Copy the states of a batch's rows into the layers of a new cache.
+    """Copy recurrent states into the layers of a new cache. row_states: of each row, by name.
 
     Raises InvalidSnapshot if states of evaluated tokens are missing.
     """
@@ -104,7 +102,7 @@ def load_states(row_states: Sequence[Mapping[str, Tensor]], cache: StepCache) ->
 
 
 def read_states(cache: StepCache, num_rows: int) -> list[dict[str, Tensor]]:
-    """Return the states of each row of a cache after a forward."""
+    """Return the recurrent states of each row of a cache after a forward, by name."""
     states_by_row: list[dict[str, Tensor]] = [{} for _ in range(num_rows)]
     for name, batch_state in _named_states(cache):
         for states, state in zip(states_by_row, torch.split(batch_state, 1), strict=True):

@@ -36,19 +36,17 @@ class StepRunner:
         self._is_group = isinstance(step, GroupStep)
         self._steps = step.steps if isinstance(step, GroupStep) else [step]
         self._attention: LayerAttention = layer_attention(step)
+        # A dispatch, for models with local layers, takes the index among all layers.
         self._dispatches_by_layer = isinstance(self._attention, LayerDispatch)
         self._call_count = 0
-        recurrent, length = facts.spec.recurrent, max(0, *(s.times[0] for s in self._steps))
-        layers = new_cache_layers(config) if recurrent else facts.cache_layers
-        self.cache = StepCache(layers, length)
-        if recurrent:
+        past_length = max(0, *(step.times[0] for step in self._steps))
+        layers = new_cache_layers(config) if facts.spec.recurrent else facts.cache_layers
+        self.cache = StepCache(layers, past_length)
+        if facts.spec.recurrent:
             load_states([step.recurrent_states for step in self._steps], self.cache)
 
     def finish(self) -> None:
-        """Pass the forward's recurrent states to the step.
-
-        Raises UnsupportedModel if not all layers attended.
-        """
+        """Give the step its recurrent states. Raises UnsupportedModel if a layer did not attend."""
         if self._call_count != len(self._facts.calls):
             raise UnsupportedModel(
                 f"{self._call_count} of {len(self._facts.calls)} layers attended; kvkeep expects "
@@ -63,6 +61,7 @@ class StepRunner:
         return None  # the step determines what each of its tokens sees
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Attend over the step. Raises UnsupportedModel if the probe recorded another call."""
         call_index, call = self._call_count, self._next_call(inputs)
         module, q, k, v = inputs.module, inputs.q, inputs.k, inputs.v
         update = self.cache.updates.get(call.layer_idx)

@@ -26,7 +26,7 @@ from kvkeep.models.weights.checkpoint import decoder_name, decoder_shapes, rope_
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
 from kvkeep.models.weights.packed_file import NewMatrix, write_packed
-from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, is_packable, pack
+from kvkeep.models.weights.packing import BLOCK_ROWS, Matrix, from_gguf, is_packable, pack
 from kvkeep.models.weights.stacks import find_stack
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
@@ -132,7 +132,7 @@ def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
 def _row_chunks(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
     """Split rows into chunks of whole blocks, of about `_CHUNK_WEIGHTS` each."""
     weights_per_row = max(1, int(np.prod(tensor.shape[1:])))
-    rows_per_chunk = max(BLOCK, _CHUNK_WEIGHTS // weights_per_row // BLOCK * BLOCK)
+    rows_per_chunk = max(BLOCK_ROWS, _CHUNK_WEIGHTS // weights_per_row // BLOCK_ROWS * BLOCK_ROWS)
     for start in range(0, len(rows), rows_per_chunk):
         yield rows[start : start + rows_per_chunk]
 

@@ -23,7 +23,7 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Render checked messages with the chat template of the model in `folder`.
+    """Render messages and tools, checked before, with the chat template of the model in `folder`.
 
     Raises UnsupportedModel without a valid template, BadModelFile if it cannot be read, and
     InvalidArgument if it refuses the messages or fails on them.
@@ -109,6 +109,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) -> str:
+    """Return the source of the template, or with tools of the one for tools if there are two."""
     if (folder / _TEMPLATE_FILE).exists():
         try:
             return (folder / _TEMPLATE_FILE).read_text(encoding=ENCODING)

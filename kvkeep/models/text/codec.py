@@ -16,8 +16,8 @@ from kvkeep.models.text.control_tokens import ChatText, ControlTokens
 from kvkeep.models.text.token_bytes import TokenBytes
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not (or not yet) a character
-# Marks in a rendering where the open message ends. Letters only, so that no template trims it.
-_MARK = "kvkeepgoeson"
+# Marks in a rendering where the unfinished message ends. Letters only: no template trims it.
+_CONTINUATION_MARK = "kvkeepgoeson"
 # Tokens after which incomplete text is returned: a character has at most 4 bytes, so it is noise.
 _MAX_PENDING_TOKENS = 64
 
@@ -67,9 +67,8 @@ class TextCodec:
         it is plain text, so that user input cannot end or begin a turn. The result of `chat`
         records which tokens the template wrote, and needs no `special`.
 
-        Bytes that the vocabulary lacks are left out, as by the model's own tokenizer.
-
-        Raises InvalidArgument for text that is not Unicode (half of a surrogate pair).
+        Bytes that the vocabulary lacks are left out, as by the model's own tokenizer. Raises
+        InvalidArgument for text that is not Unicode (half of a surrogate pair).
         """
         if isinstance(text, ChatText):
             return self.encode_sealed(text.sealed)
@@ -79,14 +78,11 @@ class TextCodec:
         return self.encode_sealed(text)
 
     def encode_sealed(self, text: str) -> list[int]:
-        """Return the token ids of `ChatText.sealed` or a part of it."""
+        """Return the token ids of a text with secret control tokens, as `ChatText.sealed`."""
         return self._control_tokens.encode(text)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Return the text of token ids. Ids beyond the vocabulary have no text.
-
-        Raises InvalidArgument for a negative id.
-        """
+        """Return the text of token ids, "" of ids beyond the vocabulary. Negative ids raise."""
         if any(token < 0 for token in ids):
             raise InvalidArgument(f"token ids must be 0 or more, found {min(ids)}")
         valid_ids = self._token_bytes.replace_invalid_byte_tokens(ids)
@@ -96,7 +92,6 @@ class TextCodec:
         """Return the bytes of one token inside a text, with its leading space.
 
         For a part of a character, the bytes of that part; b"" for an id beyond the vocabulary.
-
         Raises InvalidArgument for a negative id.
         """
         if token < 0:
@@ -107,11 +102,12 @@ class TextCodec:
         """Whether a token is special, such as <|im_end|>, and so not part of generated text."""
         return token in self._control_tokens.ids
 
-    def decode_inside(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens inside a text, with the first one's leading space."""
+    def decode_continuation(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens that follow others: with the first one's leading space."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def piece_stream(self, skip_special: bool = False) -> "PieceStream":
+        """Return a decoder for a stream of token ids. skip_special: leave out special tokens."""
         return PieceStream(self, skip_special)
 
     def chat(
@@ -137,22 +133,23 @@ class TextCodec:
         rendered = render_chat(self.folder, guarded_messages, add_generation_prompt, guarded_tools)
         return self._control_tokens.chat_text(validation.text("the chat", rendered))
 
-    def chat_to_continue(
+    def encode_unfinished_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the tokens of a chat up to the end of the assistant's last message, left open.
+        """Return the token ids of a chat that ends inside the assistant's last message.
 
-        Raises as `chat`, and InvalidArgument if the last message is not the assistant's or the
-        template changes its text.
+        Generation continues that message. Raises as `chat`, and InvalidArgument if the last message
+        is not the assistant's or the template changes its text.
         """
-        checked = checked_messages(messages)
-        if not checked or checked[-1]["role"] != "assistant":
+        message_list = checked_messages(messages)
+        last = message_list[-1] if message_list else {}
+        if last.get("role") != "assistant":
             raise InvalidArgument("to continue the last message, it must be the assistant's")
-        checked[-1] = {**checked[-1], "content": checked[-1].get("content", "") + _MARK}
-        sealed = self.chat(checked, add_generation_prompt=False, tools=tools).sealed
-        text_before_mark, mark, _ = sealed.rpartition(_MARK)
+        last["content"] = last.get("content", "") + _CONTINUATION_MARK
+        sealed = self.chat(message_list, add_generation_prompt=False, tools=tools).sealed
+        text_before_mark, mark, _ = sealed.rpartition(_CONTINUATION_MARK)
         if not mark:
             raise InvalidArgument("the model's chat template cannot continue a message")
         return self.encode_sealed(text_before_mark)
@@ -167,9 +164,9 @@ class TextCodec:
 
 
 class PieceStream:
-    """Incremental decoding. The returned pieces, joined, are always a prefix of the decoded text.
+    """An incremental decoder, which holds back a character until all of its tokens are there.
 
-    A token may end inside a character: an incomplete character is held back.
+    The returned pieces, joined, are always a prefix of the decoded text.
     """
 
     def __init__(self, codec: TextCodec, skip_special: bool) -> None:
@@ -177,38 +174,39 @@ class PieceStream:
         self._skip_special = skip_special
         # Decoders strip the leading space of a text, so new tokens are decoded behind the last ones
         # that gave text, whose text is then cut off.
-        self._context: list[int] = []
+        self._context_ids: list[int] = []
         self._context_chars = 0
-        self._pending: list[int] = []
+        self._pending_ids: list[int] = []
         self._returned_chars = 0  # of the pending tokens' text
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, which may be empty."""
-        self._pending.append(token_id)
-        text = self._pending_text()
+        self._pending_ids.append(token_id)
+        text = self._decode_pending()
         new_text = text[self._returned_chars :]
-        if text.endswith(_REPLACEMENT_CHARACTER) and len(self._pending) < _MAX_PENDING_TOKENS:
+        if text.endswith(_REPLACEMENT_CHARACTER) and len(self._pending_ids) < _MAX_PENDING_TOKENS:
             # The last character may be incomplete. Earlier ones can no longer change.
             self._returned_chars = len(text) - 1
             return new_text[:-1]
         if text:
-            self._commit()
+            self._start_context()
         return new_text
 
     def flush(self) -> str:
         """Return the text held back, at the end of the stream. Half a character becomes U+FFFD."""
-        new_text = self._pending_text()[self._returned_chars :]
-        if self._pending:
-            self._commit()
+        new_text = self._decode_pending()[self._returned_chars :]
+        if self._pending_ids:
+            self._start_context()
         return new_text
 
-    def _pending_text(self) -> str:
-        return self._decode(self._context + self._pending)[self._context_chars :]
+    def _decode_pending(self) -> str:
+        return self._decode(self._context_ids + self._pending_ids)[self._context_chars :]
 
-    def _commit(self) -> None:
-        self._context = self._pending
-        self._context_chars = len(self._decode(self._context))
-        self._pending = []
+    def _start_context(self) -> None:
+        """Make the pending tokens, all of whose text was returned, the context of the next ones."""
+        self._context_ids = self._pending_ids
+        self._context_chars = len(self._decode(self._context_ids))
+        self._pending_ids = []
         self._returned_chars = 0
 
     def _decode(self, ids: list[int]) -> str:

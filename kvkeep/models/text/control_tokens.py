@@ -55,27 +55,28 @@ class ControlTokens:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
         self._ids_by_text = {
-            token.content: i for i, token in added if token.special and token.content
+            token.content: token_id for token_id, token in added if token.special and token.content
         }
         self.ids = frozenset(self._ids_by_text.values())
-        # Random, so that users cannot type them. Placeholders are digits, which no template filter
-        # changes.
-        secret, self._digits = secrets.token_hex(8), f"{secrets.randbelow(10**16):016}"
-        self._names = {text: f"k{secret}n{i}k" for text, i in self._ids_by_text.items()}
+        # Random: users cannot type them. Placeholders are digits, which no template filter changes.
+        secret, digits = secrets.token_hex(8), f"{secrets.randbelow(10**16):016}"
+        names = {text: f"k{secret}n{token_id}k" for text, token_id in self._ids_by_text.items()}
         placeholders = {
-            text: f"{self._digits}{i:08}{self._digits}" for text, i in self._ids_by_text.items()
+            text: f"{digits}{token_id:08}{digits}" for text, token_id in self._ids_by_text.items()
         }
-        self._any_text, self._any_name = _any_of(self._names), _any_of(self._names.values())
-        self._seal, self._unseal = _replacer(self._names), _replacer(_inverted(self._names))
+        self._secret_names, self._placeholder_digits = names, digits
+        self._text_pattern, self._name_pattern = _alternation(names), _alternation(names.values())
+        self._seal, self._unseal = _replacer(names), _replacer(_inverted(names))
         self._insert_placeholders = _replacer(placeholders)
         self._remove_placeholders = _replacer(_inverted(placeholders))
 
     def encode(self, sealed: str) -> list[int]:
         """Return the token ids of a sealed text. Plain text is a sealed text without names."""
-        text, expected = self._unseal(sealed), len(self._any_name.findall(sealed))
+        text, name_count = self._unseal(sealed), len(self._name_pattern.findall(sealed))
         ids = _encode(self._tokenizer, text)
-        count = sum(token in self.ids for token in ids)
-        if count == expected and (not expected or len(self._any_text.findall(text)) == expected):
+        control_count = sum(token_id in self.ids for token_id in ids)
+        text_count = len(self._text_pattern.findall(text)) if name_count else 0
+        if control_count == name_count == text_count:
             return ids  # fast path: all control tokens are the template's
         return _encode(self._sealed_tokenizer, sealed)
 
@@ -96,7 +97,8 @@ class ControlTokens:
         Raises InvalidArgument if the template split a placeholder.
         """
         text = self._remove_placeholders(rendered)
-        if self._digits[:8] in text or self._digits[8:] in text:
+        digits = self._placeholder_digits
+        if digits[:8] in text or digits[8:] in text:
             raise InvalidArgument(
                 "the model's chat template truncates a message inside text that looks like a "
                 "control token; remove such text from the message"
@@ -108,14 +110,14 @@ class ControlTokens:
         """A copy of the tokenizer whose special tokens have their secret names as texts."""
         definition = json.loads(self._tokenizer.to_str())
         for entry in definition["added_tokens"]:
-            if entry["content"] in self._names and entry["special"]:
-                entry["content"] = self._names[entry["content"]]
+            if entry["content"] in self._secret_names and entry["special"]:
+                entry["content"] = self._secret_names[entry["content"]]
                 entry["normalized"] = entry["single_word"] = False
         definition["post_processor"] = None  # it only adds tokens such as BOS
         self._rename_in_model(definition["model"])
         tokenizer = Tokenizer.from_str(json.dumps(definition))
         for text, token_id in self._ids_by_text.items():
-            if tokenizer.token_to_id(self._names[text]) != token_id:
+            if tokenizer.token_to_id(self._secret_names[text]) != token_id:
                 raise UnsupportedModel(
                     "the text contains a control token's text, which this model's tokenizer cannot "
                     f"tell apart from the token (at {text!r}); remove it from the text"
@@ -123,7 +125,8 @@ class ControlTokens:
         return tokenizer
 
     def _rename_in_model(self, model: dict[str, Any]) -> None:
-        names, vocabulary = self._names, model["vocab"]
+        """Give the special tokens their secret names in "model" of tokenizer.json."""
+        names, vocabulary = self._secret_names, model["vocab"]
         if isinstance(vocabulary, dict):
             model["vocab"] = {names.get(text, text): index for text, index in vocabulary.items()}
         else:  # Unigram: pairs of text and score
@@ -143,14 +146,14 @@ def _inverted(mapping: Mapping[str, str]) -> dict[str, str]:
     return {value: key for key, value in mapping.items()}
 
 
-def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+def _alternation(texts: Collection[str]) -> re.Pattern[str]:
     """Return a pattern for any of the texts, the longest first, as tokenizers match."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _replacer(replacements: Mapping[str, str]) -> Callable[[str], str]:
     """Return a function that replaces each key in a text by its value."""
-    pattern = _any_of(replacements)
+    pattern = _alternation(replacements)
     return lambda text: pattern.sub(lambda match: replacements[match[0]], text)
 
 

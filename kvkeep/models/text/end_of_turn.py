@@ -1,7 +1,4 @@
-"""The tokens that end a generation: end of a text, of a turn, or of a tool call.
-
-Model files often disagree on them, so all sources are combined.
-"""
+"""The tokens that end a generation, from all files of a model, since these often disagree."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +10,7 @@ from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
 
 # Marks the assistant's message in a rendering. Letters only, so that no template trims it.
-_MARK = "kvkeepanswer"
+_ANSWER_MARK = "kvkeepanswer"
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _END_TOKEN_FIELDS = ("eos_token", "eot_token", "eom_token")
@@ -27,7 +24,7 @@ _WELL_KNOWN_ENDS = (
     *("<turn|>", "<|tool_response>"),  # Gemma 4: end of a turn, and of a tool call
 )
 # In gpt-oss, <|end|> ends a message in one channel, and an answer has several such messages.
-_END, _CHANNEL, _CHANNEL_ENDS = "<|end|>", "<|channel|>", ("<|return|>", "<|call|>")
+_MESSAGE_END, _CHANNEL, _ANSWER_ENDS = "<|end|>", "<|channel|>", ("<|return|>", "<|call|>")
 
 
 def end_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
@@ -43,7 +40,7 @@ def end_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
         *_tokenizer_config_end_ids(codec),
         *_template_end_ids(codec),
         *_vocabulary_ids(codec, _WELL_KNOWN_ENDS),
-        *_vocabulary_ids(codec, _CHANNEL_ENDS if _uses_channels(codec) else (_END,)),
+        *_vocabulary_ids(codec, _ANSWER_ENDS if _uses_channels(codec) else (_MESSAGE_END,)),
     ]
     return tuple(dict.fromkeys(ids))
 
@@ -68,17 +65,18 @@ def _tokenizer_config_end_ids(codec: TextCodec) -> Iterator[int]:
 
 
 def _template_end_ids(codec: TextCodec) -> list[int]:
-    """Return the token that the chat template writes after an assistant's last message.
+    """Return the ids of tokens that the chat template writes after an assistant's last message.
 
     If nothing closes it, the first token of the user's next message ends a turn (GLM's <|user|>);
     not in gpt-oss, which closes its last message with <|return|>, and earlier ones with <|end|>.
     """
-    question, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}
+    question = {"role": "user", "content": "-"}
+    answer = {"role": "assistant", "content": _ANSWER_MARK}
     chats = [[question, answer], [question, answer, question]]
     for messages in chats[:1] if _uses_channels(codec) else chats:
         try:
             rendered = codec.chat(messages, add_generation_prompt=False).sealed
-            end_ids = [_leading_added_token(codec, rest) for rest in rendered.split(_MARK)[1:]]
+            end_ids = [_leading_added_id(codec, s) for s in rendered.split(_ANSWER_MARK)[1:]]
         except KvkeepError:
             continue
         if ids := [token_id for token_id in end_ids if token_id is not None]:
@@ -86,8 +84,8 @@ def _template_end_ids(codec: TextCodec) -> list[int]:
     return []
 
 
-def _leading_added_token(codec: TextCodec, sealed: str) -> int | None:
-    """Return the added token at the start of a sealed text, after white space, or None."""
+def _leading_added_id(codec: TextCodec, sealed: str) -> int | None:
+    """Return the first token of a sealed text that is not white space, if it is an added one."""
     added_tokens = codec.tokenizer.get_added_tokens_decoder()
     ids = codec.encode_sealed(sealed)
     first_id = next((token_id for token_id in ids if codec.token_bytes(token_id).strip()), None)

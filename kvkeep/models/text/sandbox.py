@@ -55,7 +55,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             extensions=[loopcontrols, GenerationBlock],
         )
         self._iterations = 0
-        self.filters = {name: _size_checked(function) for name, function in self.filters.items()}
+        self.filters = {name: _with_checks(function) for name, function in self.filters.items()}
         self.filters |= {"tojson": _to_json, _COUNT_FILTER: self._count, _JOIN_FILTER: _join}
         self.globals.pop("lipsum")
         self.globals["range"] = self._range
@@ -64,7 +64,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_integers(*args, *kwargs.values())
-        return _checked_size(super().call(__context, __obj, *args, **kwargs))
+        return _check_size(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -73,7 +73,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateRuntimeError("it uses too large an exponent")
         elif operator == "%" and isinstance(left, str) and len(left) > 1000:
             raise TemplateRuntimeError("its format string makes too long a text")
-        return _checked_size(super().call_binop(context, operator, left, right))
+        return _check_size(super().call_binop(context, operator, left, right))
 
     def _count(self, iterations: int) -> bool:
         self._iterations += iterations
@@ -83,7 +83,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
-        self._count(len(numbers) if numbers.stop < MAX_SIZE > numbers.start else MAX_SIZE)
+        is_small = max(numbers.start, numbers.stop) < MAX_SIZE  # `len` raises for a huge range
+        self._count(len(numbers) if is_small else MAX_SIZE)
         return numbers
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -116,6 +117,7 @@ class _CountingTransformer(NodeTransformer):
 
 
 def _counting_call(iterations: int, parent: nodes.Node) -> nodes.Expr:
+    """Return an expression that calls `_Sandbox._count`. parent: the node that it is put into."""
     return _filter_node(_COUNT_FILTER, [nodes.Const(iterations, lineno=parent.lineno)], parent)
 
 
@@ -124,17 +126,17 @@ def _filter_node(name: str, operands: list[nodes.Expr], parent: nodes.Node) -> n
 
 
 def _join(*parts: object) -> Any:
-    """Evaluate `a ~ b`."""
-    return _checked_size("".join(map(str, parts)))
+    """Evaluate `a ~ b ~ ...`: jinja's own concatenation would check no size."""
+    return _check_size("".join(map(str, parts)))
 
 
-def _size_checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter with checks of its arguments and its result."""
+def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a jinja filter with checks of its arguments and its result."""
 
     @wraps(function)  # copies the attributes that tell jinja which arguments to pass
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         _check_integers(*args, *kwargs.values())
-        return _checked_size(function(*args, **kwargs))
+        return _check_size(function(*args, **kwargs))
 
     return wrapper
 
@@ -151,7 +153,7 @@ def _check_repetition(left: Any, right: Any) -> None:
             raise TemplateRuntimeError("it repeats a value too often")
 
 
-def _checked_size(value: Any) -> Any:
+def _check_size(value: Any) -> Any:
     """Return the value. Raises TemplateRuntimeError if it is too large."""
     if isinstance(value, (str, list, tuple)) and len(value) > MAX_SIZE:
         raise TemplateRuntimeError("it creates too large a value")

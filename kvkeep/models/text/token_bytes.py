@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-_PRECEDING = "x"  # decoded before a token; no decoder step changes it
+_PRECEDING_TOKEN = "x"  # decoded before a token; no decoder step changes it
 # Decoder steps that convert a token to bytes, and the one from which steps see the whole text.
 _BYTE_LEVEL, _BYTE_FALLBACK, _WHOLE_TEXT = "ByteLevel", "ByteFallback", "Fuse"
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -60,9 +60,9 @@ class TokenBytes:
         if self._byte_by_id.keys().isdisjoint(ids):
             return list(ids)
         result: list[int] = []
-        for are_bytes, run in groupby(ids, self._byte_by_id.__contains__):
-            if are_bytes:
-                text = bytes(self._byte_by_id[token] for token in run).decode(errors="replace")
+        for is_byte_run, run in groupby(ids, self._byte_by_id.__contains__):
+            if is_byte_run:
+                text = bytes(map(self._byte_by_id.__getitem__, run)).decode(errors="replace")
                 result += [self._byte_ids[byte] for byte in text.encode()]
             else:
                 result += run
@@ -81,7 +81,7 @@ class TokenBytes:
         if not self._steps:
             return f" {text}".encode()  # without a decoder, tokens are joined by spaces
         for decoder in self._token_decoders:
-            text = _decode_inside(decoder, text)
+            text = _decode_after_token(decoder, text)
         return text.encode()
 
 
@@ -93,14 +93,15 @@ def _flat_steps(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _step_decoder(step: dict[str, Any]) -> decoders.Decoder:
-    decoder = decoders.Fuse()
+    """Return the library's decoder for one step of tokenizer.json."""
+    decoder = decoders.Fuse()  # of any type: the state replaces it
     decoder.__setstate__(json.dumps(step).encode())
     return decoder
 
 
-def _decode_inside(decoder: decoders.Decoder, text: str) -> str:
-    """Return a token's text after one decoder step, behind another token."""
-    prefix, joined = decoder.decode([_PRECEDING]), decoder.decode([_PRECEDING, text])
+def _decode_after_token(decoder: decoders.Decoder, text: str) -> str:
+    """Apply one decoder step to the text of a token that follows another token."""
+    prefix, joined = decoder.decode([_PRECEDING_TOKEN]), decoder.decode([_PRECEDING_TOKEN, text])
     return joined.removeprefix(prefix) if joined.startswith(prefix) else decoder.decode([text])
 
 

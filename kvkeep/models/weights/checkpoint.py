@@ -23,7 +23,7 @@ from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.stacks import expert_name, find_stack, fused_modules, stored_expert_name
 
-_T = TypeVar("_T")
+_T = TypeVar("_T")  # a tensor, or its shape
 _LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
 # Prefixes of the language model in checkpoints of models that read images, too, and their tensors
 # that are not the language model's.
@@ -75,24 +75,25 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
     return result
 
 
-def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
-    """Return, for each checkpoint tensor, the decoder's tensors that it holds, in order."""
+def decoder_names_by_stored_name(spec: ModelSpec) -> dict[str, list[str]]:
+    """Return the names of the decoder's tensors that each checkpoint tensor holds, in order."""
     renamed_modules = FAMILIES[spec.architecture].renamed_tensors
-    stored_names = {module: stored_name for stored_name, module in renamed_modules.items()}
-    for fused_name, modules in fused_modules(spec).items():
-        stored_names |= dict.fromkeys(modules, fused_name)
-    parts: dict[str, list[str]] = {}
+    stored_modules = {module: stored_module for stored_module, module in renamed_modules.items()}
+    for fused_module, modules in fused_modules(spec).items():
+        stored_modules |= dict.fromkeys(modules, fused_module)
+    decoder_names: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
         match = _LAYER_TENSOR.fullmatch(name)
-        if match and match.group(2) in stored_names:
-            stored_name = f"{match.group(1)}{stored_names[match.group(2)]}.{match.group(3)}"
+        if match and match.group(2) in stored_modules:
+            stored_name = f"{match.group(1)}{stored_modules[match.group(2)]}.{match.group(3)}"
         else:
             stored_name = stored_expert_name(spec, name)
-        parts.setdefault(stored_name, []).append(name)
-    return parts
+        decoder_names.setdefault(stored_name, []).append(name)
+    return decoder_names
 
 
 def is_text_part(spec: ModelSpec, name: str) -> bool:
+    """Whether a checkpoint tensor is the language model's, not for images or audio."""
     return not (FAMILIES[spec.architecture].multimodal and _OTHER_MODALITIES.fullmatch(name))
 
 
@@ -109,8 +110,8 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
     return f"{match.group(1)}{family.renamed_tensors[match.group(2)]}.{match.group(3)}"
 
 
-def is_unused(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor makes keys or values of a layer without cells: some files have such."""
+def is_unused_kv(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor is for keys or values of a layer that attends to those of an earlier one."""
     match = _KEY_OR_VALUE.fullmatch(name)
     if match is None or int(match.group(1)) >= spec.layers:
         return False
@@ -118,19 +119,19 @@ def is_unused(spec: ModelSpec, name: str) -> bool:
 
 
 def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
-    """Return the stored row of each decoder row of a tensor, `[rows]`; None if they are equal."""
+    """Return the stored row of each row of a decoder tensor, `[rows]`; None for the same order."""
     if spec.rope.kind == "proportional":  # stored in the half layout, unrotated pairs as well
         return None
-    if not _QUERY_OR_KEY.fullmatch(name) or (order := _head_order(spec)) == list(
-        range(spec.head_dim)
-    ):
+    head_order = _head_order(spec)
+    if not _QUERY_OR_KEY.fullmatch(name) or head_order == list(range(spec.head_dim)):
         return None
     rows_by_head = torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, spec.head_dim)
-    return rows_by_head[:, order].flatten()
+    return rows_by_head[:, head_order].flatten()
 
 
 def _head_order(spec: ModelSpec) -> list[int]:
     """Return the stored element of each element of a head in the half layout."""
+    # Pairs with frequency 0 are not rotated.
     half, pairs = spec.head_dim // 2, sum(map(bool, spec.rope.inverse_frequencies))
     rotated, unrotated = list(range(2 * pairs)), list(range(2 * pairs, spec.head_dim))
     if FAMILIES[spec.architecture].interleaved_rope:
@@ -143,4 +144,4 @@ def _head_order(spec: ModelSpec) -> list[int]:
 def _with_decoder_names(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
     """Return the language model's tensors by the decoder's names, without unused ones."""
     named = {decoder_name(spec, name): x for name, x in tensors.items() if is_text_part(spec, name)}
-    return {name: x for name, x in named.items() if not is_unused(spec, name)}
+    return {name: x for name, x in named.items() if not is_unused_kv(spec, name)}

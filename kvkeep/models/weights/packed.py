@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,16 +39,16 @@ from kvkeep.models.weights.packing import (
     quantise,
     row_chunks,
 )
-from kvkeep.models.weights.tensors import is_router, matrices
+from kvkeep.models.weights.tensors import is_router, matrix_shapes
 
 WEIGHT_FORMATS = ("bf16", "int8", "int4")  # values of the option `weights`
 
 
 def quantised_formats(spec: ModelSpec, weight_format: str) -> dict[str, Format]:
-    """Return the format of each matrix to round: 8 bits for the head. Raises InvalidArgument."""
+    """Return the format to quantise each matrix to, 8 bits for the head. Raises InvalidArgument."""
     bits: MatrixBits = 4 if weight_format == "int4" else 8
     formats = {}
-    for name, (rows, columns) in matrices(spec).items():
+    for name, (rows, columns) in matrix_shapes(spec).items():
         if is_router(name):
             continue
         packed_format = FORMATS[QUANTISED_FORMATS[8 if name == LM_HEAD else bits]]
@@ -84,13 +85,13 @@ def load_converted(path: Path, spec: ModelSpec) -> dict[str, Matrix]:
 def load_quantised(
     folder: Path, spec: ModelSpec, weight_format: str, tensors: Mapping[str, Tensor], progress: bool
 ) -> dict[str, Matrix]:
-    """Return a model's matrices rounded and packed, memory-mapped and verified.
+    """Return a model's matrices quantised and packed, memory-mapped and verified.
 
-    They are packed from `tensors` if no file has them, or if it is damaged. Raises InvalidArgument,
-    ModelError, BadModelFile.
+    They are packed from `tensors`, the decoder's, if no file has them, or if it is damaged. Raises
+    InvalidArgument, ModelError, BadModelFile.
     """
     formats, path = quantised_formats(spec, weight_format), _quantised_path(folder, weight_format)
-    shapes = {name: shape for name, shape in matrices(spec).items() if name in formats}
+    shapes = {name: shape for name, shape in matrix_shapes(spec).items() if name in formats}
     if path.exists():
         with contextlib.suppress(BadModelFile):
             loaded_matrices = read_packed(path, shapes)
@@ -125,17 +126,16 @@ def load_unpacked(
     """Return all tensors of a converted model unpacked, memory-mapped.
 
     They are unpacked into a file first if there is none: that takes seconds even for a small model,
-    and processes share a mapped file. packed: read from `converted`.
-
-    Raises ModelError, BadModelFile.
+    and processes share a mapped file. packed: read from the file `converted`. Raises
+    ModelError, BadModelFile.
     """
     status, shapes = converted.stat(), tensor_shapes(spec)
-    folder = f"{converted.parent.name}-{status.st_size}-{status.st_mtime_ns}"
+    folder_name = f"{converted.parent.name}-{status.st_size}-{status.st_mtime_ns}"
     dtype_name = str(dtype).removeprefix("torch.")
-    path = home() / "unpacked" / folder / f"{dtype_name}.safetensors"
+    path = home() / "unpacked" / folder_name / f"{dtype_name}.safetensors"
     if path.exists():
         with contextlib.suppress(BadModelFile):  # cut short, or of another version
-            return _only_tensors(read_packed(path, shapes))
+            return cast(dict[str, Tensor], read_packed(path, shapes))
     for outdated in set(derived_folders("unpacked", converted.parent.name)) - {path.parent}:
         shutil.rmtree(outdated, ignore_errors=True)
 
@@ -144,11 +144,7 @@ def load_unpacked(
 
     new_matrices = {name: NewMatrix(dtype, shape, chunks(name)) for name, shape in shapes.items()}
     _write_file(path, new_matrices, f"unpacking to {dtype_name}", progress, "unpacked")
-    return _only_tensors(read_packed(path, shapes))
-
-
-def _only_tensors(loaded: dict[str, Matrix]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+    return cast(dict[str, Tensor], read_packed(path, shapes))
 
 
 def _write_file(
@@ -159,7 +155,7 @@ def _write_file(
     adjective: str,
     advice: str = "",
 ) -> str:
-    """Write a file under kvkeep's home; return its checksum. Raises ModelError."""
+    """Write a file; return its checksum. adjective, advice: for the message of a ModelError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_packed(path, new_matrices, description, progress)
@@ -171,10 +167,9 @@ def _write_file(
 
 
 def _quantised_path(folder: Path, weight_format: str) -> Path:
-    """Return the file for a model folder in its present state; the folder may be read-only."""
-    files = sorted(folder.glob("*.safetensors"))
-    file_facts = [f"{folder.resolve()}"] + [
-        f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
-    ]
-    digest = hashlib.sha256("\n".join(file_facts).encode()).hexdigest()[:16]
+    """Return a path under kvkeep's home for the quantised weights of a folder in this state."""
+    lines = [f"{folder.resolve()}"]
+    for path in sorted(folder.glob("*.safetensors")):
+        lines.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}")
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     return home() / "packed" / f"{folder.name}-{digest}" / f"{weight_format}.safetensors"

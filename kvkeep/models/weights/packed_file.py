@@ -42,7 +42,8 @@ class NewMatrix:
     shape: tuple[int, ...]
     chunks: Iterator[Matrix]
 
-    def entries(self, name: str) -> dict[str, TensorEntry]:
+    def header_entries(self, name: str) -> dict[str, TensorEntry]:
+        """Return the dtypes, shapes and sizes of the file's tensors for the matrix, by name."""
         if isinstance(self.format, torch.dtype):
             nbytes = self.format.itemsize * math.prod(self.shape)
             return {name: TensorEntry(DTYPE_NAMES[self.format], self.shape, nbytes)}
@@ -64,6 +65,7 @@ def checksum_of(matrices: Mapping[str, Matrix]) -> str:
 
 
 def _stored_tensors(name: str, matrix: Matrix) -> list[tuple[str, Tensor]]:
+    """Return the file's tensors for a matrix, each with its name: two if it is packed."""
     if isinstance(matrix, PackedMatrix):
         return [(f"{name}.codes", matrix.data), (f"{name}.scales", matrix.scales)]
     return [(name, matrix)]
@@ -82,7 +84,7 @@ def _checksum_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.blake3")
 
 
-def byte_bar(total: int, description: str, progress: bool) -> "tqdm[NoReturn]":
+def byte_progress_bar(total: int, description: str, progress: bool) -> "tqdm[NoReturn]":
     """Return a progress bar over bytes; with progress, it is shown on terminals only."""
     return tqdm(
         total=total, desc=description, unit="B", unit_scale=True, disable=None if progress else True
@@ -94,17 +96,16 @@ def write_packed(
 ) -> str:
     """Write a file atomically, and the checksum beside it; return the checksum.
 
-    The scales of a packed matrix are held in memory until its codes are written.
-
-    description: of the progress bar.
+    description: of the progress bar. The scales of a matrix stay in memory until its codes are
+    written.
     """
     entries: dict[str, TensorEntry] = {}
     for name, matrix in matrices.items():
-        entries |= matrix.entries(name)
-    bar = byte_bar(sum(entry.nbytes for entry in entries.values()), description, progress)
+        entries |= matrix.header_entries(name)
+    bar = byte_progress_bar(sum(entry.nbytes for entry in entries.values()), description, progress)
     hasher, hashed_names = blake3(max_threads=blake3.AUTO), set[str]()
 
-    def hashed_bytes(name: str, tensor: Tensor) -> bytes:
+    def hash_bytes(name: str, tensor: Tensor) -> bytes:
         if name not in hashed_names:
             hashed_names.add(name)
             hasher.update(f"{name}\n".encode())
@@ -113,20 +114,20 @@ def write_packed(
         bar.update(len(tensor_data))
         return tensor_data
 
-    def pieces() -> Iterator[bytes]:
+    def file_chunks() -> Iterator[bytes]:
         for name, matrix in matrices.items():
-            all_scales = []
+            scale_tensors = []
             for chunk in matrix.chunks:
-                codes, *scales = _stored_tensors(name, chunk)
-                all_scales += scales
-                yield hashed_bytes(*codes)
-            yield from (hashed_bytes(*scales) for scales in all_scales)
+                first, *scales = _stored_tensors(name, chunk)  # codes and scales, or a tensor
+                scale_tensors += scales
+                yield hash_bytes(*first)
+            yield from (hash_bytes(*scales) for scales in scale_tensors)
 
     formats = {n: m.format.name for n, m in matrices.items() if isinstance(m.format, Format)}
     metadata = {"kvkeep": _FILE_TYPE, "version": _VERSION, "formats": json.dumps(formats)}
     _checksum_path(path).unlink(missing_ok=True)  # before the file that it belongs to is replaced
     with bar:
-        write_tensors(path, entries, pieces(), metadata)
+        write_tensors(path, entries, file_chunks(), metadata)
     with contextlib.suppress(OSError, StoreError):  # without a checksum the file is not trusted
         write_atomic(_checksum_path(path), f"{hasher.hexdigest()}\n".encode())
     return hasher.hexdigest()
@@ -157,14 +158,16 @@ def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         raise BadModelFile(f"{path} is incomplete ({error}); remove it") from error
 
 
-def _read_matrix(file: safe_open, name: str, packed: str | None, shape: tuple[int, ...]) -> Matrix:
-    """Read one matrix. packed: its format; None for a tensor. Raises ValueError if it differs."""
-    if packed is None:
+def _read_matrix(
+    file: safe_open, name: str, format_name: str | None, shape: tuple[int, ...]
+) -> Matrix:
+    """Read one matrix; a tensor without `format_name`. Raises ValueError if its shape differs."""
+    if format_name is None:
         tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
         if tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} has a different shape than in the model")
         return tensor
-    weight_format = FORMATS[packed]
+    weight_format = FORMATS[format_name]
     codes: Tensor = file.get_tensor(f"{name}.codes")  # type: ignore[no-untyped-call]
     scales: Tensor = file.get_tensor(f"{name}.scales")  # type: ignore[no-untyped-call]
     stored_layout = [(tuple(tensor.shape), tensor.dtype) for tensor in (codes, scales)]

@@ -19,9 +19,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.models.weights.formats import FORMATS, GROUP, Format, split_last
+from kvkeep.models.weights.formats import FORMATS, GROUP_COLUMNS, Format
 
-BLOCK = 16  # rows
+BLOCK_ROWS = 16
 
 MatrixBits = Literal[4, 8]
 QUANTISED_FORMATS: dict[MatrixBits, str] = {4: "Q4_1", 8: "Q8_0"}  # that kvkeep quantises to
@@ -50,8 +50,8 @@ class QuantisedMatrix:
 class PackedMatrix:
     """A quantised matrix in kernel order.
 
-    data: `[blocks, columns / 32, group_bytes]` uint8. scales: `[blocks, columns /
-    tile_width, tile_bytes]` uint8, part after part, with all 16 rows. Missing rows are zeros.
+    data: the codes, `[blocks, columns / 32, group_code_bytes]` uint8. scales: `[blocks, columns /
+    tile_width, tile_scale_bytes]` uint8, part after part. What is beyond `rows` is zeros.
     """
 
     format: Format
@@ -61,27 +61,27 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.rows, self.data.shape[1] * GROUP
+        return self.rows, self.data.shape[1] * GROUP_COLUMNS
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scales.nbytes
 
-    def unpacked(self) -> QuantisedMatrix:
+    def unpack(self) -> QuantisedMatrix:
         """Return the matrix in row order: the inverse of `pack`."""
         codes = _unpack_codes(self.data, self.format.bits)
         scale_parts, offset = [], 0
         for dtype, count in self.format.scale_parts:
-            part_bytes = BLOCK * count * dtype.itemsize
+            part_bytes = BLOCK_ROWS * count * dtype.itemsize
             part = self.scales[..., offset : offset + part_bytes].contiguous().view(dtype)
-            part = part.view(*self.scales.shape[:2], count, BLOCK).permute(0, 3, 1, 2)
+            part = part.view(*self.scales.shape[:2], count, BLOCK_ROWS).permute(0, 3, 1, 2)
             scale_parts.append(part.flatten(0, 1)[: self.rows])
             offset += part_bytes
         return QuantisedMatrix(self.format, codes[: self.rows], tuple(scale_parts))
 
     def values(self) -> Tensor:
         """Dequantise to `[rows, columns]` float32."""
-        return self.unpacked().values()
+        return self.unpack().values()
 
 
 # A matrix as a model's file has it; a tensor is bfloat16, float16 or float32.
@@ -89,6 +89,7 @@ Matrix: TypeAlias = Tensor | PackedMatrix
 
 
 def format_name(matrix: Matrix) -> str:
+    """Return the name of a matrix's format, such as "Q4_K", or of its dtype, such as "bf16"."""
     return matrix.format.name if isinstance(matrix, PackedMatrix) else _DTYPE_NAMES[matrix.dtype]
 
 
@@ -102,28 +103,29 @@ def row_chunks(matrix: Matrix) -> Iterator[Matrix]:
     if not isinstance(matrix, PackedMatrix):
         yield matrix
         return
-    for first in range(0, len(matrix.data), _BLOCKS_PER_CHUNK):
-        rows = min(matrix.rows - first * BLOCK, _BLOCKS_PER_CHUNK * BLOCK)
-        blocks = slice(first, first + _BLOCKS_PER_CHUNK)
+    for first_block in range(0, len(matrix.data), _BLOCKS_PER_CHUNK):
+        rows = min(matrix.rows - first_block * BLOCK_ROWS, _BLOCKS_PER_CHUNK * BLOCK_ROWS)
+        blocks = slice(first_block, first_block + _BLOCKS_PER_CHUNK)
         yield PackedMatrix(matrix.format, rows, matrix.data[blocks], matrix.scales[blocks])
 
 
 def is_packable(weight_format: Format, rows: int, columns: int) -> bool:
+    """Whether a matrix of this shape has whole tiles only. Rows are padded."""
     return rows > 0 and columns > 0 and columns % weight_format.tile_width == 0
 
 
 def packed_shapes(
     weight_format: Format, rows: int, columns: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of `data` and `scales`."""
-    blocks = -(-rows // BLOCK)
-    data = (blocks, columns // GROUP, weight_format.group_bytes)
-    return data, (blocks, columns // weight_format.tile_width, weight_format.tile_bytes)
+    """Return the shapes of `PackedMatrix.data` and `PackedMatrix.scales`."""
+    blocks = -(-rows // BLOCK_ROWS)
+    data = (blocks, columns // GROUP_COLUMNS, weight_format.group_code_bytes)
+    return data, (blocks, columns // weight_format.tile_width, weight_format.tile_scale_bytes)
 
 
 def quantise(weights: Tensor, bits: MatrixBits) -> QuantisedMatrix:
     """Quantise `weights: [rows, columns]` to the nearest values, group by group: Q4_1 or Q8_0."""
-    groups = split_last(weights.float(), -1, GROUP)
+    groups = torch.unflatten(weights.float(), -1, (-1, GROUP_COLUMNS))
     weight_format = FORMATS[QUANTISED_FORMATS[bits]]
     if bits == 8:
         scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
@@ -137,23 +139,25 @@ def quantise(weights: Tensor, bits: MatrixBits) -> QuantisedMatrix:
 
 
 def _rounded_quotient(groups: Tensor, scales: Tensor) -> Tensor:
+    """Divide by scales, and by 1 where a scale is 0, since all values of its group are equal."""
     return (groups / torch.where(scales == 0, 1, scales).float()).round()
 
 
 def from_gguf(weight_format: Format, data: Tensor) -> QuantisedMatrix:
-    """Return a matrix of GGUF blocks without loss. data: `[rows, bytes]` uint8."""
-    codes, parts = weight_format.split_block(split_last(data, -1, weight_format.block_bytes))
-    return QuantisedMatrix(weight_format, codes.flatten(1), parts)
+    """Return a matrix of a GGUF file without loss. data: its blocks, `[rows, bytes]` uint8."""
+    blocks = torch.unflatten(data, -1, (-1, weight_format.block_bytes))
+    codes, scale_parts = weight_format.split_block(blocks)
+    return QuantisedMatrix(weight_format, codes.flatten(1), scale_parts)
 
 
 def pack(matrix: QuantisedMatrix) -> PackedMatrix:
     """Return a matrix in kernel order."""
     rows, columns = matrix.codes.shape
-    blocks, weight_format = -(-rows // BLOCK), matrix.format
-    codes = _pad_rows(matrix.codes, blocks).view(blocks, BLOCK, columns // GROUP, GROUP)
+    blocks, weight_format = -(-rows // BLOCK_ROWS), matrix.format
+    codes = _pad_rows(matrix.codes, blocks).view(blocks, BLOCK_ROWS, -1, GROUP_COLUMNS)
     scales = [
         _pad_rows(part, blocks)
-        .view(blocks, BLOCK, columns // weight_format.tile_width, count)
+        .view(blocks, BLOCK_ROWS, columns // weight_format.tile_width, count)
         .permute(0, 2, 3, 1)
         .contiguous()
         .view(torch.uint8)
@@ -167,50 +171,52 @@ def pack(matrix: QuantisedMatrix) -> PackedMatrix:
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Map `[blocks, 16, groups, 32]` to `[blocks, groups, 64 * bits]`."""
-    pairs = split_last(codes, 16, 2).permute(0, 2, 3, 1, 4)  # block, group, pair, row, j
+    pairs = torch.unflatten(codes, -1, (16, 2)).permute(0, 2, 3, 1, 4)  # block, group, pair, row, j
     if bits == 8:
         return pairs.flatten(2)
     # Four pairs make a word: pairs 0 and 1 are the nibbles of its first byte, 2 and 3 of its
     # second.
     quads = (pairs & 15).reshape(*pairs.shape[:2], 4, 2, 2, *pairs.shape[3:])
     words = (quads[..., 0, :, :] | quads[..., 1, :, :] << 4).permute(0, 1, 2, 4, 5, 3)
-    planes, upper = [words.flatten(2)], pairs >> 4
-    per_word = 16 // (bits - 4) if bits > 4 else 16  # pairs whose upper bits share a word
-    for first in range(0, 16 if bits > 4 else 0, per_word):
-        shifts = _upper_bit_shifts(per_word)
-        word = (upper[:, :, first : first + per_word].int() << shifts).sum(2, dtype=torch.int32)
-        planes.append(word.to(torch.int16).contiguous().view(torch.uint8).flatten(2))
-    return torch.cat(planes, -1)
+    low_bits = words.flatten(2)
+    if bits == 4:
+        return low_bits
+    upper_bits, pairs_per_word = [], 16 // (bits - 4)
+    shifts = _upper_bit_shifts(pairs_per_word)
+    for word_pairs in torch.split((pairs >> 4).int(), pairs_per_word, 2):
+        word = (word_pairs << shifts).sum(2, dtype=torch.int32)
+        upper_bits.append(word.to(torch.int16).contiguous().view(torch.uint8).flatten(2))
+    return torch.cat((low_bits, *upper_bits), -1)
 
 
 def _unpack_codes(data: Tensor, bits: int) -> Tensor:
     """Map `[blocks, groups, 64 * bits]` to `[16 * blocks, columns]`."""
     blocks, groups = data.shape[:2]
     if bits == 8:
-        pairs = data.view(blocks, groups, 16, BLOCK, 2)
+        pairs = data.view(blocks, groups, 16, BLOCK_ROWS, 2)
     else:
-        words = data[..., :256].reshape(blocks, groups, 4, BLOCK, 2, 2)  # part, row, j, byte
+        words = data[..., :256].reshape(blocks, groups, 4, BLOCK_ROWS, 2, 2)  # part, row, j, byte
         words = words.permute(0, 1, 2, 5, 3, 4).contiguous()
         quads = torch.stack((words & 15, words >> 4), 4)
-        pairs = quads.view(blocks, groups, 16, BLOCK, 2)
-        per_word = 16 // (bits - 4) if bits > 4 else 16
-        planes = data[..., 256:].contiguous().view(torch.int16).int()
-        for first in range(0, 16 if bits > 4 else 0, per_word):
-            start = 32 * first // per_word
-            word = planes[..., start : start + 32].view(blocks, groups, 1, BLOCK, 2)
-            upper = (word >> _upper_bit_shifts(per_word)) & ((1 << (bits - 4)) - 1)
-            pairs[:, :, first : first + per_word] |= upper.to(torch.uint8) << 4
-    return pairs.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups * GROUP)
+        pairs = quads.view(blocks, groups, 16, BLOCK_ROWS, 2)
+    if 4 < bits < 8:
+        pairs_per_word, mask = 16 // (bits - 4), (1 << (bits - 4)) - 1
+        words = data[..., 256:].contiguous().view(torch.int16).int()
+        words = words.view(blocks, groups, -1, 1, BLOCK_ROWS, 2)
+        upper_bits = (words >> _upper_bit_shifts(pairs_per_word)) & mask
+        pairs |= upper_bits.to(torch.uint8).flatten(2, 3) << 4
+    return pairs.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK_ROWS, groups * GROUP_COLUMNS)
 
 
 def _upper_bit_shifts(pairs: int) -> Tensor:
-    """Return the lowest bit of each pair in a word that holds so many pairs, `[pairs, 1, 1]`."""
+    """Return the place of each pair's upper bits in a word of so many pairs, `[pairs, 1, 1]`."""
     pair = torch.arange(pairs, dtype=torch.int32, device="cpu").view(pairs, 1, 1)
     return 16 // pairs * (pair // 4 * 2 + pair % 2) + pair % 4 // 2 * 8
 
 
 def _pad_rows(x: Tensor, blocks: int) -> Tensor:
-    missing_rows = blocks * BLOCK - x.shape[0]
+    """Append rows of zeros, up to so many whole blocks."""
+    missing_rows = blocks * BLOCK_ROWS - x.shape[0]
     if not missing_rows:
         return x
     return torch.cat((x, x.new_zeros(missing_rows, *x.shape[1:])))

@@ -42,7 +42,7 @@ from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
 from kvkeep.models.layers.primitives import NORM
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.formats import FORMATS, GROUP
+from kvkeep.models.weights.formats import FORMATS, GROUP_COLUMNS
 
 Shape = tuple[int, ...]
 
@@ -50,14 +50,14 @@ _LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)")
 _ROUTER = re.compile(r"(?:mlp|block_sparse_moe)\.(?:gate|router|router\.layer)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _MIXTRAL_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(w[123])\.weight")
-_MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
-_GEMMA_ROUTER = {
+_MIXTRAL_PROJECTIONS = {"w1": "gate", "w2": "down", "w3": "up"}
+_GEMMA_ROUTER_NAMES = {
     "router.proj.weight": "mlp.gate.weight",
     "router.scale": ROUTER_SCALE,
     "router.per_expert_scale": EXPERT_SCALES,
 }
 # The module of the experts, unless they lie beside the MLP, and the stack in it.
-_STACK = re.compile(
+_EXPERT_STACK = re.compile(
     r"((?:mlp|block_sparse_moe)\.)?"
     r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
 )
@@ -65,14 +65,14 @@ _STACK = re.compile(
 
 @dataclass(frozen=True)
 class Stack:
-    """A checkpoint's tensor that holds matrices, or biases, of several of the decoder's modules.
+    """A checkpoint tensor that holds the matrices, or biases, of several of the decoder's modules.
 
     Attributes:
-        prefix: of the decoder's names, before the index of an expert.
-        ending: of the decoder's names, "weight" or "bias".
-        experts: how many there are; 0 for fused matrices.
+        prefix: the beginning of the decoder's names, before the index of an expert.
+        ending: the end of the decoder's names, "weight" or "bias".
+        experts: the number of experts; 0 for fused matrices.
         rows: the rows of each module in the matrix (of one expert), by its name behind the prefix.
-        row_shape: of one row; empty for biases.
+        row_shape: the shape of one row; empty for biases.
         transposed: whether matrices are `[experts, columns, rows]` (gpt-oss), if not in MXFP4.
         scales: the name of the tensor of scales, for blocks in MXFP4.
     """
@@ -87,11 +87,12 @@ class Stack:
 
     @property
     def shape(self) -> Shape:
+        """The shape of the checkpoint tensor."""
         rows = sum(map(len, self.rows.values()))
-        matrix = (*self.row_shape, rows) if self.transposed else (rows, *self.row_shape)
+        shape = (*self.row_shape, rows) if self.transposed else (rows, *self.row_shape)
         if self.scales:
-            matrix = rows, self.row_shape[0] // GROUP, GROUP // 2
-        return (self.experts, *matrix) if self.experts else matrix
+            shape = rows, self.row_shape[0] // GROUP_COLUMNS, GROUP_COLUMNS // 2
+        return (self.experts, *shape) if self.experts else shape
 
     def part_shapes(self) -> dict[str, Shape]:
         """Return the shapes of the decoder's tensors, by name."""
@@ -124,13 +125,14 @@ class Stack:
 def find_stack(spec: ModelSpec, name: str, row_shape: Shape = ()) -> Stack | None:
     """Return a checkpoint's stack by its name; None for any other tensor.
 
-    row_shape: of one row of a fused matrix, which `check_tensors` checks.
+    row_shape: of a fused matrix: `Stack.shape` and `part_shapes` repeat it.
     """
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return None
-    prefix, stored = match.groups()
-    return _expert_stack(spec, prefix, stored) or _fused_stack(spec, prefix, stored, row_shape)
+    prefix, stored_name = match.groups()
+    stack = _expert_stack(spec, prefix, stored_name)
+    return stack or _fused_stack(spec, prefix, stored_name, row_shape)
 
 
 def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
@@ -146,8 +148,9 @@ def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
     return {name: modules for name, modules in fused.items() if name}
 
 
-def _fused_stack(spec: ModelSpec, prefix: str, stored: str, row_shape: Shape) -> Stack | None:
-    fused_name, _, ending = stored.rpartition(".")
+def _fused_stack(spec: ModelSpec, prefix: str, stored_name: str, row_shape: Shape) -> Stack | None:
+    """Return the stack of a layer's fused matrix or bias; None for any other tensor."""
+    fused_name, _, ending = stored_name.rpartition(".")
     modules = fused_modules(spec).get(fused_name)
     if modules is None or ending not in ("weight", "bias"):
         return None
@@ -158,22 +161,26 @@ def _fused_stack(spec: ModelSpec, prefix: str, stored: str, row_shape: Shape) ->
     return Stack(prefix, ending, 0, rows, row_shape)
 
 
-def _expert_stack(spec: ModelSpec, prefix: str, stored: str) -> Stack | None:
-    match = _STACK.fullmatch(stored)
+def _expert_stack(spec: ModelSpec, prefix: str, stored_name: str) -> Stack | None:
+    """Return the stack of a layer's experts; None for any other tensor."""
+    match = _EXPERT_STACK.fullmatch(stored_name)
     if not spec.experts or match is None:
         return None
-    submodule, projection, suffix, linear = match.groups(default="")
-    clamped, is_stack = spec.clamped_experts, bool(submodule)
-    if clamped or spec.experts_beside:
-        is_stack = submodule == ("mlp." if clamped else "") and not linear
-    if not is_stack or (suffix and not clamped):
+    module, projection, suffix, linear = match.groups(default="")
+    is_stack = bool(module) and not suffix
+    if spec.clamped_experts:
+        is_stack = module == "mlp." and not linear
+    elif spec.experts_beside:
+        is_stack = not (module or linear or suffix)
+    if not is_stack:
         return None
     width, columns = spec.expert_size, spec.hidden_size
-    rows = {"gate_proj": range(width), "up_proj": range(width, 2 * width)}
-    if clamped:
-        rows = {"gate_proj": range(0, 2 * width, 2), "up_proj": range(1, 2 * width, 2)}
     if projection == "down" or linear == "output":
         rows, columns = {"down_proj": range(spec.hidden_size)}, width
+    elif spec.clamped_experts:
+        rows = {"gate_proj": range(0, 2 * width, 2), "up_proj": range(1, 2 * width, 2)}
+    else:
+        rows = {"gate_proj": range(width), "up_proj": range(width, 2 * width)}
     is_bias = suffix == "_bias"
     return Stack(
         f"{prefix}mlp.experts.",
@@ -181,8 +188,8 @@ def _expert_stack(spec: ModelSpec, prefix: str, stored: str) -> Stack | None:
         spec.experts,
         rows,
         () if is_bias else (columns,),
-        transposed=clamped,
-        scales=f"{prefix}{stored.removesuffix('blocks')}scales" if suffix == "_blocks" else "",
+        transposed=spec.clamped_experts,
+        scales=f"{prefix}{stored_name.removesuffix('blocks')}scales" if suffix == "_blocks" else "",
     )
 
 
@@ -191,13 +198,14 @@ def expert_name(spec: ModelSpec, name: str) -> str:
     match = _LAYER_TENSOR.fullmatch(name)
     if not spec.experts or match is None:
         return name
-    prefix, stored = match.groups()
+    prefix, stored_name = match.groups()
     if spec.experts_beside:
-        return prefix + _GEMMA_ROUTER.get(stored, stored)
-    if router := _ROUTER.fullmatch(stored):
+        return prefix + _GEMMA_ROUTER_NAMES.get(stored_name, stored_name)
+    if router := _ROUTER.fullmatch(stored_name):
         return f"{prefix}mlp.gate.{router.group(1)}"
-    if expert := _MIXTRAL_EXPERT.fullmatch(stored):
-        return f"{prefix}mlp.experts.{expert.group(1)}.{_MIXTRAL[expert.group(2)]}_proj.weight"
+    if expert := _MIXTRAL_EXPERT.fullmatch(stored_name):
+        index, matrix = expert.groups()
+        return f"{prefix}mlp.experts.{index}.{_MIXTRAL_PROJECTIONS[matrix]}_proj.weight"
     return name
 
 
@@ -206,28 +214,28 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
     match = _LAYER_TENSOR.fullmatch(name)
     if not spec.experts or match is None:
         return name
-    prefix, layer_tensor = match.groups()
-    stored, expert = layer_tensor, _EXPERT.fullmatch(layer_tensor)
-    index, matrix, suffix = expert.groups() if expert else ("", "", "")
-    stack = "down" if matrix == "down" else "gate_up"
+    prefix, decoder_name = match.groups()
+    stored_name, expert = decoder_name, _EXPERT.fullmatch(decoder_name)
+    index, projection, ending = expert.groups() if expert else ("", "", "")
+    stack = "down_proj" if projection == "down" else "gate_up_proj"
     if spec.clamped_experts:
-        stored = layer_tensor.replace("mlp.gate.", "mlp.router.")
+        stored_name = decoder_name.replace("mlp.gate.", "mlp.router.")
         if expert:
-            stored = f"mlp.experts.{stack}_proj{'_bias' if suffix == 'bias' else ''}"
+            stored_name = f"mlp.experts.{stack}{'_bias' if ending == 'bias' else ''}"
     elif spec.experts_beside:
-        names = {name: stored for stored, name in _GEMMA_ROUTER.items()}
-        stored = f"experts.{stack}_proj" if expert else names.get(layer_tensor, layer_tensor)
+        router_names = {name: stored for stored, name in _GEMMA_ROUTER_NAMES.items()}
+        stored_name = f"experts.{stack}" if expert else router_names.get(decoder_name, decoder_name)
     elif spec.architecture == "GraniteMoeForCausalLM":
-        linear = "output" if matrix == "down" else "input"
-        stored = layer_tensor.replace("mlp.gate.", "block_sparse_moe.router.layer.")
+        linear = "output" if projection == "down" else "input"
+        stored_name = decoder_name.replace("mlp.gate.", "block_sparse_moe.router.layer.")
         if expert:
-            stored = f"block_sparse_moe.{linear}_linear.weight"
+            stored_name = f"block_sparse_moe.{linear}_linear.weight"
     elif spec.architecture == "MixtralForCausalLM":
-        mixtral_names = {name: mixtral_name for mixtral_name, name in _MIXTRAL.items()}
-        stored = layer_tensor.replace("mlp.gate.", "block_sparse_moe.gate.")
+        mixtral_names = {name: stored for stored, name in _MIXTRAL_PROJECTIONS.items()}
+        stored_name = decoder_name.replace("mlp.gate.", "block_sparse_moe.gate.")
         if expert:
-            stored = f"block_sparse_moe.experts.{index}.{mixtral_names[matrix]}.weight"
-    return prefix + stored
+            stored_name = f"block_sparse_moe.experts.{index}.{mixtral_names[projection]}.weight"
+    return prefix + stored_name
 
 
 def _mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:

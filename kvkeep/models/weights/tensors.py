@@ -36,7 +36,7 @@ def read_tensors(
     Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
     """
     names_by_file = {
-        path: list(filter(is_wanted, names)) for path, names in _tensors_by_file(folder).items()
+        path: list(filter(is_wanted, names)) for path, names in _names_by_file(folder).items()
     }
     tensors: dict[str, Tensor] = {}
     with tqdm(
@@ -59,7 +59,7 @@ def read_tensors(
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Read the shape of each tensor from the files' headers. Raises BadModelFile."""
     shapes = {}
-    for path, names in _tensors_by_file(folder).items():
+    for path, names in _names_by_file(folder).items():
         with _open_safetensors(path) as file:
             for name in names:
                 shapes[name] = tuple(file.get_slice(name).get_shape())
@@ -67,7 +67,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def is_router(name: str) -> bool:
-    """Whether a matrix routes tokens; never rounded, as a small error chooses another expert."""
+    """Whether a matrix routes tokens to experts. It is never quantised: errors change experts."""
     return name.endswith(_ROUTERS)
 
 
@@ -86,7 +86,7 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
             "config.json; fetch the model again"
         )
     expected = tensor_shapes(spec)
-    if spec.tied_head and LM_HEAD in shapes:  # a copy of the embedding: see `check_tied`
+    if spec.tied_head and LM_HEAD in shapes:  # a copy of the embedding: see `check_head`
         expected[LM_HEAD] = expected[EMBEDDING]
     missing = [name for name in expected if name not in shapes]
     if missing:
@@ -109,7 +109,7 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
         )
 
 
-def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> None:
+def check_head(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Raise UnsupportedModel if a tied head differs from the embedding. source: for messages."""
     head = tensors.get(LM_HEAD)
     if spec.tied_head and head is not None and not torch.equal(head, tensors[EMBEDDING]):
@@ -119,25 +119,26 @@ def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> 
         )
 
 
-def matrices_per_token(spec: ModelSpec) -> list[str]:
-    """Return the matrices that a decode step reads: of a layer's experts, as many as per token."""
+def step_matrices(spec: ModelSpec) -> list[str]:
+    """Return the matrices that a decode step reads, by name: the first experts stand for any."""
 
     def is_read(name: str) -> bool:
-        expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
-        return expert is None or int(expert.group(1)) < spec.experts_per_token
+        match = re.search(r"\.mlp\.experts\.(\d+)\.", name)
+        return match is None or int(match.group(1)) < spec.experts_per_token
 
-    return list(filter(is_read, matrices(spec)))
+    return list(filter(is_read, matrix_shapes(spec)))
 
 
-def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the matrices that a decode step multiplies by; a tied head under the head's name."""
+def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the matrices that a decode step multiplies by; LM_HEAD also if tied."""
     shapes = tensor_shapes(spec)
     shapes[LM_HEAD] = shapes.pop(EMBEDDING)
     shapes.pop(PER_LAYER_TABLE, None)  # read by lookup
     return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
 
-def _tensors_by_file(folder: Path) -> dict[Path, list[str]]:
+def _names_by_file(folder: Path) -> dict[Path, list[str]]:
+    """Return the names of the tensors in each safetensors file of a model."""
     single_path, index_path = folder / _SINGLE_FILE, folder / _INDEX_FILE
     if single_path.exists():
         with _open_safetensors(single_path) as file:

@@ -185,10 +185,10 @@ def _reuse_entry(miss: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
     }
     if difference is not None:
         num_shared = difference.at - difference.start
-        decode = tokenizer.decode if difference.start == 0 else tokenizer.decode_inside
+        decode = tokenizer.decode if difference.start == 0 else tokenizer.decode_continuation
         entry["common_text"] = decode(difference.prompt[:num_shared])
-        entry["prompt_text"] = tokenizer.decode_inside(difference.prompt[num_shared:])
-        entry["nearest_text"] = tokenizer.decode_inside(difference.nearest[num_shared:])
+        entry["prompt_text"] = tokenizer.decode_continuation(difference.prompt[num_shared:])
+        entry["nearest_text"] = tokenizer.decode_continuation(difference.nearest[num_shared:])
     return entry
 
 
