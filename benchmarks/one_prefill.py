@@ -18,7 +18,7 @@ from benchmarks.apart import run_in_new_process
 from benchmarks.figures import rounded
 from kvkeep import load_model
 from kvkeep.evaluate.haystack import manual_text
-from kvkeep.runtime.memory import peak_rss
+from kvkeep.runtime.memory import peak_rss_bytes
 from kvkeep.types import DtypeName, PolicyName
 
 
@@ -68,7 +68,7 @@ def measure_prefill(name: str, dtype: DtypeName, tokens: int, way: Way) -> Prefi
         tokens=report.tokens,
         seconds=rounded(report.seconds),
         tokens_per_s=rounded(report.tokens_per_second),
-        peak_bytes=peak_rss() - before,
+        peak_bytes=peak_rss_bytes() - before,
         kv_bytes=session.cache.nbytes,
     )
 

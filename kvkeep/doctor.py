@@ -17,7 +17,7 @@ from kvkeep.compiled.instruction_sets import TORCH, selected_set
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
 from kvkeep.model_facts import model_facts
-from kvkeep.runtime.cpu import THREAD_VARIABLES, cores, cpu_quota, limit_torch_threads
+from kvkeep.runtime.cpu import THREAD_VARIABLES, cpu_quota, limit_torch_threads, num_cores
 from kvkeep.types import DtypeName, WeightFormat
 from kvkeep.version import __version__
 
@@ -160,7 +160,7 @@ def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: 
         processor=_describe_processor(),
         kernels=kernels,
         threads=Threads(
-            torch.get_num_threads(), cores(), cpu_quota(), load, _environment(THREAD_VARIABLES)
+            torch.get_num_threads(), num_cores(), cpu_quota(), load, _environment(THREAD_VARIABLES)
         ),
         memory=memory,
         torch=_describe_torch(),

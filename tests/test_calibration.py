@@ -24,7 +24,7 @@ from kvkeep.errors import (
     StoreError,
     TruncatedFile,
 )
-from kvkeep.evaluate.calibrate import ReconstructionPart, calibrate, calibration_tokens
+from kvkeep.evaluate.calibrate import ReconstructionPart, calibrate, count_calibration_tokens
 from kvkeep.model import Model
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
@@ -95,7 +95,9 @@ def test_progress_counts_every_token() -> None:
     calibrate(MODEL, TEXT + TEXT[:100], steps.append)
     assert steps[:6] == [0, 512, 512, 512, 100, 512]
     # Then both halves of the text are prefilled and repeated.
-    assert sum(steps) == 3 * len(TEXT + TEXT[:100]) == calibration_tokens(MODEL, len(TEXT) + 100)
+    assert (
+        sum(steps) == 3 * len(TEXT + TEXT[:100]) == count_calibration_tokens(MODEL, len(TEXT) + 100)
+    )
 
 
 class Stopped(Exception):

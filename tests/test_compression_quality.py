@@ -5,7 +5,7 @@ from test_quality import perplexity
 from topics import topic_ids
 
 from kvkeep.evaluate.datasets import PasskeyDataset
-from kvkeep.evaluate.recall import CompressionSettings, compress_after_prefill, measure_recall
+from kvkeep.evaluate.recall import CompressionSettings, measure_compression, measure_recall
 from kvkeep.evaluate.samples import Placement
 from kvkeep.model import Model
 
@@ -14,13 +14,13 @@ def test_fitted_keeps_a_pass_key_at_ratio_4_and_averaging_loses_it_at_ratio_2(
     smollm2: Model,
 ) -> None:
     sample = PasskeyDataset(junk=40, placement=Placement(depths=(50.0,)), seed=3).sample(0)
-    fitted = compress_after_prefill(smollm2, sample, CompressionSettings("fitted", 4.0))
+    fitted = measure_compression(smollm2, sample, CompressionSettings("fitted", 4.0))
     assert fitted.uncompressed is not None
     assert fitted.uncompressed.found
     assert fitted.compressed.found
     assert fitted.compressed.cells * 4 <= fitted.uncompressed.cells + 3
     for failing in ("average", "sum"):
-        evaluation = compress_after_prefill(smollm2, sample, CompressionSettings(failing, 2.0))
+        evaluation = measure_compression(smollm2, sample, CompressionSettings(failing, 2.0))
         assert not evaluation.compressed.found
 
 

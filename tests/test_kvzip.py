@@ -11,7 +11,7 @@ from kvkeep.compression.methods.kvzip import KVzip
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import JUNK, PREFIX, NeedleDataset
 from kvkeep.evaluate.haystack import Haystack, manual_text
-from kvkeep.evaluate.recall import CompressionSettings, compress_after_prefill
+from kvkeep.evaluate.recall import CompressionSettings, measure_compression
 from kvkeep.model import Model
 from kvkeep.session.reconstruction import FIRST_PROMPT, STEP_TOKENS
 
@@ -29,12 +29,12 @@ def fed(model: Model = MODEL) -> Session:
 def test_a_fact_in_real_text_is_recalled_at_ratio_8(smollm2: Model) -> None:
     haystack = Haystack.from_text(manual_text(), lambda text: len(smollm2.text.encode(text)))
     sample = NeedleDataset(haystack, 700).sample(1)
-    evaluation = compress_after_prefill(smollm2, sample, CompressionSettings("kvzip", 8.0))
+    evaluation = measure_compression(smollm2, sample, CompressionSettings("kvzip", 8.0))
     assert evaluation.uncompressed is not None
     assert evaluation.uncompressed.found
     assert evaluation.compressed.found
     assert evaluation.compressed.nbytes * 7.6 <= evaluation.uncompressed.nbytes
-    uniform = compress_after_prefill(smollm2, sample, CompressionSettings("kvzip:uniform", 8.0))
+    uniform = measure_compression(smollm2, sample, CompressionSettings("kvzip:uniform", 8.0))
     assert uniform.compressed.cells == evaluation.compressed.cells
     assert not uniform.compressed.found
 

@@ -126,7 +126,7 @@ def test_scores_are_the_highest_attention_of_the_repeated_text(count: int) -> No
 
 @pytest.mark.parametrize("count", [5, 900])
 def test_contribution_scores_are_weighted_by_projected_values(count: int) -> None:
-    scores = reconstruction_scores(fed(TEXT[:count]).core.memory, MODEL.text, score="contribution")
+    scores = reconstruction_scores(fed(TEXT[:count]).core.memory, MODEL.text, kind="contribution")
     torch.testing.assert_close(
         scores, reference_scores(MODEL, TEXT[:count], "contribution"), **TOLERANCES
     )
@@ -138,9 +138,9 @@ def test_scores_of_the_default_model_are_close_to_float32(
 ) -> None:
     ids = topic_ids(smollm2)[:120]
     expected = reference_scores(smollm2_fp32, ids, by)
-    exact = reconstruction_scores(fed(ids, smollm2_fp32).core.memory, smollm2.text, score=by)
+    exact = reconstruction_scores(fed(ids, smollm2_fp32).core.memory, smollm2.text, kind=by)
     torch.testing.assert_close(exact, expected, rtol=0.01, atol=0.02)
-    scores = reconstruction_scores(fed(ids, smollm2).core.memory, smollm2.text, score=by)
+    scores = reconstruction_scores(fed(ids, smollm2).core.memory, smollm2.text, kind=by)
     assert (
         scores - expected
     ).abs().mean() < 0.1  # log of an attention weight, in bfloat16 and by the kernels

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.runtime.cpu import cores, cpu_quota, usable_threads
+from kvkeep.runtime.cpu import cpu_quota, num_cores, usable_threads
 
 V2, V1 = "0::/user/of\n", "4:cpu,cpuacct:/docker/7f\n3:cpuset:/docker/7f\n0::/\n"
 
@@ -58,21 +58,20 @@ def test_the_smallest_quota_applies(
 ) -> None:
     root = system(tmp_path, groups, files)
     assert cpu_quota(root) == expected
-    most = cores() if expected is None else max(1, int(expected))
-    assert usable_threads(root) == min(cores(), most)
+    most = num_cores() if expected is None else max(1, int(expected))
+    assert usable_threads(root) == min(num_cores(), most)
 
 
 def test_without_control_groups_all_cores_are_usable(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
-    assert usable_threads(tmp_path) == cores()
+    assert usable_threads(tmp_path) == num_cores()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process has all cores here")
 def test_cores_are_those_that_the_process_may_run_on() -> None:
     script = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
-    script += (
-        "from kvkeep.runtime.cpu import cores, usable_threads; print(cores(), usable_threads())"
-    )
+    script += "from kvkeep.runtime.cpu import num_cores, usable_threads\n"
+    script += "print(num_cores(), usable_threads())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert done.stdout.split() == [b"1", b"1"]
 

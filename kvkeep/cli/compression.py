@@ -135,7 +135,7 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
         check_output_path(output, "calibration")
     unfinished_path = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)
-    total_tokens = measure.calibration_tokens(model, len(ids))
+    total_tokens = measure.count_calibration_tokens(model, len(ids))
     with progress_bar(total_tokens, not quiet, desc="measuring", unit="tok", leave=False) as bar:
 
         def report_progress(token_count: int) -> None:

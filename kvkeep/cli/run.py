@@ -18,7 +18,7 @@ from kvkeep.cli.options import OutputOptions, is_given
 from kvkeep.cli.output import TextPrinter, format_mb, plural, progress_bar, say
 from kvkeep.cli.session_file import OpenedSession, SessionWriter
 from kvkeep.errors import KvkeepError
-from kvkeep.runtime.memory import peak_rss
+from kvkeep.runtime.memory import peak_rss_bytes
 from kvkeep.session.streaming import CONTEXT_TOKENS, TextStream
 from kvkeep.storage.files.atomic import write_atomic
 
@@ -172,7 +172,7 @@ class SessionRun:
             "prefill_tokens_per_s": self.prefill.tokens_per_s,
             "generated_tokens": self.decode.tokens,
             "decode_tokens_per_s": self.decode.tokens_per_s,
-            "peak_rss_bytes": peak_rss(),
+            "peak_rss_bytes": peak_rss_bytes(),
             "kv_cells": session.cache.cells,
             "kv_bytes": session.cache.nbytes,
             "reused_tokens": self.reused_tokens,

@@ -70,7 +70,7 @@ class SessionOperations:
         target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
         match = best_match(prompt, self._registry.owned_by(owner), empty_session, target)
         if match.resumes_session and match.record is target:
-            target.live.draw_anew()
+            target.live.reset_sampler()
             return match.reused_tokens
         session = match.build_session(empty_session)
         record = existing or self._registry.add(session, owner, name)

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from kvkeep.errors import Cancelled
-from kvkeep.runtime.worker import OPENMP_TIMEOUT, hosting, release_openmp_threads
+from kvkeep.runtime.worker import OPENMP_TIMEOUT_SECONDS, hosting, release_openmp_threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class EngineThread:
         if not wait:
             return self._calls.get_nowait()
         with suppress(Empty):
-            return self._calls.get(timeout=min(OPENMP_TIMEOUT, self._idle_seconds))
+            return self._calls.get(timeout=min(OPENMP_TIMEOUT_SECONDS, self._idle_seconds))
         release_openmp_threads()  # they would slow others down
         return self._calls.get(timeout=self._idle_seconds)
 

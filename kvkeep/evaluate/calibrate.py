@@ -29,7 +29,7 @@ RECONSTRUCTION_TOKENS, MAX_RECONSTRUCTIONS = 1024, 20  # of a `ReconstructionPar
 HELD_OUT_STRIDE = 5  # every n-th reconstruction part evaluates the surrogate
 MIN_SCORE = -27.6  # log of an attention weight of 1e-12; lower scores are clamped
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], None]  # called with the number of tokens evaluated since the last call
 
 
 @torch.inference_mode()
@@ -46,7 +46,7 @@ def calibrate(
 
     Args:
         ids: some ten thousand tokens, of the kind of text that the model will be used with.
-        progress: called after each step with its number of tokens; see `calibration_tokens`.
+        progress: called after each step with its number of tokens; see `count_calibration_tokens`.
         unfinished_path: a file for partial results, from which an interrupted run is resumed. The
             result is bit-identical on the same machine.
 
@@ -68,16 +68,17 @@ def calibrate(
         sums.parts_done += 1
         if unfinished_path is not None:
             sums.save(unfinished_path, digest)
-    query_statistics, weights = sums.query_sums.statistics(), sums.training.weights()
-    statistics = replace(query_statistics, surrogate=Surrogate.from_weights(weights))
-    r_squared = sums.held_out.r_squared(weights)
+    surrogate_weights = sums.training.weights()  # of a linear regression
+    surrogate = Surrogate.from_weights(surrogate_weights)
+    statistics = replace(sums.query_sums.statistics(), surrogate=surrogate)
+    r_squared = sums.held_out.r_squared(surrogate_weights)
     if unfinished_path is not None:
         unfinished_path.unlink(missing_ok=True)
     return Calibration(statistics, model.fingerprint.to_dict(), model.name, len(ids), r_squared)
 
 
-def calibration_tokens(model: LoadedModel, token_count: int) -> int:
-    """Return how many tokens `calibrate` evaluates for a text. Raises InvalidArgument."""
+def count_calibration_tokens(model: LoadedModel, token_count: int) -> int:
+    """Return how many tokens `calibrate` evaluates for `token_count`. Raises InvalidArgument."""
     return sum(part.evaluated_tokens for part in _text_parts(model, token_count))
 
 
@@ -95,6 +96,7 @@ class QueryPart:
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
+        """Feed the tokens to a sliding session, and add what it observes to the sums."""
         step = _tokens_per_step(model)
         session = Session(model, Sliding(4 * step), step)
         session.cache.observe()
@@ -120,12 +122,12 @@ class ReconstructionPart:
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
+        """Prefill the tokens, and add features of their cells with their scores to the sums."""
         memory = Memory(model.decoder, Full(self.end - self.start))
         for result in evaluate(memory, ids[self.start : self.end], STEP_TOKENS):
             progress(result.hidden.shape[0])
-        scores = (
-            reconstruction_scores(memory, model.text, progress).clamp(min=MIN_SCORE).double().cpu()
-        )
+        scores = reconstruction_scores(memory, model.text, progress)
+        scores = scores.clamp(min=MIN_SCORE).double().cpu()
         cache, regression = memory.cache, sums.held_out if self.held_out else sums.training
         cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
         unrotated_keys = Candidates(cells, cache.rope, cache.scale).unrotated_keys
@@ -135,6 +137,7 @@ class ReconstructionPart:
 
 
 def _text_parts(model: LoadedModel, token_count: int) -> list[QueryPart | ReconstructionPart]:
+    """Split a text of `token_count` tokens into query parts, and place reconstruction parts."""
     step = _tokens_per_step(model)
     if token_count < 3 * step:
         raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {token_count}")
@@ -153,4 +156,5 @@ def _text_parts(model: LoadedModel, token_count: int) -> list[QueryPart | Recons
 
 
 def _tokens_per_step(model: LoadedModel) -> int:
+    # A query part's window of four steps must fit the positions that the model was trained for.
     return min(STEP_TOKENS, model.spec.max_positions // 4)

@@ -21,7 +21,7 @@ UNCOMPRESSED = "uncompressed"  # the method of the baseline, at ratio 1
 
 @dataclass(frozen=True)
 class GridSetting:
-    """The key of a result. seed, sample: of the task's text."""
+    """The key of a result: a compression of one sample. seed: of the dataset. sample: its index."""
 
     task: str
     seed: int
@@ -49,13 +49,10 @@ class Grid:
         self.results[result.setting] = result
 
     def select(self, task: str, method: str, ratio: float) -> list[GridResult]:
-        return [
-            result
-            for setting, result in self.results.items()
-            if (setting.task, setting.method, setting.ratio) == (task, method, ratio)
-        ]
+        key, results = (task, method, ratio), self.results.items()
+        return [result for s, result in results if (s.task, s.method, s.ratio) == key]
 
-    def missing(
+    def missing_settings(
         self, task: str, seed: int, sample: int, methods: Sequence[str], ratios: Sequence[float]
     ) -> list[GridSetting]:
         """Return a sample's settings without a result, the uncompressed one first."""
@@ -144,6 +141,7 @@ def measure_sample(
 def _measure(
     session: "Session", setting: GridSetting, sample: Sample, continuation: Sequence[int]
 ) -> GridResult:
+    """Ask for the sample's facts; of a sample without any, score the token ids that follow."""
     cells, nbytes = session.cache.cells, session.cache.nbytes
     if sample.facts:
         recall = measure_recall(session, sample.facts)

@@ -83,15 +83,15 @@ def _mean_size(results: Sequence["GridResult"]) -> str:
 
 
 def _entry(results: Sequence["GridResult"], baseline: Sequence["GridResult"] = ()) -> str:
-    """Return the entry of a table. baseline: the uncompressed results of the task."""
+    """Return what a table's cell shows. baseline: the uncompressed results of the task."""
     if not results:
         return NO_RESULT
     if results[0].found is None:
         return _perplexity_entry(results, baseline)
-    solvable = {_sample_id(result) for result in baseline if result.found}
+    solvable_ids = {_sample_id(result) for result in baseline if result.found}
     found_share = fmean(bool(result.found) for result in results)
     log_probability = fmean(result.log_probability for result in results)
-    solved = [bool(result.found) for result in results if _sample_id(result) in solvable]
+    solved = [bool(result.found) for result in results if _sample_id(result) in solvable_ids]
     solved_share = f" / {fmean(solved):.0%}" if solved else ""
     return f"{found_share:.0%}{solved_share} ({log_probability:.2f})".replace("-", "−")
 

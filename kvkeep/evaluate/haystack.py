@@ -52,11 +52,12 @@ class Haystack:
         A passage that ends far too early, before a long table or program, is drawn again.
         min_sentences: even if they have more tokens. Raises InvalidArgument for a short text.
         """
-        sentence_ends = list(itertools.accumulate(self.token_counts))
+        sentence_ends = list(itertools.accumulate(self.token_counts))  # in tokens
         last_start = bisect_right(sentence_ends, sentence_ends[-1] - tokens)
         if tokens > sentence_ends[-1] or len(self.sentences) - last_start < min_sentences:
             raise InvalidArgument(
-                f"the text has {sentence_ends[-1]:,} tokens, fewer than {tokens:,}: use fewer"
+                f"the text has {sentence_ends[-1]:,} tokens: too few for {tokens:,} in at least "
+                f"{min_sentences} sentences; use fewer"
             )
         for _ in range(MAX_DRAWS):
             start = rng.randrange(last_start + 1)

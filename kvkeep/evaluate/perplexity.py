@@ -56,10 +56,10 @@ def perplexity_points(
             f'policy "{session.policy}" holds at most {room} tokens, and the text has {len(ids)}: '
             'score fewer tokens, or use policy "sliding"'
         )
-    return _points(session, ids, first, one_by_one)
+    return _measure_steps(session, ids, first, one_by_one)
 
 
-def _points(
+def _measure_steps(
     session: Session, ids: Sequence[int], first: int, one_by_one: bool
 ) -> Iterator[PerplexityPoint]:
     process, log_likelihood, scored_count = psutil.Process(), 0.0, 0

@@ -127,6 +127,7 @@ def draw_grid(grid: "Grid", suffix: str) -> bytes:
 
 
 def _draw_task(axes: "Axes", grid: "Grid", task: str) -> None:
+    """Draw the panel of a task: a line for each method, and the uncompressed value."""
     for index, method in enumerate(grid.methods):
         results = {ratio: grid.select(task, method, ratio) for ratio in grid.ratios}
         scores = {ratio: _mean_score(column) for ratio, column in results.items() if column}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.session.compression import CompressionReport
 
 EXTRA_TOKENS = 3  # generated beyond the key's, since a space or a quote may precede it
-QUESTION_RESERVE = 128  # tokens for a question and its answer; none takes more
+MAX_QUESTION_TOKENS = 128  # tokens for a question and its answer; none takes more
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def measure_recall(session: Session, facts: Sequence[Fact]) -> Recall:
     return Recall(answers, session.cache.cells, session.cache.nbytes)
 
 
-def compress_after_prefill(
+def measure_compression(
     model: "Model", sample: Sample, settings: CompressionSettings, prefill_step: int = 512
 ) -> RecallResult:
     """Prefill the text; ask before and after compression. Raises ContextFull."""
@@ -105,7 +105,7 @@ def compress_after_prefill(
     return RecallResult(sample, tokens, compressed, uncompressed, report.chunks)
 
 
-def compress_during_prefill(
+def measure_streaming_compression(
     model: "Model", sample: Sample, settings: CompressionSettings, prefill_step: int = 512
 ) -> RecallResult:
     """Prefill the text in a session that compresses as it grows, and if it fits in a full one."""
@@ -122,7 +122,7 @@ def compress_during_prefill(
     report = archive_session.feed(ids)
     full_session = model.session(policy="full", prefill_step=prefill_step)
     uncompressed = None
-    if full_session.room is None or report.tokens + QUESTION_RESERVE <= full_session.room:
+    if full_session.room is None or report.tokens + MAX_QUESTION_TOKENS <= full_session.room:
         full_session.feed(ids)
         uncompressed = measure_recall(full_session, sample.facts)
     compressed = measure_recall(archive_session, sample.facts)
@@ -130,6 +130,7 @@ def compress_during_prefill(
 
 
 def _ask(session: Session, fact: Fact) -> Answer:
+    """Feed a fact's question to the session, and generate and score its answer."""
     session.feed(fact.question)
     answer_scores = session.fork().score(f" {fact.answer}")
     text = "".join(session.stream(len(answer_scores) + EXTRA_TOKENS))
@@ -143,7 +144,7 @@ def summarise(results: Sequence[RecallResult]) -> dict[str, Any]:
     """
     compressed = [result.compressed for result in results]
     full = [result.uncompressed for result in results if result.uncompressed is not None]
-    found, found_full = (sum(recall.found for recall in recalls) for recalls in (compressed, full))
+    found, found_full = sum(r.found for r in compressed), sum(r.found for r in full)
     return {
         "samples": len(results),
         "found": found,

@@ -23,6 +23,8 @@ class TaskInstance:
 
 
 class Task(Protocol):
+    """A kind of question, with the sentences to hide for it."""
+
     @property
     def key_types(self) -> tuple[str, ...]:
         """The supported key types, the default first."""
@@ -68,8 +70,8 @@ class MultiValueTask:
         keys = [random_key(key_type, rng) for _ in range(self.value_count)]
         sentences = tuple(f" One of the {subject}s of {name} is {key}." for key in keys)
         answer, *named_keys = keys
-        subjects = f"{NUMBER_WORDS[self.value_count]} {subject}s of {name}"
-        question = f"\n\nWhat are the {subjects}? The {subjects} are {', '.join(named_keys)} and"
+        phrase = f"{NUMBER_WORDS[self.value_count]} {subject}s of {name}"
+        question = f"\n\nWhat are the {phrase}? The {phrase} are {', '.join(named_keys)} and"
         return TaskInstance(sentences, (Fact(sentences[0], question, answer),))
 
 
@@ -118,10 +120,10 @@ class WordCountTask:
         )
         answer, *named_words = rng.sample(drawn_words[: self.top_count], self.top_count)
         sentence = next(sentence for sentence in sentences if answer in sentence)
-        count_word, nouns = NUMBER_WORDS[self.top_count], f"{self.word_noun}s"
+        count_word, plural_noun = NUMBER_WORDS[self.top_count], f"{self.word_noun}s"
         question = (
-            f"\n\nWhich {count_word} {nouns} were said most often? "
-            f"The {count_word} most frequent {nouns} are {', '.join(named_words)} and"
+            f"\n\nWhich {count_word} {plural_noun} were said most often? "
+            f"The {count_word} most frequent {plural_noun} are {', '.join(named_words)} and"
         )
         return TaskInstance(sentences, (Fact(sentence, question, answer),))
 

@@ -16,7 +16,7 @@ _NO_LIMIT = ("max", "-1")
 _V1_FILES, _V2_FILES = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
 
 
-def cores() -> int:
+def num_cores() -> int:
     """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -31,7 +31,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 def usable_threads(root: Path = Path("/")) -> int:
     """Return how many threads can compute at once: whole cores within the quota, at least one."""
     quota = cpu_quota(root)
-    return cores() if quota is None else max(1, min(cores(), int(quota)))
+    return num_cores() if quota is None else max(1, min(num_cores(), int(quota)))
 
 
 @cache

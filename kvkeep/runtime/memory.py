@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Bits of the last byte of a page's word in /proc/PID/pagemap.
 _PAGE_PRESENT, _PAGE_OF_FILE = 0x80, 0x20
-# In bytes. A thread's arena in glibc consists of heaps of at most _MAX_HEAP.
+# In bytes. A thread's arena in glibc consists of heaps of at most _MAX_HEAP_BYTES.
 _BLOCK_BYTES, _MAX_HEAP_BYTES = 1 << 22, 1 << 26
 
 
@@ -32,12 +32,11 @@ def trim_heap() -> None:
 def _trim_arena_end(libc: ctypes.CDLL) -> None:
     """Allocate what is free at the end of the thread's arena, release its pages, and free it.
 
-    `malloc_trim` releases free memory between blocks in every arena, but at the end only in the
-    main arena.
+    `malloc_trim` releases memory between blocks in any arena, but at the end only in the main one.
     """
     # glibc maps blocks of more than 128 KiB apart from arenas at first. But when it frees such a
     # block, of up to 32 MiB, it raises that threshold to the block's size. Loading a model, or a
-    # first call of this function, thus raises it to more than _BLOCK.
+    # first call of this function, thus raises it to more than _BLOCK_BYTES.
     libc.malloc.restype, size = ctypes.c_void_p, ctypes.c_size_t(_BLOCK_BYTES)
     blocks = [libc.malloc(size) for _ in range(_MAX_HEAP_BYTES // _BLOCK_BYTES)]
     for block in filter(None, blocks):
@@ -50,9 +49,8 @@ def trim_code() -> None:
     """Release the pages of libraries' code, on Linux; code that runs again is mapped again.
 
     PyTorch runs about 60 MB of code only once, when it starts. The pages stay in the system's page
-    cache, so mapping them again seldom reads the disk, and other processes that map them are not
-    affected. A library with a page of this process alone, such as a debugger's breakpoint, is left
-    as it is.
+    cache, so mapping them again seldom reads the disk, and other processes are not affected. A
+    library with a page of this process alone, such as a debugger's breakpoint, is left as it is.
     """
     if sys.platform != "linux":
         return
@@ -78,17 +76,18 @@ def _code_ranges(maps: str) -> Iterator[tuple[int, int]]:
 
 
 def _all_file_backed(words: bytes) -> bool:
-    """Whether each page in memory is of a file. words: eight bytes for each page."""
+    """Whether each page in memory is of a file. words: the pagemap's eight bytes of each page."""
     return all(not flags & _PAGE_PRESENT or flags & _PAGE_OF_FILE for flags in set(words[7::8]))
 
 
 def _release_pages(begin: int, end: int) -> None:
+    """Release the pages between two addresses: what was in them is lost, or read again on use."""
     madvise = ctypes.CDLL(None).madvise
     madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
-def peak_rss() -> int:
-    """Return the peak resident memory of this process in bytes."""
+def peak_rss_bytes() -> int:
+    """Return the peak resident memory of this process."""
     try:
         # Preferred where it exists: getrusage also counts the process that started this one.
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

@@ -19,8 +19,8 @@ def interrupts_deferred(only_first: bool = False) -> Iterator[None]:
     Nothing is deferred outside the main thread, since Python delivers signals only there, or if the
     program's SIGINT handler is no Python function.
 
-    only_first: let a second Ctrl-C interrupt the block; for long work that can be ended anywhere,
-        such as writing a file that counts only when complete.
+    only_first: let a second Ctrl-C interrupt the block, for both; for long work that can be ended
+        anywhere, such as writing a file that counts only when complete.
     """
     handler, deferred = getsignal(SIGINT), list[_HandlerArguments]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -28,15 +28,16 @@ def interrupts_deferred(only_first: bool = False) -> Iterator[None]:
         return
 
     def defer(signal_number: int, frame: FrameType | None) -> None:
-        if only_first and deferred:
-            handler(signal_number, frame)
         deferred.append((signal_number, frame))
+        if only_first and len(deferred) > 1:
+            deferred.clear()
+            signal(SIGINT, handler)
+            handler(signal_number, frame)
 
     signal(SIGINT, defer)
     try:
         yield
     finally:
         signal(SIGINT, handler)
-        if not only_first or len(deferred) == 1:
-            for arguments in deferred:
-                handler(*arguments)
+        for arguments in deferred:
+            handler(*arguments)

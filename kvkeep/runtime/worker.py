@@ -6,8 +6,8 @@ prefill step, one decoded token, one snapshot, or one whole edit or compression.
 
 One thread computes the steps of all threads, in the order of requests, because each thread that
 enters OpenMP gets its own team of OpenMP threads there. With a second team there are more threads
-than cores, and OpenMP lets threads sleep between two products instead of spinning. A new thread
-must also prepare its products again. The team is released when no step was requested for a while.
+than cores, and OpenMP lets threads sleep between two products instead of spinning. The team is
+released when no step was requested for a while.
 
 The compute thread is a thread of this module, or, while an engine runs, the engine's thread
 (`hosting`): it needs no hand-over for its own steps, and runs those of other threads before each of
@@ -31,9 +31,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-OPENMP_TIMEOUT = 0.05  # seconds without a step after which a thread's OpenMP team is released
-_HOST_TIMEOUT = 0.02  # seconds after which a step is offered to the module's thread, too
-_HANDOVER_SECONDS = 0.0002  # seconds in which a thread that waits for the lock can take it
+OPENMP_TIMEOUT_SECONDS = 0.05  # without a step, after which a thread releases its OpenMP team
+_HOST_TIMEOUT_SECONDS = 0.02  # after which a step is offered to the module's thread, too
+_HANDOVER_SECONDS = 0.0002  # in which a thread that waits for the lock can take it
 _OMP_PAUSE_SOFT = 1
 
 _Arguments = ParamSpec("_Arguments")
@@ -61,6 +61,7 @@ class _Job:
         return self._claim_lock.acquire(blocking=False)
 
     def run(self) -> None:
+        """Run the claimed call, and wake the thread that waits for it."""
         assert self.call is not None
         try:
             if self.num_threads != torch.get_num_threads():
@@ -102,10 +103,12 @@ class ComputeWorker:
 
     @property
     def holds_lock(self) -> bool:
+        """Whether the calling thread holds the compute lock."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     @property
-    def is_host(self) -> bool:
+    def in_host_thread(self) -> bool:
+        """Whether the calling thread is the one that hosts; see `hosting`."""
         return self.host is not None and self.host.thread_id == threading.get_ident()
 
     def run_in_worker(self, call: Callable[[], _Result]) -> _Result:
@@ -120,7 +123,7 @@ class ComputeWorker:
             if host is not None:
                 host.jobs.put(job)
                 host.call_soon(self.run_waiting_jobs)
-                job.wait(_HOST_TIMEOUT)
+                job.wait(_HOST_TIMEOUT_SECONDS)
             if not job.claimed:
                 self._jobs.put(job)
             job.wait()
@@ -157,7 +160,7 @@ class ComputeWorker:
     def run_waiting_jobs(self) -> None:
         """Run the jobs that other threads have requested so far, if called in the host."""
         host, num_threads = self.host, torch.get_num_threads()
-        if host is None or not self.is_host:
+        if host is None or not self.in_host_thread:
             return
         for _ in range(host.jobs.qsize()):  # later ones wait: it is the host's turn
             self._run_job(host.jobs.get_nowait())
@@ -178,7 +181,7 @@ class ComputeWorker:
     def _run_forever(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=OPENMP_TIMEOUT)
+                job = self._jobs.get(timeout=OPENMP_TIMEOUT_SECONDS)
             except Empty:
                 release_openmp_threads()
                 job = self._jobs.get()
@@ -251,7 +254,7 @@ def _run_in_turn(
         worker = _worker  # a forked child has another one
         if worker.holds_lock:
             return function(*args, **kwargs)
-        if worker.is_host:
+        if worker.in_host_thread:
             worker.run_waiting_jobs()
             with worker.lock:
                 return function(*args, **kwargs)

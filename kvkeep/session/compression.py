@@ -74,17 +74,17 @@ class CompressionPlan:
     def effective_budget(self) -> Budget:
         return self.method.budget if self.budget is None else self.budget
 
-    def recent_cells(self, cells: int, pinned: int) -> int:
-        """Return how many of the newest of `cells` cells stay unchanged by default.
+    def num_recent(self, num_cells: int, num_pinned: int) -> int:
+        """Return how many of the newest of `num_cells` cells stay unchanged.
 
-        Where heads compete, half of what remains: the following text continues from them, in all
-        heads. Less at a ratio above 4, where the older text needs the cells more.
+        By default, where heads compete, half of what remains: the following text continues from
+        them, in all heads. Less at a ratio above 4, where the older text needs the cells more.
         """
         if self.recent is not None:
             return self.recent
         if self.effective_budget == "uniform":
             return RECENT_CELLS
-        remaining = cells / self.ratio - pinned
+        remaining = num_cells / self.ratio - num_pinned
         return max(MIN_RECENT_CELLS, int(remaining * min(1 / 2, 2 / self.ratio)))
 
     def check(self) -> None:
@@ -98,6 +98,7 @@ class CompressionPlan:
 
 
 def default_method_name(memory: Memory, statistics: Statistics | None) -> str:
+    """Return the best method that the memory and the calibration's statistics allow."""
     if statistics is not None and statistics.surrogate is not None:
         return KVzap.name
     compressed_before = any(segment.compressed for segment in memory.cache.segments)
@@ -132,17 +133,11 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
             if len(cells)
         ]
     compressed_memory = memory.successor()
-    compressed_memory.cache.segments = merge_segments(segments)
-    return compressed_memory, CompressionReport(
-        plan.method.name,
-        budget,
-        plan.ratio,
-        cells_before,
-        compressed_memory.cache.cells,
-        bytes_before,
-        compressed_memory.cache.nbytes,
-        tuple(chunks),
-    )
+    new_cache = compressed_memory.cache
+    new_cache.segments = merge_segments(segments)
+    sizes = (cells_before, new_cache.cells, bytes_before, new_cache.nbytes)
+    report = CompressionReport(plan.method.name, budget, plan.ratio, *sizes, tuple(chunks))
+    return compressed_memory, report
 
 
 # Segment, whether its cells stay unchanged, first cell, count: see `KVCache.runs`.
@@ -153,6 +148,7 @@ _PlannedRuns: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 
 
 def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
+    """Plan to compress each run by the plan's method and budget."""
     runs, remaining_cells = _split_into_runs(memory, plan)
     compress_runs = _compress_across_heads if plan.effective_budget == "heads" else _compress_evenly
     results = compress_runs(_candidates(memory, plan, runs), remaining_cells, plan)
@@ -170,19 +166,19 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
     if (tokens := cell_tokens(memory)) is None:
         return None
     runs, remaining_cells = _split_into_runs(memory, plan, MAX_RECENT_CELLS)
-    repeats, repeats_by_run, start = find_repeats(tokens), list[Tensor](), 0
+    is_repeat, masks, start = find_repeats(tokens), list[Tensor](), 0  # masks: of each run
     for _, unchanged, _, count in runs:
         if not unchanged:
-            repeats_by_run.append(repeats[start : start + count])
+            masks.append(is_repeat[start : start + count])
         start += count
-    remaining_repeats = remaining_cells - sum(int((~mask).sum()) for mask in repeats_by_run)
+    remaining_repeats = remaining_cells - sum(int((~mask).sum()) for mask in masks)
     if remaining_repeats < remaining_cells * MIN_REPEAT_SHARE:
         return None
-    quotas = _split_quota([int(repeats.sum()) for repeats in repeats_by_run], remaining_repeats)
+    quotas = _split_quota([int(mask.sum()) for mask in masks], remaining_repeats)
     to_compress = [run for run in runs if not run[1]]
     results = (
-        _compress_repeats(memory, plan, run, is_repeat, quota)
-        for run, is_repeat, quota in zip(to_compress, repeats_by_run, quotas, strict=True)
+        _compress_repeats(memory, plan, run, mask, quota)
+        for run, mask, quota in zip(to_compress, masks, quotas, strict=True)
     )
     return "uniform", runs, results
 
@@ -198,12 +194,12 @@ def _split_into_runs(
     Raises InvalidArgument if no cell of a run would remain.
     """
     cells, pins = memory.cache.cells, memory.pins
-    recent = plan.recent_cells(cells, len(pins))
+    recent = plan.num_recent(cells, len(pins))
     if max_recent is not None and plan.recent is None:
         recent = min(recent, max_recent)
     runs = memory.cache.split_by(
-        lambda rank, serial: (
-            serial != NO_TOKEN and (rank < SINK_CELLS or rank >= cells - recent or serial in pins)
+        lambda index, serial: (
+            serial != NO_TOKEN and (index < SINK_CELLS or index >= cells - recent or serial in pins)
         )
     )
     unchanged_cells = sum(count for _, unchanged, _, count in runs if unchanged)
@@ -249,6 +245,7 @@ def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Ca
 def _compress_repeats(
     memory: Memory, plan: CompressionPlan, run: _Run, is_repeat: Tensor, quota: int
 ) -> _RunResult:
+    """Compress the cells of a run for which `is_repeat`, `[n]` bool, to `quota` cells."""
     cells, chunks = compress_repeats(_unscored_candidates(memory, plan, run), is_repeat, quota)
     if plan.progress:
         plan.progress(len(is_repeat))
@@ -258,7 +255,7 @@ def _compress_repeats(
 def _compress_evenly(
     candidates_by_run: list[Candidates], remaining_cells: int, plan: CompressionPlan
 ) -> Iterator[_RunResult]:
-    """Compress each run by the same ratio, in each KV head."""
+    """Compress each run by the same ratio, in each KV head, to `remaining_cells` in all."""
     quotas = _split_quota([len(run) for run in candidates_by_run], remaining_cells)
     for candidates, quota in zip(candidates_by_run, quotas, strict=True):
         run_cells, chunks = list[Cells](), list[Compression]()
@@ -295,8 +292,8 @@ def _report_progress(plan: CompressionPlan, cells: int) -> None:
 
 
 def newest_queries(memory: Memory) -> Queries | None:
-    """Return queries of the last tokens, evaluated again in a fork. Raises InvalidArgument."""
-    count = min(MAX_QUERIES, memory.rewindable - 1)
+    """Return queries of the newest tokens, evaluated again in a fork. Raises InvalidArgument."""
+    count = min(MAX_QUERIES, memory.num_rewindable - 1)
     if count < 1:
         raise InvalidArgument("this method needs recent tokens with cells, and there are none")
     fork = memory.fork()

@@ -67,6 +67,8 @@ class Conversation:
     without a system prompt); "system text", "turn 3 question" and "turn 3 answer" exclude them.
     No token is part text and part template (exceptions: see `encode_pieces`), so that a text span
     can be replaced by its name.
+
+    codec: the model's tokenizer and chat template. system: the system prompt.
     """
 
     def __init__(
@@ -78,24 +80,24 @@ class Conversation:
     ):
         self.session = session
         self.codec = codec
-        self._eos = eos_token_ids
+        self._eos_token_ids = eos_token_ids
         self.system = system
         self._last_turn = max(self.turns, default=0)
         _render_first_turn(codec, system, "")  # raises if there is no template
 
     def fork(self) -> "Conversation":
         """Return the same conversation in a fork of the session."""
-        return Conversation(self.session.fork(), self.codec, self._eos, self.system)
+        return Conversation(self.session.fork(), self.codec, self._eos_token_ids, self.system)
 
     @property
     def notes(self) -> dict[str, str | None]:
-        """Saved with a snapshot of the session."""
+        """What a snapshot of the session saves of the conversation beside spans and tokens."""
         return {"system": self.system}
 
     @property
     def turns(self) -> list[int]:
         """The numbers of the turns; a deleted one leaves a gap."""
-        return turns_in(self.session.span_ranges)
+        return turn_numbers(self.session.span_ranges)
 
     @property
     def last_turn(self) -> int:
@@ -119,28 +121,28 @@ class Conversation:
             return encode_pieces(self.codec, [opening, *rest])[0]
         closing_ids = self.codec.encode_sealed(self._answer_end)
         ids, _ = encode_pieces(self.codec, [self._answer_end + opening, *rest])
-        ended_otherwise = tokens[-1] in self._eos and tokens[-1] != ids[0]
-        if ended_otherwise and not self.session.cache.recurrent_states:
+        has_other_end_token = tokens[-1] in self._eos_token_ids and tokens[-1] != ids[0]
+        if has_other_end_token and not self.session.cache.recurrent_states:
             # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)
         return ids[overlap_length(self.session.tokens, ids[: len(closing_ids)]) :]
 
-    def name_turn(self, question: str, prompt_tokens: int, generated: int = 0) -> None:
-        """Name a turn's spans. prompt_tokens: count from `begin_turn`. generated: count since."""
-        end, previous_turn = len(self.session.tokens) - generated, self.last_turn
+    def name_turn(self, question: str, num_prefilled: int, num_generated: int = 0) -> None:
+        """Name a turn's spans. num_prefilled: its prompt's tokens. num_generated: its answer's."""
+        end, previous_turn = len(self.session.tokens) - num_generated, self.last_turn
         ids, ranges = encode_pieces(self.codec, self._later_turn_pieces(question))
-        prefilled = self.session.tokens[end - prompt_tokens : end]
-        turn_length = len(ids) if prefilled[-len(ids) :] == ids else prompt_tokens
+        prefilled = self.session.tokens[end - num_prefilled : end]
+        turn_length = len(ids) if prefilled[-len(ids) :] == ids else num_prefilled
         start, turn = end - turn_length, f"turn {previous_turn + 1}"
         if previous_turn:
             # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
             name = f"turn {previous_turn}"
             self.session.name(name, self.session.span_ranges[name][0], start)
-        elif prompt_tokens == end and start:
+        elif num_prefilled == end and start:
             self._name_system(question, start)
         self.session.name(turn, start, end)
         self._last_turn = previous_turn + 1
-        if turn_length == prompt_tokens == end and prefilled != ids:
+        if turn_length == num_prefilled == end and prefilled != ids:
             # The template writes the first turn differently.
             ids, ranges = self._encode_first_turn(question)
         self._name_text(f"{turn} question", ranges[-2], end - len(ids))
@@ -152,14 +154,14 @@ class Conversation:
         return turn in spans and f"{turn} answer" not in spans
 
     def end_turn(self) -> None:
-        """Name the span of the answer, once it is complete."""
+        """Name the span of the newest turn's answer, which is complete."""
         if not self.last_turn:
             return
         turn, tokens = f"turn {self.last_turn}", self.session.tokens
         start, answer_start = self.session.span_ranges[turn]
         end = len(tokens)
         self.session.name(turn, start, end)
-        if end > answer_start and tokens[-1] in self._eos:
+        if end > answer_start and tokens[-1] in self._eos_token_ids:
             end -= 1
         self._name_text(f"{turn} answer", (answer_start, end))
 
@@ -217,6 +219,7 @@ class Conversation:
             self._name_text("system text", ranges[1])
 
     def _name_text(self, name: str, token_range: tuple[int, int], offset: int = 0) -> None:
+        """Name a message's text, unless it is empty. offset: added to the range."""
         start, end = token_range
         if start < end:
             self.session.name(name, offset + start, offset + end)
@@ -239,6 +242,7 @@ class Conversation:
         return split_at_text(rendered, with_placeholder, placeholder)
 
     def _render_after_answer(self, question: str) -> str:
+        """Return what the template writes between an answer and the one to the next question."""
         rendered = _render(self.codec, *_ANSWERED_TURN, ("user", question))
         return rendered.partition(_ANSWER_PLACEHOLDER)[2]
 
@@ -275,7 +279,7 @@ def _render(codec: "TextCodec", *messages: tuple[str, str]) -> str:
     return codec.chat(template_messages, add_generation_prompt=messages[-1][0] == "user").sealed
 
 
-def turns_in(spans: Iterable[str]) -> list[int]:
+def turn_numbers(span_names: Iterable[str]) -> list[int]:
     """Return the numbers of the turns among span names, ascending."""
-    suffixes = [span.removeprefix("turn ") for span in spans if span.startswith("turn ")]
-    return sorted(int(span) for span in suffixes if span.isdecimal())
+    suffixes = [name.removeprefix("turn ") for name in span_names if name.startswith("turn ")]
+    return sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())

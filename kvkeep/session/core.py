@@ -27,8 +27,8 @@ class SessionState:
 
     A state in use is never changed: a call changes a `successor`, and may fail at any point.
 
-    spans: token ranges by name. keep_whole_prompt: whether `keep` will be set to the length of the
-    first prompt, which has not been fed yet.
+    memory: the tokens and their cells. spans: token ranges by name. keep_whole_prompt: whether
+    `keep` will be set to the length of the first prompt, which has not been fed yet.
     """
 
     memory: Memory
@@ -48,51 +48,57 @@ class SessionState:
 
     @property
     def keep(self) -> int:
+        """How many of the first tokens are never evicted; `WHOLE_PROMPT` if not known yet."""
         return WHOLE_PROMPT if self.keep_whole_prompt else self.memory.policy.keep
 
-    def check_first_prompt(self, count: int) -> None:
+    def check_first_prompt(self, num_tokens: int) -> None:
         """Raise InvalidArgument if the whole first prompt is to be kept and does not fit."""
         if self.keep_whole_prompt:
-            self.memory.policy.with_settings(keep=count)
+            self.memory.policy.with_settings(keep=num_tokens)
 
-    def keep_first_prompt(self, count: int) -> None:
+    def keep_first_prompt(self, num_tokens: int) -> None:
         """Set `keep` to the length of the first prompt if all of it is to be kept."""
         if self.keep_whole_prompt:
-            self.memory.change_policy(keep=count)
+            self.memory.change_policy(keep=num_tokens)
             self.keep_whole_prompt = False
 
     def sample(self, logits: Tensor, sampling: Sampling) -> int:
-        """Sample by a copy of the generator, so that a failed call draws nothing."""
+        """Return a sampled token id. logits: `[vocab]` float32."""
         if sampling.temperature:
+            # A copy, as a failed call must not advance the generator of the present state.
             self.sampler = Sampler.from_state(self.sampler.state())
         return self.sampler.sample(logits, self.memory.tokens, sampling)
 
     def truncate_spans(self, num_tokens: int) -> None:
+        """Cut every span off after the first `num_tokens` tokens of the session."""
         self.move_spans(num_tokens, sys.maxsize, 0)
 
-    def move_spans(self, start: int, end: int, added: int) -> None:
-        """Move every span, as tokens `start ... end - 1` give way to `added` new ones.
+    def move_spans(self, start: int, end: int, added_count: int) -> None:
+        """Update every span, as tokens `start ... end - 1` are replaced by `added_count` new ones.
 
-        A span that loses its last token is removed; see `span_after_edit`.
+        A span that loses all its tokens is removed.
         """
-        moved = ((n, old, span_after_edit(old, start, end, added)) for n, old in self.spans.items())
-        self.spans = {name: new for name, old, new in moved if new[0] < new[1] or old[0] == old[1]}
+        spans = {}
+        for name, old in self.spans.items():
+            new = span_after_edit(old, start, end, added_count)
+            if new[0] < new[1] or old[0] == old[1]:  # not emptied by this edit
+                spans[name] = new
+        self.spans = spans
 
 
 @dataclass(eq=False)
 class SessionCore:
     """The model, current state and settings of a session.
 
-    Functions that feed, sample and edit take a core. They replace `state` as a whole, by
-    `session_transaction`.
+    Functions that feed, sample and edit take a core, and replace `state` by `session_transaction`.
 
-    store: the prefix cache for first prompts. finish_reason: why the last stream ended.
+    prefix_cache: for first prompts. finish_reason: why the last stream ended.
     """
 
     model: LoadedModel
     state: SessionState
     prefill_step: int
-    store: PrefixCache | None
+    prefix_cache: PrefixCache | None
     finish_reason: str | None = None
 
     @property
@@ -106,7 +112,7 @@ class SessionCore:
             state.spans = other_spans if token_range is None else {**state.spans, name: token_range}
 
     def encode(self, prompt: str | Sequence[int], special: bool) -> list[int]:
-        """Return the token ids of text, or validated token ids. special: see `Session.feed`."""
+        """Return the ids of text, or validated ids. special: whether to parse special tokens."""
         if isinstance(prompt, str):
             return self.model.text.encode(prompt, validation.flag("special", special))
         if isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt[:1]):
@@ -149,16 +155,15 @@ class SessionCore:
     def is_forgotten(self, token_range: TokenRange) -> bool:
         """Whether a range has tokens, and none of them has a cell of its own any more."""
         start, end = token_range
-        memory = self.memory
-        return start < end and set(memory.serials[start:end]).isdisjoint(memory.cache.serials())
+        serials = self.memory.serials[start:end]  # by which the cells of tokens are found
+        return start < end and set(serials).isdisjoint(self.memory.cache.serials())
 
 
 @contextmanager
 def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionState]]:
     """Replace the states of sessions by the successors that the block changes: all or none.
 
-    Other threads and every Ctrl-C wait for the end of the block, so it should do no more than one
-    step of evaluation.
+    Other threads and Ctrl-C wait for the end of the block: it should evaluate one step at most.
     """
     with compute_lock(), interrupts_deferred():
         change = StateChange(cores)
@@ -173,9 +178,7 @@ def session_transaction(cores: Sequence[SessionCore]) -> Iterator[list[SessionSt
 class StateChange:
     """Successors of the states of sessions, to commit or roll back.
 
-    The caller holds the compute lock and defers Ctrl-C meanwhile.
-
-    states: the successors, in the order of the sessions.
+    The caller holds the compute lock and defers Ctrl-C. states: the successors, by session.
     """
 
     def __init__(self, cores: Sequence[SessionCore]):

@@ -20,6 +20,7 @@ _MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole pro
 
 @computes_in_worker
 def next_token(core: SessionCore, sampling: Sampling) -> int:
+    """Sample a token, evaluate it and append it to the session; return its id."""
     logits = core.memory.logits()
     if logits is None:
         raise InvalidArgument("nothing to continue: feed a prompt first")
@@ -35,7 +36,8 @@ def decode_step(
 ) -> list[int]:
     """Sample a token for each session, and append all of them by one forward: all or none.
 
-    logits: `[vocab]` float32 of each session's last token. grouped: see `StepTransaction`.
+    logits: `[vocab]` float32 of each session's last token. grouped: whether the forward may be of
+    several sessions (a `GroupStep`).
     """
     with session_transaction(cores) as states:
         tokens = list(map(SessionState.sample, states, logits, samplings))
@@ -48,8 +50,9 @@ def decode_step(
 
 @torch.inference_mode()
 def _append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: bool) -> None:
+    """Evaluate a sampled token for each memory, all in one forward, and append it."""
     for memory in memories:
-        memory.policy.open(memory.cache, 1)
+        memory.policy.open(memory.cache, 1)  # makes room for one cell
     decoder, chunks = memories[0].decoder, [[token] for token in tokens]
     with StepTransaction(memories, chunks, sampled=True, grouped=grouped) as transaction:
         hidden = decoder.hidden(transaction.tokens, transaction.step)
@@ -60,11 +63,14 @@ def _append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: 
 def stream_text(
     core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
 ) -> Iterator[str]:
-    """Sample tokens and yield their text until one of `end_ids`; see `Session.stream`."""
-    context_ids, core.finish_reason, num_yielded = core.memory.tokens, None, 0
+    """Sample tokens and yield their text until one of `end_ids`; see `Session.stream`.
+
+    An error is raised once the text of all tokens in the session was yielded.
+    """
+    context_ids, core.finish_reason, yielded_length = core.memory.tokens, None, 0
     try:
         for piece in _stream_pieces(core, max_tokens, sampling, end_ids):
-            num_yielded += len(piece)
+            yielded_length += len(piece)
             if piece:
                 yield piece
     except GeneratorExit:
@@ -73,7 +79,7 @@ def stream_text(
         core.finish_reason = _failure_reason(error)
         text_stream = TextStream(core.model.text, sampling.stop, context_ids)
         text = text_stream.push_and_flush(core.memory.tokens[len(context_ids) :])
-        if not_yielded := text[num_yielded:]:
+        if not_yielded := text[yielded_length:]:
             try:
                 yield not_yielded
             except GeneratorExit:
@@ -114,7 +120,7 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
     """Evaluate one step of a prompt; return the log probabilities of its tokens, `[n]` float64.
 
     The first token of a session has NaN. done: how many of the ids are evaluated. sampled: whether
-    to evaluate one token only, by a decode step.
+    to evaluate one token only, as if the model had chosen it: by a decode step.
     """
     with session_transaction([core]) as (state,):
         last_hidden = state.memory.hidden

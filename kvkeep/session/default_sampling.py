@@ -16,9 +16,8 @@ def model_sampling(generation_config: Mapping[str, Any], source: object) -> Samp
     """Return `DEFAULT_SAMPLING` with the parameters that a model's publisher recommends.
 
     generation_config: of transformers. A temperature of 0 is not taken over, since greedy decoding
-    repeats itself; nor is `do_sample`. source: what it was read from, for messages.
-
-    Raises BadModelFile for a parameter that is out of range.
+    repeats itself; nor is `do_sample`. source: what it was read from, for messages. Raises
+    BadModelFile for a parameter that is out of range.
     """
     parameters = {name: generation_config.get(name) for name in _RECOMMENDED_PARAMETERS}
     parameters["temperature"] = parameters["temperature"] or None
@@ -32,7 +31,6 @@ def with_parameters(defaults: Sampling, parameters: Mapping[str, Any]) -> Sampli
     """Return the defaults with the parameters that are not None in `parameters`.
 
     A temperature of 0 asks for plain greedy decoding: then no default penalty applies either.
-
     Raises InvalidArgument for a parameter that is out of range.
     """
     changes = {name: value for name, value in parameters.items() if value is not None}

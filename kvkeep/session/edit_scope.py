@@ -9,25 +9,25 @@ from kvkeep.session.memory import Memory
 
 @dataclass(frozen=True)
 class EditScope:
-    """The tokens that an edit replaces by `ids`, and its effect on what is never evicted.
+    """The tokens `start ... end - 1` that an edit replaces by `ids`, and which are never evicted.
 
-    growth: how many more tokens there are after the edit. rank: how many held cells lie before it,
-    compressed ones not counted. keep: the policy's setting after the edit; None if the policy does
-    not evict. pinned: whether the new tokens are pinned. permanent: whether a policy that evicts
-    never evicts them.
+    growth: how many more tokens there are after the edit. cells_before: how many cells lie before
+    it, compressed ones not counted. keep: the policy's setting after the edit, of how many first
+    tokens are never evicted; None if the policy evicts none. pinned: whether the new tokens are
+    pinned. permanent: whether a policy that evicts never evicts them.
     """
 
     start: int
     end: int
     ids: Sequence[int]
     growth: int
-    rank: int
+    cells_before: int
     keep: int | None
     pinned: bool
     permanent: bool
 
     @classmethod
-    def locate(cls, memory: Memory, start: int, end: int, ids: Sequence[int]) -> "EditScope":
+    def from_range(cls, memory: Memory, start: int, end: int, ids: Sequence[int]) -> "EditScope":
         """Return the scope of an edit that puts `ids` in place of tokens `start ... end - 1`.
 
         Tokens that replace kept or pinned ones, or are inserted between two of them, are kept or
@@ -44,13 +44,14 @@ class EditScope:
             raise InvalidArgument(
                 f"nothing to edit: no tokens in {start} to {end}, and none to insert"
             )
-        rank, growth = sum(serial in held for serial in serials[:start]), len(ids) - (end - start)
-        replaced = serials[start:end] or serials[max(0, start - 1) : start + 1]
-        pinned = len(replaced) == (end - start or 2) and memory.pins.issuperset(replaced)
-        keep = memory.policy.keep
-        if start < len(serials) and rank + max(1, end - start) <= keep:
+        cells_before = sum(serial in held for serial in serials[:start])
+        growth, keep = len(ids) - (end - start), memory.policy.keep
+        neighbours = serials[max(0, start - 1) : start + 1]  # of an insertion
+        pin_sources, needed_count = (serials[start:end], 1) if start < end else (neighbours, 2)
+        pinned = len(pin_sources) >= needed_count and memory.pins.issuperset(pin_sources)
+        if start < len(serials) and cells_before + max(1, end - start) <= keep:
             keep += max(0, growth)
         if memory.policy.room(memory.cache) is not None:  # it evicts nothing
-            return cls(start, end, ids, growth, rank, None, pinned, permanent=False)
-        permanent = pinned or rank + len(ids) <= keep
-        return cls(start, end, ids, growth, rank, keep, pinned, permanent)
+            return cls(start, end, ids, growth, cells_before, None, pinned, permanent=False)
+        permanent = pinned or cells_before + len(ids) <= keep
+        return cls(start, end, ids, growth, cells_before, keep, pinned, permanent)

@@ -90,9 +90,8 @@ class SessionEdits:
         range of the new tokens, even if it was empty.
         """
         (first, last), ids = self.core.token_range(start, end), self.core.encode(text, special)
-        return _edit(
-            self.core, first, last, ids, recompute, start if isinstance(start, str) else None
-        )
+        span_name = start if isinstance(start, str) else None
+        return _edit(self.core, first, last, ids, recompute, span_name)
 
     @computes_in_caller
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
@@ -129,7 +128,7 @@ def _edit(
     span_name: str | None = None,
 ) -> EditReport:
     """Put `ids` in place of tokens `start ... end - 1`. span_name: of the span that is replaced."""
-    started = time.perf_counter()  # a name for core.memory would keep the storage of its cells
+    started = time.perf_counter()  # no local holds core.memory, or its cells could not be freed
     core.memory.require_no_recurrent_states("edited")
     core.state.check_first_prompt(len(ids))
     finish, num_evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
@@ -171,15 +170,13 @@ def prepare_edit(
 ) -> tuple[EditCompletion, int]:
     """Evaluate all but the last token of an edit: `ids` in place of tokens `start ... end - 1`.
 
-    The memory does not change. recompute: as for `Session.delete`. Returns also how many tokens the
-    whole edit evaluates.
-
+    The memory does not change. Also returns how many tokens the whole edit evaluates.
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
     """
     if recompute not in get_args(Recompute):
         raise InvalidArgument(f'recompute must be "none" or "suffix"; found {recompute!r}')
-    scope, total = EditScope.locate(memory, start, end, ids), len(memory.tokens)
+    scope, total = EditScope.from_range(memory, start, end, ids), len(memory.tokens)
     if end < total and recompute == "none":
         return InPlaceEdit.prepare(memory, scope, prefill_step).apply, len(ids) + 1
     memory.require_room(scope.growth)

@@ -25,8 +25,7 @@ _LOCAL_STEP_TOKENS = 512  # tokens that are re-evaluated at a time for local lay
 class StepResult:
     """The result of one step.
 
-    hidden: `[n, hidden_size]`. peak_cells: the most cells held meanwhile. compressions: those that
-    the policy did at its end.
+    hidden: `[n, hidden_size]`. peak_cells: the most held meanwhile. compressions: by the policy.
     """
 
     hidden: Tensor
@@ -142,7 +141,7 @@ def make_room_for_chunk(
     and 300 tokens done, the next step is of 212.
     """
     max_size = min(len(ids) - done, prefill_step - done % prefill_step)
-    # Space for an answer to a long prompt is reserved, or its first token would move all cells.
+    # Storage for an answer to a long prompt is reserved, or its first token would move all cells.
     reserved = MIN_GROWTH if len(ids) > MIN_GROWTH else 0
     step_size = memory.policy.open(memory.cache, max_size, len(ids) - done - max_size + reserved)
     return ids[done : done + step_size]
@@ -153,7 +152,7 @@ def evaluate_chunk(
 ) -> StepResult:
     """Evaluate in one step the ids that `make_room_for_chunk` returned.
 
-    is_last: whether no tokens follow, so that logits are computed. sampled: see `evaluate_step`.
+    is_last: whether to compute the last token's logits at once. sampled: see `evaluate_step`.
     """
     cells_before = memory.cache.cells
     with StepTransaction([memory], [chunk], sampled) as transaction:
@@ -166,7 +165,7 @@ def evaluate_chunk(
 def _forward(
     decoder: Decoder, tokens: Tensor, step: AnyStep, is_last: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return finite `[n, hidden_size]`, and `[1, vocab]` if `is_last`. Raises NonFiniteLogits."""
+    """Return `[n, hidden_size]`, and `[1, vocab]` logits if `is_last`. Raises NonFiniteLogits."""
     hidden = decoder.hidden(tokens, step)
     if is_last:
         return hidden, decoder.logits(hidden[-1:])
@@ -199,7 +198,7 @@ def refill_local(memory: Memory, max_windows: int | None) -> None:
     if local is None or local.window.size is None or memory.holds_local_window():
         return
     max_tokens = len(memory.tokens) if max_windows is None else max_windows * local.window.size
-    count = min(max_tokens, memory.rewindable)
+    count = min(max_tokens, memory.num_rewindable)
     scratch_cache = memory.cache.fork()
     scratch_cache.observer, scratch_cache.window = None, Window()
     scratch_cache.drop_newest(count)

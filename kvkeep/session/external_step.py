@@ -71,12 +71,12 @@ class ExternalStep:
         with self._transaction:
             require_finite(hidden)
         self._transaction.append(hidden, None)
-        session_hidden = [
+        hidden_by_session = [
             torch.cat([*steps, last]) if steps else last
             for steps, last in zip(self._past_hidden, hidden.chunk(len(self.tokens)), strict=True)
         ]
         self._leave_inference_mode()
-        return session_hidden
+        return hidden_by_session
 
     def commit(self) -> None:
         """Append all tokens to the sessions, and release the compute lock.

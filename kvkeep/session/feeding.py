@@ -26,15 +26,14 @@ _NO_PREFIX_FORMAT = (
 )
 _LOCAL_ERROR = _NO_PREFIX_FORMAT.format("keep only the newest tokens")
 _RECURRENT_ERROR = _NO_PREFIX_FORMAT.format("keep states of all tokens")
-_TRIM_AFTER_SECONDS = 0.25  # after so many, returning freed memory to the system costs nothing
+_TRIM_AFTER_SECONDS = 0.25  # of a prompt: the time of `trim_memory` is small beside longer ones
 
 
 @dataclass(frozen=True)
 class FeedStep:
     """One step of a prompt that is committed to the session.
 
-    tokens: in this step. done, total: tokens of the prompt. reused: whether they came from a prefix
-    store and were not evaluated.
+    tokens: in this step. done, total: of the prompt. reused: whether a prefix store had the tokens.
     """
 
     tokens: int
@@ -48,11 +47,10 @@ class FeedReport:
     """The result of feeding a prompt.
 
     tokens: of the prompt. seconds: spent on it. peak_cells: the most cells held at any moment,
-    those of the step in progress included. reused: tokens that came from a prefix store and were
-    not evaluated. differs_at: the first token at which the nearest stored prompt differs; None
-    without a store, or if nothing more could have been reused. compressions: what policy "archive"
-    compressed meanwhile. store_error: why the prefix store could not be read or written, if it
-    could not; the prompt was evaluated all the same.
+    those of the step in progress included. reused: tokens that a prefix store had. differs_at: the
+    first token at which the nearest stored prompt differs; None without a store, or if nothing more
+    could have been reused. compressions: what policy "archive" compressed meanwhile. store_error:
+    why the prefix store failed, if it did; the prompt was evaluated all the same.
     """
 
     tokens: int
@@ -72,8 +70,7 @@ class Feeding(Iterator[FeedStep]):
     """A prompt on its way into a session: each `next` evaluates one more step of it.
 
     Between two steps the session may be used, forked and saved, and other sessions may compute. The
-    rest of the prompt follows whatever the session is then. A step that fails or is interrupted may
-    be tried again.
+    rest of the prompt follows whatever the session is then. A failed step may be tried again.
 
     total: tokens of the prompt. done: how many of them are in the session.
     """
@@ -85,7 +82,7 @@ class Feeding(Iterator[FeedStep]):
         self._seconds, self._closed = seconds, False
         self._prefix = _StoredPrefix(None, core.model)
         self._compressions: list[Compression] = []
-        self._peak_cells, self._session_tokens = core.memory.cache.cells, core.memory.tokens
+        self._peak_cells, self._tokens_after_step = core.memory.cache.cells, core.memory.tokens
 
     def __next__(self) -> FeedStep:
         """Evaluate the next step. Raises ContextFull and NonFiniteLogits as `Session.feed`."""
@@ -117,11 +114,11 @@ class Feeding(Iterator[FeedStep]):
     def _load_prefix(self) -> None:
         """Load a first prompt's prefix from the prefix store; Ctrl-C may interrupt the reading."""
         core = self._core
-        if core.store is None or core.memory.tokens:
+        if core.prefix_cache is None or core.memory.tokens:
             return
         state = core.state.successor()
         state.keep_first_prompt(self.total)
-        prefix = _StoredPrefix(core.store, core.model)
+        prefix = _StoredPrefix(core.prefix_cache, core.model)
         prefix.load(state.memory, self._ids)
         with interrupts_deferred():
             self._prefix = prefix
@@ -130,8 +127,9 @@ class Feeding(Iterator[FeedStep]):
                 self._advance(prefix.num_reused)
 
     def _evaluate(self, size: int) -> None:
+        """Evaluate one step of at most `size` tokens, and commit it to the session."""
         core = self._core
-        if core.memory.tokens is not self._session_tokens:
+        if core.memory.tokens is not self._tokens_after_step:
             self._prefix.prefix_cache = None  # the session was changed meanwhile: no first prompt
         core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
@@ -143,8 +141,9 @@ class Feeding(Iterator[FeedStep]):
         self._compressions += result.compressions
 
     def _advance(self, count: int) -> None:
+        """Note that `count` more tokens are in the session, and what its tokens are then."""
         self.done += count
-        self._session_tokens = self._core.memory.tokens
+        self._tokens_after_step = self._core.memory.tokens
 
     def close(self) -> None:
         """Evaluate no more of the prompt. The session stays as it is."""
@@ -153,16 +152,10 @@ class Feeding(Iterator[FeedStep]):
     @property
     def report(self) -> FeedReport:
         """The result so far, and of the whole prompt once all of it is evaluated."""
-        prefix = self._prefix
-        return FeedReport(
-            self.done,
-            self._seconds,
-            self._peak_cells,
-            prefix.num_reused,
-            prefix.differs_at,
-            tuple(self._compressions),
-            prefix.error,
-        )
+        prefix, compressions = self._prefix, tuple(self._compressions)
+        progress = (self.done, self._seconds, self._peak_cells)
+        reuse = (prefix.num_reused, prefix.differs_at)
+        return FeedReport(*progress, *reuse, compressions, prefix.error)
 
 
 @dataclass
@@ -204,22 +197,23 @@ class _StoredPrefix:
             self.num_reused = self.num_stored = match.token_count
             self.differs_at = match.differs_at
 
-    def store_blocks(self, memory: Memory, upcoming: int) -> None:
+    def store_blocks(self, memory: Memory, next_step_tokens: int) -> None:
         """Store the complete blocks of the prompt that the store does not have yet.
 
         Only cells that depend on their tokens alone. To amortise the search among earlier blocks,
         as many are stored at once as the store already has; all of them before the policy changes
         them, and at the prompt's end.
 
-        upcoming: how many tokens the next step may evaluate; 0 at the prompt's end.
+        next_step_tokens: how many tokens the next step may evaluate; 0 at the prompt's end.
         """
         num_tokens, exact = len(memory.tokens), memory.policy.exact
-        pending = min(num_tokens, exact) - self.num_stored
-        if self.prefix_cache is None or pending < BLOCK_TOKENS or memory.bits != Bits():
+        num_pending = min(num_tokens, exact) - self.num_stored
+        if self.prefix_cache is None or num_pending < BLOCK_TOKENS or memory.bits != Bits():
             return
-        if upcoming and num_tokens + upcoming <= exact and pending < self.num_stored:
+        can_wait = next_step_tokens > 0 and num_tokens + next_step_tokens <= exact
+        if can_wait and num_pending < self.num_stored:
             return
-        end = min(_unchanged_cells(memory.cache), exact) // BLOCK_TOKENS * BLOCK_TOKENS
+        end = min(_count_unchanged_cells(memory.cache), exact) // BLOCK_TOKENS * BLOCK_TOKENS
         if end <= self.num_stored:
             return
         tokens, blocks = memory.tokens[:end], _read_blocks(memory.cache, self.num_stored, end)
@@ -236,13 +230,14 @@ class _StoredPrefix:
 
 
 def _read_blocks(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield keys and values of cells `start ... end - 1`, of `BLOCK_TOKENS` tokens at a time."""
     for first in range(start, end, BLOCK_TOKENS):
         cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK_TOKENS)])
         yield cells.keys, cells.values
 
 
-def _unchanged_cells(cache: KVCache) -> int:
-    """Count the oldest cells that are at positions 0, 1, 2 ... under the identity map."""
+def _count_unchanged_cells(cache: KVCache) -> int:
+    """Count the oldest cells that are where a prompt puts them: at positions 0, 1, 2 ... ."""
     count = 0
     for segment in cache.segments:
         if segment.compressed or segment.position_map != PositionMap():

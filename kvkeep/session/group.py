@@ -22,7 +22,7 @@ class SessionGroup:
 
     def __init__(self, sessions: Sequence[Session]):
         """Raises InvalidArgument for no session, the same session twice, or several models."""
-        self.sessions = tuple(validation.instance("a session", x, Session) for x in sessions)
+        self.sessions = tuple(validation.instance("a session", s, Session) for s in sessions)
         if not self.sessions:
             raise InvalidArgument("a group needs at least one session; found none")
         self.model = self.sessions[0].core.model
@@ -47,10 +47,7 @@ class SessionGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage that the cells of all sessions take, shared storage counted once.
-
-        As `KVCache.nbytes`, it includes positions and bias of compressed cells.
-        """
+        """Bytes of the cells of all sessions, as `KVCache.nbytes`; shared storage counts once."""
         storages = {
             storage.data_ptr(): storage.nbytes()
             for session in self.sessions

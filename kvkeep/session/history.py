@@ -35,12 +35,13 @@ class History(Sequence[int]):
             return History(added_numbers.typecode, self.array() + added_numbers)
         self._numbers.extend(added_numbers)
         self._end.append(end + len(added_numbers))
-        return self._share_storage(end + len(added_numbers))
+        return self._with_length(end + len(added_numbers))
 
     def first(self, count: int) -> "History":
-        return self._share_storage(min(count, self._length))
+        """Return the history of the first `count` numbers, or all; storage is shared."""
+        return self._with_length(min(count, self._length))
 
-    def _share_storage(self, length: int) -> "History":
+    def _with_length(self, length: int) -> "History":
         history = History.__new__(History)
         history._numbers, history._end, history._length = self._numbers, self._end, length
         return history
@@ -52,7 +53,7 @@ class History(Sequence[int]):
         return History(copied.typecode, copied)
 
     def array(self) -> "array[int]":
-        """Return a copy."""
+        """Return a copy as an array."""
         return self._numbers[: self._length]
 
     def tolist(self) -> list[int]:

@@ -25,13 +25,13 @@ _LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without ea
 class InPlaceEdit:
     """An edit in place whose new tokens are evaluated, to be applied to a successor of the memory.
 
-    end_position: the position at which the edit ends, as the newest tokens see it. num_evicted: how
-    many of the oldest window cells before it must go. inserted: the new tokens' segment, if any.
+    end_position: the position at which the edit ends, as the newest tokens see it. num_to_evict:
+    how many of the oldest window cells before it. inserted: the new tokens' segment, if any.
     """
 
     scope: EditScope
     end_position: int
-    num_evicted: int
+    num_to_evict: int
     inserted: Sequence[Segment] = ()
 
     @classmethod
@@ -47,14 +47,14 @@ class InPlaceEdit:
 
     def _with_inserted(self, memory: Memory, prefill_step: int) -> "InPlaceEdit":
         """Return the edit with the inserted tokens evaluated over the segments before them."""
-        scope, before = self.scope, copy.copy(memory)
-        before.tokens = memory.tokens.first(scope.start)
-        before.serials = memory.serials.first(scope.start)
-        before.cache = cache = memory.cache.new_empty()
+        scope, prefix_memory = self.scope, copy.copy(memory)
+        prefix_memory.tokens = memory.tokens.first(scope.start)
+        prefix_memory.serials = memory.serials.first(scope.start)
+        prefix_memory.cache = cache = memory.cache.new_empty()
         prefix, suffix = self._split_segments(memory.cache)
         cache.segments = [_hide_later_cells(segment, self.end_position) for segment in prefix]
         cache.time, cache.serial = self.end_position - len(scope.ids), memory.cache.serial
-        refill_local(before, _LOCAL_WINDOWS)
+        refill_local(prefix_memory, _LOCAL_WINDOWS)
         # Bounded policies say what is an anchor. Otherwise cells leave the window in their order,
         # so that no window cell may lie among those that have left it.
         anchor = suffix[0].is_anchor if scope.keep is None else scope.permanent
@@ -84,7 +84,7 @@ class InPlaceEdit:
         """
         prefix: list[Segment] = []
         suffix: list[Segment] = []
-        scope, rank = self.scope, 0
+        scope, first_index = self.scope, 0  # of the segment's first cell among uncompressed ones
         for original in cache.segments:
             segment = copy.copy(original)
             if segment.compressed:
@@ -92,13 +92,14 @@ class InPlaceEdit:
                 moved_segment = _move_compressed(cache, segment, self.end_position, scope.growth)
                 (prefix if is_before else suffix).append(moved_segment)
                 continue
-            first_removed = min(max(scope.rank - rank, 0), segment.length)
-            first_later = min(max(scope.rank + scope.end - scope.start - rank, 0), segment.length)
+            first_removed = min(max(scope.cells_before - first_index, 0), segment.length)
+            end_index = scope.cells_before + scope.end - scope.start
+            first_later = min(max(end_index - first_index, 0), segment.length)
             uncut = first_removed == segment.length
             prefix += [segment] if uncut else segment.part(0, first_removed)
             suffix += segment.tail(first_later) if first_later < segment.length else []
-            rank += original.length
-        cache.window.evict(prefix, self.num_evicted)
+            first_index += original.length
+        cache.window.evict(prefix, self.num_to_evict)
         for segment in prefix if scope.growth else ():
             if not segment.compressed:
                 segment.position_map = segment.position_map.closer_by(-scope.growth)
@@ -113,8 +114,7 @@ def _end_position(memory: Memory, scope: EditScope) -> int:
     inserted ones need a held neighbour. Raises InvalidArgument otherwise.
 
     Of tokens 0 ... 6, let 0, 1 and 4, 5, 6 be held (two kept, a window of three). The newest see
-    the kept ones at positions 2 and 3. Deleting 0 and 1 ends at 4; inserting after 1 or before 4
-    ends at 4, too.
+    the kept ones at positions 2 and 3. Deleting 0 and 1 ends at 4, and so does inserting after 1.
     """
     start, end, serials, positions = scope.start, scope.end, memory.serials, dict[int, int]()
     for segment in memory.cache.segments:
@@ -146,7 +146,7 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
     if scope.keep is not None:
         exact_segments = [segment for segment in cache.segments if not segment.compressed]
         in_window = [not s.is_anchor for s in exact_segments for _ in range(s.length)]
-        evictable = sum(in_window if cache.window.moves else in_window[: scope.rank])
+        evictable = sum(in_window if cache.window.moves else in_window[: scope.cells_before])
     if excess_cells > evictable and not scope.permanent:
         raise ContextFull(
             f"{len(scope.ids)} tokens do not fit in place of {scope.end - scope.start}: "

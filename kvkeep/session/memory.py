@@ -22,9 +22,9 @@ class Memory:
 
     A call that fails may leave half of its work behind: callers change a `successor` or a `fork`.
 
-    tokens: all ids so far, evicted ones included. serials: the number that each token got when it
-    was evaluated, by which its cell is found. pins: serials of pinned tokens. hidden:
-    `[1, hidden_size]` of the last token.
+    decoder: the model's forward. bits: of stored numbers. tokens: all ids so far, evicted ones
+    included. serials: the number that each token got when it was evaluated, by which its cell is
+    found. pins: serials of pinned tokens. hidden: `[1, hidden_size]` of the last token.
     """
 
     def __init__(self, decoder: Decoder, policy: Policy, bits: Bits = Bits()):  # noqa: B008
@@ -64,7 +64,7 @@ class Memory:
         return self._logits
 
     def state(self) -> MemoryState:
-        """Return the memory as values. Cells are shared until one side must write to them."""
+        """Return the state to save. Cells are shared until one side must write to them."""
         logits = self.logits()
         return MemoryState(
             tokens=torch.tensor(self.tokens.array(), dtype=torch.int32, device="cpu"),
@@ -120,7 +120,7 @@ class Memory:
         if count == 0:
             return
         self.require_no_recurrent_states("rewound")
-        rewindable, total = self.rewindable, len(self.tokens)
+        rewindable, total = self.num_rewindable, len(self.tokens)
         maximum = total if rewindable == total else rewindable - 1
         if not 0 <= count <= maximum:
             raise InvalidArgument(
@@ -129,8 +129,8 @@ class Memory:
             )
 
     @property
-    def rewindable(self) -> int:
-        """The count of newest tokens that are held without a gap, outside self-extend's groups.
+    def num_rewindable(self) -> int:
+        """How many of the newest tokens are held without a gap, outside self-extend's groups.
 
         0 if layers keep states, which exist after the last token alone.
         """
@@ -143,8 +143,8 @@ class Memory:
 
     @property
     def holds_all(self) -> bool:
-        """Whether `beginning` can return a copy with all tokens."""
-        all_held = bool(self.cache.recurrent_states) or self.rewindable == len(self.tokens)
+        """Whether all tokens are held, in cells or states; in local layers those of a window."""
+        all_held = bool(self.cache.recurrent_states) or self.num_rewindable == len(self.tokens)
         return all_held and self.holds_local_window()
 
     def holds_local_window(self, removed_count: int = 0) -> bool:
@@ -168,8 +168,7 @@ class Memory:
     def append_evaluated(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Append tokens with cells that were evaluated elsewhere, as if they had been just now.
 
-        keys, values: `[layers, kv_heads, n, head_dim]` at the positions that come next. There are
-        no logits until another token is evaluated.
+        keys, values: `[layers, kv_heads, n, head_dim]` at the next positions; no logits result.
         """
         start, cache = 0, self.cache
         while start < len(ids):
@@ -187,7 +186,7 @@ class Memory:
     def replace_tokens(
         self, start: int, end: int, ids: Sequence[int], pinned: bool = False
     ) -> None:
-        """List `ids`, whose serials are the newest, in place of tokens `start ... end - 1`."""
+        """Replace tokens `start ... end - 1` by `ids`, with the newest serials; no cell changes."""
         serials = range(self.cache.serial - len(ids), self.cache.serial)
         self.pins -= set(self.serials[start:end])
         if pinned:
@@ -228,12 +227,12 @@ class Memory:
         return self.drop_newest(len(last_serials)), pinned
 
     def take_back(self, count: int) -> None:
-        """Remove the last `count` tokens and the logits, so that all is as before they came.
+        """Remove the last `count` tokens, and the logits, without evaluating any token again.
 
         Raises InvalidArgument if cells of earlier tokens were evicted, or if there are not as many.
         """
         total = len(self.tokens)
-        if self.rewindable != total or not self.holds_local_window(count):
+        if self.num_rewindable != total or not self.holds_local_window(count):
             raise InvalidArgument(
                 f"the last {count} tokens cannot be removed: earlier cells were evicted, or layers "
                 "keep states"
@@ -253,13 +252,12 @@ class Memory:
         """Return a memory of the first `count` tokens, as if no others had come, without logits.
 
         Its cells lie as in a memory that was given these tokens alone, so that it continues to the
-        bit as that one would; those of a fork do not. They are copied on the first write.
-
-        Raises InvalidArgument if these tokens are not all held.
+        bit as that one would; those of a fork do not. They are copied on the first write. Raises
+        InvalidArgument if these tokens are not all held.
         """
         if count < len(self.tokens):
             self.require_no_recurrent_states("rewound")
-        rewindable, total = self.rewindable, len(self.tokens)
+        rewindable, total = self.num_rewindable, len(self.tokens)
         if not self.holds_all or not self.holds_local_window(total - count):
             raise InvalidArgument(
                 f"the first {count} tokens are not all in the cache: only the last {rewindable} of "
@@ -277,7 +275,7 @@ class Memory:
 
     @torch.inference_mode()
     def change_policy(self, **settings: int) -> None:
-        """Change the policy and rearrange the cache. Raises InvalidArgument before any change."""
+        """Change the policy's settings and rearrange the cache, or raise InvalidArgument before."""
         self.policy = self.policy.changed(self.cache, self.pins, **settings)
 
     @torch.inference_mode()

@@ -43,7 +43,7 @@ def reconstruction_scores(
     codec: TextCodec,
     progress: Callable[[int], None] | None = None,
     max_cells: int | None = None,
-    score: ReconstructionScore = "attention",
+    kind: ReconstructionScore = "attention",
 ) -> Tensor:
     """Return the log of the largest score of each cell, `[layers, kv_heads, n]` float32.
 
@@ -55,9 +55,8 @@ def reconstruction_scores(
         codec: the model's tokenizer.
         progress: called after each chunk with the number of cells in it.
         max_cells: score this many of the oldest cells only; None for all.
-        score: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that
-            times the norm of the projected value, over the norm of the residual stream of the
-            query's token.
+        kind: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that times
+            the norm of the projected value, over that of the query's token in the residual stream.
 
     Raises InvalidArgument, before anything is evaluated, if some cells were compressed before.
     """
@@ -74,7 +73,7 @@ def reconstruction_scores(
         prompt = _repeat_prompt(ids, start, codec)
         chunk = ids[start : start + max(STEP_TOKENS - len(prompt), STEP_TOKENS // 2)]
         overlap = scored_count - start
-        chunk_scores = _score_chunk(memory, prompt, chunk, start, score)
+        chunk_scores = _score_chunk(memory, prompt, chunk, start, kind)
         if overlap:
             maximum = torch.maximum(scores[-1][..., -overlap:], chunk_scores[..., :overlap])
             scores[-1] = torch.cat((scores[-1][..., :-overlap], maximum), -1)
@@ -95,6 +94,7 @@ def cell_tokens(memory: Memory) -> list[int] | None:
 
 
 def _repeat_prompt(ids: list[int], start: int, codec: TextCodec) -> list[int]:
+    """Return the tokens of the instruction to repeat the text `ids` from token `start` on."""
     if not start:
         return codec.encode(FIRST_PROMPT)
     quoted = ids[max(0, start - QUOTED_TOKENS) : start]
@@ -102,12 +102,12 @@ def _repeat_prompt(ids: list[int], start: int, codec: TextCodec) -> list[int]:
 
 
 def _score_chunk(
-    memory: Memory, prompt: list[int], chunk: list[int], start: int, score: ReconstructionScore
+    memory: Memory, prompt: list[int], chunk: list[int], start: int, kind: ReconstructionScore
 ) -> Tensor:
     """Return the scores of the cells of a chunk that begins at `start`, `[layers, kv_heads, m]`."""
     prefix = memory.cache.fork()
     prefix.drop_newest(prefix.cells - start - len(chunk))
-    step, norms = _evaluate(memory, prefix, prompt + chunk, score)
+    step, norms = _evaluate(memory, prefix, prompt + chunk, kind)
     # The last token of the prompt is the query that looks for the first token of the chunk.
     query_rows = slice(len(prompt) - 1, None)
     assert step.queries is not None
@@ -137,9 +137,9 @@ def _score_chunk(
 
 
 def _evaluate(
-    memory: Memory, prefix: KVCache, ids: list[int], score: ReconstructionScore
+    memory: Memory, prefix: KVCache, ids: list[int], kind: ReconstructionScore
 ) -> tuple[ChunkStep, Tensor | None]:
-    """Evaluate tokens after a prefix, and return the step with its queries and log-sums.
+    """Evaluate tokens after a prefix; return the step with its queries and log-sums of attention.
 
     Also the norms of the residual stream, `[layers, n]`, if the score needs them.
     """
@@ -153,7 +153,7 @@ def _evaluate(
         step.queries = torch.empty(shape, dtype=layout.dtype, device=device)
         step.log_sums = torch.empty(layout.layers, heads, n, dtype=torch.float32, device=device)
         norms = None
-        if score == "contribution":
+        if kind == "contribution":
             norms = torch.empty(spec.layers, n, dtype=torch.float32, device=device)
         tokens = torch.tensor(ids, dtype=torch.int64, device=device)
         require_finite(memory.decoder.hidden(tokens, step, norms))
@@ -166,7 +166,7 @@ def _largest_log_weights(keys: Tensor, queries: Tensor, log_sums: Tensor, scale:
     That is the largest `q k scale - log_sum`: one product, with the log-sum in two more dimensions.
 
     keys: `[layers, kv_heads, m, head_dim]`. queries: `[layers, n, heads, head_dim]`, rotated.
-    log_sums: `[layers, heads, n]`.
+    log_sums: `[layers, heads, n]`, the logarithm of each query's softmax denominator.
     """
     layers, kv_heads, count, head_dim = keys.shape
     ones = keys.new_ones(layers, kv_heads, count, 2)

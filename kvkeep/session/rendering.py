@@ -89,6 +89,7 @@ class _Part:
 
 
 def _group_pieces(codec: "TextCodec", pieces: Sequence[str]) -> list[_Part]:
+    """Join neighbouring pieces that have no token border between them. The first is template."""
     parts = [_Part([pieces[0]], has_message=False)]
     for index, piece in enumerate(pieces[1:], 1):
         last, is_message = parts[-1], index % 2 == 1
@@ -155,7 +156,7 @@ def overlap_length(left: Sequence[object], right: Sequence[object]) -> int:
     return next((n for n in lengths if left[-n:] == right[:n]), 0)
 
 
-def common_prefix_length(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    pairs = zip(ids, others, strict=False)
+def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many of the first ids are equal in both sequences."""
+    pairs = zip(left, right, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

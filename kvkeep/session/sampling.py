@@ -50,8 +50,8 @@ class Sampling:
     min_p: only tokens with at least this fraction of the largest probability (arXiv:2407.01082).
     repetition_penalty: divides positive and multiplies negative logits of tokens that occur in
         the last `repetition_window` (CTRL, arXiv:1909.05858); 1 is off.
-    presence_penalty: subtracted from the logits of tokens that occur in that window.
-    frequency_penalty: subtracted once for each occurrence in that window.
+    presence_penalty: has_subtracted_penalty from the logits of tokens that occur in that window.
+    frequency_penalty: has_subtracted_penalty once for each occurrence in that window.
     seed: the same seed gives the same tokens; None takes one from the system.
     stop: `Session.stream` ends before the first of these strings.
     logit_bias: pairs of a token id and a number that is added to its logit.
@@ -178,11 +178,11 @@ class Sampler:
             return _argmax(_process_logits(logits.cpu(), tokens, sampling))
         ids, weights = distribution(logits, tokens, sampling)
         cumulative = weights.double().cumsum(-1)
-        threshold = self._uniform(sampling.seed) * float(cumulative[-1])
+        threshold = self._draw_uniform(sampling.seed) * float(cumulative[-1])
         index = int(torch.searchsorted(cumulative, threshold, right=True))
         return int(ids[min(index, ids.shape[0] - 1)])
 
-    def _uniform(self, seed: int | None) -> float:
+    def _draw_uniform(self, seed: int | None) -> float:
         if self._generator is None or seed != self._seed:
             self._seed, self._generator = seed, np.random.Generator(np.random.PCG64(seed))
         return float(self._generator.random())
@@ -209,7 +209,7 @@ def _argmax(scores: Tensor) -> int:
 
 
 def _top_k_ids(scores: Tensor, k: int) -> Tensor | None:
-    """Return the ids of the `count` largest scores and of ties with the last; None for all."""
+    """Return the ids of the `k` largest scores and of ties with the last of them; None for all."""
     if not 0 < k < scores.shape[0]:
         return None
     # Scores, since the probabilities of different scores may both be 0.
@@ -246,8 +246,8 @@ def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -
     """Return the scores to sample from. logits: `[vocab]` float32, finite, on the CPU."""
     scores = _apply_bias(logits, sampling.logit_bias) if sampling.logit_bias else logits
     window = sampling.repetition_window
-    subtracted = sampling.presence_penalty or sampling.frequency_penalty
-    if window and (sampling.repetition_penalty != 1 or subtracted):
+    has_subtracted_penalty = sampling.presence_penalty or sampling.frequency_penalty
+    if window and (sampling.repetition_penalty != 1 or has_subtracted_penalty):
         scores = _penalise_repeats(scores, Counter(tokens[-window:]), sampling)
     return scores if sampling.constraint is None else sampling.constraint.masked(scores)
 

@@ -173,7 +173,7 @@ class Session(SessionEdits):
         """
         with session_transaction([self.core]) as (state,):
             count, memory = validation.integer("count", count), state.memory
-            if count == len(memory.tokens) > memory.rewindable:
+            if count == len(memory.tokens) > memory.num_rewindable:
                 removed = memory.clear()
             else:
                 memory.require_rewind(count)
@@ -186,15 +186,14 @@ class Session(SessionEdits):
     def take_back(self, count: int) -> None:
         """Remove the last `count` tokens without evaluating any, as speculative decoding does.
 
-        There are no logits until more is fed. Raises InvalidArgument if cells of earlier tokens
-        were evicted meanwhile.
+        There are no logits until more is fed. Raises InvalidArgument if earlier ones were evicted.
         """
         with session_transaction([self.core]) as (state,):
             state.memory.take_back(validation.integer("count", count, 0))
             state.truncate_spans(len(state.memory.tokens))
 
     @computes_in_worker
-    def draw_anew(self) -> None:
+    def reset_sampler(self) -> None:
         """Reset the sampler: the next tokens are drawn as in a new session with their seed."""
         with session_transaction([self.core]) as (state,):
             state.sampler = Sampler()
@@ -277,8 +276,8 @@ class Session(SessionEdits):
     @computes_in_worker
     def name(self, name: str, start: int, end: int) -> None:
         """Name a range of existing tokens; a name in use moves to it."""
-        tokens = self.core.token_range(start, end)
-        self.core.set_span(validation.text("name", name), tokens)
+        token_range = self.core.token_range(start, end)
+        self.core.set_span(validation.text("name", name), token_range)
 
     def remembered(self, start: int | str, end: int | None = None) -> int:
         """Return how many tokens of a range or a named span are still held."""
@@ -289,8 +288,7 @@ class Session(SessionEdits):
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Exempt a range or a named span from eviction until it is unpinned.
 
-        Raises InvalidArgument if some of it is no longer held or pinned already, or if that leaves
-        no room for a window.
+        Raises InvalidArgument if some of it is not held or pinned already, or no window is left.
         """
         with session_transaction([self.core]) as (state,):
             state.memory.pin(*self.core.token_range(start, end))
@@ -309,7 +307,7 @@ class Session(SessionEdits):
 
     @classmethod
     @computes_in_worker
-    def restored(
+    def from_snapshot(
         cls,
         model: LoadedModel,
         snapshot: Snapshot,
@@ -328,8 +326,7 @@ class Session(SessionEdits):
     def fork(self, at: int | None = None) -> "Session":
         """Return a session that starts as this one is, or as it was after its first `at` tokens.
 
-        Cells are shared copy-on-write. Raises InvalidArgument if the tokens up to `at` are no
-        longer held.
+        Cells are shared copy-on-write. Raises InvalidArgument if tokens up to `at` are not held.
         """
         core, total = self.core, len(self.tokens)
         at = validation.optional_integer("at", at)

@@ -47,9 +47,8 @@ def restore_state(
 ) -> SessionState:
     """Return the state that a snapshot was taken of.
 
-    Raises FingerprintMismatch for another model, InvalidSnapshot, saying what is wrong, if no
-    session of this model can be in that state, and InvalidArgument if its policy compresses by
-    another calibration.
+    Raises FingerprintMismatch for another model, InvalidSnapshot if no session of this model can be
+    in that state, and InvalidArgument if its policy compresses by another calibration.
     """
     model.fingerprint.require_match(snapshot.fingerprint, "the snapshot")
     with _errors_as_invalid_snapshot(model):

@@ -16,10 +16,7 @@ WITHOUT_CELL: frozenset[TokenStatus] = frozenset(("compressed", "forgotten"))
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `start ... end - 1` of a session.
-
-    remembered: how many of them are still held.
-    """
+    """Tokens `start ... end - 1` of a session. remembered: how many of them are still held."""
 
     name: str
     start: int
@@ -51,6 +48,7 @@ def span_after_edit(span: TokenRange, start: int, end: int, added_count: int) ->
 
 
 def token_statuses(memory: Memory) -> list[TokenStatus]:
+    """Return the status of each token of a session, in order."""
     status_by_serial: dict[int, TokenStatus] = {}
     status_without_cell: TokenStatus = "forgotten"
     for segment in memory.cache.segments:

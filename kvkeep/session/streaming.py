@@ -11,8 +11,7 @@ CONTEXT_TOKENS = 16  # preceding tokens to push first, as the first character ma
 class TextStream:
     """Text of pushed tokens; an end that may begin a stop string is held back.
 
-    context: the preceding tokens, which may end inside a character. matched_stop: the stop string
-    that ended the text.
+    context: the preceding tokens, which may end inside a character. matched_stop: what ended it.
     """
 
     def __init__(self, codec: TextCodec, stop: tuple[str, ...], context: Sequence[int] = ()):

@@ -22,7 +22,7 @@ from kvkeep.compiled import instruction_sets
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.instruction_sets import SETS, selected_set
 from kvkeep.errors import SlowPathWarning
-from kvkeep.runtime.cpu import cores
+from kvkeep.runtime.cpu import num_cores
 
 Examine = Callable[..., dict[str, Any]]
 SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -67,7 +67,7 @@ def test_the_best_instruction_set_and_the_machine_are_reported(
 ) -> None:
     found = examine()
     assert found["kernels"]["environment"] == {}
-    assert found["threads"]["cores"] == cores()
+    assert found["threads"]["cores"] == num_cores()
     assert found["threads"]["used"] >= 1
     assert found["torch"]["version"] == torch.__version__
     assert found["cuda"] == {"built_for": torch.version.cuda, "devices": []}

@@ -21,7 +21,7 @@ from timeouts import PATIENCE
 from kvkeep import Snapshot
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.models.hub.source import DEFAULT_MODEL
-from kvkeep.session.conversation import turns_in
+from kvkeep.session.conversation import turn_numbers
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 TEXT = "One two three four five six seven eight nine ten big small."
@@ -401,7 +401,7 @@ def test_a_chat_resumes(invoke, tiny, home) -> None:
     assert one.tokens.tolist() == other.tokens.tolist()
     assert one.notes == other.notes
     assert torch.equal(one.logits, other.logits)
-    assert turns_in(one.settings["spans"]) == [1, 2, 3]
+    assert turn_numbers(one.settings["spans"]) == [1, 2, 3]
 
 
 def test_a_turn_can_be_undone_after_a_restart(invoke, tiny, home) -> None:
@@ -421,9 +421,9 @@ def test_the_latest_chat_is_continued_and_no_other_session(invoke, tiny, home) -
     for name in ("a", "b", "a"):
         invoke(*CHAT, "--session", name, *tiny, input="Hi\n")
     invoke("generate", "--session", "text", "-p", TEXT, "-n", 1, *tiny)
-    turns = turns_in(_saved(home, "a").settings["spans"])
+    turns = turn_numbers(_saved(home, "a").settings["spans"])
     invoke(*CHAT, "-c", *tiny, input="Hi\n")
-    assert turns_in(_saved(home, "a").settings["spans"]) == [*turns, turns[-1] + 1]
+    assert turn_numbers(_saved(home, "a").settings["spans"]) == [*turns, turns[-1] + 1]
     _refused(invoke("chat", "-c", "--session", "a"), "use either it or --session")
     _refused(invoke("chat", "-c", *SYSTEM, input="Hi\n"), "--system must match")
 
@@ -436,7 +436,7 @@ def test_each_turn_is_saved_when_it_is_answered(start, invoke, tiny, home) -> No
     _wait_for(file.exists)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=PATIENCE)
-    assert turns_in(_saved(home, "s").settings["spans"]) == [1]
+    assert turn_numbers(_saved(home, "s").settings["spans"]) == [1]
     assert "session s saved" in invoke(*CHAT, "-c", input="Two?\n").stderr
 
 
@@ -495,18 +495,18 @@ def test_the_effects_of_chat_commands_are_saved(invoke, tiny, home) -> None:
     assert "branch b is session s\nbranch main is session s-main\n" in said
     saved = _saved(home, "s")
     spans = saved.settings["spans"]
-    assert turns_in(spans) == [1, 2]
+    assert turn_numbers(spans) == [1, 2]
     assert len(saved.memory.pins) == spans["turn 1"][1] - spans["turn 1"][0]
     said = invoke(*CHAT, "-c", input="/unpin 1\n/forget 2\n/memory\n").stderr
     assert "turn 1 is unpinned" in said
-    assert turns_in(_saved(home, "s").settings["spans"]) == [1]
+    assert turn_numbers(_saved(home, "s").settings["spans"]) == [1]
     assert not _saved(home, "s").memory.pins
 
 
 def _turns(home: Path) -> dict[str, list[int]]:
     """The text of each session in the folder, except files that are being written."""
     names = [file.stem for file in (home / "sessions").glob("[!.]*.kvkeep")]
-    return {name: turns_in(_saved(home, name).settings["spans"]) for name in names}
+    return {name: turn_numbers(_saved(home, name).settings["spans"]) for name in names}
 
 
 def test_every_branch_of_a_named_chat_is_saved(invoke, tiny, home) -> None:
@@ -579,7 +579,7 @@ def test_a_failed_save_is_retried_at_the_end(start, tiny, home, tmp_path: Path) 
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert "session s saved" in said.decode().splitlines()[-1]
-    assert turns_in(_saved(home, "s").settings["spans"]) == [1]
+    assert turn_numbers(_saved(home, "s").settings["spans"]) == [1]
     size = (home / "sessions" / "s.kvkeep").stat().st_size
     assert json.loads(report.read_text())["saved_bytes"] == size
 
@@ -597,7 +597,7 @@ def test_a_failed_last_save_is_not_reported_as_saved(start, tiny, home, tmp_path
     assert lines[-2].endswith(" | session s not saved")
     assert "could not be written" in lines[-1]
     assert json.loads(report.read_text())["saved_bytes"] is None
-    assert turns_in(_saved(home, "s").settings["spans"]) == [1]
+    assert turn_numbers(_saved(home, "s").settings["spans"]) == [1]
 
 
 def test_a_failing_prefix_cache_is_one_warning_and_costs_no_answer(

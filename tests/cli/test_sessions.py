@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvkeep import Snapshot
-from kvkeep.session.conversation import turns_in
+from kvkeep.session.conversation import turn_numbers
 from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 TEXT = "One two three four five six seven eight nine ten big small."
@@ -150,7 +150,7 @@ def test_a_fork_of_a_chat_keeps_its_turns(invoke, tiny, home) -> None:
     invoke("sessions", "fork", "s", "t", "--at", first)
     forked = Snapshot.load(home / "sessions" / "t.kvkeep")
     assert forked.notes["chat"] == saved.notes["chat"]
-    assert turns_in(forked.settings["spans"]) == [1]
+    assert turn_numbers(forked.settings["spans"]) == [1]
     assert "0 turns left" in invoke("chat", "-c", input="/undo\n").stderr
 
 

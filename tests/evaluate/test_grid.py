@@ -30,7 +30,7 @@ def _result(task: str, method: str, ratio: float, sample: int, found: bool) -> G
 
 
 def _missing(grid: Grid, sample: int) -> list[GridSetting]:
-    return grid.missing("several", 0, sample, METHODS, RATIOS)
+    return grid.missing_settings("several", 0, sample, METHODS, RATIOS)
 
 
 def _grid() -> Grid:

@@ -10,9 +10,9 @@ from kvkeep.evaluate.plots import draw_recall, group_by_depth
 from kvkeep.evaluate.recall import (
     CompressionSettings,
     Recall,
-    compress_after_prefill,
-    compress_during_prefill,
+    measure_compression,
     measure_recall,
+    measure_streaming_compression,
     summarise,
 )
 from kvkeep.evaluate.samples import Fact, Placement
@@ -51,7 +51,7 @@ def test_a_key_is_found_if_the_answer_begins_with_it() -> None:
 
 
 def test_compressed_and_uncompressed_sessions_get_the_same_questions() -> None:
-    result = compress_after_prefill(MODEL, SAMPLE, CompressionSettings("keydiff", 2))
+    result = measure_compression(MODEL, SAMPLE, CompressionSettings("keydiff", 2))
     full = result.uncompressed
     assert full is not None
     assert result.tokens == full.cells == len(MODEL.text.encode(SAMPLE.text))
@@ -64,14 +64,14 @@ def test_compressed_and_uncompressed_sessions_get_the_same_questions() -> None:
 def test_compression_precedes_all_questions() -> None:
     other = dataclasses.replace(SAMPLE, facts=(Fact("", " Who?", "Nobody"), *SAMPLE.facts))
     settings = CompressionSettings("keydiff", 2)
-    answers = compress_after_prefill(MODEL, SAMPLE, settings).compressed.answers
-    assert compress_after_prefill(MODEL, other, settings).compressed.answers[1:] == answers
+    answers = measure_compression(MODEL, SAMPLE, settings).compressed.answers
+    assert measure_compression(MODEL, other, settings).compressed.answers[1:] == answers
 
 
 def test_compression_during_prefill_leaves_the_uncompressed_session_alone() -> None:
     sample = PasskeyDataset(junk=25).sample(0)
     settings = CompressionSettings("keydiff", 4, max_kv_size=1024)
-    result = compress_during_prefill(MODEL, sample, settings)
+    result = measure_streaming_compression(MODEL, sample, settings)
     full = result.uncompressed
     assert full is not None
     assert full.cells == result.tokens == len(MODEL.text.encode(sample.text))
@@ -82,14 +82,14 @@ def test_compression_during_prefill_leaves_the_uncompressed_session_alone() -> N
 def test_a_text_too_long_for_the_model_is_measured_compressed_only() -> None:
     model = small_model(max_positions=1024)
     sample = PasskeyDataset(junk=15).sample(0)
-    result = compress_during_prefill(model, sample, CompressionSettings("keydiff", 4))
+    result = measure_streaming_compression(model, sample, CompressionSettings("keydiff", 4))
     assert result.uncompressed is None
     assert summarise([result])["found_uncompressed"] is None
     assert result.tokens > 1024 >= result.compressed.cells
 
 
 def test_a_summary_counts_and_averages() -> None:
-    result = compress_after_prefill(MODEL, SAMPLE, CompressionSettings("keydiff", 2))
+    result = measure_compression(MODEL, SAMPLE, CompressionSettings("keydiff", 2))
     results = [
         dataclasses.replace(
             result, compressed=_recall_of(result.compressed, found, log_probability)
@@ -115,7 +115,7 @@ def _recall_of(recall: Recall, found: bool, log_probability: float) -> Recall:
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_recall_plot_shows_few_depths_exactly_and_groups_many(suffix: str) -> None:
     pytest.importorskip("matplotlib")
-    result = compress_after_prefill(MODEL, SAMPLE, CompressionSettings("keydiff", 2))
+    result = measure_compression(MODEL, SAMPLE, CompressionSettings("keydiff", 2))
     few = [_at_depth(result, depth) for depth in (0, 50, 100, 100)]
     assert {depth: len(group) for depth, group in group_by_depth(few).items()} == {
         0: 1,
@@ -134,6 +134,6 @@ def _at_depth(result, depth: int):
 
 def test_the_requested_position_is_reported() -> None:
     sample = PasskeyDataset(junk=6, placement=Placement(4)).sample(0)
-    result = compress_after_prefill(MODEL, sample, CompressionSettings("keydiff", 2))
+    result = measure_compression(MODEL, sample, CompressionSettings("keydiff", 2))
     row = summarise([result])["each"][0]
     assert (row["position"], row["places"], row["depth"]) == (4, 6, 80.0)

@@ -10,7 +10,7 @@ from topics import topic_text
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import NeedleDataset, PasskeyDataset
 from kvkeep.evaluate.haystack import Haystack
-from kvkeep.evaluate.recall import EXTRA_TOKENS, QUESTION_RESERVE
+from kvkeep.evaluate.recall import EXTRA_TOKENS, MAX_QUESTION_TOKENS
 from kvkeep.evaluate.samples import Placement, sample_rng
 from kvkeep.evaluate.tasks import TASKS, TaskInstance
 from kvkeep.evaluate.words import CODE_WORDS, NAMES, WORDS
@@ -71,7 +71,9 @@ def test_questions_and_answers_fit_into_the_reserved_tokens(
     encode = smollm2.text.encode
     for seed in range(20):
         for fact in generate(task, keys, seed).facts:
-            assert len(encode(f"{fact.question} {fact.answer}")) + EXTRA_TOKENS <= QUESTION_RESERVE
+            assert (
+                len(encode(f"{fact.question} {fact.answer}")) + EXTRA_TOKENS <= MAX_QUESTION_TOKENS
+            )
 
 
 def test_multivalue_names_all_values_but_one_and_asks_for_any_of_them() -> None:

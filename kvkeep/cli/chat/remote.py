@@ -18,7 +18,7 @@ from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.client import Client, RemoteSession
 from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
-from kvkeep.session.conversation import Conversation, turns_in
+from kvkeep.session.conversation import Conversation, turn_numbers
 
 _LOCAL_OPTIONS = (  # options that a session on a server does not have
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
@@ -128,7 +128,7 @@ class RemoteConversation:
 
     @property
     def turns(self) -> list[int]:
-        return turns_in(self.session.span_ranges)
+        return turn_numbers(self.session.span_ranges)
 
     def _decode(self, ids: Sequence[int]) -> str:
         response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
@@ -140,7 +140,7 @@ class RemoteConversation:
     def undo(self) -> int:
         """Rewind the last turn; return its number of tokens."""
         memory = self.session.memory()
-        turns = turns_in(memory["spans"])
+        turns = turn_numbers(memory["spans"])
         if not turns:
             raise InvalidArgument("there is no turn to remove")
         count = int(memory["tokens"] - memory["spans"][f"turn {turns[-1]}"]["start"])

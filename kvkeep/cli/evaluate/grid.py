@@ -83,7 +83,7 @@ def _measure(
     total = plan.samples * len(plan.tasks)
     with progress_bar(total, progress, desc="measuring", unit=" samples", leave=False) as bar:
         for index, task in itertools.product(range(plan.samples), plan.tasks):
-            if missing := grid.missing(task, plan.seed, index, plan.methods, plan.ratios):
+            if missing := grid.missing_settings(task, plan.seed, index, plan.methods, plan.ratios):
                 sample = datasets[task].sample(index)
                 new_results = measure_sample(
                     model, sample, missing, calibration, options.prefill_step, plan.kv_bits

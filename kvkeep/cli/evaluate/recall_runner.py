@@ -19,7 +19,7 @@ from kvkeep.evaluate import recall
 from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.plots import draw_recall
 from kvkeep.evaluate.samples import Sample
-from kvkeep.runtime.memory import peak_rss
+from kvkeep.runtime.memory import peak_rss_bytes
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
 
@@ -53,7 +53,7 @@ class RecallRun:
 
     def _measure(self, compression: recall.CompressionSettings) -> None:
         streaming, total = self.options.streaming, self.options.sample_count
-        measure = recall.compress_during_prefill if streaming else recall.compress_after_prefill
+        measure = recall.measure_streaming_compression if streaming else recall.measure_compression
         progress = self.output.progress
         with progress_bar(total, progress, desc="measuring", unit=" samples", leave=False) as bar:
             for index in range(total):
@@ -140,7 +140,7 @@ class RecallRun:
             f"{self.options.method}, ratio {self.ratio:g} | "
             f"{len(chunk_ms)} chunks at {median:.1f} ms | "
             f"cells {summary['cells_before']:,} -> {summary['cells_after']:,} | "
-            f"peak RAM {format_mb(peak_rss())}"
+            f"peak RAM {format_mb(peak_rss_bytes())}"
         )
 
 

@@ -247,7 +247,7 @@ class KvkeepCache(SessionBatch):
     def is_croppable(self) -> bool:
         """Whether tokens can be removed exactly: while no token was evicted."""
         return all(
-            session.core.memory.rewindable == len(session.tokens) for session in self.sessions
+            session.core.memory.num_rewindable == len(session.tokens) for session in self.sessions
         )
 
     def crop(self, tokens_to_remove: int) -> None:
