@@ -232,6 +232,7 @@ class _AttentionFactsBuilder:
         }
 
     def _rope_type(self) -> str:
+        """Return the config's type of RoPE that is not "default", if there is one."""
         types = rope_types(self.config)
         return next((rope_type for rope_type in types if rope_type != "default"), "default")
 

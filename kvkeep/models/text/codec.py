@@ -147,7 +147,7 @@ class TextCodec:
         last = message_list[-1] if message_list else {}
         if last.get("role") != "assistant":
             raise InvalidArgument("to continue the last message, it must be the assistant's")
-        last["content"] = last.get("content", "") + _CONTINUATION_MARK
+        last["content"] = (last.get("content") or "") + _CONTINUATION_MARK
         sealed = self.chat(message_list, add_generation_prompt=False, tools=tools).sealed
         text_before_mark, mark, _ = sealed.rpartition(_CONTINUATION_MARK)
         if not mark:

@@ -122,6 +122,7 @@ def _counting_call(iterations: int, parent: nodes.Node) -> nodes.Expr:
 
 
 def _filter_node(name: str, operands: list[nodes.Expr], parent: nodes.Node) -> nodes.Expr:
+    """Return the expression that passes the operands to the filter `name`, in `parent`'s line."""
     return nodes.Filter(operands[0], name, operands[1:], [], None, None, lineno=parent.lineno)
 
 
