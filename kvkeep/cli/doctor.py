@@ -87,15 +87,15 @@ def _threads_text(threads: "Threads") -> str:
     return "; ".join([*parts, *(f"{k}={v}" for k, v in threads.environment.items())])
 
 
-def _torch_text(torch: "Torch") -> str:
-    libraries = ", ".join(torch.libraries) or "no MKL or oneDNN"
+def _torch_text(build: "Torch") -> str:
+    libraries = ", ".join(build.libraries) or "no MKL or oneDNN"
     bf16_support = {
         True: "oneDNN supports bfloat16",
         False: "oneDNN does not support bfloat16 on this processor",
         None: "no oneDNN for bfloat16",
-    }[torch.multiplies_bf16]
-    prompts = f"prefill of bfloat16 models multiplies in {torch.prompts}"
-    return f"{torch.version} with {libraries}, for {torch.capability}; {bf16_support}; {prompts}"
+    }[build.multiplies_bf16]
+    prompts = f"prefill of bfloat16 models multiplies in {build.prompts}"
+    return f"{build.version} with {libraries}, for {build.capability}; {bf16_support}; {prompts}"
 
 
 def _cuda_text(cuda: "Cuda") -> str:

@@ -117,8 +117,7 @@ def generate(
 def _prefill(run: "SessionRun", opened: OpenedSession, prompt: list[int]) -> None:
     """Prefill what an interrupt left of an earlier prompt, which is in the notes; then a prompt.
 
-    prompt: token ids. If this prefill is interrupted, the notes get the rest. `cache.time` counts
-    evaluated tokens.
+    prompt: token ids. After an interrupt, the notes get the rest. `cache.time`: evaluated tokens.
     """
     start_tokens, ids = opened.session.cache.time, [*opened.notes.get(UNREAD_KEY, []), *prompt]
     opened.notes.setdefault(FIRST_PROMPT_KEY, len(ids))

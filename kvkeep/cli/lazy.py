@@ -45,9 +45,8 @@ class LazyGroup(click.Group):
         return None if command is None else command.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, command.summary) for name, command in self.lazy_commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, item.summary) for name, item in self.lazy_commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

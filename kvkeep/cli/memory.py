@@ -141,7 +141,7 @@ class MemoryOptions:
             **self._policy_settings,
         }
 
-    def require_room_for_a_chat(self, model: "Model") -> None:
+    def require_room_for_chat(self, model: "Model") -> None:
         """Raise InvalidArgument if a chat's first answer cannot fit in the budget of the cache."""
         if self.max_kv_size is None or self.policy in EVICTING_POLICIES:
             return

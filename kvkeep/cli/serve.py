@@ -92,7 +92,7 @@ class ServingOptions:
         Raises InvalidArgument if no chat fits in a session, or if a full session needs more than
         the memory for all sessions: requests without a limit would be refused.
         """
-        self.memory.require_room_for_a_chat(model)
+        self.memory.require_room_for_chat(model)
         settings = self.memory.settings(model)
         budget, needed = _session_size(model, settings)
         if needed <= self.max_bytes:

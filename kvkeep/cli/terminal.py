@@ -104,20 +104,20 @@ class _NoEchoMode:
         with suppress(termios.error, OSError):
             if not is_foreground(self._descriptor):
                 return  # changing a terminal from the background stops the process
-            saved = termios.tcgetattr(self._descriptor)
-            attributes = [*saved[:_CC], list(saved[_CC])]
+            saved_attributes = termios.tcgetattr(self._descriptor)
+            attributes = [*saved_attributes[:_CC], list(saved_attributes[_CC])]
             attributes[_IFLAG] &= ~termios.ICRNL  # Enter stays \r, which the prompt expects
             attributes[_LFLAG] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
             attributes[_LFLAG] |= termios.NOFLSH  # Ctrl-C discards neither keys nor output
             attributes[_CC][termios.VMIN], attributes[_CC][termios.VTIME] = 1, 0
-            self._saved_attributes = saved
+            self._saved_attributes = saved_attributes
             termios.tcsetattr(self._descriptor, termios.TCSANOW, attributes)
 
     def leave(self) -> None:
-        saved, self._saved_attributes = self._saved_attributes, None
+        saved_attributes, self._saved_attributes = self._saved_attributes, None
         with suppress(termios.error, OSError):
-            if saved is not None and is_foreground(self._descriptor):
-                termios.tcsetattr(self._descriptor, termios.TCSANOW, saved)
+            if saved_attributes is not None and is_foreground(self._descriptor):
+                termios.tcsetattr(self._descriptor, termios.TCSANOW, saved_attributes)
 
     def suspend(self, signal_number: int, frame: FrameType | None) -> None:
         """Handle Ctrl-Z: restore the terminal for the shell, suspend, and change it again."""

@@ -88,7 +88,6 @@ def batch(
 def _open_engine(
     model: "Model", settings: SessionOptions, max_bytes: int, max_running: int
 ) -> "Engine":
-    """Open an engine. max_bytes: of the KV cache. max_running: requests decoded together."""
     from kvkeep.engine import Engine, Limits
 
     use_prefixes = uses_prefix_cache(settings.memory, settings.prefixes.prefix_cache)

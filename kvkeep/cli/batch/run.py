@@ -34,8 +34,7 @@ class BatchResults:
     """The open results file of a batch."""
 
     def __init__(self, file: BinaryIO, answered_digests: set[str]):
-        self._file = file
-        self.answered_digests = answered_digests  # of requests that an earlier run answered
+        self._file, self.answered_digests = file, answered_digests  # answered by an earlier run
         self.new_answers = 0  # number of answers that this run added, without failed ones
 
     def add(self, line: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def _open_conversation(
     memory, session_system = session_options.memory, system
     if source is None:
         model = memory.load(progress)
-        memory.require_room_for_a_chat(model)
+        memory.require_room_for_chat(model)
         keep = _tokens_to_keep(memory, model, system)
         opened = OpenedSession(
             model, memory.new_session(model, keep, session_options.prefixes.open_store(model))

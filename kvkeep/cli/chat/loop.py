@@ -137,6 +137,7 @@ class ChatLoop(ChatCommands):
             )
 
     def _show_last_turn(self) -> None:
+        """Print the last question and answer of a chat that is resumed."""
         conversation = self.branches.current
         turns = conversation.turns
         if not turns:

@@ -156,14 +156,11 @@ def _key_bindings() -> KeyBindings:
 
     @bindings.add("enter")
     def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
+        buffer, text = event.current_buffer, event.current_buffer.text
         completion_state = buffer.complete_state
         if completion_state is not None and completion_state.current_completion is not None:
             buffer.complete_state = None  # Enter accepts the completion without sending the message
-        elif (
-            buffer.text.lstrip().startswith(_TRIPLE_QUOTES)
-            and buffer.text.count(_TRIPLE_QUOTES) < 2
-        ):
+        elif text.lstrip().startswith(_TRIPLE_QUOTES) and text.count(_TRIPLE_QUOTES) < 2:
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()

@@ -62,6 +62,7 @@ class WrappingPrinter(TextPrinter):
         return "\n" + word if needs_break else word
 
     def _add_space(self, space: str) -> str:
+        """Return a whitespace character, or a newline in its place at the end of the line."""
         if space == "\n" or self._column + 1 >= _terminal_columns():
             self._column = 0
             return "\n"
@@ -164,6 +165,7 @@ def _console() -> Console:
 def _split_blocks(text: str) -> list[str]:
     """Split Markdown into complete blocks, and as last item the block that may still grow."""
     ends = [match.end() for match in _BLOCK_END.finditer(text)]
+    # Within a code block, the number of fences so far is odd.
     outside_code = [end for end in ends if len(_FENCE.findall(text[:end])) % 2 == 0]
     boundaries = [0, *outside_code, len(text)]
     return [text[start:end] for start, end in itertools.pairwise(boundaries)]

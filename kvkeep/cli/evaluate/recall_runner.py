@@ -134,6 +134,7 @@ class RecallRun:
         write_json(self.output.report, report)
 
     def _cost_line(self, summary: dict[str, Any]) -> str:
+        """Return a line about the time of compression, the cells and the memory."""
         chunk_ms = summary["ms_per_chunk"]
         median = statistics.median(chunk_ms) if chunk_ms else 0
         return (
