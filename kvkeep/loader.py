@@ -121,7 +121,7 @@ def _load_decoder(
             unpacked = load_unpacked(converted_path, spec, stored_matrices, dtype, progress)
             tensors = {name: tensor.to(device) for name, tensor in unpacked.items()}
         else:
-            tensors, packed = _split_packed(stored_matrices, dtype)
+            tensors, packed = _split_stored(stored_matrices, dtype)
     if weight_format in ("int8", "int4"):
         if not has_kernels:
             raise InvalidArgument(
@@ -142,11 +142,11 @@ def _read_tensors(
     return tensors
 
 
-def _split_packed(
+def _split_stored(
     stored_matrices: dict[str, Matrix], dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
-    """Split a converted model into tensors of the dtype, and matrices in other forms."""
-    packed = {
+    """Split a converted model: into tensors, in the dtype, and matrices read as they are stored."""
+    matrices = {
         name: matrix
         for name, matrix in stored_matrices.items()
         if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
@@ -154,6 +154,6 @@ def _split_packed(
     tensors = {
         name: matrix.to(dtype)
         for name, matrix in stored_matrices.items()
-        if isinstance(matrix, Tensor) and name not in packed
+        if isinstance(matrix, Tensor) and name not in matrices
     }
-    return tensors, packed
+    return tensors, matrices

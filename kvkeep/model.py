@@ -127,12 +127,13 @@ class Model(LoadedModel):
             arguments: dict[str, Any] = {**settings, "keep": 0 if keep_all else keep}
             if max_kv_size is None:
                 max_length = self.spec.max_positions
-                max_kv_size = make_policy(policy, max_length, **arguments).longest(max_length)
+                max_kv_size = make_policy(policy, max_length, **arguments).max_budget(max_length)
             session_policy = make_policy(policy, max_kv_size, **arguments)
         session_policy = self._fit_policy(session_policy)
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(self)
-            session_policy = session_policy.calibrated(calibration.statistics, calibration.digest)
+            statistics = calibration.statistics
+            session_policy = session_policy.with_calibration(statistics, calibration.digest)
         session_policy.require_statistics()
         if bits is not None and _given_names(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("pass either bits, or kv_bits and far_bits")

@@ -179,10 +179,8 @@ def combine(parts: list[PartialAttention]) -> PartialAttention:
     total = parts[0]
     for part in parts[1:]:  # share: the part's share of the softmax denominator
         share = torch.sigmoid(part.log_sum - total.log_sum).unsqueeze(-1)
-        total = PartialAttention(
-            torch.lerp(total.out.float(), part.out.float(), share),
-            torch.logaddexp(total.log_sum, part.log_sum),
-        )
+        out = torch.lerp(total.out.float(), part.out.float(), share)
+        total = PartialAttention(out, torch.logaddexp(total.log_sum, part.log_sum))
     return total
 
 

@@ -107,8 +107,7 @@ class Cells:
         """
         keys, key_shifts = self.stored_keys, self.key_shifts(rope, shifts)
         if isinstance(keys, QuantisedTensor):
-            shifted_keys = rope.shift(dequantise(keys, torch.float32), key_shifts)
-            keys = quantise(shifted_keys, keys.bits)
+            keys = quantise(rope.shift(dequantise(keys, torch.float32), key_shifts), keys.bits)
         else:
             keys = rope.shift(keys, key_shifts)
         return replace(self, stored_keys=keys, positions=self.positions + shifts)

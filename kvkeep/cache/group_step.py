@@ -207,7 +207,5 @@ def _parts_by_cache(
     width = max(map(len, parts_by_cache))
     indices = [parts + [0] * (width - len(parts)) for parts in parts_by_cache]
     biases = [[0.0] * len(parts) + [MASK_BIAS] * (width - len(parts)) for parts in parts_by_cache]
-    return (
-        torch.tensor(indices, dtype=torch.int64, device=device),
-        torch.tensor(biases, dtype=torch.float32, device=device).unsqueeze(-1),
-    )
+    padding_bias = torch.tensor(biases, dtype=torch.float32, device=device).unsqueeze(-1)
+    return torch.tensor(indices, dtype=torch.int64, device=device), padding_bias

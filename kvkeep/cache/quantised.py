@@ -43,10 +43,9 @@ class QuantisedTensor:
         """Return zeros of the shape `[..., head_dim]`."""
         *leading, head_dim = shape
         dtype, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
-        return cls(
-            torch.zeros(*leading, width, dtype=dtype, device=device),
-            torch.zeros(*leading, scale_count(head_dim, bits), dtype=SCALE_DTYPE, device=device),
-        )
+        scale_shape = (*leading, scale_count(head_dim, bits))
+        data = torch.zeros(*leading, width, dtype=dtype, device=device)
+        return cls(data, torch.zeros(scale_shape, dtype=SCALE_DTYPE, device=device))
 
     @property
     def bits(self) -> int:

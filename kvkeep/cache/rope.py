@@ -77,10 +77,8 @@ class Rope:
         float_positions = torch.as_tensor(positions, dtype=torch.float64, device="cpu")
         angles = float_positions[..., None, None] * self.inverse_frequencies
         cosine, sine = angles.cos().float(), angles.sin().float()
-        return Rotation(
-            torch.cat((cosine, cosine), -1).to(self._device),
-            torch.cat((-sine, sine), -1).to(self._device),
-        )
+        cosine, sine = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+        return Rotation(cosine.to(self._device), sine.to(self._device))
 
     def shift(self, keys: Tensor, shifts: Tensor) -> Tensor:
         """Return keys `[layers, kv_heads, n, head_dim]` rotated by `shifts` further positions.

@@ -90,7 +90,7 @@ def restore(
     label: the session or file, for messages. model_name: None for the saved one. calibration: the
     file of `--calibration`; None for the model's default one. load: loads a model by name.
     """
-    from kvkeep.compression.calibration.calibration import any_default_calibration
+    from kvkeep.compression.calibration.calibration import has_any_default_calibration
 
     calibration_digest = snapshot.policy.get("calibrated_by")
     missing_calibration = InvalidArgument(
@@ -101,7 +101,7 @@ def restore(
             f"{label} was created without a calibration; leave --calibration out, or start a new "
             "session"
         )
-    if calibration_digest and calibration is None and not any_default_calibration():
+    if calibration_digest and calibration is None and not has_any_default_calibration():
         raise missing_calibration
     if model_name is None:
         require_local(snapshot.model, file)

@@ -49,11 +49,12 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
     """
     policy_class: Any = POLICIES[validation.one_of("policy", name, sorted(POLICIES))]
     chosen = {key: value for key, value in settings.items() if value is not None}
-    names = {policy.name: {field.name for field in fields(policy)} for policy in POLICIES.values()}
+    settings_by_policy = {key: {field.name for field in fields(POLICIES[key])} for key in POLICIES}
     for setting in chosen:
-        if setting not in names[name]:
-            others = [other for other in names if setting in names[other]]
-            known = {*PolicySettings.__annotations__, "keep", "max_kv_size"} & names[name]
+        if setting not in settings_by_policy[name]:
+            others = [key for key, names in settings_by_policy.items() if setting in names]
+            public_names = {*PolicySettings.__annotations__, "keep", "max_kv_size"}
+            known = public_names & settings_by_policy[name]
             raise InvalidArgument(
                 f'policy "{name}" has no setting {setting!r}; '
                 + (f"it is a setting of {', '.join(others)}; " if others else "")
@@ -64,7 +65,7 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
 
 
 def checked_bits(policy: Policy | str, bits: Bits) -> Bits:
-    """Check the bits of cells for a policy, or for the policy of a name, and return them.
+    """Return the bits of cells, checked for a policy (or its name).
 
     Raises InvalidArgument for unknown bits, for `kv` with `far`, and for `far` if the policy has no
     cells outside a window.

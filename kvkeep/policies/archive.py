@@ -23,14 +23,14 @@ from kvkeep.policies.archive_cells import (
 )
 from kvkeep.policies.base import (
     Policy,
-    cells_to_pin,
+    count_cells_to_pin,
     open_anchors,
-    pinned_cells,
-    require_held,
-    window_cells,
+    pinned_cell_count,
+    require_valid,
+    window_cell_count,
 )
 
-FREED_SHARE = 8  # compressing a full archive frees an eighth of it
+FREED_DIVISOR = 8  # compressing a full archive frees an eighth of it
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Archive(Policy):
     `ratio`. When the archive is full, all of it and the block are compressed together, so older
     cells are compressed more often. Blocks end at the same tokens for any prefill step.
 
-    No distance exceeds `span` positions: in time, distances beyond the window are halved, by
-    rotating the archive's keys once more.
+    No distance exceeds `span` positions: before one would, distances beyond the window are halved,
+    by rotating the archive's keys once more.
 
     method, ratio: how blocks are compressed, and how much; method "" for the best one that the
         available calibration allows.
@@ -54,7 +54,7 @@ class Archive(Policy):
     """
 
     name: ClassVar[str] = "archive"
-    compresses: ClassVar[bool] = True
+    allows_compression: ClassVar[bool] = True
 
     keep: int = 4
     method: str = ""
@@ -77,14 +77,14 @@ class Archive(Policy):
         object.__setattr__(self, "window", window or max(1, size * 11 // 16))
         super().__post_init__()
 
-    def for_model(self, trained: int) -> Self:
+    def for_model(self, trained_length: int) -> Self:
         """Return the policy with a span of at most what the model was trained for."""
-        policy = super().for_model(trained)
-        span = self.span or min(2 * self.max_kv_size, trained)
-        if span > trained:
+        policy = super().for_model(trained_length)
+        span = self.span or min(2 * self.max_kv_size, trained_length)
+        if span > trained_length:
             raise InvalidArgument(
-                f"span must be at most {trained}, the number of positions that the model was "
-                f"trained for; found {span}"
+                f"span must be at most {trained_length}, the number of positions that the model "
+                f"was trained for; found {span}"
             )
         return replace(policy, span=span)
 
@@ -107,11 +107,12 @@ class Archive(Policy):
         """The largest distance from which a cell is seen."""
         return self.span or 2 * self.max_kv_size
 
-    def limit(self, pinned: int) -> int:
-        """Return the archive's maximum size. pinned: cells pinned beyond the kept ones."""
-        return self.max_kv_size - self.keep - pinned - self.window - self.block
+    def archive_limit(self, cache: KVCache) -> int:
+        """Return the most cells that a cache's archive may have."""
+        anchor_count = self.keep + pinned_cell_count(cache, self.keep)
+        return self.max_kv_size - anchor_count - self.window - self.block
 
-    def calibrated(self, statistics: Statistics, digest: str) -> Self:
+    def with_calibration(self, statistics: Statistics, digest: str) -> Self:
         method = self.method or best_method(statistics)
         return replace(self, method=method, statistics=statistics, calibrated_by=digest)
 
@@ -119,42 +120,43 @@ class Archive(Policy):
         self.compression_method.require_statistics(self.statistics)
 
     @property
-    def exact(self) -> int:
+    def exact_tokens(self) -> int:
         return self.keep + self.window + self.block - 1  # tokens before any is compressed
 
     @property
-    def observed(self) -> int:
+    def query_count(self) -> int:
         return MAX_QUERIES if self.compression_method.uses_queries else 0
 
     def window_limit(self, cache: KVCache) -> int:
         return self.window + self.block - 1
 
-    def check_held(self, cache: KVCache) -> None:
-        super().check_held(cache)
+    def check_contents(self, cache: KVCache) -> None:
+        super().check_contents(cache)
         archived = archived_segments(cache)
-        cells, limit = sum(s.length for s in archived), self.limit(pinned_cells(cache, self.keep))
+        cells, limit = sum(s.length for s in archived), self.archive_limit(cache)
         evictable = sum(not segment.is_anchor for segment in archived)
-        require_held(
-            cells <= limit and not evictable,
-            f"{cells} of {limit} archived cells, and {evictable} archived segments without anchors",
+        contents = (
+            f"{cells} of {limit} archived cells, and {evictable} archived segments without anchors"
         )
+        require_valid(cells <= limit and not evictable, contents)
 
-    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+    def open(self, cache: KVCache, token_count: int, following_count: int = 0) -> int:
         cache.window = Window(moves=True)
-        if self.observed and cache.observer is None:
+        if self.query_count and cache.observer is None:
             cache.observe()
-        if anchor_count := open_anchors(cache, self.keep, wanted):
+        if anchor_count := open_anchors(cache, self.keep, token_count):
             return anchor_count
         window_size = self.window + self.block
         newest = cache.open_window(window_size)
         newest.grows_lazily = any(not s.is_anchor for s in cache.segments[:-1])
-        count = min(wanted, window_size - window_cells(cache))
-        newest.reserve(newest.length + count + min(ahead, window_size - newest.length - count))
+        count = min(token_count, window_size - window_cell_count(cache))
+        free_count = window_size - newest.length - count
+        newest.reserve(newest.length + count + min(following_count, free_count))
         return count
 
-    def settle(self, cache: KVCache) -> list[Compression]:
+    def enforce_bounds(self, cache: KVCache) -> list[Compression]:
         compressions: list[Compression] = []
-        while window_cells(cache) >= self.window + self.block:
+        while window_cell_count(cache) >= self.window + self.block:
             compressions += self._archive_block(cache)
         if compressions:
             self._limit_distances(cache)
@@ -165,17 +167,17 @@ class Archive(Policy):
         count = max(1, int(self.block / self.ratio))
         archived = archived_segments(cache)
         parts = [cells_at_seen_positions(cache, cache.read_window(self.block))]
-        limit = self.limit(pinned_cells(cache, self.keep))
+        limit = self.archive_limit(cache)
         if sum(segment.length for segment in archived) + count > limit:
             parts = [*archived_cells(cache, archived), *parts]
-            archived, count = [], limit - limit // FREED_SHARE
+            archived, count = [], limit - limit // FREED_DIVISOR
         compressions = self._compress(cache, archived, parts, count, limit)
         Window(moves=True).evict(cache.segments, self.block)
         cache.drop_empty_segments()
         return compressions
 
-    def check(self, pinned: int = 0) -> None:
-        super().check(pinned)
+    def check(self, pinned_count: int = 0) -> None:
+        super().check(pinned_count)
         check_budget(self.compression_method, self.head_budget)
         if self.compression_method.reconstruction_kind:
             raise InvalidArgument(
@@ -185,13 +187,13 @@ class Archive(Policy):
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
         min_window_cells = self.window + self.block + int(self.block / self.ratio) + 1
-        max_keep = self.max_kv_size - pinned - min_window_cells
+        max_keep = self.max_kv_size - pinned_count - min_window_cells
         if self.window < 1 or self.block < 1:
             raise InvalidArgument(
                 f"window and block must be 1 or more; found {self.window} and {self.block}"
             )
         if not 0 <= self.keep <= max_keep:
-            pins = f" of which {pinned} are pinned" if pinned else ""
+            pins = f" of which {pinned_count} are pinned" if pinned_count else ""
             raise InvalidArgument(
                 f"a budget of {self.max_kv_size} cells{pins} with a window of {self.window} and "
                 f"blocks of {self.block} allows keep from 0 to {max(max_keep, 0)}; found "
@@ -204,24 +206,25 @@ class Archive(Policy):
                 "more; lower max_kv_size"
             )
 
-    def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
-        """Change the anchors as `Sliding.changed` does; archived cells stay in the archive."""
+    def reconfigure(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
+        """Change the anchors as `Sliding.reconfigure` does; archived cells stay in the archive."""
         policy = self.with_settings(**settings)
         if policy.keep != self.keep and NO_TOKEN in cache.serials()[: max(policy.keep, self.keep)]:
             raise InvalidArgument(
                 f"keep was {self.keep} when the first tokens were archived, and cannot change now; "
                 "pin tokens of the window instead"
             )
-        policy.check(cells_to_pin(cache, policy.keep, pins))
+        policy.check(count_cells_to_pin(cache, policy.keep, pins))
         policy._set_anchors(cache, pins)
         return policy
 
     def _set_anchors(self, cache: KVCache, pins: Set[int]) -> None:
+        """Make kept, pinned and archived cells the anchors, and enforce the bounds."""
         cache.reassign_anchors(
             lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins
         )
-        self.settle(cache)  # the window may overflow with cells that are no longer anchors
-        archived, limit = archived_segments(cache), self.limit(pinned_cells(cache, self.keep))
+        self.enforce_bounds(cache)  # the window may overflow with cells that are no longer anchors
+        archived, limit = archived_segments(cache), self.archive_limit(cache)
         if sum(segment.length for segment in archived) > limit:
             self._compress(cache, [], archived_cells(cache, archived), limit, limit)
         self._limit_distances(cache)
@@ -259,9 +262,9 @@ class Archive(Policy):
         return [compression for _, compression in results]
 
     def _limit_distances(self, cache: KVCache) -> None:
-        """Halve distances if one would exceed `reach` before the next block is full."""
-        window_count = window_cells(cache)
-        # Pinned cells may be among the window's, which are the newest.
-        window_start = cache.time - window_count - pinned_cells(cache, self.keep)
+        """Halve distances if one could exceed `reach` before the window is full again."""
+        window_count = window_cell_count(cache)
+        # The lowest position that it can have: pinned cells may stand between the window's.
+        window_start = cache.time - window_count - pinned_cell_count(cache, self.keep)
         tokens_ahead = self.window + self.block - window_count
         halve_distances(cache, window_start, self.reach - tokens_ahead)

@@ -67,7 +67,8 @@ def replace_archive(cache: KVCache, archived: list[Segment]) -> None:
 def halve_distances(cache: KVCache, boundary: int, limit: int) -> None:
     """Halve distances of cells before `boundary`, until none is over `limit` for the next token.
 
-    Keys of the archive are rotated once more; other segments get another position map.
+    boundary: the position from which cells stay as they are. Keys of the archive are rotated once
+    more; other segments get another position map.
     """
     while _max_distance(cache) > limit:
         cache.segments = [run for segment in cache.segments for run in _split_at_gaps(segment)]
@@ -82,18 +83,20 @@ def _max_distance(cache: KVCache) -> int:
 
 
 def _halve_distances_to(segment: Segment, boundary: int, cache: KVCache) -> None:
-    """Halve the distances from position `boundary` to the segment's earlier cells."""
+    """Halve the distances from position `boundary` to a segment's earlier cells."""
     if segment.compressed:
         cells = segment.block.slots
-        seen = cells.positions - segment.position_map.offset
-        positions = torch.where(seen < boundary, boundary - (boundary - seen + 1) // 2, seen)
+        seen_at = cells.positions - segment.position_map.offset
+        halved = boundary - (boundary - seen_at + 1) // 2
+        positions = torch.where(seen_at < boundary, halved, seen_at)
         moved = cells.shift(cache.rope, positions - cells.positions)
         segment.block = Block(moved, place_offset=segment.block.place_offset)
         segment.position_map = PositionMap()
         return
-    newest = int(segment.positions()[-1]) - segment.position_map.offset
-    if newest < boundary:
-        segment.position_map = segment.position_map.closer_by((boundary - newest) // 2)
+    # An uncompressed segment moves as a whole, by half the distance of its newest cell.
+    newest_position = int(segment.positions()[-1]) - segment.position_map.offset
+    if newest_position < boundary:
+        segment.position_map = segment.position_map.closer_by((boundary - newest_position) // 2)
 
 
 def _split_at_gaps(segment: Segment) -> list[Segment]:

@@ -20,12 +20,12 @@ class Policy(ABC):
     passes both to the methods here. The constructor raises InvalidArgument for settings that are
     out of range or contradict each other.
 
-    compresses: whether there may be compressed cells.
+    allows_compression: whether its caches may have compressed cells.
     max_kv_size: the most cells held after any call.
     """
 
     name: ClassVar[str]
-    compresses: ClassVar[bool] = False
+    allows_compression: ClassVar[bool] = False
     max_kv_size: int
 
     def __post_init__(self) -> None:
@@ -41,35 +41,35 @@ class Policy(ABC):
         return self.max_kv_size
 
     @property
-    def exact(self) -> int:
+    def exact_tokens(self) -> int:
         """The number of first tokens that fit before any is evicted, compressed or grouped."""
         return self.max_kv_size
 
     @property
-    def observed(self) -> int:
-        """How many of the newest queries the policy decides by; prefix stores have no queries."""
+    def query_count(self) -> int:
+        """How many of the newest queries the policy decides by; a prefix cache has none of them."""
         return 0
 
-    def longest(self, trained: int) -> int:
-        """Return the largest budget for a model trained to `trained` positions."""
-        return trained
+    def max_budget(self, trained_length: int) -> int:
+        """Return the largest budget for a model that was trained for `trained_length` positions."""
+        return trained_length
 
-    def for_model(self, trained: int) -> Self:
-        """Return the policy for a model trained to `trained` positions.
+    def for_model(self, trained_length: int) -> Self:
+        """Return the policy for a model that was trained for `trained_length` positions.
 
         Raises InvalidArgument if distances could exceed what the model was trained for.
         """
-        if self.max_kv_size > (limit := self.longest(trained)):
+        if self.max_kv_size > (limit := self.max_budget(trained_length)):
             raise InvalidArgument(
                 f"max_kv_size must be 1 to {limit} for policy {self.name!r} and a model trained "
-                f"for {trained} positions; found {self.max_kv_size}"
+                f"for {trained_length} positions; found {self.max_kv_size}"
             )
         return self
 
-    def check(self, pinned: int = 0) -> None:
+    def check(self, pinned_count: int = 0) -> None:
         """Raise InvalidArgument if the settings do not fit together.
 
-        pinned: number of cells that are pinned beyond the first `keep`.
+        pinned_count: number of cells that are pinned beyond the first `keep`.
         """
         validation.integer("max_kv_size", self.max_kv_size, 1)
 
@@ -95,8 +95,8 @@ class Policy(ABC):
         """The digest of the calibration in use; empty without one."""
         return ""
 
-    def calibrated(self, statistics: Statistics, digest: str) -> Self:
-        """Return a copy that uses a calibration's statistics. digest: identifies the calibration.
+    def with_calibration(self, statistics: Statistics, digest: str) -> Self:
+        """Return the policy with a calibration's statistics. digest: `Calibration.digest`.
 
         Raises InvalidArgument if the policy does not use one.
         """
@@ -106,23 +106,23 @@ class Policy(ABC):
         """Raise InvalidArgument if a needed calibration is missing."""
         return  # most policies need none
 
-    def discards(self, cache: KVCache) -> int:
+    def discard_count(self, cache: KVCache) -> int:
         """Return how many of the oldest cells are evicted at once at the budget; 0 for none."""
         return 0
 
-    def check_held(self, cache: KVCache) -> None:
+    def check_contents(self, cache: KVCache) -> None:
         """Raise InvalidArgument if a cache's contents are impossible under this policy."""
-        self.check(pinned_cells(cache, self.keep))
-        require_held(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
+        self.check(pinned_cell_count(cache, self.keep))
+        require_valid(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
         for segment in cache.segments:
             is_bounded = segment.is_anchor or segment.wrapped
             fits = segment.limit <= self.max_kv_size or not is_bounded
-            require_held(fits, f"a limit of {segment.limit} cells, of {self.max_kv_size}")
+            require_valid(fits, f"a limit of {segment.limit} cells, of {self.max_kv_size}")
             same_group = segment.position_map.group == self.group_of(segment)
-            require_held(same_group, "cells in groups of another size")
-            require_held(self.compresses or not segment.compressed, "compressed cells")
-        limit, count = self.window_limit(cache), window_cells(cache)
-        require_held(count <= limit, f"{count} cells in a window of {limit}")
+            require_valid(same_group, "cells in groups of another size")
+            require_valid(self.allows_compression or not segment.compressed, "compressed cells")
+        limit, count = self.window_limit(cache), window_cell_count(cache)
+        require_valid(count <= limit, f"{count} cells in a window of {limit}")
 
     def window_limit(self, cache: KVCache) -> int:
         """Return the maximum number of cells that are not anchors, between two steps."""
@@ -137,20 +137,20 @@ class Policy(ABC):
         return None
 
     @abstractmethod
-    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+    def open(self, cache: KVCache, token_count: int, following_count: int = 0) -> int:
         """Make the last segment ready for the next tokens; called right before each step.
 
-        Returns how many of the `wanted` tokens go there in one step, at least 1.
+        Returns how many of the next `token_count` tokens go there in one step, at least 1.
 
-        ahead: how many tokens are known to follow, for which storage is allocated at once.
+        following_count: how many tokens are known to follow; storage for them is allocated, too.
         """
 
-    def settle(self, cache: KVCache) -> Sequence[Compression]:
-        """Restore the policy's bounds after a step. Returns what was compressed for that."""
+    def enforce_bounds(self, cache: KVCache) -> Sequence[Compression]:
+        """Compress what exceeds the policy's bounds after a step; return reports of it."""
         return ()
 
-    def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
-        """Return the policy with other settings, and adapt a cache in use to it.
+    def reconfigure(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
+        """Adapt a cache in use to other settings and pins; return the policy with these settings.
 
         pins: serials of the tokens that are pinned from now on. Raises InvalidArgument, and then
         has changed nothing.
@@ -158,37 +158,37 @@ class Policy(ABC):
         return self.with_settings(**settings)
 
 
-def require_held(condition: bool, contents: str) -> None:
-    """Raise InvalidArgument unless a cache of the policy can have such contents."""
+def require_valid(condition: bool, contents: str) -> None:
+    """Raise InvalidArgument, naming the contents, unless a cache of the policy can have them."""
     if not condition:
         raise InvalidArgument(f"a cache of this policy cannot have {contents}")
 
 
-def window_cells(cache: KVCache) -> int:
+def window_cell_count(cache: KVCache) -> int:
     return sum(segment.length for segment in cache.segments if not segment.is_anchor)
 
 
-def pinned_cells(cache: KVCache, keep: int) -> int:
+def pinned_cell_count(cache: KVCache, keep: int) -> int:
     """Return how many uncompressed anchor cells there are beyond the first `keep`: the pins."""
     anchors = (s for s in cache.segments if s.is_anchor and not s.compressed)
     return max(0, sum(segment.length for segment in anchors) - keep)
 
 
-def cells_to_pin(cache: KVCache, keep: int, pins: Set[int]) -> int:
+def count_cells_to_pin(cache: KVCache, keep: int, pins: Set[int]) -> int:
     """Return how many cells beyond the first `keep` are of tokens with the serials `pins`."""
     return sum(serial in pins for serial in cache.serials()[keep:])
 
 
-def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
+def open_anchors(cache: KVCache, keep: int, token_count: int) -> int:
     """Make the last segment ready for the first `keep` cells, until the cache has all of them.
 
-    Returns how many of the `wanted` tokens go there; 0 if the window comes next.
+    Returns how many of the next `token_count` tokens go there; 0 if the window comes next.
     """
-    missing = keep - cache.cells
-    if missing <= 0 or any(not segment.is_anchor for segment in cache.segments):
+    missing_count = keep - cache.cells
+    if missing_count <= 0 or any(not segment.is_anchor for segment in cache.segments):
         return 0
     newest = cache.segments[-1] if cache.segments else None
-    if newest is None or not newest.reopen(newest.length + missing):
-        newest = cache.append_segment(missing, is_anchor=True)
+    if newest is None or not newest.reopen(newest.length + missing_count):
+        newest = cache.append_segment(missing_count, is_anchor=True)
     newest.reserve(newest.limit)
-    return min(wanted, missing)
+    return min(token_count, missing_count)

@@ -11,41 +11,41 @@ import torch
 
 from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy, require_held, window_cells
+from kvkeep.policies.base import Policy, require_valid, window_cell_count
 
 
 @dataclass(frozen=True)
 class Full(Policy):
     """A memory of everything, which takes no more tokens than `max_kv_size`.
 
-    trained: positions that the model was trained for; the budget if that is larger.
+    trained_length: how many positions the model was trained for; the budget if that is larger.
     """
 
     name: ClassVar[str] = "full"
-    compresses: ClassVar[bool] = True  # by `Session.compress`
+    allows_compression: ClassVar[bool] = True  # by `Session.compress`
 
-    trained: int = field(default=0, repr=False)
+    trained_length: int = field(default=0, repr=False)
 
-    def for_model(self, trained: int) -> Self:
-        return replace(super().for_model(trained), trained=trained)
+    def for_model(self, trained_length: int) -> Self:
+        return replace(super().for_model(trained_length), trained_length=trained_length)
 
     def room(self, cache: KVCache) -> int | None:
         """Return how many more tokens fit the budget and the model's trained distance.
 
         The n-th new token sees the oldest cell from `reach + n - 1` positions away, and the model
-        was trained for distances up to `trained - 1`. The two bounds differ after compression,
-        which leaves fewer cells at the same distances.
+        was trained for distances up to `trained_length - 1`. The two bounds differ after
+        compression, which leaves fewer cells at the same distances.
         """
-        trained = max(self.trained, self.max_kv_size)
-        return min(self.max_kv_size - cache.cells, trained - cache.reach)
+        max_reach = max(self.trained_length, self.max_kv_size)
+        return min(self.max_kv_size - cache.cells, max_reach - cache.reach)
 
-    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+    def open(self, cache: KVCache, token_count: int, following_count: int = 0) -> int:
         newest = cache.segments[-1] if cache.segments else None
         limit = self.max_kv_size - cache.cells + (newest.length if newest else 0)
         if newest is None or not newest.reopen(limit):
             newest = cache.append_segment(self.max_kv_size - cache.cells)
-        newest.reserve(newest.length + wanted + ahead)
-        return wanted
+        newest.reserve(newest.length + token_count + following_count)
+        return token_count
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,20 @@ class SelfExtend(Policy):
     group: int = 4
     window: int = 1024
 
-    def check(self, pinned: int = 0) -> None:
-        super().check(pinned)
+    def check(self, pinned_count: int = 0) -> None:
+        super().check(pinned_count)
         if self.group < 1 or self.window < 1 or self.window % self.group:
             raise InvalidArgument(
                 "self_extend needs a group of 1 or more that divides its window; "
                 f"found group {self.group} and window {self.window}"
             )
 
-    def longest(self, trained: int) -> int:
+    def max_budget(self, trained_length: int) -> int:
         """Return how many tokens fit before a distance exceeds the trained length."""
-        return max(trained, self.group * (trained - self.window) + self.window)
+        return max(trained_length, self.group * (trained_length - self.window) + self.window)
 
     @property
-    def exact(self) -> int:
+    def exact_tokens(self) -> int:
         return min(self.window, self.max_kv_size)  # tokens before any is grouped
 
     def group_of(self, segment: Segment) -> int:
@@ -90,22 +90,22 @@ class SelfExtend(Policy):
     def window_limit(self, cache: KVCache) -> int:
         return self.window
 
-    def check_held(self, cache: KVCache) -> None:
-        super().check_held(cache)
+    def check_contents(self, cache: KVCache) -> None:
+        super().check_contents(cache)
         anchors = [segment.is_anchor for segment in cache.segments]
-        require_held(anchors == sorted(anchors, reverse=True), "far cells after window cells")
+        require_valid(anchors == sorted(anchors, reverse=True), "far cells after window cells")
 
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells
 
-    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+    def open(self, cache: KVCache, token_count: int, following_count: int = 0) -> int:
         cache.window = Window(self.window, moves=True)
-        count = min(wanted, self.window)
+        count = min(token_count, self.window)
         newest = cache.open_window(self.window)
-        newest.reserve(newest.length + count + ahead)
-        evicted = window_cells(cache) + count - self.window
-        if evicted > 0:
-            self._copy_to_far_segment(cache, evicted)
+        newest.reserve(newest.length + count + following_count)
+        evicted_count = window_cell_count(cache) + count - self.window
+        if evicted_count > 0:
+            self._copy_to_far_segment(cache, evicted_count)
         return count
 
     def _copy_to_far_segment(self, cache: KVCache, count: int) -> None:

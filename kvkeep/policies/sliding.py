@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from kvkeep.cache import KVCache, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy, cells_to_pin, open_anchors, pinned_cells
+from kvkeep.policies.base import Policy, count_cells_to_pin, open_anchors, pinned_cell_count
 
 
 @dataclass(frozen=True)
@@ -28,36 +28,37 @@ class Sliding(Policy):
 
     keep: int = 4
 
-    def discards(self, cache: KVCache) -> int:
+    def discard_count(self, cache: KVCache) -> int:
         return 1  # one cell per token, once the window is full
 
-    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+    def open(self, cache: KVCache, token_count: int, following_count: int = 0) -> int:
         size = self.window_limit(cache)
-        cache.window = Window(size, self.discards(cache))
-        if anchor_count := open_anchors(cache, self.keep, wanted):
+        cache.window = Window(size, self.discard_count(cache))
+        if anchor_count := open_anchors(cache, self.keep, token_count):
             return anchor_count
         newest = cache.open_window(size)
         newest.grows_lazily = any(not s.is_anchor for s in cache.segments[:-1])
-        newest.reserve(newest.length + wanted + (0 if newest.grows_lazily else ahead))
-        return wanted
+        reserved_count = 0 if newest.grows_lazily else following_count
+        newest.reserve(newest.length + token_count + reserved_count)
+        return token_count
 
     def window_limit(self, cache: KVCache) -> int:
-        return self.max_kv_size - self.keep - pinned_cells(cache, self.keep)
+        return self.max_kv_size - self.keep - pinned_cell_count(cache, self.keep)
 
-    def check(self, pinned: int = 0) -> None:
-        super().check(pinned)
-        if not 0 <= self.keep < self.max_kv_size - pinned:
-            pins = f" of which {pinned} are pinned" if pinned else ""
+    def check(self, pinned_count: int = 0) -> None:
+        super().check(pinned_count)
+        if not 0 <= self.keep < self.max_kv_size - pinned_count:
+            pins = f" of which {pinned_count} are pinned" if pinned_count else ""
             raise InvalidArgument(
                 "keep must leave room for a window: expected 0 to "
-                f"{self.max_kv_size - pinned - 1} for a budget of {self.max_kv_size} cells{pins}, "
-                f"found {self.keep}; keep or pin fewer tokens, or raise max_kv_size"
+                f"{self.max_kv_size - pinned_count - 1} for a budget of {self.max_kv_size} cells"
+                f"{pins}, found {self.keep}; keep or pin fewer tokens, or raise max_kv_size"
             )
 
-    def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
+    def reconfigure(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """Turn cells into anchors in place for more `keep` or pins, and back for fewer."""
         policy = self.with_settings(**settings)
-        policy.check(cells_to_pin(cache, policy.keep, pins))
+        policy.check(count_cells_to_pin(cache, policy.keep, pins))
         cache.reassign_anchors(lambda rank, serial: rank < policy.keep or serial in pins)
         return policy
 
@@ -73,12 +74,12 @@ class Shift(Sliding):
 
     discard: int = 0
 
-    def discards(self, cache: KVCache) -> int:
+    def discard_count(self, cache: KVCache) -> int:
         return self.discard or max(1, self.window_limit(cache) // 2)
 
-    def check(self, pinned: int = 0) -> None:
-        super().check(pinned)
-        window = self.max_kv_size - self.keep - pinned
+    def check(self, pinned_count: int = 0) -> None:
+        super().check(pinned_count)
+        window = self.max_kv_size - self.keep - pinned_count
         if not 0 <= self.discard <= window:
             raise InvalidArgument(
                 f"discard must be 1 to {window}, the cells that are neither kept nor pinned, or 0 "

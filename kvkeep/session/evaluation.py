@@ -96,7 +96,7 @@ class StepTransaction:
                 last_logits = logits[index].clone() if len(logits) > 1 else logits[0]
             # Copied: the last row of one session must not keep those of all in memory.
             memory.append(chunk, hidden[end - 1 : end].clone(), last_logits)
-            compressions.append(memory.policy.settle(memory.cache))
+            compressions.append(memory.policy.enforce_bounds(memory.cache))
         return compressions
 
 

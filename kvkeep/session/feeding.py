@@ -185,7 +185,7 @@ class _StoredPrefix:
         if has_local_layers or memory.decoder.spec.recurrent:
             self._stop_storing(_LOCAL_ERROR if has_local_layers else _RECURRENT_ERROR)
         elif prefix_cache is not None:
-            max_tokens = min(len(ids), policy.exact + 1) - max(1, policy.observed)
+            max_tokens = min(len(ids), policy.exact_tokens + 1) - max(1, policy.query_count)
             try:
                 match = prefix_cache.find(self.model.fingerprint, ids[: max(0, max_tokens)])
             except StoreError as error:
@@ -206,7 +206,7 @@ class _StoredPrefix:
 
         next_step_tokens: how many tokens the next step may evaluate; 0 at the prompt's end.
         """
-        num_tokens, exact = len(memory.tokens), memory.policy.exact
+        num_tokens, exact = len(memory.tokens), memory.policy.exact_tokens
         num_pending = min(num_tokens, exact) - self.num_stored
         if self.prefix_cache is None or num_pending < BLOCK_TOKENS or memory.bits != Bits():
             return

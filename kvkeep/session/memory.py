@@ -84,7 +84,7 @@ class Memory:
         layout, device = memory.cache.layout.plain, memory.cache.layout.device
         memory.cache = memory.cache.restore(state.cache)
         state.check(decoder.spec, layout)
-        policy.check_held(memory.cache)
+        policy.check_contents(memory.cache)
         memory.tokens = memory.tokens.extended(state.tokens.tolist())
         memory.serials = memory.serials.extended(state.serials.tolist())
         memory.pins = frozenset(state.pins)
@@ -179,7 +179,7 @@ class Memory:
             cache.segments[-1].append(cells.to(cache.layout.device))
             cache.time += count
             cache.serial += count
-            self.policy.settle(cache)
+            self.policy.enforce_bounds(cache)
             start = end
         self.append(ids, None, None)
 
@@ -276,7 +276,7 @@ class Memory:
     @torch.inference_mode()
     def change_policy(self, **settings: int) -> None:
         """Change the policy's settings and rearrange the cache, or raise InvalidArgument before."""
-        self.policy = self.policy.changed(self.cache, self.pins, **settings)
+        self.policy = self.policy.reconfigure(self.cache, self.pins, **settings)
 
     @torch.inference_mode()
     def pin(self, start: int, end: int) -> None:
@@ -291,7 +291,7 @@ class Memory:
             raise InvalidArgument(f"tokens {start} to {end} are not all in the cache")
         if serials & self.pins:
             raise InvalidArgument(f"some of tokens {start} to {end} are already pinned")
-        self.policy = self.policy.changed(self.cache, self.pins | serials)
+        self.policy = self.policy.reconfigure(self.cache, self.pins | serials)
         self.pins |= serials
 
     @torch.inference_mode()
@@ -300,5 +300,5 @@ class Memory:
         serials = self.pins & set(self.serials[start:end])
         if not serials:
             raise InvalidArgument(f"none of tokens {start} to {end} is pinned")
-        self.policy = self.policy.changed(self.cache, self.pins - serials)
+        self.policy = self.policy.reconfigure(self.cache, self.pins - serials)
         self.pins -= serials

@@ -415,7 +415,7 @@ class Session(SessionEdits):
 
         It can be set for policy "shift"; 0 stands for half of what is neither kept nor pinned.
         """
-        return self.core.memory.policy.discards(self.cache)
+        return self.core.memory.policy.discard_count(self.cache)
 
     @discard.setter
     def discard(self, discard: int) -> None:

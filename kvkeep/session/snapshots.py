@@ -8,7 +8,7 @@ from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.errors import InvalidArgument, InvalidSnapshot
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import make_policy
-from kvkeep.policies.base import pinned_cells
+from kvkeep.policies.base import pinned_cell_count
 from kvkeep.session.core import SessionCore, SessionState
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler
@@ -26,7 +26,7 @@ def take_snapshot(core: SessionCore) -> Snapshot:
         policy={
             "name": policy.name,
             **policy.settings(),
-            "pinned": pinned_cells(cache, policy.keep),  # read by earlier releases
+            "pinned": pinned_cell_count(cache, policy.keep),  # read by earlier releases
         },
         settings={
             "prefill_step": core.prefill_step,
@@ -62,7 +62,7 @@ def restore_state(
                 "pass the one that the session was created with"
             )
         calibration.require(model)
-        policy = policy.calibrated(calibration.statistics, calibration.digest)
+        policy = policy.with_calibration(calibration.statistics, calibration.digest)
     with _errors_as_invalid_snapshot(model):
         settings = snapshot.settings
         check_settings(settings, len(snapshot.tokens))

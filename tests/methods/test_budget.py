@@ -16,7 +16,7 @@ from kvkeep.compression.methods.apply import (
     compress_across_heads,
     compress_and_join,
     score,
-    top_over_heads,
+    top_score_masks,
 )
 from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Eviction
 from kvkeep.errors import InvalidArgument
@@ -44,7 +44,7 @@ def test_no_evicted_cell_has_a_higher_score_than_a_kept_one(
     random = torch.Generator().manual_seed(len(lengths))
     scores = [torch.randn(LAYERS, KV_HEADS, n, generator=random) for n in lengths]
     count = data.draw(st.integers(1, sum(score.numel() for score in scores)))
-    best = top_over_heads(scores, count)
+    best = top_score_masks(scores, count)
     assert [part.shape for part in best] == [part.shape for part in scores]
     pairs = list(zip(scores, best, strict=True))
     kept, evicted = (torch.cat([s[b == x] for s, b in pairs]) for x in (True, False))

@@ -38,7 +38,7 @@ class Setting:
         policy = make_policy("archive", self.max_kv_size, **numbers)
         if self.method == "kvzap":
             calibration_used = calibration()
-            policy = policy.calibrated(calibration_used.statistics, calibration_used.digest)
+            policy = policy.with_calibration(calibration_used.statistics, calibration_used.digest)
         return policy
 
     def session(self) -> Session:

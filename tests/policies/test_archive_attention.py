@@ -42,7 +42,7 @@ class AttentionProbe:
                 for layer in range(layout.layers):
                     q = torch.zeros(n, cache.attention.heads, layout.head_dim)
                     out = step.attend(layer, q, zeros, codes).view(n, cache.attention.heads, -1)
-            policy.settle(cache)
+            policy.enforce_bounds(cache)
             self.seen += [decode_tokens(row[0].double()) for row in out]
             fed += n
 

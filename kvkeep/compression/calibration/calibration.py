@@ -96,7 +96,7 @@ def calibration_path(model: LoadedModel) -> Path:
     return _calibrations_folder() / f"{blake3(saved_fingerprint.encode()).hexdigest()[:24]}.kvcal"
 
 
-def any_default_calibration() -> bool:
+def has_any_default_calibration() -> bool:
     """Whether any model has a calibration at its default path; needs no loaded model."""
     return any(_calibrations_folder().glob("*.kvcal"))
 
@@ -114,6 +114,7 @@ def _calibrations_folder() -> Path:
 def _from_saved(
     document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: LoadedModel
 ) -> Calibration:
+    """Return the calibration of a file's JSON document and tensors, which are checked."""
     # Checked first: another model's statistics have another shape without being damaged.
     model.fingerprint.require_match(document["fingerprint"], "the calibration")
     _check_tensors(tensors, model.decoder.new_cache().layout)
@@ -151,7 +152,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> None:
 
 
 def _full_moment(upper_half: Tensor) -> Tensor:
-    """Map upper halves, `[..., width * (width + 1) / 2]`, to whole symmetric matrices."""
+    """Return symmetric matrices, whose upper halves are `[..., width * (width + 1) / 2]`."""
     width = math.isqrt(2 * upper_half.shape[-1])
     rows, columns = _upper_half_indices(width)
     moment = torch.empty(*upper_half.shape[:-1], width, width, dtype=torch.float32, device="cpu")

@@ -42,7 +42,7 @@ class QuerySums:
         self.queries = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def add(self, cache: KVCache, step_tokens: int) -> None:
-        """Add the queries of the last `step_tokens` tokens; try merges on as many cells before."""
+        """Add the last `step_tokens` queries, and the errors of merging as many cells before."""
         assert cache.observer is not None
         queries = cache.observer.queries()
         assert queries is not None
@@ -96,7 +96,7 @@ class RegressionSums:
         self.product[layer] += (transposed @ y.unsqueeze(-1)).squeeze(-1)
         self.square[layer] += y.square().sum(-1)
         self.total[layer] += y.sum(-1)
-        if layer == 0:
+        if layer == 0:  # all layers have as many samples
             self.count += x.shape[1]
 
     def weights(self) -> Tensor:
@@ -113,11 +113,12 @@ class RegressionSums:
 
     def r_squared(self, weights: Tensor) -> float:
         """Return the share of y's variance that the weights explain, over all layers and heads."""
-        predicted = (self.outer @ weights.unsqueeze(-1)).squeeze(-1)
-        errors = self.square + (weights * (predicted - 2 * self.product)).sum(-1)
-        samples = float(self.count) * self.total.numel()
-        variance = float(self.square.sum()) - float(self.total.sum()) ** 2 / samples
-        return 1 - float(errors.sum()) / variance if variance > 0 else 0.0
+        # With p = w x: the sum of (y - p)^2 is the sum of y^2, plus that of p^2, less 2 y p.
+        outer_weights = (self.outer @ weights.unsqueeze(-1)).squeeze(-1)
+        errors = self.square + (weights * (outer_weights - 2 * self.product)).sum(-1)
+        sample_count = float(self.count) * self.total.numel()
+        variation = float(self.square.sum()) - float(self.total.sum()) ** 2 / sample_count
+        return 1 - float(errors.sum()) / variation if variation > 0 else 0.0
 
 
 class CalibrationSums:

@@ -65,11 +65,11 @@ def compress_across_heads(
 ) -> Iterator[tuple[RaggedCells, Compression]]:
     """Keep the highest scored cells over all runs, layers and KV heads.
 
-    count: the mean number of cells that remain per layer and KV head, over all runs together.
+    runs: one per segment. count: mean number of remaining cells per layer and KV head, in all runs.
     """
     start_seconds = time.perf_counter()
     num_heads = math.prod(runs[0].layers_and_heads)
-    masks = top_over_heads([score(method, candidates) for candidates in runs], count * num_heads)
+    masks = top_score_masks([score(method, candidates) for candidates in runs], count * num_heads)
     seconds_per_cell = (time.perf_counter() - start_seconds) / sum(map(len, runs))
     for candidates, mask in zip(runs, masks, strict=True):
         cells, cells_before = RaggedCells.select_from(candidates.cells, mask), len(candidates)
@@ -91,16 +91,16 @@ def compress_and_join(
         assert isinstance(joined, RaggedCells)
         parts = [joined]
     scores = [score(method, replace(runs[0], cells=part)) for part in parts]
-    cells = RaggedCells.select_and_concatenate(parts, top_over_heads(scores, count * num_heads))
+    cells = RaggedCells.select_and_concatenate(parts, top_score_masks(scores, count * num_heads))
     seconds = time.perf_counter() - start_seconds
     return cells, Compression(sum(map(len, runs)), len(cells), 0.0, seconds)
 
 
-def top_over_heads(scores: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Select the `count` highest scores over all runs, layers and KV heads.
+def top_score_masks(scores: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return bool masks of the `count` highest scores over all runs, layers and KV heads.
 
-    scores: one tensor of any shape per run. Returns bool masks of the same shapes. If there are
-    fewer than `count` scores (the length of ragged cells is rounded up), all are selected.
+    scores: one tensor of any shape per run; the masks have the same shapes. If there are fewer than
+    `count` scores (the length of ragged cells is rounded up), all are selected.
     """
     flat = torch.cat([run_scores.flatten() for run_scores in scores])
     selected = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
@@ -149,7 +149,7 @@ def _ragged_with_scores(method: Eviction, run: Candidates) -> RaggedCells:
 
 def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> CompressionResult:
     if quota:
-        return method.compress(chunk, quota)
+        return method.compress(chunk, quota)  # which takes a count of 1 or more
     return CompressionResult(chunk.cells.part(slice(0, 0)).to_compressed_format())
 
 

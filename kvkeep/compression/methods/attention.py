@@ -12,8 +12,8 @@ from kvkeep.compression.methods.base import Candidates, Eviction
 from kvkeep.compression.methods.statistics import Statistics
 
 SNAPKV_QUERIES = 32
-SNAPKV_POOL_CELLS = 7  # cells
-FUTURE_POSITIONS = 512  # positions of future queries that `ExpectedAttention` averages over
+SNAPKV_POOL_CELLS = 7  # neighbours that share their highest score, the cell itself included
+FUTURE_POSITIONS = 512  # of future queries, over which `ExpectedAttention` averages
 EXPECTED_FLOOR = 1e-2  # added to expected attention, so that the norms of values always count
 
 
@@ -79,10 +79,11 @@ class ExpectedAttention(Eviction):
         mean = (rotation @ mean.unsqueeze(-1)).squeeze(-1)
         covariance = rotation @ covariance @ rotation.mT
         keys = candidates.keys * candidates.scale
-        scores = (keys @ mean.unsqueeze(-1)).squeeze(-1)
-        scores = scores + ((keys @ covariance) * keys).sum(-1) / 2 + candidates.bias
+        # For a normally distributed query q, log E[exp(q k)] = mean k + k covariance k / 2.
+        mean_logits = (keys @ mean.unsqueeze(-1)).squeeze(-1)
+        log_weights = mean_logits + ((keys @ covariance) * keys).sum(-1) / 2 + candidates.bias
         norms: Tensor = candidates.cells.values.float().norm(dim=-1)
-        return (scores.softmax(-1) + EXPECTED_FLOOR) * norms
+        return (log_weights.softmax(-1) + EXPECTED_FLOOR) * norms
 
 
 def newest_queries(candidates: Candidates, count: int) -> Queries:
@@ -92,10 +93,10 @@ def newest_queries(candidates: Candidates, count: int) -> Queries:
     return candidates.queries.newest(count)
 
 
-def max_pool(score: Tensor, width: int) -> Tensor:
-    """Return the maximum over `width` neighbours of each score, to keep neighbours together."""
-    pooled = F.max_pool1d(score.flatten(0, 1), width, stride=1, padding=width // 2)
-    return pooled.view_as(score)
+def max_pool(scores: Tensor, width: int) -> Tensor:
+    """Return the maximum of the `width` scores around each of `[layers, kv_heads, n]`."""
+    pooled = F.max_pool1d(scores.flatten(0, 1), width, stride=1, padding=width // 2)
+    return pooled.view_as(scores)
 
 
 def group_by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
@@ -131,8 +132,8 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
 def output_error(candidates: Candidates, remaining: Cells, queries: Queries) -> Tensor:
     """Return the relative squared error of attention output over the remaining cells only.
 
-    A chunk is part of a longer context, for which a second copy of all cells stands: so a change
-    of the chunk's softmax mass counts as well. Returns `[layers, kv_heads]`.
+    The candidates are part of a longer context, for which a second copy of them stands: so a change
+    of their softmax mass counts as well. Returns `[layers, kv_heads]`.
     """
 
     def weighted_sums(cells: Cells, max_logits: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ def output_error(candidates: Candidates, remaining: Cells, queries: Queries) -> 
 
 
 def _query_distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """Return mean `[layers, kv_heads, head_dim]` and covariance `[..., head_dim, head_dim]`."""
+    """Return the mean `[layers, kv_heads, head_dim]` and covariance `[..., head_dim, head_dim]`."""
     statistics = candidates.statistics
     if statistics is not None:
         outer = statistics.mean.unsqueeze(-1) * statistics.mean.unsqueeze(-2)
@@ -170,6 +171,7 @@ def _mean_rotation(candidates: Candidates) -> Tensor:
     rotation = candidates.rope.rotation_at(range(first_position, first_position + FUTURE_POSITIONS))
     head_dim, unrotated = rotation.cosine.shape[-1], list(candidates.rope.unrotated_layers)
     identity = torch.eye(head_dim, dtype=torch.float32, device=rotation.cosine.device)
+    # Rotation multiplies element i by its cosine, and adds element i + head_dim / 2 times the sine.
     matrix = torch.diag(rotation.cosine.mean((0, 1)))
     matrix = matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * identity.roll(head_dim // 2, 1)
     if not unrotated:

@@ -31,9 +31,11 @@ class Candidates:
 
     Attributes:
         cells: n cells, oldest first.
+        rope, scale: of the cache's attention.
         queries: the newest observed queries, of the cells' tokens or later ones; None if the cache
             did not observe any.
         statistics: of the model, from a calibration; None without one.
+        seed: of random choices.
         ageing: whether the cells compete with all later ones, as in an archive; a method may then
             score older cells lower.
         reconstruction: `[layers, kv_heads, n]` float32, the log of each cell's reconstruction
@@ -129,13 +131,10 @@ class Candidates:
 
     def select(self, indices: Tensor) -> Cells:
         """Copy some cells of each KV head. indices: `[layers, kv_heads, m]`, ascending."""
-        return Cells(
-            gather_rows(self.cells.keys, indices),
-            gather_rows(self.cells.values, indices),
-            self.positions.gather(2, indices.cpu()),
-            torch.full((indices.shape[2],), NO_TOKEN, dtype=torch.int64, device="cpu"),
-            self.bias.gather(2, indices),
-        )
+        keys, values = (gather_rows(x, indices) for x in (self.cells.keys, self.cells.values))
+        positions = self.positions.gather(2, indices.cpu())
+        serials = torch.full((indices.shape[2],), NO_TOKEN, dtype=torch.int64, device="cpu")
+        return Cells(keys, values, positions, serials, self.bias.gather(2, indices))
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,7 @@ class Method(ABC):
     budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
+        """Whether queries must be observed, with the statistics of a calibration or without."""
         return self.uses_queries
 
     def require_statistics(self, statistics: Statistics | None) -> None:

@@ -61,11 +61,11 @@ def inverse_norms(x: Tensor) -> Tensor:
     return 1 / norms.clamp(min=EPSILON)
 
 
-def dissimilarity(x: Tensor, inverse_norm: Tensor) -> Tensor:
-    """Return minus the cosine of each row of `[..., n, width]` with the mean direction."""
-    mean_direction = F.normalize(inverse_norm.unsqueeze(-2) @ x, dim=-1)
-    cosine: Tensor = (x @ mean_direction.transpose(-1, -2)).squeeze(-1) * inverse_norm
-    return -cosine
+def dissimilarity(x: Tensor, inverse_norms: Tensor) -> Tensor:
+    """Return minus the cosine of each row of x, `[..., n, width]`, with their mean direction."""
+    mean_direction = F.normalize(inverse_norms.unsqueeze(-2) @ x, dim=-1)
+    cosines: Tensor = (x @ mean_direction.transpose(-1, -2)).squeeze(-1) * inverse_norms
+    return -cosines
 
 
 class RunMerging(Method):
@@ -78,38 +78,34 @@ class RunMerging(Method):
     """
 
     @abstractmethod
-    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
+    def cell_weights(self, candidates: Candidates, run_indices: Tensor, sizes: Tensor) -> Tensor:
         """Return the weight of each cell in its merged cell, `[kv_heads, n]`.
 
-        run_of_cell: `[n]`, indices. sizes: `[runs]`, the number of cells in each run.
+        run_indices: `[n]`, each cell's run. sizes: `[runs]`, the number of cells in each run.
         """
 
     def compress(self, candidates: Candidates, count: int) -> CompressionResult:
         layers, kv_heads, total = candidates.shape
-        run_of_cell = torch.arange(total, dtype=torch.int64, device="cpu") * count // total
-        sizes = torch.bincount(run_of_cell, minlength=count)
+        run_indices = torch.arange(total, dtype=torch.int64, device="cpu") * count // total
+        sizes = torch.bincount(run_indices, minlength=count)
         last_cells = sizes.cumsum(0) - 1
         positions = candidates.positions[..., last_cells]
         cells, rope = candidates.cells, candidates.rope
-        shifts = cells.key_shifts(rope, positions[..., run_of_cell] - candidates.positions)
+        shifts = cells.key_shifts(rope, positions[..., run_indices] - candidates.positions)
         keys = rope.shift(cells.keys.float(), shifts)
         device = keys.device
-        weights = self.cell_weights(candidates, run_of_cell, sizes.float()).to(device).unsqueeze(-1)
+        weights = self.cell_weights(candidates, run_indices, sizes.float()).to(device).unsqueeze(-1)
 
         def merge(x: Tensor) -> Tensor:
             sums = x.new_zeros(layers, kv_heads, count, x.shape[-1])
-            return sums.index_add_(2, run_of_cell.to(device), x * weights)
+            return sums.index_add_(2, run_indices.to(device), x * weights)
 
-        return CompressionResult(
-            Cells(
-                merge(keys).to(cells.keys.dtype),
-                merge(cells.values.float()).to(cells.values.dtype),
-                positions,
-                torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu"),
-                torch.zeros(layers, kv_heads, count, dtype=torch.float32, device=device),
-            ),
-            merged=float(total - count),
-        )
+        merged_keys = merge(keys).to(cells.keys.dtype)
+        merged_values = merge(cells.values.float()).to(cells.values.dtype)
+        serials = torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu")
+        bias = torch.zeros(layers, kv_heads, count, dtype=torch.float32, device=device)
+        merged_cells = Cells(merged_keys, merged_values, positions, serials, bias)
+        return CompressionResult(merged_cells, merged=float(total - count))
 
 
 class Average(RunMerging):
@@ -117,8 +113,8 @@ class Average(RunMerging):
 
     name: ClassVar[str] = "average"
 
-    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
-        return (1 / sizes)[run_of_cell].expand(candidates.shape[1], -1)
+    def cell_weights(self, candidates: Candidates, run_indices: Tensor, sizes: Tensor) -> Tensor:
+        return (1 / sizes)[run_indices].expand(candidates.shape[1], -1)
 
 
 class Sum(RunMerging):
@@ -126,7 +122,7 @@ class Sum(RunMerging):
 
     name: ClassVar[str] = "sum"
 
-    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
+    def cell_weights(self, candidates: Candidates, run_indices: Tensor, sizes: Tensor) -> Tensor:
         return torch.ones(candidates.shape[1:], dtype=torch.float32, device="cpu")
 
 
@@ -135,10 +131,10 @@ class PickHeads(RunMerging):
 
     name: ClassVar[str] = "pick_heads"
 
-    def cell_weights(self, candidates: Candidates, run_of_cell: Tensor, sizes: Tensor) -> Tensor:
+    def cell_weights(self, candidates: Candidates, run_indices: Tensor, sizes: Tensor) -> Tensor:
         kv_heads, count = candidates.shape[1:]
         run_starts = sizes.cumsum(0) - sizes
         indices = torch.arange(count, dtype=torch.int64, device="cpu")
-        index_in_run = indices - run_starts[run_of_cell]
+        index_in_run = indices - run_starts[run_indices]
         heads = torch.arange(kv_heads, dtype=torch.int64, device="cpu").unsqueeze(-1)
-        return (index_in_run == heads % sizes[run_of_cell]).float()
+        return (index_in_run == heads % sizes[run_indices]).float()

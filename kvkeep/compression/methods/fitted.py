@@ -53,9 +53,8 @@ class Fitted(Method):
             layers = slice(first_layer, first_layer + LAYERS_AT_ONCE)
             part = candidates.layers(first_layer, first_layer + LAYERS_AT_ONCE)
             part_metric = None if metric is None else metric[layers]
-            parts.append(
-                _compress_layers(part, count, min_cosine[layers], age_penalty[layers], part_metric)
-            )
+            penalty, cosine = age_penalty[layers], min_cosine[layers]
+            parts.append(_compress_layers(part, count, cosine, penalty, part_metric))
         return _stack_layers(parts)
 
     def _min_cosine_of(self, candidates: Candidates) -> Tensor:
@@ -80,16 +79,16 @@ def _compress_layers(
     is_repeat = most_similar_older(directions) > min_cosine
     scores = distinctness - penalty - REPEAT_PENALTY * is_repeat.float()
     dominant, others = _split_by_score(scores, count)
-    target, joins = others, others.float()  # both empty if all cells are dominant
+    targets, joins = others, others.float()  # both empty if all cells are dominant
     if others.shape[-1]:
-        cosine, target = most_similar(
-            gather_rows(directions, others), gather_rows(directions, dominant)
-        )
-        joins = (cosine > min_cosine).float()
-    return _merge_into_dominant(candidates, dominant, others, target, joins)
+        other_directions = gather_rows(directions, others)
+        cosines, targets = most_similar(other_directions, gather_rows(directions, dominant))
+        joins = (cosines > min_cosine).float()
+    return _merge_into_dominant(candidates, dominant, others, targets, joins)
 
 
 def _stack_layers(parts: list[CompressionResult]) -> CompressionResult:
+    """Concatenate results of successive layers."""
     cells = [part.cells for part in parts]
     keys, values, positions, bias = (
         torch.cat([getattr(layer_cells, name) for layer_cells in cells])
@@ -109,19 +108,20 @@ def _split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _merge_into_dominant(
-    candidates: Candidates, dominant: Tensor, others: Tensor, target: Tensor, joins: Tensor
+    candidates: Candidates, dominant: Tensor, others: Tensor, targets: Tensor, joins: Tensor
 ) -> CompressionResult:
     """Return the dominant cells, with the mass and mean value of all cells that join them.
 
-    target: of each other cell, the most similar dominant one (index). joins: 1 if it joins, else 0.
+    dominant, others: indices of cells, `[layers, kv_heads, ...]`. targets: for each other cell, the
+    index of the most similar dominant one among these. joins: 1 if it joins that one, else 0.
     """
     cells = candidates.select(dominant)
     mass = (candidates.bias / MASS_EXPONENT).exp()
     dominant_mass, joined_mass = mass.gather(2, dominant), joins * mass.gather(2, others)
-    total_mass = dominant_mass.scatter_add(2, target, joined_mass)
+    total_mass = dominant_mass.scatter_add(2, targets, joined_mass)
     joined_values = gather_rows(candidates.cells.values, others).float() * joined_mass.unsqueeze(-1)
     means = cells.values.float() * dominant_mass.unsqueeze(-1)
-    means.scatter_add_(2, target.unsqueeze(-1).expand_as(joined_values), joined_values)
+    means.scatter_add_(2, targets.unsqueeze(-1).expand_as(joined_values), joined_values)
     means /= total_mass.unsqueeze(-1)
     bias = MASS_EXPONENT * total_mass.log() * (BIAS_DECAY if candidates.ageing else 1)
     remaining = replace(cells, stored_values=means.to(cells.values.dtype), bias=bias)

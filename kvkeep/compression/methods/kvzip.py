@@ -40,10 +40,10 @@ class KVzip(Eviction):
     budget: ClassVar[Budget] = "heads"
 
     def score(self, candidates: Candidates) -> Tensor:
-        score = candidates.reconstruction
-        assert score is not None, "the text was not reconstructed"
-        score = torch.maximum(score, score.amax(1, keepdim=True) - HEAD_PENALTY)
-        return torch.maximum(score, max_pool(score, 3) - NEIGHBOUR_PENALTY)
+        scores = candidates.reconstruction
+        assert scores is not None, "the text was not reconstructed"
+        scores = torch.maximum(scores, scores.amax(1, keepdim=True) - HEAD_PENALTY)
+        return torch.maximum(scores, max_pool(scores, 3) - NEIGHBOUR_PENALTY)
 
 
 class KVzipPlus(KVzip):
@@ -84,9 +84,9 @@ class KVzap(CellwiseEviction):
         layers, kv_heads, count = candidates.shape
         layers_at_once = max(1, BATCH_CELLS // (kv_heads * max(1, count)))
         for first_layer in range(0, layers, layers_at_once):
-            part = slice(first_layer, first_layer + layers_at_once)
+            batch = slice(first_layer, first_layer + layers_at_once)
             if shifts.ndim > 1:  # otherwise the same in all layers
-                rotation = Rotation(inverse_rotation.cosine[part], inverse_rotation.sine[part])
-            keys = rotate(cells.keys[part].float().unsqueeze(-2), rotation).squeeze(-2)
-            scores.append(surrogate.select(part).score(keys, cells.values[part]))
+                rotation = Rotation(inverse_rotation.cosine[batch], inverse_rotation.sine[batch])
+            keys = rotate(cells.keys[batch].float().unsqueeze(-2), rotation).squeeze(-2)
+            scores.append(surrogate.select(batch).score(keys, cells.values[batch]))
         return torch.cat(scores)

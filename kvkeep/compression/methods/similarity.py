@@ -22,9 +22,8 @@ def most_similar(x: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     if largest is not None:
         return largest, indices
     # Layer by layer, to bound the memory that the products take.
-    maxima = [
-        (rows @ columns.transpose(-1, -2)).max(-1) for rows, columns in zip(x, others, strict=True)
-    ]
+    layers = zip(x, others, strict=True)
+    maxima = [(rows @ columns.transpose(-1, -2)).max(-1) for rows, columns in layers]
     products, argmaxima = zip(*maxima, strict=True)
     return torch.stack(products).float(), torch.stack(argmaxima)
 

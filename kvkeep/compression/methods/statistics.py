@@ -47,7 +47,7 @@ class Surrogate:
 
     @classmethod
     def from_weights(cls, weights: Tensor) -> "Surrogate":
-        """Split the weights of `features`, `[layers, kv_heads, 2 head_dim + 1]`."""
+        """Split weights of what `features` returns, `[layers, kv_heads, 2 head_dim + 1]`."""
         head_dim, weights = weights.shape[-1] // 2, weights.float()
         key_weights, value_weights = weights[..., :head_dim], weights[..., head_dim:-1]
         constant = weights[..., -1]

@@ -67,9 +67,9 @@ class Decoder:
     def new_cache(
         self,
         bits: Bits = Bits(),  # noqa: B008
-        max_cells: int | None = None,
+        max_kv_size: int | None = None,
     ) -> KVCache:
-        return new_cache(self.spec, self.tensors, bits, max_cells)
+        return new_cache(self.spec, self.tensors, bits, max_kv_size)
 
 
 class _UnpackedWeights(Mapping[str, Tensor]):

@@ -23,11 +23,11 @@ def group_layout(
 
 
 def new_cache(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], bits: Bits, max_cells: int | None = None
+    spec: ModelSpec, tensors: Mapping[str, Tensor], bits: Bits, max_kv_size: int | None = None
 ) -> KVCache:
     """Return an empty cache for a model's cells.
 
-    max_cells: the most cells of any layer, which also bounds the window of local layers.
+    max_kv_size: the budget of a session's policy, which bounds the cells of local layers, too.
     """
     dtype, device = tensors[NORM].dtype, tensors[NORM].device
     global_group = spec.groups[0]
@@ -38,10 +38,10 @@ def new_cache(
     local_group = spec.groups[1]
     local_layout, _ = bits.layouts(group_layout(spec, local_group, dtype, device))
     local_cache = KVCache(local_layout, _attention_config(spec, local_group, tensors, device))
-    if max_cells is None:
-        max_cells = spec.window + UNDO_TOKENS
-    window_size = min(spec.window, max_cells)
-    local_cache.window = Window(window_size, spare_cells=min(UNDO_TOKENS, max_cells - window_size))
+    max_local_cells = spec.window + UNDO_TOKENS if max_kv_size is None else max_kv_size
+    window_size = min(spec.window, max_local_cells)
+    spare_cells = min(UNDO_TOKENS, max_local_cells - window_size)
+    local_cache.window = Window(window_size, spare_cells=spare_cells)
     return KVCache(layout, attention, far_layout, local_cache, _placements(spec))
 
 
