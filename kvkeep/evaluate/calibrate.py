@@ -25,7 +25,7 @@ from kvkeep.session.session import Session
 
 STEP_TOKENS = 512  # tokens evaluated at once
 STEPS_PER_SESSION = 16  # in a `QueryPart`
-RECONSTRUCTION_TOKENS, MAX_RECONSTRUCTIONS = 1024, 20  # of a `ReconstructionPart`; of these parts
+RECONSTRUCTION_TOKENS, MAX_RECONSTRUCTIONS = 1024, 20  # tokens of a part; the most parts
 HELD_OUT_STRIDE = 5  # every n-th reconstruction part evaluates the surrogate
 MIN_SCORE = -27.6  # log of an attention weight of 1e-12; lower scores are clamped
 

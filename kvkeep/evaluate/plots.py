@@ -82,9 +82,9 @@ def draw_recall(results: Sequence["RecallResult"], title: str, suffix: str) -> b
     found_shares = [fmean(result.compressed.found for result in group) for group in groups.values()]
     axes.plot(list(groups), found_shares, marker="o", label="compressed")
     baseline = {
-        depth: fmean(full_recalls)
+        depth: fmean(found_flags)
         for depth, group in groups.items()
-        if (full_recalls := [r.uncompressed.found for r in group if r.uncompressed is not None])
+        if (found_flags := [r.uncompressed.found for r in group if r.uncompressed is not None])
     }
     if baseline:
         axes.plot(list(baseline), list(baseline.values()), "k.--", label="uncompressed")

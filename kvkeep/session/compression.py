@@ -245,7 +245,7 @@ def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Ca
 def _compress_repeats(
     memory: Memory, plan: CompressionPlan, run: _Run, is_repeat: Tensor, quota: int
 ) -> _RunResult:
-    """Compress the cells of a run for which `is_repeat`, `[n]` bool, to `quota` cells."""
+    """Compress the cells of a run that `is_repeat`, `[n]` bool, marks to `quota` cells."""
     cells, chunks = compress_repeats(_unscored_candidates(memory, plan, run), is_repeat, quota)
     if plan.progress:
         plan.progress(len(is_repeat))

@@ -242,7 +242,7 @@ class Conversation:
         return split_at_text(rendered, with_placeholder, placeholder)
 
     def _render_after_answer(self, question: str) -> str:
-        """Return what the template writes between an answer and the one to the next question."""
+        """Return what the template writes after an answer, up to the next question's answer."""
         rendered = _render(self.codec, *_ANSWERED_TURN, ("user", question))
         return rendered.partition(_ANSWER_PLACEHOLDER)[2]
 

@@ -26,7 +26,7 @@ _NO_PREFIX_FORMAT = (
 )
 _LOCAL_ERROR = _NO_PREFIX_FORMAT.format("keep only the newest tokens")
 _RECURRENT_ERROR = _NO_PREFIX_FORMAT.format("keep states of all tokens")
-_TRIM_AFTER_SECONDS = 0.25  # of a prompt: the time of `trim_memory` is small beside longer ones
+_TRIM_AFTER_SECONDS = 0.25  # shorter prompts skip `trim_memory`, which would take a part of that
 
 
 @dataclass(frozen=True)
