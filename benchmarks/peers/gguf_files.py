@@ -37,7 +37,7 @@ def weights_of(file: Path) -> str:
     """Return the type of a file, such as "Q4_1". Raises BadModelFile."""
     from gguf import LlamaFileType
 
-    file_type = LlamaFileType(GgufFile.open(file).required("general.file_type"))
+    file_type = LlamaFileType(GgufFile.open(file).value("general.file_type"))
     return file_type.name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 

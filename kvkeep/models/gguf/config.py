@@ -1,7 +1,7 @@
 """Translation of a GGUF file's metadata to the `config.json` of the same model.
 
-In this package, `family` is the value of `general.architecture`, such as "qwen3moe". It is also the
-prefix of the model's metadata keys, "{arch}".
+In this package, `arch` is the value of `general.architecture`, such as "qwen3moe", which is also
+the prefix "{arch}" of metadata keys. `architecture` is the model's class in transformers.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.family_config import experts_config, gemma_config, is_olmo3, layers_config
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.rope import original_length, rope_scaling, scales_queries
-from kvkeep.models.gguf.vocabulary import special_id
+from kvkeep.models.gguf.vocabulary import special_token_id
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.unsupported import unsupported_reason
 
-# By family: the class and model_type. The file of a multimodal model is an ordinary language model:
+# By `arch`: the class and model_type. The file of a multimodal model is an ordinary language model:
 # another file has the weights for images.
 _CLASS_AND_MODEL_TYPE = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -43,7 +43,7 @@ _CLASS_AND_MODEL_TYPE = {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
-# GGUF files that are not models, by `general.type`.
+# GGUF files that are not language models, by `general.type`.
 _NOT_MODELS = {
     "mmproj": "the projector of a vision model",
     "adapter": "an adapter (LoRA) for a model",
@@ -57,8 +57,9 @@ _GRANITE_MULTIPLIER_KEYS = {
     "logits_scaling": "logit_scale",  # in both files a divisor
     "attention_multiplier": "attention.scale",
 }
-# Multimodal RoPE: sections of a head rotate by several positions, which are all equal in text.
-_MROPE_FAMILIES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+# Multimodal RoPE: the rotated pairs of a head are divided into sections, which rotate by the time,
+# height and width of a token in an image (in text all the same number), and by a fourth index.
+_MROPE_ARCHS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
 # Metadata keys of recommended sampling parameters, and transformers' names for them.
 _SAMPLING_FIELDS = {
@@ -79,18 +80,18 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     head_dim = rotary_dim = _head_dim(file)
     architecture, model_type = _model_class(file)
     if FAMILIES[architecture].partial_rotary_factor:
-        rotary_dim = file.count("{arch}.rope.dimension_count", head_dim)
+        rotary_dim = file.positive_int("{arch}.rope.dimension_count", head_dim)
     config = {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": _vocab_size(file),
-        "hidden_size": file.count("{arch}.embedding_length"),
+        "hidden_size": file.positive_int("{arch}.embedding_length"),
         "num_hidden_layers": file.layer_count(),
-        "num_attention_heads": file.uniform_count("{arch}.attention.head_count"),
+        "num_attention_heads": file.uniform_int("{arch}.attention.head_count"),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": file.count("{arch}.context_length"),
-        "rope_theta": file.decimal("{arch}.rope.freq_base", 10_000.0),
+        "max_position_embeddings": file.positive_int("{arch}.context_length"),
+        "rope_theta": file.rounded_number("{arch}.rope.freq_base", 10_000.0),
         "rope_scaling": None if model_type == "gemma4_text" else rope_scaling(file, rotary_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
@@ -106,14 +107,14 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     if model_type in ("gpt_oss", "ministral3") and config.get("rope_scaling") is None:
         config["rope_scaling"] = {"rope_type": "default"}
     for role, field in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
-        if (token_id := special_id(file, role)) is not None:
+        if (token_id := special_token_id(file, role)) is not None:
             config[field] = token_id
     return {**config, "eos_token_id": eos_token_ids(file) or None}
 
 
 def eos_token_ids(file: GgufFile) -> list[int]:
     """Return the ids of the tokens that end a text or a turn."""
-    ids = [special_id(file, role) for role in ("eos", "eot")]
+    ids = [special_token_id(file, role) for role in ("eos", "eot")]
     return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
@@ -121,7 +122,7 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     """Return the contents of generation_config.json: end tokens, and recommended sampling."""
     eos_ids = eos_token_ids(file)
     sampling = {
-        name: file.integer(key) if name == "top_k" else file.decimal(key)
+        name: file.integer(key) if name == "top_k" else file.rounded_number(key)
         for key, name in _SAMPLING_FIELDS.items()
         if file.has(key)
     }
@@ -129,141 +130,148 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _model_class(file: GgufFile) -> tuple[str, str]:
-    """Return the class and model_type; the file of a Mixtral or Mistral says "llama"."""
-    if file.architecture == "llama" and file.non_negative("llama.expert_count", 0):
+    """Return the transformers class and model_type.
+
+    They are not always those of `_CLASS_AND_MODEL_TYPE`: a Mixtral's file says "llama", too.
+    """
+    if file.arch == "llama" and file.non_negative_int("llama.expert_count", 0):
         return "MixtralForCausalLM", "mixtral"
-    if file.architecture == "llama" and _sliding_window(file):
+    if file.arch == "llama" and _sliding_window(file):
         return "MistralForCausalLM", "mistral"
-    if file.architecture == "olmo2" and is_olmo3(file):
+    if file.arch == "olmo2" and is_olmo3(file):
         return "Olmo3ForCausalLM", "olmo3"
     if scales_queries(file):
         return "Ministral3ForCausalLM", "ministral3"
-    return _CLASS_AND_MODEL_TYPE[file.architecture]
+    return _CLASS_AND_MODEL_TYPE[file.arch]
 
 
 def _family_fields(
-    file: GgufFile, hub_family: Family, partial_rotary_factor: float, config: dict[str, Any]
+    file: GgufFile, family: Family, partial_rotary_factor: float, config: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the fields that differ between families. config: the fields of all families."""
-    family, fields = file.architecture, dict[str, Any]()
-    if not hub_family.gemma3n and not hub_family.gemma4:  # these have a width for each layer
-        fields["intermediate_size"] = file.uniform_count(_mlp_width_key(file))
-    if not hub_family.gemma4:
+    arch, fields = file.arch, dict[str, Any]()
+    if not family.gemma3n and not family.gemma4:  # these have a width for each layer
+        fields["intermediate_size"] = file.uniform_int(_mlp_width_key(file))
+    if not family.gemma4:
         heads = config["num_attention_heads"]
-        fields["num_key_value_heads"] = file.uniform_count("{arch}.attention.head_count_kv", heads)
-    if hub_family.cohere_logit_scale:
-        fields["layer_norm_eps"] = file.decimal("{arch}.attention.layer_norm_epsilon")
+        fields["num_key_value_heads"] = file.uniform_int("{arch}.attention.head_count_kv", heads)
+    if family.cohere_logit_scale:
+        fields["layer_norm_eps"] = file.rounded_number("{arch}.attention.layer_norm_epsilon")
         # Every Cohere 2 states it; llama.cpp does not scale a Command R that states none.
-        default = 1.0 if family == "command-r" else None
-        fields["logit_scale"] = file.decimal("{arch}.logit_scale", default) or 1.0
+        default = 1.0 if arch == "command-r" else None
+        fields["logit_scale"] = file.rounded_number("{arch}.logit_scale", default) or 1.0
     else:
-        fields["rms_norm_eps"] = file.decimal("{arch}.attention.layer_norm_rms_epsilon")
-    if hub_family.mlp_bias:
+        fields["rms_norm_eps"] = file.rounded_number("{arch}.attention.layer_norm_rms_epsilon")
+    if family.mlp_bias:
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if family in ("mistral3", "phi3") or (family == "llama" and _sliding_window(file)):
+    if arch in ("mistral3", "phi3") or (arch == "llama" and _sliding_window(file)):
         fields["sliding_window"] = _sliding_window(file) or None
-    if hub_family.partial_rotary_factor:
+    if family.partial_rotary_factor:
         fields["partial_rotary_factor"] = partial_rotary_factor
-    if hub_family.granite_multipliers:
+    if family.granite_multipliers:
         for field, key in _GRANITE_MULTIPLIER_KEYS.items():
             default = config["head_dim"] ** -0.5 if field == "attention_multiplier" else 1.0
-            fields[field] = file.decimal("{arch}." + key, default) or default  # 0: the default
-    if family == "phi3":
+            multiplier = file.rounded_number("{arch}." + key, default)
+            fields[field] = multiplier or default  # 0 stands for the default
+    if arch == "phi3":
         key = "original_max_position_embeddings"
         fields[key] = (config["rope_scaling"] or {}).get(key) or original_length(file)
     return fields
 
 
 def _sliding_window(file: GgufFile) -> int:
-    return file.non_negative("{arch}.attention.sliding_window", 0)
+    return file.non_negative_int("{arch}.attention.sliding_window", 0)
 
 
 def _mlp_width_key(file: GgufFile) -> str:
-    """Return the metadata key; a dense Granite 4 states its MLP as a shared expert's."""
+    """Return the metadata key of the MLP's width: for a dense Granite 4, the shared expert's."""
     shared_key = "{arch}.expert_shared_feed_forward_length"
-    states_shared = file.architecture == "granite" and file.non_negative(shared_key, 0) > 0
-    return shared_key if states_shared else "{arch}.feed_forward_length"
+    is_dense_granite4 = file.arch == "granite" and file.non_negative_int(shared_key, 0) > 0
+    return shared_key if is_dense_granite4 else "{arch}.feed_forward_length"
 
 
 def _head_dim(file: GgufFile) -> int:
-    heads = file.uniform_count("{arch}.attention.head_count")
-    default = max(1, file.count("{arch}.embedding_length") // heads)
-    return file.count("{arch}.attention.key_length", default)
+    """Return the width of a query or key head; of global layers if local ones differ."""
+    heads = file.uniform_int("{arch}.attention.head_count")
+    default = max(1, file.positive_int("{arch}.embedding_length") // heads)
+    return file.positive_int("{arch}.attention.key_length", default)
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """Return the rows of the embedding, which some models pad beyond their tokens."""
+    """Return the number of rows of the embedding, which some models pad beyond their tokens."""
     if "token_embd.weight" in file.tensors:
         return file.tensors["token_embd.weight"].shape[0]
-    return len(file.texts("tokenizer.ggml.tokens"))
+    return len(file.strings("tokenizer.ggml.tokens"))
 
 
-def check_family(family: str) -> None:
-    """Raise UnsupportedModel for a family that is not supported."""
-    if family not in _CLASS_AND_MODEL_TYPE:
+def check_arch(arch: str) -> None:
+    """Raise UnsupportedModel for a `general.architecture` that is not supported."""
+    if arch not in _CLASS_AND_MODEL_TYPE:
         raise UnsupportedModel(
-            f"the GGUF architecture {family!r} is not supported{unsupported_reason(family)}; "
+            f"the GGUF architecture {arch!r} is not supported{unsupported_reason(arch)}; "
             f"supported: {', '.join(sorted(_CLASS_AND_MODEL_TYPE))}"
         )
 
 
 def _check_supported(file: GgufFile) -> None:
     """Raise UnsupportedModel for a file that is no model, and for an unsupported model."""
-    file_type = file.text("general.type", "model")
-    family = file.text("general.architecture", "none" if file_type in _NOT_MODELS else None)
-    if family == "clip":  # a projector of before general.type
+    file_type = file.string("general.type", "model")
+    arch = file.string("general.architecture", "none" if file_type in _NOT_MODELS else None)
+    if arch == "clip":  # a projector older than general.type
         file_type = "mmproj"
     if file_type in _NOT_MODELS:
         raise UnsupportedModel(
             f"{file.path} is {_NOT_MODELS[file_type]}, not a language model: pass a model file"
         )
-    check_family(family)
+    check_arch(arch)
     _check_variant(file)
     head_dim = _head_dim(file)
     expected_sizes = {"attention.value_length": head_dim}
-    if not FAMILIES[_CLASS_AND_MODEL_TYPE[family][0]].partial_rotary_factor:
+    if not FAMILIES[_CLASS_AND_MODEL_TYPE[arch][0]].partial_rotary_factor:
         expected_sizes["rope.dimension_count"] = head_dim
-    if family == "gemma4":
-        local = file.count("gemma4.attention.key_length_swa", head_dim)
-        expected_sizes |= {"attention.value_length_swa": local, "rope.dimension_count_swa": local}
+    if arch == "gemma4":
+        local_head_dim = file.positive_int("gemma4.attention.key_length_swa", head_dim)
+        for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+            expected_sizes[key] = local_head_dim
     for key, expected in expected_sizes.items():
-        size = file.count("{arch}." + key, expected)
+        size = file.positive_int("{arch}." + key, expected)
         if size != expected:
-            raise file.unsupported(f"has {key} {size} where its heads have {expected} dimensions")
+            feature = f"has {key} {size} where its heads have {expected} dimensions"
+            raise file.unsupported_error(feature)
 
 
 def _check_variant(file: GgufFile) -> None:
     """Raise UnsupportedModel for models that share a family's name but compute something else."""
-    family = file.architecture
+    arch = file.arch
     unsupported_features = {
         "is a GLM-4V, whose rows have a different order (rope.dimension_sections)": (
-            family == "glm4" and file.has("glm4.rope.dimension_sections")
+            arch == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
         "is a Granite without RoPE (rope.scaling.finetuned)": (
-            family.startswith("granite") and not file.flag("{arch}.rope.scaling.finetuned", True)
+            arch.startswith("granite") and not file.boolean("{arch}.rope.scaling.finetuned", True)
         ),
-        "is bidirectional (attention.causal)": not file.flag("{arch}.attention.causal", True),
+        "is bidirectional (attention.causal)": not file.boolean("{arch}.attention.causal", True),
         "has layers for multi-token prediction (nextn_predict_layers)": (
-            file.non_negative("{arch}.nextn_predict_layers", 0) > 0
+            file.non_negative_int("{arch}.nextn_predict_layers", 0) > 0
         ),
         "clips queries, keys and values (attention.clamp_kqv)": (
             file.number("{arch}.attention.clamp_kqv", 0.0) != 0
         ),
         "rotates part of each head by image positions (rope.dimension_sections)": (
-            family in _MROPE_FAMILIES and not _rotates_by_text_position(file)
+            arch in _MROPE_ARCHS and not _rotates_by_text_position(file)
         ),
     }
     for feature, is_present in unsupported_features.items():
         if is_present:
-            raise file.unsupported(feature)
+            raise file.unsupported_error(feature)
 
 
 def _rotates_by_text_position(file: GgufFile) -> bool:
-    """Whether all pairs of a head rotate by one of the three positions that text has."""
+    """Whether all pairs of a head are in the first three sections, whose positions text has."""
     key = "{arch}.rope.dimension_sections"
     if not file.has(key):
         return True
-    sections = [*file.integers(key), 0, 0, 0, 0]
+    sections = [*file.integers(key), 0, 0, 0, 0]  # pairs in each; a file may state fewer than four
     # Qwen2-VL repeats the sections until all pairs are covered; Qwen3-VL does not.
-    covers_all = file.architecture == "qwen2vl" or sum(sections[:3]) >= _head_dim(file) // 2
+    covers_all = file.arch == "qwen2vl" or sum(sections[:3]) >= _head_dim(file) // 2
     return sections[3] == 0 and covers_all

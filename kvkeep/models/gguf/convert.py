@@ -31,54 +31,55 @@ from kvkeep.models.weights.stacks import find_stack
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
 
-_CHUNK_WEIGHTS = 1 << 24  # weights that are converted at a time
+_CHUNK_WEIGHTS = 1 << 24  # how many weights are converted at a time
 _UNQUANTISED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def convert(gguf: Path, folder: Path, progress: bool) -> None:
-    """Write the model in a GGUF file to `folder`: its tensors, config, tokenizer, template.
+def convert(gguf_path: Path, folder: Path, progress: bool) -> None:
+    """Write the model in a GGUF file to `folder`: its tensors, config, tokenizer, chat template.
 
-    Everything is checked before `folder` is created. Memory is bounded by a chunk of rows.
+    Everything is checked before `folder` is created. Tensors are converted in chunks of rows, which
+    bounds memory. progress: show a progress bar.
 
     Raises BadModelFile, UnsupportedModel.
     """
-    file = GgufFile.open(gguf)
+    file = GgufFile.open(gguf_path)
     config = config_from_gguf(file)
-    spec = spec_from_config(config, {}, gguf)
+    spec = spec_from_config(config, {}, gguf_path)
     tensors = named_tensors(file, spec.architecture)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_tensors(spec, decoder_shapes(spec, shapes), gguf)
+    check_tensors(spec, decoder_shapes(spec, shapes), gguf_path)
     tokenizer = build_tokenizer(file)
-    template = file.text("tokenizer.chat_template", "")
+    chat_template = file.string("tokenizer.chat_template", "")
 
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(converted_path(folder), tensors, spec, progress)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
     _write_json(folder / "generation_config.json", generation_config(file))
-    if template:
-        write_atomic(folder / "chat_template.jinja", template.encode())
+    if chat_template:
+        write_atomic(folder / "chat_template.jinja", chat_template.encode())
     _write_json(folder / "config.json", config)
 
 
 def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64]:
-    """Return the GGUF row of each row of the Hugging Face tensor.
+    """Return the index of the GGUF row for each row of the Hugging Face tensor, `[rows]`.
 
-    In the families of `_INTERLEAVED_ROPE`, GGUF stores the two elements of each rotated pair as
-    neighbours; Hugging Face stores all first elements of a head, then all second ones. Other
-    families have the same order in both.
+    In queries and keys of `_REORDERED_ARCHITECTURES`, GGUF stores the two elements of each rotated
+    pair as neighbours; Hugging Face stores all first elements of a head, then all second ones.
+    Other tensors have the same order in both.
 
     Example: a head of 4 rows has the GGUF rows 0, 2, 1, 3.
     """
     rows = np.arange(tensor.shape[0], dtype=np.int64)
     projection = re.search(r"self_attn\.([qk])_proj\.", name)
-    if projection is None or spec.architecture not in _INTERLEAVED_ROPE:
+    if projection is None or spec.architecture not in _REORDERED_ARCHITECTURES:
         return rows
     heads = spec.heads if projection[1] == "q" else spec.kv_heads
     return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-_INTERLEAVED_ROPE = (
+_REORDERED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Ministral3ForCausalLM",
@@ -95,16 +96,16 @@ def _write_weights(
     """Write all tensors, unpacked to bfloat16 with a warning where their format has no kernels."""
     sources, shapes = _tensor_sources(tensors, spec), tensor_shapes(spec)
     formats = {name: _stored_format(gguf_tensor) for name, (gguf_tensor, _) in sources.items()}
-    no_kernel = {
+    types_without_kernel = {
         sources[name][0].ggml_type
         for name, stored_format in formats.items()
         if stored_format is torch.bfloat16 and sources[name][0].ggml_type != "BF16"
     }
-    if no_kernel:
+    if types_without_kernel:
         warnings.warn(
-            f"there are no kernels for {', '.join(sorted(no_kernel))}: these matrices are unpacked "
-            "to bfloat16, which takes more memory and time; a Q4_K_M, Q5_K_M, Q6_K or Q8_0 file of "
-            "the model is used without conversion",
+            f"there are no kernels for {', '.join(sorted(types_without_kernel))}: these matrices "
+            "are unpacked to bfloat16, which takes more memory and time; a Q4_K_M, Q5_K_M, Q6_K or "
+            "Q8_0 file of the model is used without conversion",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -130,7 +131,7 @@ def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
 
 
 def _row_chunks(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
-    """Split rows into chunks of whole blocks, of about `_CHUNK_WEIGHTS` each."""
+    """Split row indices into chunks of about `_CHUNK_WEIGHTS` weights, in multiples of `BLOCK`."""
     weights_per_row = max(1, int(np.prod(tensor.shape[1:])))
     rows_per_chunk = max(BLOCK_ROWS, _CHUNK_WEIGHTS // weights_per_row // BLOCK_ROWS * BLOCK_ROWS)
     for start in range(0, len(rows), rows_per_chunk):
@@ -154,34 +155,41 @@ def _tensor_sources(
             part_indices = row_indices[row_range.start : row_range.stop]
             if (order := rope_row_order(spec, name, len(part_indices))) is not None:
                 part_indices = part_indices[order.numpy()]
+            # A tensor of its own has priority over a part of a fused one.
             if name == stored_name or name not in tensors_by_name:
                 sources[name] = tensor, part_indices
     return {name: sources[name] for name in tensor_shapes(spec) if name in sources}
 
 
 def _convert_rows(
-    tensor: PackedTensor, stored: Format | torch.dtype, rows: NDArray[np.int64], offset: float
+    tensor: PackedTensor, target: Format | torch.dtype, rows: NDArray[np.int64], offset: float
 ) -> Matrix:
-    """Return rows in the stored format. offset: subtracted from unpacked weights."""
-    if isinstance(stored, Format):
-        return pack(from_gguf(stored, torch.from_numpy(tensor.data[rows])))
+    """Return rows in the target format or dtype. offset: subtracted from unpacked weights."""
+    if isinstance(target, Format):
+        return pack(from_gguf(target, torch.from_numpy(tensor.data[rows])))
     unpacked = torch.from_numpy(tensor.unpack(rows))
-    return (unpacked - offset if offset else unpacked).to(stored)
+    return (unpacked - offset if offset else unpacked).to(target)
 
 
 def _norm_offset(spec: ModelSpec, name: str) -> float:
-    """Return 1 for Gemma's norms, else 0: GGUF stores weight + 1, in float32, where it is exact."""
+    """Return what to subtract: 1 from Gemma's norms, which GGUF stores as weight + 1; else 0."""
     return 1.0 if spec.unit_norms and name.endswith("norm.weight") else 0.0
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    keys |= {"eot": "eot_token", "eom": "eom_token"}
-    tokens = {key: special_token(file, role) for role, key in keys.items()}
+    """Return the contents of tokenizer_config.json: the class, and the texts of special tokens."""
+    fields = {
+        "bos": "bos_token",
+        "eos": "eos_token",
+        "unknown": "unk_token",
+        "padding": "pad_token",
+    }
+    fields |= {"eot": "eot_token", "eom": "eom_token"}
+    tokens = {field: special_token(file, role) for role, field in fields.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{key: token for key, token in tokens.items() if token is not None},
+        **{field: token for field, token in tokens.items() if token is not None},
     }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -10,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf.header import check_header, parts_of
+from kvkeep.models.gguf.header import check_header, part_paths
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor as the file stores it.
+    """A tensor in the format in which the file stores it.
 
-    data: memory-mapped, with one entry for each row (for a matrix, its packed blocks). Blocks never
-        cross a row, so rows can be reordered, chunked or repacked without unpacking them.
+    data: memory-mapped, with one entry for each row (of a quantised matrix, the bytes of its
+        blocks). Blocks never cross a row, so rows can be reordered without unpacking them.
     """
 
     name: str
@@ -47,9 +48,9 @@ class PackedTensor:
 class GgufFile:
     """A GGUF model, of one file or several parts.
 
-    The accessors of metadata raise BadModelFile for a value of another type than they return, and
-    for a missing key without a default. "{arch}" at the start of a key stands for `architecture`,
-    as in gguf-py's constants.
+    Accessors return the value of a metadata key, such as "{arch}.block_count", or the default. They
+    raise BadModelFile for a value of another type than they return, and for a missing key without a
+    default. "{arch}" at the start of a key stands for `arch`, as in gguf-py's constants.
     """
 
     path: Path  # of the first part
@@ -63,9 +64,10 @@ class GgufFile:
         Raises BadModelFile if a file is missing, empty, truncated, corrupt, or not GGUF, and
         UnsupportedModel if it is newer than gguf-py.
         """
-        first, *later_parts = parts = [cls._open_part(part) for part in parts_of(path)]
+        parts = [cls._open_part(part_path) for part_path in part_paths(path)]
         for index, part in enumerate(parts):
             part._check_part_index(index, len(parts))
+        first, *later_parts = parts
         tensors = dict(first.tensors)
         for part in later_parts:
             if duplicates := tensors.keys() & part.tensors:
@@ -107,71 +109,73 @@ class GgufFile:
             ) from error
         return cls(path, metadata, tensors)
 
-    def _check_part_index(self, index: int, count: int) -> None:
-        """Raise BadModelFile unless the metadata say part `index` (from 0) of `count`."""
+    def _check_part_index(self, index: int, part_count: int) -> None:
+        """Raise BadModelFile unless the metadata say part `index` (from 0) of `part_count`."""
         stated_count = self.metadata.get("split.count", 1) or 1
         stated_index = self.metadata.get("split.no", 0)
-        if (stated_count, stated_index) == (count, index):
+        if (stated_count, stated_index) == (part_count, index):
             return
         stated = f"part {short_repr(stated_index)} (from 0) of {short_repr(stated_count)}"
-        if count == 1:
+        if part_count == 1:
             raise BadModelFile(
                 f"{self.path} is {stated} of a split model, but its name does not say so: name the "
                 "parts NAME-00001-of-00003.gguf and so on, put them in one folder, and pass the "
                 "first"
             )
         raise BadModelFile(
-            f"{self.path} is {stated}, not part {index} of {count}: restore the original file names"
+            f"{self.path} is {stated}, not part {index} of {part_count}: restore the original file "
+            "names"
         )
 
     @property
-    def architecture(self) -> str:
-        return self.text("general.architecture")
+    def arch(self) -> str:
+        return self.string("general.architecture")
 
     def has(self, key: str) -> bool:
         return self.full_key(key) in self.metadata
 
-    def required(self, key: str) -> Any:
+    def value(self, key: str) -> Any:
         return self._checked_value(key, None, "a value", lambda value: True)
 
-    def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        expected = f"a whole number of at least {minimum}"
-        return self._checked_value(key, default, expected, lambda value: _is_whole(value, minimum))
+    def positive_int(self, key: str, default: int | None = None) -> int:
+        return self._integer_from(1, key, default)
 
-    def non_negative(self, key: str, default: int | None = None) -> int:
-        return self.count(key, default, minimum=0)
+    def non_negative_int(self, key: str, default: int | None = None) -> int:
+        return self._integer_from(0, key, default)
 
-    def uniform_count(self, key: str, default: int | None = None) -> int:
-        """Return a count stated once or per layer. Raises UnsupportedModel if layers differ."""
+    def uniform_int(self, key: str, default: int | None = None) -> int:
+        """Return a number stated once or per layer. Raises UnsupportedModel if layers differ."""
         if not isinstance(self.metadata.get(self.full_key(key)), list):
-            return self.count(key, default)
+            return self.positive_int(key, default)
         counts: list[int] = self._checked_value(
             key,
             None,
             "a whole number of at least 1, or a list of them",
-            lambda values: any(values) and all(_is_whole(count, 0) for count in values),
+            lambda values: any(values) and all(_is_integer_from(0, count) for count in values),
         )
         if len(set(counts)) > 1:
             key = self.full_key(key)
-            raise self.unsupported(f"has a different {key} in each layer ({short_repr(counts)})")
+            feature = f"has a different {key} in each layer ({short_repr(counts)})"
+            raise self.unsupported_error(feature)
         return counts[0]
 
     def layer_count(self) -> int:
-        layers = self.count("{arch}.block_count")
-        if layers > len(self.tensors):
+        num_layers = self.positive_int("{arch}.block_count")
+        if num_layers > len(self.tensors):  # before anything is allocated for each layer
             raise BadModelFile(
-                f"{self.path} has {layers} layers ({self.architecture}.block_count) but only "
+                f"{self.path} has {num_layers} layers ({self.arch}.block_count) but only "
                 f"{len(self.tensors)} tensors; fetch it again"
             )
-        return layers
+        return num_layers
 
-    def counts_per_layer(self, key: str, layers: int) -> list[int]:
-        """Return a count for each layer, stated once or as a list."""
-        value = self.required(key)
-        counts = value if isinstance(value, list) else [value] * layers
-        if len(counts) != layers or not all(_is_whole(count, 1) for count in counts):
-            raise self.invalid(key, f"a whole number of at least 1 for each of {layers} layers")
-        return counts
+    def ints_per_layer(self, key: str, num_layers: int) -> list[int]:
+        """Return a number of at least 1 for each layer, stated once or as a list."""
+        value = self.value(key)
+        numbers = value if isinstance(value, list) else [value] * num_layers
+        if len(numbers) != num_layers or not all(_is_integer_from(1, x) for x in numbers):
+            expected = f"a whole number of at least 1 for each of {num_layers} layers"
+            raise self.invalid_error(key, expected)
+        return numbers
 
     def integer(self, key: str) -> int:
         return self._checked_value(key, None, "a whole number", lambda value: type(value) is int)
@@ -181,37 +185,42 @@ class GgufFile:
             key, default, "a finite number", lambda value: _is_number(value) and abs(value) < inf
         )
 
-    def decimal(self, key: str, default: float | None = None) -> float:
-        """Return a finite number as the short decimal that its float32 stands for."""
+    def rounded_number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number, rounded to the decimal that its float32 stands for."""
         return shortest_decimal(self.number(key, default))
 
-    def flag(self, key: str, default: bool) -> bool:
+    def boolean(self, key: str, default: bool) -> bool:
         return self._checked_value(key, default, "true or false", lambda value: type(value) is bool)
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def string(self, key: str, default: str | None = None) -> str:
         return self._checked_value(key, default, "text", lambda value: type(value) is str)
 
-    def texts(self, key: str) -> list[str]:
-        return self._list_of(key, "a list of texts", lambda text: type(text) is str)
+    def strings(self, key: str) -> list[str]:
+        return self._checked_list(key, "a list of texts", lambda text: type(text) is str)
 
     def integers(self, key: str) -> list[int]:
-        return self._list_of(key, "a list of whole numbers", lambda number: type(number) is int)
+        return self._checked_list(key, "a list of whole numbers", lambda item: type(item) is int)
 
     def numbers(self, key: str) -> list[float]:
-        return self._list_of(key, "a list of numbers", _is_number)
+        return self._checked_list(key, "a list of numbers", _is_number)
 
     def full_key(self, key: str) -> str:
         """Return a key with the architecture's name in the place of "{arch}"."""
-        return key.replace("{arch}", self.architecture) if key.startswith("{arch}") else key
+        return key.replace("{arch}", self.arch) if key.startswith("{arch}") else key
 
-    def _list_of(self, key: str, expected: str, is_item: Callable[[Any], bool]) -> list[Any]:
+    def _integer_from(self, minimum: int, key: str, default: int | None) -> int:
+        expected = f"a whole number of at least {minimum}"
+        return self._checked_value(key, default, expected, partial(_is_integer_from, minimum))
+
+    def _checked_list(self, key: str, expected: str, is_valid: Callable[[Any], bool]) -> list[Any]:
         return self._checked_value(
-            key, None, expected, lambda value: type(value) is list and all(map(is_item, value))
+            key, None, expected, lambda value: type(value) is list and all(map(is_valid, value))
         )
 
     def _checked_value(
         self, key: str, default: _T | None, expected: str, is_valid: Callable[[Any], bool]
     ) -> _T:
+        """Return the value of a key or the default. expected: what is valid, for the message."""
         value: _T | None = self.metadata.get(self.full_key(key), default)
         if value is None:
             raise BadModelFile(
@@ -219,26 +228,26 @@ class GgufFile:
                 "incomplete; fetch it again, or convert the model to GGUF again"
             )
         if not is_valid(value):
-            raise self.invalid(key, expected)
+            raise self.invalid_error(key, expected)
         return value
 
-    def invalid(self, key: str, expected: str) -> BadModelFile:
-        """Return the error for the value of a key."""
+    def invalid_error(self, key: str, expected: str) -> BadModelFile:
+        """Return the error for the value of a key. expected: what would be valid."""
         value = self.metadata.get(self.full_key(key))
         return BadModelFile(
             f"{self.path}: metadata field {self.full_key(key)} must be {expected}, found "
             f"{short_repr(value)}; fetch it again"
         )
 
-    def unsupported(self, reason: str) -> UnsupportedModel:
-        """Return the error for a feature that kvkeep does not run from a GGUF file."""
+    def unsupported_error(self, feature: str) -> UnsupportedModel:
+        """Return the error for a feature that kvkeep does not run: "is bidirectional"."""
         return UnsupportedModel(
-            f"{self.path} {reason}, which is not supported in GGUF files; use a safetensors folder "
-            "of the model"
+            f"{self.path} {feature}, which is not supported in GGUF files; use a safetensors "
+            "folder of the model"
         )
 
 
-def _is_whole(value: object, minimum: int) -> bool:
+def _is_integer_from(minimum: int, value: object) -> bool:
     return type(value) is int and value >= minimum
 
 

@@ -16,16 +16,19 @@ from kvkeep.errors import BadModelFile, UnsupportedModel
 
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING_TYPE, _ARRAY_TYPE = 8, 9
-# Bytes by type number: uint8, int8, uint16, int16, uint32, int32, float32, bool, uint64, int64,
-# float64.
+# Bytes of a value by its GGUF type number: uint8, int8, uint16, int16, uint32, int32, float32,
+# bool, uint64, int64, float64.
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MAX_ARRAY_DEPTH = 4  # of nested arrays; existing models have depth 1
 _MAX_DIMENSIONS = 4
-_MAX_TYPES = 256  # GGML numbers its types from 0: no release has more than these
+_MAX_TENSOR_TYPES = 256  # GGML numbers its types from 0: no release has more than these
 
 
-def parts_of(path: Path) -> list[Path]:
-    """Return all parts of a split model, in order, or the one file. Raises BadModelFile."""
+def part_paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of a split model, in order, or that of its only file.
+
+    Raises BadModelFile if a part is missing.
+    """
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -86,65 +89,71 @@ def _check_magic(path: Path) -> None:
 
 
 class _HeaderScanner:
-    """A cursor over a header's entries. Its methods raise ValueError beyond the end of the file."""
+    """A cursor over the entries of a GGUF header: metadata fields, then descriptions of tensors.
+
+    Its methods move it past what they read or skip, and raise ValueError at the end of the file.
+    """
 
     def __init__(self, data: mmap.mmap):
         self._data = data
-        self._size = len(data)
-        self._offset = 8  # behind the magic and the version
+        self._file_size = len(data)
+        self._offset = 8  # after the magic and the version
 
     def scan(self) -> None:
-        tensor_count, field_count = self._uint(8), self._uint(8)
-        for _ in range(self._require_entries(field_count, entry_bytes=8 + 4)):
-            self._string()
-            self._skip_value(self._uint(4), depth=0)
-        for _ in range(self._require_entries(tensor_count, entry_bytes=8 + 4 + 4 + 8)):
-            self._check_tensor()
+        tensor_count, field_count = self._read_uint(8), self._read_uint(8)
+        # The fewest bytes of an entry: a field has the length of its key, and a type; a tensor has
+        # the length of its name, the number of its dimensions, a type, and an offset.
+        for _ in range(self._checked_count(field_count, entry_bytes=8 + 4)):
+            self._read_string()
+            self._skip_value(self._read_uint(4), depth=0)
+        for _ in range(self._checked_count(tensor_count, entry_bytes=8 + 4 + 4 + 8)):
+            self._check_tensor_entry()
 
-    def _require_entries(self, count: int, entry_bytes: int) -> int:
-        """Return the count if that many entries fit into the rest of the file."""
-        if count * entry_bytes > self._size - self._offset:
+    def _checked_count(self, count: int, entry_bytes: int) -> int:
+        """Return the count. Raises ValueError unless so many entries fit into the rest."""
+        if count * entry_bytes > self._file_size - self._offset:
             raise ValueError(f"{count} entries at {self._offset} would extend past its end")
         return count
 
     def _read(self, num_bytes: int) -> bytes:
         begin = self._offset
-        self._offset += self._require_entries(num_bytes, entry_bytes=1)
+        self._offset += self._checked_count(num_bytes, entry_bytes=1)
         return self._data[begin : self._offset]
 
-    def _uint(self, num_bytes: int) -> int:
+    def _read_uint(self, num_bytes: int) -> int:
         return int.from_bytes(self._read(num_bytes), "little")
 
-    def _string(self) -> bytes:
-        return self._read(self._uint(8))
+    def _read_string(self) -> bytes:
+        return self._read(self._read_uint(8))
 
     def _skip_value(self, value_type: int, depth: int) -> None:
         if value_type in _SCALAR_BYTES:
             self._read(_SCALAR_BYTES[value_type])
         elif value_type == _STRING_TYPE:
-            self._string()
+            self._read_string()
         elif value_type == _ARRAY_TYPE and depth < _MAX_ARRAY_DEPTH:
-            item_type, count = self._uint(4), self._uint(8)
+            item_type, count = self._read_uint(4), self._read_uint(8)
             if item_bytes := _SCALAR_BYTES.get(item_type):
                 # Not by _read, which would copy a large array.
-                self._offset += self._require_entries(count, item_bytes) * item_bytes
+                self._offset += self._checked_count(count, item_bytes) * item_bytes
                 return
-            for _ in range(self._require_entries(count, entry_bytes=8)):
+            for _ in range(self._checked_count(count, entry_bytes=8)):
                 self._skip_value(item_type, depth + 1)
         else:
             raise ValueError(f"a field of kind {value_type}")
 
-    def _check_tensor(self) -> None:
-        name = self._string().decode(errors="replace")
-        dimensions = self._uint(4)
-        if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise ValueError(f"tensor {name!r} of {dimensions} dimensions")
-        self._read(8 * dimensions)
-        tensor_type = self._uint(4)
+    def _check_tensor_entry(self) -> None:
+        """Move past the description of a tensor. Raises UnsupportedModel for an unknown type."""
+        name = self._read_string().decode(errors="replace")
+        num_dimensions = self._read_uint(4)
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} of {num_dimensions} dimensions")
+        self._read(8 * num_dimensions)
+        tensor_type = self._read_uint(4)
         self._read(8)  # the offset of its data
-        if tensor_type >= _MAX_TYPES:
+        if tensor_type >= _MAX_TENSOR_TYPES:
             raise ValueError(f"tensor {name!r} of type {tensor_type}")
-        if tensor_type not in _known_types():
+        if tensor_type not in _known_tensor_types():
             raise UnsupportedModel(
                 f"tensor {name!r} is stored in type {tensor_type}, which the installed gguf "
                 "package does not know: the file is newer (update gguf), or the type was dropped; "
@@ -153,7 +162,7 @@ class _HeaderScanner:
 
 
 @cache
-def _known_types() -> frozenset[int]:
+def _known_tensor_types() -> frozenset[int]:
     from gguf import GGMLQuantizationType
 
     return frozenset(map(int, GGMLQuantizationType))

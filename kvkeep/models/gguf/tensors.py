@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their Hugging Face names, stacks cut apart.
+"""The tensors of a GGUF file by their Hugging Face names, with stacks split into matrices.
 
 A stack holds one projection of all experts, `[experts, rows, columns]`; files from before April
 2024 have a tensor for each expert. Gemma 3n stacks the matrices of all residual streams but the
@@ -17,7 +17,7 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
 from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
 
-_TOP_NAMES = {
+_MODEL_NAMES = {  # of tensors outside layers
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -122,7 +122,7 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     for name, tensor in file.tensors.items():
         if _NOT_WEIGHTS.fullmatch(name):
             continue
-        if renamed := _under_hub_names(name, tensor, layer_names, architecture):
+        if renamed := _by_hub_name(name, tensor, layer_names, architecture):
             named |= renamed
         elif _is_gguf_name(name):
             raise UnsupportedModel(f"the GGUF tensor {name} is unknown in its architecture")
@@ -139,7 +139,7 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
 
 
 def _is_gguf_name(name: str) -> bool:
-    """Whether GGUF defines a tensor, or the one that a bias or scale belongs to, for any model."""
+    """Whether GGUF defines the name, or that of the module that it belongs to, for any model."""
     from gguf import TENSOR_NAMES
 
     name_parts = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).split(".")
@@ -147,36 +147,39 @@ def _is_gguf_name(name: str) -> bool:
     return not prefixes.isdisjoint(TENSOR_NAMES.values())
 
 
-def _under_hub_names(
+def _by_hub_name(
     name: str, tensor: PackedTensor, layer_names: Mapping[str, str], architecture: str
 ) -> dict[str, PackedTensor]:
-    """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none."""
-    if name in _TOP_NAMES:
-        return {_TOP_NAMES[name]: tensor}
+    """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none.
+
+    layer_names: the Hugging Face names of an architecture's modules, by their GGUF names.
+    """
+    if name in _MODEL_NAMES:
+        return {_MODEL_NAMES[name]: tensor}
     if name in _STREAM_STACK_NAMES and len(tensor.shape) == 3:
         return {
-            f"model.{_STREAM_STACK_NAMES[name]}.{stream}.weight": _part(tensor, data)
+            f"model.{_STREAM_STACK_NAMES[name]}.{stream}.weight": _stack_part(tensor, data)
             for stream, data in enumerate(tensor.data)
         }
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return {}
-    prefix, base, suffix = f"model.layers.{match[1]}", match[2], match[3]
-    if f"{base}.{suffix}" in layer_names:
-        return {f"{prefix}.{layer_names[f'{base}.{suffix}']}": tensor}
+    prefix, module, suffix = f"model.layers.{match[1]}", match[2], match[3]
+    if f"{module}.{suffix}" in layer_names:
+        return {f"{prefix}.{layer_names[f'{module}.{suffix}']}": tensor}
     if suffix not in ("weight", "bias"):
         return {}
-    if base in layer_names:
-        return {f"{prefix}.{layer_names[base]}.{suffix}": tensor}
+    if module in layer_names:
+        return {f"{prefix}.{layer_names[module]}.{suffix}": tensor}
     if suffix == "bias" and architecture != _GPT_OSS:  # only its experts and routers have biases
         return {}
-    if base in _MOE_NAMES:
+    if module in _MOE_NAMES:
         if suffix == "weight" and len(tensor.shape) == 1:  # the shared expert's gate, one row
             tensor = replace(tensor, shape=(1, *tensor.shape), data=tensor.data.reshape(1, -1))
-        return {f"{prefix}.{_MOE_NAMES[base]}.{suffix}": tensor}
-    if (expert_match := _EXPERT.fullmatch(base)) and suffix == "weight":
+        return {f"{prefix}.{_MOE_NAMES[module]}.{suffix}": tensor}
+    if (expert_match := _EXPERT.fullmatch(module)) and suffix == "weight":
         return {f"{prefix}.mlp.experts.{expert_match[2]}.{expert_match[1]}_proj.weight": tensor}
-    stack_match = _EXPERT_STACK.fullmatch(base)
+    stack_match = _EXPERT_STACK.fullmatch(module)
     if stack_match and len(tensor.shape) == (2 if suffix == "bias" else 3):
         return _unstack_experts(f"{prefix}.mlp.experts", stack_match[1].split("_"), suffix, tensor)
     return {}
@@ -192,7 +195,7 @@ def _unstack_experts(
     """
     rows = stack.shape[1] // len(projections)
     return {
-        f"{prefix}.{expert}.{projection}_proj.{suffix}": _part(
+        f"{prefix}.{expert}.{projection}_proj.{suffix}": _stack_part(
             stack, data[index * rows : (index + 1) * rows]
         )
         for expert, data in enumerate(stack.data)
@@ -200,6 +203,6 @@ def _unstack_experts(
     }
 
 
-def _part(stack: PackedTensor, data: NDArray[Any]) -> PackedTensor:
+def _stack_part(stack: PackedTensor, data: NDArray[Any]) -> PackedTensor:
     """Return rows of one matrix (or bias) of a stack."""
     return replace(stack, shape=(len(data), *stack.shape[2:]), data=data)

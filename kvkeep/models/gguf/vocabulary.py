@@ -21,7 +21,7 @@ _ROLE_KEY = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def special_id(file: GgufFile, role: str) -> int | None:
+def special_token_id(file: GgufFile, role: str) -> int | None:
     """Return the id of the token for a role: "bos", "eos", "unknown", "padding".
 
     None if the file names none, and, with a warning, if the id is outside the vocabulary.
@@ -29,7 +29,7 @@ def special_id(file: GgufFile, role: str) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
     if not file.has(key):
         return None
-    token_id, tokens = file.integer(key), file.texts("tokenizer.ggml.tokens")
+    token_id, tokens = file.integer(key), file.strings("tokenizer.ggml.tokens")
     if 0 <= token_id < len(tokens):
         return token_id
     _warn(
@@ -40,8 +40,8 @@ def special_id(file: GgufFile, role: str) -> int | None:
 
 
 def special_token(file: GgufFile, role: str) -> str | None:
-    """Return the text of the token that `special_id` returns."""
-    token_id = special_id(file, role)
+    """Return the text of the token that `special_token_id` returns."""
+    token_id = special_token_id(file, role)
     return None if token_id is None else Vocabulary.read(file).tokens[token_id]
 
 
@@ -63,7 +63,7 @@ class Vocabulary:
 
         Raises BadModelFile if tokens are missing or the types do not match them.
         """
-        tokens = file.texts("tokenizer.ggml.tokens")
+        tokens = file.strings("tokenizer.ggml.tokens")
         types = _token_types(file, tokens)
         if len(types) != len(tokens):
             raise BadModelFile(
@@ -72,15 +72,16 @@ class Vocabulary:
         return cls(file, *_without_duplicates(file, tokens, types))
 
     @cached_property
-    def ids(self) -> Mapping[str, int]:
+    def id_by_token(self) -> Mapping[str, int]:
         return {token: token_id for token_id, token in enumerate(self.tokens)}
 
-    def of_type(self, *types: int) -> list[str]:
+    def tokens_of_type(self, *types: int) -> list[str]:
         """Return the texts of all tokens of these types, in order of their ids."""
         pairs = zip(self.tokens, self.types, strict=True)
         return [token for token, token_type in pairs if token_type in types]
 
     def scores(self) -> list[float]:
+        """Return SentencePiece's score of each token, by id; BPE merges the highest first."""
         scores = self.file.numbers("tokenizer.ggml.scores")
         if len(scores) != len(self.tokens):
             raise BadModelFile(
@@ -92,7 +93,7 @@ class Vocabulary:
     def merges(self) -> list[tuple[str, str]]:
         """Return the pairs of texts that BPE merges, in order of priority."""
         merges = []
-        for merge in self.file.texts("tokenizer.ggml.merges"):
+        for merge in self.file.strings("tokenizer.ggml.merges"):
             left, space, right = merge.partition(" ")
             if not space:
                 raise BadModelFile(
@@ -101,11 +102,11 @@ class Vocabulary:
             merges.append((left, right))
         return merges
 
-    def bpe(self, merges: Collection[tuple[str, str]], **options: Any) -> BPE:
-        """Return a BPE model. Raises BadModelFile for merges of texts that are not tokens."""
+    def build_bpe(self, merges: Collection[tuple[str, str]], **options: Any) -> BPE:
+        """Build a BPE model. Raises BadModelFile for merges of texts that are not tokens."""
         # The library raises bare Exception for every fault.
         try:
-            return BPE(vocab=dict(self.ids), merges=list(merges), **options)
+            return BPE(vocab=dict(self.id_by_token), merges=list(merges), **options)
         except Exception as error:
             raise BadModelFile(
                 f"{self.file.path} has merges that do not fit its tokens ({error}); fetch it again"
@@ -122,12 +123,13 @@ def _token_types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
         "eos, are treated as control tokens; use a newer file of the model"
     )
     types = [BYTE if _BYTE_TOKEN.fullmatch(token) else NORMAL for token in tokens]
-    for role, token_id in _ids_by_role(file, tokens).items():
+    for role, token_id in _id_by_role(file, tokens).items():
         types[token_id] = UNKNOWN if role == "unknown" else CONTROL
     return types
 
 
-def _ids_by_role(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+def _id_by_role(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+    """Return the token ids that the file names for roles, if they are in the vocabulary."""
     matches = filter(None, map(_ROLE_KEY.fullmatch, file.metadata))
     ids = {match[1]: file.integer(match[0]) for match in matches}
     return {role: token_id for role, token_id in ids.items() if 0 <= token_id < len(tokens)}
@@ -141,7 +143,7 @@ def _without_duplicates(
     The token with a role keeps its text, or else the last, which llama.cpp finds.
     """
     id_by_text = {token: token_id for token_id, token in enumerate(tokens)}
-    id_by_text |= {tokens[token_id]: token_id for token_id in _ids_by_role(file, tokens).values()}
+    id_by_text |= {tokens[token_id]: token_id for token_id in _id_by_role(file, tokens).values()}
     if len(id_by_text) == len(tokens):
         return tokens, types
     tokens, types = list(tokens), list(types)

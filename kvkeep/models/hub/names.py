@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.gguf.header import check_header, parts_of
+from kvkeep.models.gguf.header import check_header, part_paths
 from kvkeep.models.hub.library import LocalModel, home
 
 _VALID_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -45,7 +45,7 @@ def add_name(name: str, path: Path) -> None:
     if path.is_dir():
         require_config(path)
     else:
-        for part in parts_of(path):
+        for part in part_paths(path):
             check_header(part)
     try:
         name_path("").mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def require_config(folder: Path) -> None:
 def _total_bytes(path: Path) -> int:
     """Return the bytes of a model; 0 if a file of it is missing."""
     try:
-        files = path.iterdir() if path.is_dir() else parts_of(path)
+        files = path.iterdir() if path.is_dir() else part_paths(path)
         return sum(file.stat().st_size for file in files)
     except (OSError, BadModelFile):
         return 0

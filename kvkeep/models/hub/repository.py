@@ -85,12 +85,12 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    from kvkeep.models.gguf.config import check_family
+    from kvkeep.models.gguf.config import check_arch
 
     info = _model_info(repository)
     files = _choose_files(repository, quantisation, _gguf_models(info))
     if family := (info.gguf or {}).get("architecture"):
-        check_family(family)
+        check_arch(family)
     folder.mkdir(parents=True, exist_ok=True)
     paths_and_targets = []
     for file in files:

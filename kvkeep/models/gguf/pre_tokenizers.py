@@ -11,8 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 
 
 @dataclass(frozen=True)
-class Splitter:
-    """A pre-tokenizer.
+class PreTokenizerSettings:
+    """A pre-tokenizer, and tokenizer settings that differ with it.
 
     patterns: applied in turn, each to the pieces of the previous one. Matches and the text between
         them become pieces; those of the last pattern are the words.
@@ -24,13 +24,13 @@ class Splitter:
     nfc: bool = False  # normalise text by NFC first
     add_bos: bool = False  # unless the file says otherwise
 
-    def pre_tokenizer(self) -> PreTokenizer:
+    def build(self) -> PreTokenizer:
         """Return the splits, and then the mapping of bytes to GPT-2's byte alphabet."""
-        splits = map(_split, self.patterns)
+        splits = map(_build_split, self.patterns)
         return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _split(pattern: str) -> PreTokenizer:
+def _build_split(pattern: str) -> PreTokenizer:
     # tokenizer.json has a class of its own for single digits, with a newer version of Unicode.
     if pattern == _DIGIT:
         return Digits(individual_digits=True)
@@ -45,7 +45,10 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _gpt4_words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
-    """Return the pattern of GPT-4, in the form of Llama 3 and Qwen."""
+    """Return the pattern of GPT-4, in the form of Llama 3 and Qwen.
+
+    digits, spaces: patterns of a run of these. letters: what a class of letters contains.
+    """
     other = rf"[^\s{letters}\p{{N}}]"
     return (
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?{other}+[\r\n]*|{spaces}"
@@ -60,8 +63,8 @@ def _gpt4o_words(
 ) -> str:
     """Return the pattern of GPT-4o, in which upper-case letters only begin a word.
 
-    class_suffix: excludes letters from the letter classes. closing: characters that attach to the
-    punctuation before them.
+    digits, contractions: patterns of these. class_suffix: excludes letters from the letter classes.
+    closing: characters that attach to the punctuation before them.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
@@ -114,34 +117,40 @@ _DEFAULT = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, _DIGIT)
 _GPT4, _GPT4O = _gpt4_words(_THREE_DIGITS), _gpt4o_words(_THREE_DIGITS)
 
-# Each splitter under all names that files have for it.
+# Each pre-tokenizer by all names that files have for it.
 _BY_NAMES = {
-    "default": Splitter(_DEFAULT),
-    "gpt-2 phi-2 exaone4 gigachat a.x-4.0 mellum trillion granite-docling": Splitter((_GPT2,)),
-    "olmo": Splitter((_GPT2,), nfc=True),
-    "smollm starcoder refact codeshell exaone minerva-7b mellum2": Splitter((_DIGIT, _GPT2)),
-    "command-r": Splitter((_DIGIT, _GPT2), nfc=True),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": Splitter(
+    "default": PreTokenizerSettings(_DEFAULT),
+    "gpt-2 phi-2 exaone4 gigachat a.x-4.0 mellum trillion granite-docling": PreTokenizerSettings(
+        (_GPT2,)
+    ),
+    "olmo": PreTokenizerSettings((_GPT2,), nfc=True),
+    "smollm starcoder refact codeshell exaone minerva-7b mellum2": PreTokenizerSettings(
+        (_DIGIT, _GPT2)
+    ),
+    "command-r": PreTokenizerSettings((_DIGIT, _GPT2), nfc=True),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": PreTokenizerSettings(
         (_GPT4,), ignore_merges=True, add_bos=True
     ),
-    "dbrx smaug-bpe glm4 chatglm-bpe": Splitter((_GPT4,)),
-    "qwen2 deepseek-r1-qwen stablelm2": Splitter((_gpt4_words(_DIGIT),), nfc=True),
-    "hunyuan solar-open grok-2 kormo megrez": Splitter((_gpt4_words(_DIGIT),)),
-    "qwen35": Splitter((_gpt4_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
-    "laguna": Splitter((r"[^\n]+|[\n]+", _gpt4_words(_DIGIT))),
-    "minicpm5": Splitter((_THREE_DIGITS, _gpt4_words(r"\p{N}+")), ignore_merges=True),
-    "jais-2": Splitter((_gpt4_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": Splitter((_GPT4O,)),
-    "tekken": Splitter((_gpt4o_words(_DIGIT, contractions=""),), ignore_merges=True, add_bos=True),
-    "tiny_aya cohere2moe": Splitter((_TINY_AYA, _GPT4O)),
-    "kimi-k2": Splitter((_KIMI,)),
-    "youtu": Splitter((_YOUTU, _gpt4o_words(_DIGIT)), ignore_merges=True),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Splitter(
+    "dbrx smaug-bpe glm4 chatglm-bpe": PreTokenizerSettings((_GPT4,)),
+    "qwen2 deepseek-r1-qwen stablelm2": PreTokenizerSettings((_gpt4_words(_DIGIT),), nfc=True),
+    "hunyuan solar-open grok-2 kormo megrez": PreTokenizerSettings((_gpt4_words(_DIGIT),)),
+    "qwen35": PreTokenizerSettings((_gpt4_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
+    "laguna": PreTokenizerSettings((r"[^\n]+|[\n]+", _gpt4_words(_DIGIT))),
+    "minicpm5": PreTokenizerSettings((_THREE_DIGITS, _gpt4_words(r"\p{N}+")), ignore_merges=True),
+    "jais-2": PreTokenizerSettings((_gpt4_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizerSettings((_GPT4O,)),
+    "tekken": PreTokenizerSettings(
+        (_gpt4o_words(_DIGIT, contractions=""),), ignore_merges=True, add_bos=True
+    ),
+    "tiny_aya cohere2moe": PreTokenizerSettings((_TINY_AYA, _GPT4O)),
+    "kimi-k2": PreTokenizerSettings((_KIMI,)),
+    "youtu": PreTokenizerSettings((_YOUTU, _gpt4o_words(_DIGIT)), ignore_merges=True),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizerSettings(
         (_THREE_DIGITS, _CHINESE_AND_KANA, _DEEPSEEK3_WORDS)
     ),
-    "deepseek-coder": Splitter(_DEEPSEEK_CODER),
-    "bailingmoe bailingmoe2 llada-moe": Splitter((_BAILING,)),
-    "seed-coder": Splitter((_SEED_CODER,)),
-    "exaone-moe": Splitter((_EXAONE_MOE,)),
+    "deepseek-coder": PreTokenizerSettings(_DEEPSEEK_CODER),
+    "bailingmoe bailingmoe2 llada-moe": PreTokenizerSettings((_BAILING,)),
+    "seed-coder": PreTokenizerSettings((_SEED_CODER,)),
+    "exaone-moe": PreTokenizerSettings((_EXAONE_MOE,)),
 }
-SPLITTERS = {name: splitter for names, splitter in _BY_NAMES.items() for name in names.split()}
+PRE_TOKENIZERS = {name: entry for names, entry in _BY_NAMES.items() for name in names.split()}
