@@ -15,7 +15,7 @@ from kvkeep.errors import SlowPathWarning
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import GraphExecutor
 from kvkeep.models.layers.network import Network
-from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix
@@ -27,7 +27,8 @@ def new_decoder(
     spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix] | None = None
 ) -> Decoder:
     """Return a decoder with the fastest executor here; it reads `packed` matrices if it can."""
-    layout = group_layout(spec, spec.groups[0], tensors[NORM].dtype, tensors[NORM].device)
+    norm = tensors[FINAL_NORM]  # of the dtype and device of all weights
+    layout = group_layout(spec, spec.groups[0], norm.dtype, norm.device)
     if not unsupported_reason(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
     # A graph replays the same products, but the experts of a token are not known in advance.

@@ -10,7 +10,7 @@ import torch
 from kvkeep.executors import ComputePath, compute_path_of
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
@@ -71,7 +71,8 @@ class LoadedModel:
         nbytes = Counter[str]()
         for matrix in self.decoder.packed.values():
             nbytes[format_name(matrix)] += matrix.nbytes
-        return nbytes.most_common(1)[0][0] if nbytes else format_name(self.decoder.tensors[NORM])
+        dense_format = format_name(self.decoder.tensors[FINAL_NORM])
+        return nbytes.most_common(1)[0][0] if nbytes else dense_format
 
     @cached_property
     def path(self) -> ComputePath:

@@ -28,8 +28,10 @@ def attending(decoder: Decoder, attend: Attend) -> Iterator[None]:
             return attend(self.step, layer, q, k, v)
 
     class ReplacedExecutor:
-        def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
-            return original.hidden(tokens, ReplacedStep(step), norms)  # type: ignore[arg-type]
+        def forward(
+            self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None
+        ) -> Tensor:
+            return original.forward(tokens, ReplacedStep(step), input_norms)  # type: ignore[arg-type]
 
         def logits(self, hidden: Tensor) -> Tensor:
             return original.logits(hidden)

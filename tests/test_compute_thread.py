@@ -47,9 +47,11 @@ def watched(decoder: Decoder, observe: Callable[[], object]) -> Iterator[None]:
     executor = decoder.executor
 
     class Watched:
-        def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+        def forward(
+            self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None
+        ) -> Tensor:
             observe()
-            return executor.hidden(tokens, step, norms)
+            return executor.forward(tokens, step, input_norms)
 
         def logits(self, hidden: Tensor) -> Tensor:
             return executor.logits(hidden)

@@ -48,12 +48,14 @@ def entries(decoder: Decoder) -> Iterator[list[int]]:
     executor, counts, inside = decoder.executor, list[int](), list[int]()
 
     class Slow:
-        def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+        def forward(
+            self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None
+        ) -> Tensor:
             inside.append(1)
             counts.append(len(inside))
             time.sleep(0.002)  # other threads enter meanwhile if nothing keeps them out
             try:
-                return executor.hidden(tokens, step, norms)
+                return executor.forward(tokens, step, input_norms)
             finally:
                 inside.pop()
 

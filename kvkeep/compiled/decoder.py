@@ -153,11 +153,12 @@ class CompiledExecutor:
         """Unpack a matrix that has no tensor, `[rows, columns]` bfloat16."""
         return self._linears[name].dense()
 
-    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
         """Return the final hidden states of a step, `[tokens, hidden]` bfloat16."""
         if isinstance(step, ChunkStep):
             with shared_scratch():
-                return self._network.forward(tokens, chunk_attention(step, self._kernels), norms)
+                attention = chunk_attention(step, self._kernels)
+                return self._network.forward(tokens, attention, input_norms)
         model = self._decode_model if step.sampled else self._prompt_model
         steps = [step] if isinstance(step, DecodeStep) else step.steps
         return self._decode(tokens.tolist(), steps, model)

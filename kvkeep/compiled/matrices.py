@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.compiled.binding import CMatrix, raise_for_status
 from kvkeep.compiled.operands import address, require
-from kvkeep.models.layers.primitives import padded_rows
+from kvkeep.models.layers.primitives import padded_row_count
 from kvkeep.models.weights.packing import BLOCK_ROWS, Matrix
 
 MAX_KERNEL_ROWS = 16  # above, unpacking and torch are faster
@@ -73,7 +73,7 @@ class PackedLinear:
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
         matrix, n = self._matrix, x.shape[0]
-        if self._dtype is torch.bfloat16 and (padding := padded_rows(n) - n):
+        if self._dtype is torch.bfloat16 and (padding := padded_row_count(n) - n):
             x = F.pad(x, (0, 0, 0, padding))
         x = x.to(self._dtype)
         block_count, outputs = -(-matrix.rows // BLOCK_ROWS), []

@@ -55,7 +55,7 @@ def _append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: 
         memory.policy.open(memory.cache, 1)  # makes room for one cell
     decoder, chunks = memories[0].decoder, [[token] for token in tokens]
     with StepTransaction(memories, chunks, sampled=True, grouped=grouped) as transaction:
-        hidden = decoder.hidden(transaction.tokens, transaction.step)
+        hidden = decoder.forward(transaction.tokens, transaction.step)
         logits = decoder.logits(hidden)
     transaction.append(hidden, logits)
 

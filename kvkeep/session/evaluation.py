@@ -39,7 +39,7 @@ class StepTransaction:
     It opens a step of each memory's cache, and ends them with its block:
 
         with StepTransaction([memory], [[17]]) as transaction:
-            hidden = decoder.hidden(transaction.tokens, transaction.step)
+            hidden = decoder.forward(transaction.tokens, transaction.step)
             logits = decoder.logits(hidden)
         transaction.append(hidden, logits)     # token 17 is in the memory
 
@@ -166,7 +166,7 @@ def _forward(
     decoder: Decoder, tokens: Tensor, step: AnyStep, is_last: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return `[n, hidden_size]`, and `[1, vocab]` logits if `is_last`. Raises NonFiniteLogits."""
-    hidden = decoder.hidden(tokens, step)
+    hidden = decoder.forward(tokens, step)
     if is_last:
         return hidden, decoder.logits(hidden[-1:])
     require_finite(hidden)

@@ -156,7 +156,7 @@ def _evaluate(
         if kind == "contribution":
             norms = torch.empty(spec.layers, n, dtype=torch.float32, device=device)
         tokens = torch.tensor(ids, dtype=torch.int64, device=device)
-        require_finite(memory.decoder.hidden(tokens, step, norms))
+        require_finite(memory.decoder.forward(tokens, step, norms))
     return step, None if norms is None else norms[spec.layers_with_cells(spec.groups[0])]
 
 

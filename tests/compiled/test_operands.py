@@ -205,7 +205,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     memory = session.core.memory
     memory.policy.open(memory.cache, 1)
     with pytest.raises(KernelMismatch, match="each from 0 to 263"), memory.cache.step(1) as step:
-        memory.decoder.hidden(torch.tensor([token]), step)
+        memory.decoder.forward(torch.tensor([token]), step)
 
 
 def test_similarity_of_vectors_of_other_widths_is_refused() -> None:

@@ -118,5 +118,5 @@ def test_a_ring_with_hidden_cells_has_no_static_geometry() -> None:
         with session.cache.step(1) as step:
             assert isinstance(step, DecodeStep)
             found.append(replay_key(step))
-            session.core.model.decoder.hidden(torch.tensor([5]), step)
+            session.core.model.decoder.forward(torch.tensor([5]), step)
     assert None in found

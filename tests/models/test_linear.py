@@ -7,7 +7,7 @@ from small_models import small_model
 from torch.overrides import TorchFunctionMode
 
 from kvkeep.model import Model
-from kvkeep.models.layers.primitives import Linear, padded_rows
+from kvkeep.models.layers.primitives import Linear, padded_row_count
 
 PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(300)]
 
@@ -37,17 +37,17 @@ def test_products_of_all_prompt_lengths_have_few_row_counts(model: Model) -> Non
             session.next_token()
         session.score(PROMPT)
     assert len(products.rows) <= 29
-    assert products.rows <= {padded_rows(n) for n in range(1, 301)}
+    assert products.rows <= {padded_row_count(n) for n in range(1, 301)}
 
 
 def test_row_counts_up_to_512_are_padded_to_35_sizes() -> None:
-    sizes = [padded_rows(n) for n in range(1, 513)]
+    sizes = [padded_row_count(n) for n in range(1, 513)]
     assert len(set(sizes)) == 35
     assert sizes == sorted(sizes)
     for n, size in enumerate(sizes, 1):
         assert n <= size <= n + max(3, n / 4.5)
-        assert padded_rows(size) == size
-    assert [padded_rows(n) for n in (513, 640, 641, 4232)] == [640, 640, 768, 4352]
+        assert padded_row_count(size) == size
+    assert [padded_row_count(n) for n in (513, 640, 641, 4232)] == [640, 640, 768, 4352]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -24,7 +24,7 @@ from kvkeep.integrations.transformers.interface import (
 from kvkeep.integrations.transformers.step_runner import StepRunner
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
-from kvkeep.models.layers.primitives import checked_finite
+from kvkeep.models.layers.primitives import require_finite
 from kvkeep.policies import Full
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
@@ -79,12 +79,12 @@ class TransformersExecutor:
         while self.hook_handles:
             self.hook_handles.pop().remove()
 
-    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
         """Return the final hidden states of a step, `[tokens, hidden_size]`."""
         self.require_not_moved()
         rows = len(step.steps) if isinstance(step, GroupStep) else 1
         runner = StepRunner(self.facts, step, self.configs[0])
-        recording = nullcontext() if norms is None else self._record_norms(norms)
+        recording = nullcontext() if input_norms is None else self._record_norms(input_norms)
         with recording, use_backend(runner, self.configs), torch.inference_mode():
             ids = tokens.view(rows, -1)
             output = self.body(input_ids=ids, past_key_values=runner.cache, use_cache=True)
@@ -93,13 +93,13 @@ class TransformersExecutor:
         return hidden.flatten(0, 1)
 
     @contextmanager
-    def _record_norms(self, norms: Tensor) -> Iterator[None]:
-        """Write the norm of each token's input to each layer to `norms[layer]`."""
+    def _record_norms(self, input_norms: Tensor) -> Iterator[None]:
+        """Write the norm of each token's input to each layer to `input_norms[layer]`."""
         names = {module: name for name, module in self.body.named_modules()}
 
         def record(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
             layer_input = args[0] if args else kwargs["hidden_states"]  # [1, n, hidden]
-            norms[index] = layer_input[0].float().norm(dim=-1)
+            input_norms[index] = layer_input[0].float().norm(dim=-1)
 
         with ExitStack() as hooks:
             for index, call in enumerate(self.facts.calls):
@@ -112,7 +112,7 @@ class TransformersExecutor:
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.require_not_moved()
-        return checked_finite(self._head.logits(hidden))
+        return require_finite(self._head.logits(hidden))
 
     def unpack_matrix(self, name: str) -> Tensor:
         """Raise InvalidArgument; other executors return a matrix by kvkeep's name of it."""

@@ -26,7 +26,7 @@ from kvkeep.integrations.transformers.interface import body_name
 from kvkeep.model import DTYPES, Model, resolve_device
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packed import converted_file
 from kvkeep.runtime.cpu import limit_torch_threads
@@ -251,7 +251,7 @@ def _weights_by_name(executor: TransformersExecutor) -> dict[str, Tensor]:
         f"transformers.{name}": weight.detach()
         for name, weight in executor.model.state_dict().items()
     }
-    tensors[NORM] = torch.zeros(0, dtype=facts.dtype, device=facts.device)
+    tensors[FINAL_NORM] = torch.zeros(0, dtype=facts.dtype, device=facts.device)
     for index, call in enumerate(facts.calls):
         for name in _OUTPUT_PROJECTIONS:
             linear = getattr(call.module, name, None)

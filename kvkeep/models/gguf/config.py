@@ -72,10 +72,7 @@ _SAMPLING_FIELDS = {
 
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
-    """Return a config that `read_spec` and transformers 4 and 5 read alike.
-
-    Raises UnsupportedModel, and BadModelFile for missing fields.
-    """
+    """Return a config.json for transformers 4 and 5. Raises UnsupportedModel, BadModelFile."""
     _check_supported(file)
     head_dim = rotary_dim = _head_dim(file)
     architecture, model_type = _model_class(file)
@@ -130,10 +127,7 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _model_class(file: GgufFile) -> tuple[str, str]:
-    """Return the transformers class and model_type.
-
-    They are not always those of `_CLASS_AND_MODEL_TYPE`: a Mixtral's file says "llama", too.
-    """
+    """Return the transformers class and model_type. A Mixtral's file says "llama", for example."""
     if file.arch == "llama" and file.non_negative_int("llama.expert_count", 0):
         return "MixtralForCausalLM", "mixtral"
     if file.arch == "llama" and _sliding_window(file):
@@ -150,9 +144,9 @@ def _family_fields(
 ) -> dict[str, Any]:
     """Return the fields that differ between families. config: the fields of all families."""
     arch, fields = file.arch, dict[str, Any]()
-    if not family.gemma3n and not family.gemma4:  # these have a width for each layer
+    if not family.is_gemma3n and not family.is_gemma4:  # these have a width for each layer
         fields["intermediate_size"] = file.uniform_int(_mlp_width_key(file))
-    if not family.gemma4:
+    if not family.is_gemma4:
         heads = config["num_attention_heads"]
         fields["num_key_value_heads"] = file.uniform_int("{arch}.attention.head_count_kv", heads)
     if family.cohere_logit_scale:

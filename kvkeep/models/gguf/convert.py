@@ -39,9 +39,7 @@ def convert(gguf_path: Path, folder: Path, progress: bool) -> None:
     """Write the model in a GGUF file to `folder`: its tensors, config, tokenizer, chat template.
 
     Everything is checked before `folder` is created. Tensors are converted in chunks of rows, which
-    bounds memory. progress: show a progress bar.
-
-    Raises BadModelFile, UnsupportedModel.
+    bounds memory. progress: show a progress bar. Raises BadModelFile, UnsupportedModel.
     """
     file = GgufFile.open(gguf_path)
     config = config_from_gguf(file)
@@ -79,15 +77,10 @@ def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.i
     return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-_REORDERED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Ministral3ForCausalLM",
-    "GraniteForCausalLM",
-    "MixtralForCausalLM",
-    "GraniteMoeForCausalLM",
-    "SmolLM3ForCausalLM",
-)
+_REORDERED_ARCHITECTURES = [
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Ministral3", "Granite", "Mixtral", "GraniteMoe", "SmolLM3")
+]
 
 
 def _write_weights(
@@ -112,8 +105,10 @@ def _write_weights(
 
     def converted_chunks(name: str) -> Iterator[Matrix]:
         gguf_tensor, row_indices = sources[name]
+        # GGUF stores Gemma's norms as weight + 1, in float32, where subtracting it is exact.
+        offset = 1.0 if spec.unit_norms and name.endswith("norm.weight") else 0.0
         for row_chunk in _row_chunks(row_indices, gguf_tensor):
-            yield _convert_rows(gguf_tensor, formats[name], row_chunk, _norm_offset(spec, name))
+            yield _convert_rows(gguf_tensor, formats[name], row_chunk, offset)
 
     matrices = {
         name: NewMatrix(stored_format, shapes[name], converted_chunks(name))
@@ -171,25 +166,15 @@ def _convert_rows(
     return (unpacked - offset if offset else unpacked).to(target)
 
 
-def _norm_offset(spec: ModelSpec, name: str) -> float:
-    """Return what to subtract: 1 from Gemma's norms, which GGUF stores as weight + 1; else 0."""
-    return 1.0 if spec.unit_norms and name.endswith("norm.weight") else 0.0
-
-
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     """Return the contents of tokenizer_config.json: the class, and the texts of special tokens."""
-    fields = {
-        "bos": "bos_token",
-        "eos": "eos_token",
-        "unknown": "unk_token",
-        "padding": "pad_token",
-    }
-    fields |= {"eot": "eot_token", "eom": "eom_token"}
-    tokens = {field: special_token(file, role) for role, field in fields.items()}
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "eot": "eot"}
+    names["eom"] = "eom"
+    tokens = {f"{name}_token": special_token(file, role) for role, name in names.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{field: token for field, token in tokens.items() if token is not None},
+        **{name: token for name, token in tokens.items() if token is not None},
     }
 
 

@@ -37,10 +37,7 @@ _GELU_FIELDS: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
 def experts_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config fields of experts; empty without experts.
-
-    Raises UnsupportedModel, and BadModelFile for missing fields.
-    """
+    """Return the fields of experts; empty without them. Raises UnsupportedModel, BadModelFile."""
     arch, num_experts = file.arch, file.non_negative_int("{arch}.expert_count", 0)
     if arch not in _NUM_EXPERTS_ARCHS + _NUM_LOCAL_EXPERTS_ARCHS:
         if num_experts:
@@ -81,9 +78,7 @@ def layers_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return the sliding window and layer types; empty for families without local layers.
 
     config: the fields of all families. Without `layer_types` in the result, the defaults of the
-    model's class apply.
-
-    Raises UnsupportedModel, BadModelFile.
+    model's class apply. Raises UnsupportedModel, BadModelFile.
     """
     arch, num_layers = file.arch, config["num_hidden_layers"]
     if arch not in _LOCAL_ARCHS or (arch == "olmo2" and not is_olmo3(file)):
@@ -151,10 +146,7 @@ def _local_rope_fields(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]
 
 
 def gemma_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config fields of a Gemma; empty for other families.
-
-    Raises UnsupportedModel, BadModelFile.
-    """
+    """Return the fields of a Gemma; empty for others. Raises UnsupportedModel, BadModelFile."""
     match file.arch:
         case "gemma2" | "gemma3":
             return _gemma2_config(file)

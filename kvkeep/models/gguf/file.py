@@ -59,11 +59,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map a file, or all parts of a split model.
-
-        Raises BadModelFile if a file is missing, empty, truncated, corrupt, or not GGUF, and
-        UnsupportedModel if it is newer than gguf-py.
-        """
+        """Map a file, or all parts of a split model. Raises BadModelFile, UnsupportedModel."""
         parts = [cls._open_part(part_path) for part_path in part_paths(path)]
         for index, part in enumerate(parts):
             part._check_part_index(index, len(parts))
@@ -145,19 +141,15 @@ class GgufFile:
 
     def uniform_int(self, key: str, default: int | None = None) -> int:
         """Return a number stated once or per layer. Raises UnsupportedModel if layers differ."""
-        if not isinstance(self.metadata.get(self.full_key(key)), list):
+        numbers: list[int] | None = self.metadata.get(self.full_key(key))
+        if not isinstance(numbers, list):
             return self.positive_int(key, default)
-        counts: list[int] = self._checked_value(
-            key,
-            None,
-            "a whole number of at least 1, or a list of them",
-            lambda values: any(values) and all(_is_integer_from(0, count) for count in values),
-        )
-        if len(set(counts)) > 1:
-            key = self.full_key(key)
-            feature = f"has a different {key} in each layer ({short_repr(counts)})"
+        if not any(numbers) or not all(_is_integer_from(0, number) for number in numbers):
+            raise self.invalid_error(key, "a whole number of at least 1, or a list of them")
+        if len(set(numbers)) > 1:
+            feature = f"has a different {self.full_key(key)} in each layer ({short_repr(numbers)})"
             raise self.unsupported_error(feature)
-        return counts[0]
+        return numbers[0]
 
     def layer_count(self) -> int:
         num_layers = self.positive_int("{arch}.block_count")
@@ -173,8 +165,8 @@ class GgufFile:
         value = self.value(key)
         numbers = value if isinstance(value, list) else [value] * num_layers
         if len(numbers) != num_layers or not all(_is_integer_from(1, x) for x in numbers):
-            expected = f"a whole number of at least 1 for each of {num_layers} layers"
-            raise self.invalid_error(key, expected)
+            one_each = f"a whole number of at least 1 for each of {num_layers} layers"
+            raise self.invalid_error(key, one_each)
         return numbers
 
     def integer(self, key: str) -> int:

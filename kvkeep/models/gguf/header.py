@@ -25,10 +25,7 @@ _MAX_TENSOR_TYPES = 256  # GGML numbers its types from 0: no release has more th
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Return the paths of all parts of a split model, in order, or that of its only file.
-
-    Raises BadModelFile if a part is missing.
-    """
+    """Return the paths of a model's parts, in order. Raises BadModelFile if one is missing."""
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -49,10 +46,7 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def check_header(path: Path) -> None:
-    """Check the magic number, the version, and the header against the length of the file.
-
-    Raises BadModelFile, and UnsupportedModel for tensor types that the installed gguf-py lacks.
-    """
+    """Check a file's header, before gguf-py reads it. Raises BadModelFile, UnsupportedModel."""
     _check_magic(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -89,10 +83,7 @@ def _check_magic(path: Path) -> None:
 
 
 class _HeaderScanner:
-    """A cursor over the entries of a GGUF header: metadata fields, then descriptions of tensors.
-
-    Its methods move it past what they read or skip, and raise ValueError at the end of the file.
-    """
+    """A cursor over a header's entries. Methods move it on, and raise ValueError at the end."""
 
     def __init__(self, data: mmap.mmap):
         self._data = data
@@ -101,8 +92,8 @@ class _HeaderScanner:
 
     def scan(self) -> None:
         tensor_count, field_count = self._read_uint(8), self._read_uint(8)
-        # The fewest bytes of an entry: a field has the length of its key, and a type; a tensor has
-        # the length of its name, the number of its dimensions, a type, and an offset.
+        # An entry has at least these bytes: the length of a key, and a value's type; or the length
+        # of a tensor's name, its number of dimensions, type, and offset.
         for _ in range(self._checked_count(field_count, entry_bytes=8 + 4)):
             self._read_string()
             self._skip_value(self._read_uint(4), depth=0)

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 
 
 @dataclass(frozen=True)
-class PreTokenizerSettings:
+class PreTokenizerSpec:
     """A pre-tokenizer, and tokenizer settings that differ with it.
 
     patterns: applied in turn, each to the pieces of the previous one. Matches and the text between
@@ -45,10 +45,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _gpt4_words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
-    """Return the pattern of GPT-4, in the form of Llama 3 and Qwen.
-
-    digits, spaces: patterns of a run of these. letters: what a class of letters contains.
-    """
+    """Return the pattern of GPT-4, as in Llama 3. letters: what a class of letters contains."""
     other = rf"[^\s{letters}\p{{N}}]"
     return (
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?{other}+[\r\n]*|{spaces}"
@@ -63,8 +60,8 @@ def _gpt4o_words(
 ) -> str:
     """Return the pattern of GPT-4o, in which upper-case letters only begin a word.
 
-    digits, contractions: patterns of these. class_suffix: excludes letters from the letter classes.
-    closing: characters that attach to the punctuation before them.
+    class_suffix: excludes letters from the letter classes. closing: characters that attach to the
+    punctuation before them.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
@@ -119,38 +116,38 @@ _GPT4, _GPT4O = _gpt4_words(_THREE_DIGITS), _gpt4o_words(_THREE_DIGITS)
 
 # Each pre-tokenizer by all names that files have for it.
 _BY_NAMES = {
-    "default": PreTokenizerSettings(_DEFAULT),
-    "gpt-2 phi-2 exaone4 gigachat a.x-4.0 mellum trillion granite-docling": PreTokenizerSettings(
+    "default": PreTokenizerSpec(_DEFAULT),
+    "gpt-2 phi-2 exaone4 gigachat a.x-4.0 mellum trillion granite-docling": PreTokenizerSpec(
         (_GPT2,)
     ),
-    "olmo": PreTokenizerSettings((_GPT2,), nfc=True),
-    "smollm starcoder refact codeshell exaone minerva-7b mellum2": PreTokenizerSettings(
+    "olmo": PreTokenizerSpec((_GPT2,), nfc=True),
+    "smollm starcoder refact codeshell exaone minerva-7b mellum2": PreTokenizerSpec(
         (_DIGIT, _GPT2)
     ),
-    "command-r": PreTokenizerSettings((_DIGIT, _GPT2), nfc=True),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": PreTokenizerSettings(
+    "command-r": PreTokenizerSpec((_DIGIT, _GPT2), nfc=True),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": PreTokenizerSpec(
         (_GPT4,), ignore_merges=True, add_bos=True
     ),
-    "dbrx smaug-bpe glm4 chatglm-bpe": PreTokenizerSettings((_GPT4,)),
-    "qwen2 deepseek-r1-qwen stablelm2": PreTokenizerSettings((_gpt4_words(_DIGIT),), nfc=True),
-    "hunyuan solar-open grok-2 kormo megrez": PreTokenizerSettings((_gpt4_words(_DIGIT),)),
-    "qwen35": PreTokenizerSettings((_gpt4_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
-    "laguna": PreTokenizerSettings((r"[^\n]+|[\n]+", _gpt4_words(_DIGIT))),
-    "minicpm5": PreTokenizerSettings((_THREE_DIGITS, _gpt4_words(r"\p{N}+")), ignore_merges=True),
-    "jais-2": PreTokenizerSettings((_gpt4_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizerSettings((_GPT4O,)),
-    "tekken": PreTokenizerSettings(
+    "dbrx smaug-bpe glm4 chatglm-bpe": PreTokenizerSpec((_GPT4,)),
+    "qwen2 deepseek-r1-qwen stablelm2": PreTokenizerSpec((_gpt4_words(_DIGIT),), nfc=True),
+    "hunyuan solar-open grok-2 kormo megrez": PreTokenizerSpec((_gpt4_words(_DIGIT),)),
+    "qwen35": PreTokenizerSpec((_gpt4_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
+    "laguna": PreTokenizerSpec((r"[^\n]+|[\n]+", _gpt4_words(_DIGIT))),
+    "minicpm5": PreTokenizerSpec((_THREE_DIGITS, _gpt4_words(r"\p{N}+")), ignore_merges=True),
+    "jais-2": PreTokenizerSpec((_gpt4_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizerSpec((_GPT4O,)),
+    "tekken": PreTokenizerSpec(
         (_gpt4o_words(_DIGIT, contractions=""),), ignore_merges=True, add_bos=True
     ),
-    "tiny_aya cohere2moe": PreTokenizerSettings((_TINY_AYA, _GPT4O)),
-    "kimi-k2": PreTokenizerSettings((_KIMI,)),
-    "youtu": PreTokenizerSettings((_YOUTU, _gpt4o_words(_DIGIT)), ignore_merges=True),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizerSettings(
+    "tiny_aya cohere2moe": PreTokenizerSpec((_TINY_AYA, _GPT4O)),
+    "kimi-k2": PreTokenizerSpec((_KIMI,)),
+    "youtu": PreTokenizerSpec((_YOUTU, _gpt4o_words(_DIGIT)), ignore_merges=True),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizerSpec(
         (_THREE_DIGITS, _CHINESE_AND_KANA, _DEEPSEEK3_WORDS)
     ),
-    "deepseek-coder": PreTokenizerSettings(_DEEPSEEK_CODER),
-    "bailingmoe bailingmoe2 llada-moe": PreTokenizerSettings((_BAILING,)),
-    "seed-coder": PreTokenizerSettings((_SEED_CODER,)),
-    "exaone-moe": PreTokenizerSettings((_EXAONE_MOE,)),
+    "deepseek-coder": PreTokenizerSpec(_DEEPSEEK_CODER),
+    "bailingmoe bailingmoe2 llada-moe": PreTokenizerSpec((_BAILING,)),
+    "seed-coder": PreTokenizerSpec((_SEED_CODER,)),
+    "exaone-moe": PreTokenizerSpec((_EXAONE_MOE,)),
 }
 PRE_TOKENIZERS = {name: entry for names, entry in _BY_NAMES.items() for name in names.split()}

@@ -25,9 +25,7 @@ _PHI3 = "phi3"  # has two tables whatever the type, and its config calls longrop
 def rope_scaling(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None:
     """Return the `rope_scaling` of config.json; None if nothing is scaled.
 
-    rotary_dim: how many dimensions of a head are rotated, two for each pair.
-
-    Raises UnsupportedModel, BadModelFile.
+    rotary_dim: how many dimensions of a head are rotated. Raises UnsupportedModel, BadModelFile.
     """
     scaling = _rope_scaling_without_queries(file, rotary_dim)
     if not scales_queries(file):
@@ -72,7 +70,7 @@ def scales_queries(file: GgufFile) -> bool:
 
 
 def _rope_scaling_without_queries(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None:
-    """Return the scaling that type, factor, tables and attn_factor have together."""
+    """Return the scaling of rotations: by type, factor, tables and attn_factor together."""
     scaling, attn_factor = _scaling_by_type(file), attention_factor(file)
     tables = _divisor_tables(file, rotary_dim)
     has_divisors = len(tables) == 2 or any(divisor != 1 for table in tables for divisor in table)
@@ -159,10 +157,7 @@ def _yarn_scaling(file: GgufFile, factor: float) -> dict[str, Any]:
 
 
 def _divisor_tables(file: GgufFile, rotary_dim: int) -> list[list[float]]:
-    """Return the tables of frequency divisors, `[rotated pairs]` each: none, one, or two.
-
-    Two are longrope's, for short and for long texts.
-    """
+    """Return the tables of frequency divisors: none, one, or longrope's short and long."""
     has_two = file.arch == _PHI3 or _scaling_type(file) == "longrope"
     expected = _TWO_TABLE_NAMES if has_two else _ONE_TABLE_NAMES
     present = [name for name in _ONE_TABLE_NAMES + _TWO_TABLE_NAMES if name in file.tensors]
@@ -220,16 +215,14 @@ def _products(a: list[float], b: list[float]) -> list[float]:
     return [shortest_decimal(x * y) for x, y in zip(a, b, strict=True)]
 
 
-def _longrope(
-    divisors: list[list[float]], attn_factor: float, trained_length: int
-) -> dict[str, Any]:
-    """Return a longrope scaling. divisors: for texts up to the trained length, and for longer."""
+def _longrope(tables: list[list[float]], attn_factor: float, length: int) -> dict[str, Any]:
+    """Return a longrope scaling. tables: divisors for texts up to `length`, and for longer ones."""
     return {
         "rope_type": "longrope",
-        "short_factor": divisors[0],
-        "long_factor": divisors[1],
+        "short_factor": tables[0],
+        "long_factor": tables[1],
         "attention_factor": shortest_decimal(attn_factor),
-        "original_max_position_embeddings": trained_length,
+        "original_max_position_embeddings": length,
     }
 
 

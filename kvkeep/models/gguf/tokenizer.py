@@ -30,11 +30,7 @@ _NOT_PIECES = (UNKNOWN, CONTROL, BYTE)  # types of tokens that no text is merged
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:
-    """Build the tokenizer that a GGUF file describes.
-
-    Raises UnsupportedModel for other kinds and unknown pre-tokenizers, and BadModelFile if the
-    vocabulary is incomplete.
-    """
+    """Build the tokenizer that a GGUF file describes. Raises UnsupportedModel, BadModelFile."""
     kind = file.string("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
         raise UnsupportedModel(

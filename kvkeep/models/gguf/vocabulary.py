@@ -59,10 +59,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: GgufFile) -> Self:
-        """Read the vocabulary of a file, with warnings of missing types and equal tokens.
-
-        Raises BadModelFile if tokens are missing or the types do not match them.
-        """
+        """Read a file's vocabulary; warn of missing types and equal tokens. Raises BadModelFile."""
         tokens = file.strings("tokenizer.ggml.tokens")
         types = _token_types(file, tokens)
         if len(types) != len(tokens):

@@ -18,7 +18,7 @@ class Decoder:
 
     Args:
         tensors: weights by Hugging Face name, all of one dtype and on one device.
-        packed: matrices that a compiled decode step reads instead of tensors; may be empty. If the
+        packed: quantised matrices by name, which compiled kernels read; may be empty. If the
             executor reads a matrix packed, `tensors` need not hold it.
         executor: chosen when the model is loaded (`kvkeep.executors`); torch by default.
     """
@@ -40,9 +40,9 @@ class Decoder:
         """All weights as tensors; a matrix that is stored packed only is unpacked on access."""
         return _UnpackedWeights(self)
 
-    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
-        """Evaluate `tokens: [n]` into a cache's step; see `Executor.hidden`."""
-        return self.executor.hidden(tokens, step, norms)
+    def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
+        """Evaluate `tokens: [n]` into a cache's step; see `Executor.forward`."""
+        return self.executor.forward(tokens, step, input_norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""
@@ -56,12 +56,12 @@ class Decoder:
         """
         spec, weights, norms = self.spec, self.weights, []
         heads_per_kv_head = spec.heads // spec.kv_heads
-        for index, layer_values in zip(spec.layers_with_cells(spec.groups[0]), values, strict=True):
-            weight = weights[f"model.layers.{index}.self_attn.o_proj.weight"]
+        for layer, layer_values in zip(spec.layers_with_cells(spec.groups[0]), values, strict=True):
+            weight = weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
             weight_per_head = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
             repeated_values = layer_values.to(weight.dtype).repeat_interleave(heads_per_kv_head, 0)
             norm = (repeated_values @ weight_per_head).float().norm(dim=-1)
-            norms.append(norm.clamp_min(torch.finfo(torch.float32).tiny))
+            norms.append(norm.clamp_min(torch.finfo(torch.float32).tiny))  # above 0 for logarithms
         return torch.stack(norms)
 
     def new_cache(
@@ -69,6 +69,7 @@ class Decoder:
         bits: Bits = Bits(),  # noqa: B008
         max_kv_size: int | None = None,
     ) -> KVCache:
+        """Return an empty cache. bits: of stored cells. max_kv_size: the policy's budget, in cells."""
         return new_cache(self.spec, self.tensors, bits, max_kv_size)
 
 

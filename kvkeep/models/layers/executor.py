@@ -14,24 +14,26 @@ from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.static import ReplayKey, StaticStep, replay_key
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.layers.network import Network
-from kvkeep.models.layers.primitives import checked_finite
+from kvkeep.models.layers.primitives import require_finite
 
 AnyStep = DecodeStep | ChunkStep | GroupStep
 
 
 class Executor(Protocol):
-    """Computes a model's forward pass over the step that a cache, or a group of them, has opened.
+    """Computes a model's forward pass over a step, which a cache or a group of caches has opened.
 
     name: identifies how it computes; executors differ in where they round.
     """
 
     name: str
 
-    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
-        """Evaluate `tokens: [n]` into the step; return `[n, hidden_size]`, normed.
+    def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
+        """Evaluate tokens: store their cells by the step, and return their final hidden states.
 
-        norms: for a chunk only, `[layers, n]` float32, filled with the norm of the residual stream
-            that each layer reads.
+        tokens: ids, `[n]`. input_norms: for a chunk only, an output buffer, `[layers, n]` float32,
+            filled with the norm of the residual stream that each layer reads.
+
+        Returns `[n, hidden_size]`, after the final norm.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -49,11 +51,11 @@ class TorchExecutor:
     def __init__(self, network: Network):
         self._network = network
 
-    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
-        return self._network.forward(tokens, step.layer_attention, norms)
+    def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
+        return self._network.forward(tokens, step.layer_attention, input_norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return checked_finite(self._network.logits(hidden))
+        return require_finite(self._network.logits(hidden))
 
     def unpack_matrix(self, name: str) -> Tensor:
         raise KeyError(name)  # everything is a tensor
@@ -62,9 +64,9 @@ class TorchExecutor:
 class GraphExecutor(TorchExecutor):
     """Computes in torch, and replays decode steps of a full ring by a CUDA graph.
 
-    A step is replayed if it has a replay key, which equals that of the step before. Only the last
-    graph is kept: sessions that alternate record anew, and a session's memory is held until another
-    one decodes.
+    A step is replayed if its replay key (addresses and ranges of the cells that it reads) equals
+    that of the step before. Only the last graph is kept: sessions that alternate record anew, and a
+    session's memory is held until another one decodes.
     """
 
     name = "CUDA graphs"
@@ -74,12 +76,12 @@ class GraphExecutor(TorchExecutor):
         self._graph: DecodeGraph | None = None
         self._last_replay_key: ReplayKey | None = None
 
-    def hidden(self, tokens: Tensor, step: AnyStep, norms: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
         replayed = self.replay(tokens, step) if isinstance(step, DecodeStep) else None
-        return super().hidden(tokens, step, norms) if replayed is None else replayed
+        return super().forward(tokens, step, input_norms) if replayed is None else replayed
 
     def replay(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
-        """Return hidden states as `hidden` does; None if there is no graph for this step."""
+        """Return hidden states as `forward` does; None if there is no graph for this step."""
         current, previous = replay_key(step), self._last_replay_key
         self._last_replay_key = current
         if current is None or current != previous:
@@ -87,25 +89,25 @@ class GraphExecutor(TorchExecutor):
             return None
         if self._graph is None:
             self._graph = DecodeGraph(self._network, step)
-        return self._graph.hidden(tokens, step)
+        return self._graph.forward(tokens, step)
 
 
 class DecodeGraph:
-    """One session's decode step, valid while its replay key stays the same."""
+    """A CUDA graph of one session's decode step, valid while its replay key stays the same."""
 
     def __init__(self, network: Network, step: DecodeStep):
         self._static_step = StaticStep(step)
         device = step.newest_segment.layout.device
         self._tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        self._forward = partial(network.forward, self._tokens, self._static_step)
-        self._recording: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its hidden states
+        self._run_network = partial(network.forward, self._tokens, self._static_step)
+        self._recording: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and its output
 
-    def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor:
+    def forward(self, tokens: Tensor, step: DecodeStep) -> Tensor:
         """Evaluate a token into a step with this replay key; return `[1, hidden_size]`."""
         self._static_step.load(step)
         self._tokens.copy_(tokens)
         if self._tokens.device.type != "cuda":
-            return self._forward()  # the same code without a graph
+            return self._run_network()  # the same code without a graph
         if self._recording is None:
             self._recording = self._record()
         graph, hidden = self._recording
@@ -113,14 +115,15 @@ class DecodeGraph:
         return hidden.clone()
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Record a forward pass. Returns the graph and the tensor that each replay writes."""
         # Run once beforehand on a side stream, so that libraries initialise outside the recording.
         # It writes the same cell that the replay writes again.
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            self._forward()
+            self._run_network()
         torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            hidden = self._forward()
+            hidden = self._run_network()
         return graph, hidden

@@ -32,16 +32,17 @@ GATING_FUNCTIONS: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
 class Mlp:
     """A gated MLP (SwiGLU and GEGLU, arXiv:2002.05202).
 
-    sparsity: the share of gate values that are zeroed.
+    width: the intermediate size. bias: whether all three projections have one. sparsity: the share
+    of gate values that are zeroed.
     """
 
     def __init__(
         self, weights: NamedWeights, prefix: str, width: int, bias: bool, sparsity: float = 0
     ):
-        hidden = weights.spec.hidden_size
-        self._gate = weights.matrix(f"{prefix}.gate_proj.weight", width, hidden, bias)
-        self._up = weights.matrix(f"{prefix}.up_proj.weight", width, hidden, bias)
-        self._down = weights.matrix(f"{prefix}.down_proj.weight", hidden, width, bias)
+        hidden_size = weights.spec.hidden_size
+        self._gate = weights.matrix(f"{prefix}.gate_proj.weight", width, hidden_size, bias)
+        self._up = weights.matrix(f"{prefix}.up_proj.weight", width, hidden_size, bias)
+        self._down = weights.matrix(f"{prefix}.down_proj.weight", hidden_size, width, bias)
         self._gating = GATING_FUNCTIONS[weights.spec.gating]
         self._threshold_stds = NormalDist().inv_cdf(sparsity) if sparsity else None
 
@@ -54,15 +55,15 @@ class Mlp:
 
 
 def _sparsify(gate: Tensor, threshold_stds: float) -> Tensor:
-    """Keep only gate values far above their mean, less the bound (Gemma 3n, arXiv:2506.06644).
+    """Subtract a threshold from gate values, and zero those below it (Gemma 3n, arXiv:2506.06644).
 
-    The bound follows from a normal distribution, so that nothing is sorted: 5% of it lie above
+    The threshold follows from a normal distribution, so that nothing is sorted: 5% of it lie above
     1.645 standard deviations, and a sparsity of 0.95 keeps these.
 
     gate: `[n, intermediate_size]`. threshold_stds: standard deviations from the mean of a token's
-    values to the bound.
+    values to the threshold.
     """
-    gate32 = gate.float()  # few values are kept, and they depend on the bound's last bits
+    gate32 = gate.float()  # few values are kept, and they depend on the threshold's last bits
     std = gate32.std(dim=-1, correction=0, keepdim=True)
     threshold = gate32.mean(dim=-1, keepdim=True) + threshold_stds * std
     return F.relu(gate32 - threshold).to(gate.dtype)
@@ -79,35 +80,37 @@ class Experts:
     """
 
     def __init__(self, weights: NamedWeights):
-        spec, hidden, bias = weights.spec, weights.spec.hidden_size, weights.spec.clamped_experts
+        spec, hidden_size = weights.spec, weights.spec.hidden_size
+        bias = spec.clamped_experts  # only gpt-oss has biases
         self._experts_per_token, self._norm_topk = spec.experts_per_token, spec.norm_topk
-        self._router = weights.float32_linear("mlp.gate.weight", spec.experts, hidden, bias)
+        self._router = weights.float32_linear("mlp.gate.weight", spec.experts, hidden_size, bias)
         self._experts = [
             Mlp(weights, f"mlp.experts.{i}", spec.expert_size, bias) for i in range(spec.experts)
         ]
         self._shared: Mlp | None = None
         if spec.shared_expert_size:
             self._shared = Mlp(weights, "mlp.shared_expert", spec.shared_expert_size, bias=False)
-            self._shared_gate = weights.float32_linear("mlp.shared_expert_gate.weight", 1, hidden)
+            shared_gate = "mlp.shared_expert_gate.weight"
+            self._shared_gate = weights.float32_linear(shared_gate, 1, hidden_size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape."""
         return self.apply(x, *self.route(x))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights (float32) and experts (int64) of each token, `[n, per_token]`."""
+        """Return weights (float32) and ids (int64) of each token's experts, `[n, per_token]`."""
         scores, expert_ids = self._router(x.float()).sort(dim=-1, descending=True, stable=True)
         candidates = scores[:, : self._experts_per_token] if self._norm_topk else scores
         routing_weights = candidates.softmax(-1)[:, : self._experts_per_token]
         return routing_weights, expert_ids[:, : self._experts_per_token]
 
     def apply(self, x: Tensor, routing_weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Map `[n, hidden_size]` to the same shape, routed as `route` returned it."""
+        """Map `[n, hidden_size]` to the same shape by the experts that `route` has chosen."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        # Assignments sorted by expert; assignment a is of token a // per_token.
-        order = expert_ids.flatten().argsort(stable=True)
+        # An assignment is an index into the flattened ids: a is of token a // per_token.
+        by_expert = expert_ids.flatten().argsort(stable=True)
         counts = expert_ids.flatten().bincount(minlength=len(self._experts)).tolist()
-        for expert, assignments in zip(self._experts, torch.split(order, counts), strict=True):
+        for expert, assignments in zip(self._experts, torch.split(by_expert, counts), strict=True):
             if len(assignments):
                 rows = assignments // self._experts_per_token
                 output = expert(x[rows]).float() * routing_weights.flatten()[assignments, None]
@@ -117,8 +120,8 @@ class Experts:
         return total.to(x.dtype)
 
 
-# Tensor names behind a layer's prefix: norms of the MLP's output and of the experts' input and
-# output, and the router's scales.
+# Tensor names after a layer's prefix: norms of the MLP's output and of the experts' input and
+# output, by the fields of the kernels' struct, and the router's scales.
 PARALLEL_NORMS = {
     "mlp_norm": "post_feedforward_layernorm_1",
     "norm": "pre_feedforward_layernorm_2",
@@ -136,16 +139,16 @@ class ParallelExperts:
     """
 
     def __init__(self, weights: NamedWeights, experts: Experts):
-        hidden = weights.spec.hidden_size
+        hidden_size = weights.spec.hidden_size
         self._experts, self._eps = experts, weights.spec.norm_eps
         self._mlp_norm, self._norm, self._output_norm = (
-            weights.norm(f"{name}.weight", hidden) for name in PARALLEL_NORMS.values()
+            weights.norm(f"{name}.weight", hidden_size) for name in PARALLEL_NORMS.values()
         )
-        self._router_scale = weights.tensor(ROUTER_SCALE, hidden).float()
+        self._router_scale = weights.tensor(ROUTER_SCALE, hidden_size).float()
         self._expert_scales = weights.tensor(EXPERT_SCALES, weights.spec.experts).float()
 
     def __call__(self, x: Tensor, mlp_output: Tensor) -> Tensor:
-        """Return the sum of MLP and experts. x: the residual stream; all `[n, hidden_size]`."""
+        """Return the sum of MLP and experts. x: the residual stream; both `[n, hidden_size]`."""
         x32 = x.float()
         router_input = F.rms_norm(x32, x32.shape[1:], None, self._eps) * self._router_scale
         routing_weights, expert_ids = self._experts.route(router_input * x32.shape[1] ** -0.5)

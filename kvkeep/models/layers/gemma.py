@@ -9,7 +9,7 @@ which each layer computes one. Before a layer all streams are predicted from all
 transforms the active one; the difference from its prediction corrects all streams. The coefficients
 of the prediction are computed from the active stream, those of the correction from the output:
 
-    streams     [n, inputs, hidden_size]
+    streams     [n, num_streams, hidden_size]
     predicted   stream i + sum over j of coefficient[i, j] * stream j
     corrected   predicted i + (1 + coefficient[i]) * (layer output - predicted active stream)
 
@@ -26,76 +26,74 @@ from torch import Tensor
 from kvkeep.models.layers.experts import GATING_FUNCTIONS
 from kvkeep.models.layers.primitives import NamedWeights
 
+# Tensor names of `PerLayerEmbedding`.
 PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 PROJECTION = "model.per_layer_model_projection.weight"
 PROJECTION_NORM = "model.per_layer_projection_norm.weight"
-# Tensor names behind a layer's prefix: gate, projection and norm of `PerLayerInput`.
+# Tensor names after a layer's prefix: gate, projection and norm of `PerLayerInput`.
 LAYER_PARTS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
 class PerLayerEmbedding:
-    """The vectors of all layers.
+    """Computes the per-layer embeddings of tokens, for all layers at once."""
 
-    factor: multiplies the table's rows.
-    """
-
-    def __init__(self, weights: NamedWeights, factor: float):
-        spec, self._factor = weights.spec, factor
-        self._size = spec.per_layer_size
+    def __init__(self, weights: NamedWeights, table_multiplier: float):
+        spec, self._table_multiplier = weights.spec, table_multiplier
+        self._vector_size = spec.per_layer_size
         self._vocab_size = spec.per_layer_vocab or spec.vocab_size
-        total_size = spec.layers * self._size
+        total_size = spec.layers * self._vector_size
         self._table = weights.matrix(PER_LAYER_TABLE, self._vocab_size, total_size)
         self._projection = weights.matrix(PROJECTION, total_size, spec.hidden_size)
-        self._norm = weights.norm(PROJECTION_NORM, self._size)
+        self._norm = weights.norm(PROJECTION_NORM, self._vector_size)
 
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """Return `[n, size]` for each layer. tokens: `[n]`, x: embeddings `[n, hidden_size]`.
+        """Return `[n, per_layer_size]` for each layer. x: embeddings, `[n, hidden_size]`.
 
-        A token id beyond the table's rows takes row 0.
+        tokens: ids, `[n]`; one beyond the table's rows takes row 0.
         """
-        shape = (len(tokens), -1, self._size)
+        shape = (len(tokens), -1, self._vector_size)
         indices = torch.where(tokens < self._vocab_size, tokens, 0)
-        table_rows = (self._table.take_rows(indices) * self._factor).view(shape)
+        table_rows = (self._table.take_rows(indices) * self._table_multiplier).view(shape)
         projected = (self._projection(x) * x.shape[-1] ** -0.5).view(shape)
-        return ((self._norm(projected) + table_rows) * math.sqrt(0.5)).unbind(1)
+        return ((self._norm(projected) + table_rows) * math.sqrt(0.5)).unbind(1)  # by layer
 
 
 class PerLayerInput:
-    """The part of a layer that reads its per-layer vectors, gated as in its MLP."""
+    """The part of a layer that reads its per-layer embeddings, gated as in its MLP."""
 
     def __init__(self, weights: NamedWeights):
-        size, hidden = weights.spec.per_layer_size, weights.spec.hidden_size
+        size, hidden_size = weights.spec.per_layer_size, weights.spec.hidden_size
         gate, projection, norm = (f"{name}.weight" for name in LAYER_PARTS)
-        self._gate = weights.matrix(gate, size, hidden)
-        self._projection = weights.matrix(projection, hidden, size)
-        self._norm = weights.norm(norm, hidden)
+        self._gate = weights.matrix(gate, size, hidden_size)
+        self._projection = weights.matrix(projection, hidden_size, size)
+        self._norm = weights.norm(norm, hidden_size)
         self._gating = GATING_FUNCTIONS[weights.spec.gating]
 
     def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
-        """Return the update of the residual stream x, `[n, hidden_size]`. vectors: `[n, size]`."""
+        """Return the update of the residual stream x. vectors: `[n, per_layer_size]`."""
         return self._norm(self._projection(self._gating(self._gate(x), vectors)))
 
 
 class AltUpStreams:
-    """The streams' entry before the first layer and their exit after the last.
+    """Makes AltUp's streams before the first layer, and merges them after the last.
 
-    Each has a projection for each stream but the first, `[hidden_size, hidden_size]`.
+    Both have a projection for each stream but the first, `[hidden_size, hidden_size]`.
     """
 
     def __init__(self, weights: NamedWeights):
-        hidden, projections = weights.spec.hidden_size, range(weights.spec.altup_inputs - 1)
+        shape, indices = 2 * (weights.spec.hidden_size,), range(weights.spec.altup_inputs - 1)
         self._embed_projections, self._unembed_projections = (
-            [weights.matrix(f"model.{name}.{i}.weight", hidden, hidden) for i in projections]
+            [weights.matrix(f"model.{name}.{i}.weight", *shape) for i in indices]
             for name in ("altup_projections", "altup_unembed_projections")
         )
 
     def expand(self, x: Tensor) -> Tensor:
-        """Map embeddings `[n, hidden_size]` to streams, all scaled to the embedding's norm."""
+        """Map embeddings `[n, hidden_size]` to streams: the same, and projections of its RMS."""
         others = [_scale_to_rms(project(x), x) for project in self._embed_projections]
         return torch.stack((x, *others), dim=1)
 
     def merge(self, streams: Tensor) -> Tensor:
-        """Map streams to the input of the final norm, `[n, hidden_size]`: their mean."""
+        """Map streams to the input of the final norm, `[n, hidden_size]`: their scaled mean."""
         first, *others = streams.unbind(1)
         total = first.float()
         for project, other in zip(self._unembed_projections, others, strict=True):
@@ -110,21 +108,23 @@ class AltUp:
     """
 
     def __init__(self, weights: NamedWeights):
-        inputs, hidden = weights.spec.altup_inputs, weights.spec.hidden_size
+        num_streams, hidden_size = weights.spec.altup_inputs, weights.spec.hidden_size
         self._active_index = weights.spec.altup_active
         self._per_layer_input = PerLayerInput(weights)
-        self._router = weights.float32_linear("altup.modality_router.weight", inputs, hidden)
-        self._prediction = weights.float32_linear(
-            "altup.prediction_coefs.weight", inputs**2, inputs
-        )
-        self._correction = weights.float32_linear("altup.correction_coefs.weight", inputs, inputs)
-        self._norm = weights.norm("altup.router_norm.weight", hidden, torch.float32)
-        self._output_scale = weights.tensor("altup.correct_output_scale", hidden).float()
+        linear = weights.float32_linear
+        self._router = linear("altup.modality_router.weight", num_streams, hidden_size)
+        self._prediction = linear("altup.prediction_coefs.weight", num_streams**2, num_streams)
+        self._correction = linear("altup.correction_coefs.weight", num_streams, num_streams)
+        self._norm = weights.norm("altup.router_norm.weight", hidden_size, torch.float32)
+        self._output_scale = weights.tensor("altup.correct_output_scale", hidden_size).float()
 
     def __call__(
         self, streams: Tensor, block: Callable[[Tensor], Tensor], vectors: Tensor
     ) -> Tensor:
-        """Return the streams after a layer, whose attention and MLP are `block`."""
+        """Return the streams after a layer. block: its attention and MLP, for one stream.
+
+        vectors: the layer's per-layer embeddings, `[n, per_layer_size]`.
+        """
         predicted = self._predict(streams)
         output = block(predicted[:, self._active_index].contiguous())
         corrected = self._correct(predicted, output)
@@ -134,20 +134,22 @@ class AltUp:
         return torch.cat((first, others + update[:, None]), dim=1)
 
     def _predict(self, streams: Tensor) -> Tensor:
-        n, inputs, _ = streams.shape
+        """Return all streams as predicted for the end of the layer."""
+        n, num_streams, _ = streams.shape
         coefficients = self._prediction(self._router_modalities(streams[:, self._active_index]))
         streams32 = streams.float()
-        predicted = streams32 + torch.bmm(coefficients.view(n, inputs, inputs), streams32)
+        predicted = streams32 + torch.bmm(coefficients.view(n, num_streams, num_streams), streams32)
         return predicted.to(streams.dtype)
 
     def _correct(self, predicted: Tensor, output: Tensor) -> Tensor:
+        """Return the streams corrected by the layer's output, `[n, hidden_size]`."""
         coefficients = self._correction(self._router_modalities(output)) + 1
         error = output.float() - predicted[:, self._active_index].float()
         corrected = predicted.float() + coefficients[:, :, None] * error[:, None]
         return corrected.to(predicted.dtype)
 
     def _router_modalities(self, x: Tensor) -> Tensor:
-        """Map `[n, hidden_size]` to `[n, inputs]` float32, each from -1 to 1."""
+        """Map `[n, hidden_size]` to what coefficients are computed from, `[n, num_streams]`."""
         return torch.tanh(self._router(self._norm(x.float()) / x.shape[-1]))
 
 
@@ -155,13 +157,13 @@ class Laurel:
     """A low-rank branch around attention (LAuReL, arXiv:2411.07501)."""
 
     def __init__(self, weights: NamedWeights):
-        rank, hidden = weights.spec.laurel_rank, weights.spec.hidden_size
-        self._left = weights.matrix("laurel.linear_left.weight", rank, hidden)
-        self._right = weights.matrix("laurel.linear_right.weight", hidden, rank)
-        self._norm = weights.norm("laurel.post_laurel_norm.weight", hidden)
+        rank, hidden_size = weights.spec.laurel_rank, weights.spec.hidden_size
+        self._left = weights.matrix("laurel.linear_left.weight", rank, hidden_size)
+        self._right = weights.matrix("laurel.linear_right.weight", hidden_size, rank)
+        self._norm = weights.norm("laurel.post_laurel_norm.weight", hidden_size)
 
     def __call__(self, x: Tensor, attention_input: Tensor) -> Tensor:
-        """Return x, the residual stream after attention, plus the branch; `[n, hidden_size]`."""
+        """Return the residual stream after attention, x, plus the branch. `[n, hidden_size]`."""
         branch = attention_input + self._norm(self._right(self._left(attention_input)))
         return (x + branch) * math.sqrt(0.5)
 

@@ -1,7 +1,8 @@
 """The forward pass of all families, in torch: Llama's, with what others do differently as data.
 
-The differences are in the `ModelSpec`; `models/spec/families.py` has the table. Queries and keys go
-unrotated to the step.
+The differences are in the `ModelSpec`; `models/spec/families.py` has the table. Each layer calls
+`attend` of a cache's step, which stores the layer's keys and values as cells, and attends to all
+cells; it gets queries and keys unrotated. Layers without cells of their own read another layer's.
 """
 
 import math
@@ -17,8 +18,8 @@ from kvkeep.models.layers.experts import Experts, Mlp, ParallelExperts
 from kvkeep.models.layers.gemma import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
 from kvkeep.models.layers.primitives import (
     EMBEDDING,
+    FINAL_NORM,
     LM_HEAD,
-    NORM,
     DeclaredTensors,
     NamedWeights,
     Norm,
@@ -34,18 +35,19 @@ class DecoderLayer:
     """
 
     def __init__(self, weights: NamedWeights, index: int):
-        spec, group, hidden = weights.spec, weights.spec.group_of(index), weights.spec.hidden_size
+        spec, hidden_size = weights.spec, weights.spec.hidden_size
+        group = spec.group_of(index)
         self._spec, self._index, self._head_dim = spec, index, group.head_dim
         has_cells = spec.kv_source(index) == index
         # Without a value projection, values are the keys before key norm and rotation.
         has_values = has_cells and not (spec.keys_as_values and index not in spec.local_layers)
         q_width, kv_width = spec.heads * group.head_dim, group.kv_heads * group.head_dim
 
-        def norm(name: str, exists: bool, width: int = hidden) -> Norm | None:
+        def norm(name: str, exists: bool, width: int = hidden_size) -> Norm | None:
             return weights.norm(f"{name}.weight", width) if exists else None
 
         def projection(name: str, rows: int) -> WeightMatrix:
-            return weights.matrix(f"self_attn.{name}.weight", rows, hidden, spec.qkv_bias)
+            return weights.matrix(f"self_attn.{name}.weight", rows, hidden_size, spec.qkv_bias)
 
         self._attention_norm = norm("input_layernorm", spec.norms_before)
         has_mlp_norm = spec.norms_before and not spec.parallel
@@ -55,15 +57,17 @@ class DecoderLayer:
         self._q_proj = projection("q_proj", q_width)
         self._k_proj = projection("k_proj", kv_width) if has_cells else None
         self._v_proj = projection("v_proj", kv_width) if has_values else None
-        self._o_proj = weights.matrix("self_attn.o_proj.weight", hidden, q_width, spec.output_bias)
+        o_proj = "self_attn.o_proj.weight"
+        self._o_proj = weights.matrix(o_proj, hidden_size, q_width, spec.output_bias)
         replaces_mlp = spec.has_experts(index) and not spec.experts_beside
         self._mlp = Experts(weights) if replaces_mlp else _dense_mlp(weights, index)
         parallel_experts = Experts(weights) if spec.experts_beside else None
-        # As wide as one head, or as all heads together.
-        widths = (q_width, kv_width) if spec.qk_norm_whole else (group.head_dim, group.head_dim)
-        self._query_norm = norm("self_attn.q_norm", spec.qk_norm, widths[0])
-        self._key_norm = norm("self_attn.k_norm", spec.qk_norm and has_cells, widths[1])
-        if spec.sinks:  # the cache has them
+        q_norm_width, k_norm_width = group.head_dim, group.head_dim  # each head by itself
+        if spec.qk_norm_whole:  # all heads together
+            q_norm_width, k_norm_width = q_width, kv_width
+        self._query_norm = norm("self_attn.q_norm", spec.qk_norm, q_norm_width)
+        self._key_norm = norm("self_attn.k_norm", spec.qk_norm and has_cells, k_norm_width)
+        if spec.sinks:  # only states the shape: the cache reads the tensor
             weights.tensor("self_attn.sinks", spec.heads)
         self._parallel_experts = (
             ParallelExperts(weights, parallel_experts) if parallel_experts else None
@@ -74,38 +78,40 @@ class DecoderLayer:
         self._laurel = Laurel(weights) if spec.laurel_rank else None
         self._layer_scale = weights.tensor("layer_scalar", 1) if spec.layer_scales else None
         scale = group.query_scale(index)
-        self._query_scale = weights.tensors[NORM].new_tensor(scale) if scale else None
+        self._query_scale = weights.tensors[FINAL_NORM].new_tensor(scale) if scale else None
 
     def __call__(
-        self, x: Tensor, vectors: Sequence[Tensor], step: LayerAttention, norms: Tensor | None
+        self, x: Tensor, vectors: Sequence[Tensor], step: LayerAttention, input_norms: Tensor | None
     ) -> Tensor:
-        """Apply the layer to the residual stream, or to the streams of AltUp.
+        """Apply the layer to the residual stream `[n, hidden_size]`, or to the streams of AltUp.
 
-        vectors: of each layer (`PerLayerEmbedding`); empty if the family has none.
+        vectors: of each layer (`PerLayerEmbedding`); empty if the family has none. input_norms: as
+            in `Network.forward`.
         """
         if self._altup:
-            x = self._altup(x, partial(self._block, step, norms), vectors[self._index])
+            x = self._altup(x, partial(self._block, step, input_norms), vectors[self._index])
         else:
-            x = self._block(step, norms, x)
+            x = self._block(step, input_norms, x)
         if self._per_layer_input:
-            x = self._residual(x, self._per_layer_input(x, vectors[self._index]))
+            x = self._add_residual(x, self._per_layer_input(x, vectors[self._index]))
         return x if self._layer_scale is None else x * self._layer_scale
 
-    def _block(self, step: LayerAttention, norms: Tensor | None, x: Tensor) -> Tensor:
+    def _block(self, step: LayerAttention, input_norms: Tensor | None, x: Tensor) -> Tensor:
         """Apply attention and MLP to the residual stream x, `[n, hidden_size]`."""
-        if norms is not None:
-            norms[self._index] = x.float().norm(dim=-1)
+        if input_norms is not None:
+            input_norms[self._index] = x.float().norm(dim=-1)
         attention_input = _normed(self._attention_norm, x)
         output = self._attention(attention_input, step)
-        x = self._residual(x, _normed(self._attention_output_norm, output))
+        x = self._add_residual(x, _normed(self._attention_output_norm, output))
         if self._laurel is not None:
             x = self._laurel(x, attention_input)
         output = self._mlp(attention_input if self._spec.parallel else _normed(self._mlp_norm, x))
         if self._parallel_experts is not None:
             output = self._parallel_experts(x, output)
-        return self._residual(x, _normed(self._mlp_output_norm, output))
+        return self._add_residual(x, _normed(self._mlp_output_norm, output))
 
     def _attention(self, x: Tensor, step: LayerAttention) -> Tensor:
+        """Map `[n, hidden_size]` to the same shape: queries, keys and values, and attention."""
         n, head_dim = x.shape[0], self._head_dim
         q = _norm_heads(self._query_norm, self._q_proj(x)).view(n, -1, head_dim)
         if self._query_scale is not None:
@@ -119,11 +125,12 @@ class DecoderLayer:
         k = _norm_heads(self._key_norm, k).view(n, -1, head_dim)
         return self._o_proj(step.attend(self._index, q, k, v))
 
-    def _residual(self, x: Tensor, update: Tensor) -> Tensor:
+    def _add_residual(self, x: Tensor, update: Tensor) -> Tensor:
         return x + _multiply(update, self._spec.residual_multiplier)
 
 
 def _dense_mlp(weights: NamedWeights, index: int) -> Mlp:
+    """Return the MLP of a layer, as opposed to its experts."""
     spec = weights.spec
     sparsity = spec.activation_sparsity[index] if spec.activation_sparsity else 0
     return Mlp(weights, "mlp", spec.mlp_width(index), spec.mlp_bias, sparsity)
@@ -144,23 +151,26 @@ class Network:
         matrices: Mapping[str, WeightMatrix] | None = None,
     ):
         self.spec = spec
-        weights, dtype = NamedWeights(spec, tensors, matrices or {}), tensors[NORM].dtype
+        weights, dtype = NamedWeights(spec, tensors, matrices or {}), tensors[FINAL_NORM].dtype
         self.embedding = weights.matrix(EMBEDDING, spec.vocab_size, spec.hidden_size)
-        self.layers = [DecoderLayer(weights.layer(i), i) for i in range(spec.layers)]
-        self.norm = weights.norm(NORM, spec.hidden_size)
+        self.layers = [DecoderLayer(weights.for_layer(i), i) for i in range(spec.layers)]
+        self.norm = weights.norm(FINAL_NORM, spec.hidden_size)
         self._embedding_multiplier = embedding_multiplier(spec, dtype)
-        factor = per_layer_multiplier(spec, dtype)
-        self._per_layer = PerLayerEmbedding(weights, factor) if spec.per_layer_size else None
+        multiplier = per_layer_multiplier(spec, dtype)
+        has_per_layer = spec.per_layer_size > 0
+        self._per_layer = PerLayerEmbedding(weights, multiplier) if has_per_layer else None
         self._altup_streams = AltUpStreams(weights) if spec.altup_inputs else None
-        self.head = self.embedding
+        self.lm_head = self.embedding
         if not spec.tied_head:
-            self.head = weights.matrix(LM_HEAD, spec.vocab_size, spec.hidden_size)
+            self.lm_head = weights.matrix(LM_HEAD, spec.vocab_size, spec.hidden_size)
 
-    def forward(self, tokens: Tensor, step: LayerAttention, norms: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, step: LayerAttention, input_norms: Tensor | None = None
+    ) -> Tensor:
         """Evaluate `tokens: [n]`. Each layer calls `step.attend` once.
 
-        norms: `[layers, n]` float32, filled with the norm of the residual stream that each layer
-            reads.
+        input_norms: an output buffer, `[layers, n]` float32, which is filled with the norm of the
+            residual stream that each layer reads.
 
         Returns `[n, hidden_size]`, after the final norm.
         """
@@ -168,33 +178,33 @@ class Network:
         vectors = self._per_layer(tokens, x) if self._per_layer else ()
         x = self._altup_streams.expand(x) if self._altup_streams else x
         for layer in self.layers:
-            x = layer(x, vectors, step, norms)
+            x = layer(x, vectors, step, input_norms)
         return self.norm(self._altup_streams.merge(x) if self._altup_streams else x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, vocab]`, float32; not checked for NaN."""
-        logits = _multiply(self.head(hidden).float(), self.spec.logits_multiplier)
+        logits = _multiply(self.lm_head(hidden).float(), self.spec.logits_multiplier)
         cap = self.spec.logits_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def embedding_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """Return the factor on embeddings, rounded to their dtype if the family rounds it."""
-    factor = spec.embedding_multiplier
-    return _round_to_dtype(factor, dtype) if spec.embedding_multiplier_rounded else factor
+    """Return the multiplier of embeddings, rounded to their dtype if the family rounds it."""
+    multiplier = spec.embedding_multiplier
+    return _round_to_dtype(multiplier, dtype) if spec.embedding_multiplier_rounded else multiplier
 
 
 def per_layer_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """Return the factor on rows of the per-layer embedding table, rounded to their dtype."""
+    """Return the multiplier of rows of the per-layer embedding table, rounded to their dtype."""
     return _round_to_dtype(math.sqrt(spec.per_layer_size), dtype)
 
 
-def _round_to_dtype(factor: float, dtype: torch.dtype) -> float:
-    return torch.tensor(factor, dtype=dtype, device="cpu").item()
+def _round_to_dtype(multiplier: float, dtype: torch.dtype) -> float:
+    return torch.tensor(multiplier, dtype=dtype, device="cpu").item()
 
 
-def _multiply(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1 else x * factor
+def _multiply(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1 else x * multiplier
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
@@ -207,7 +217,7 @@ def _norm_heads(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor. Checksums depend on their order."""
+    """Return the name and shape of every tensor of a decoder. Checksums depend on their order."""
     declared = DeclaredTensors(spec)
     declared.tensor(EMBEDDING, spec.vocab_size, spec.hidden_size)
     shapes_by_kind: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
@@ -220,9 +230,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes_by_kind[layer_kind] = layer.shapes
         for name, shape in shapes_by_kind[layer_kind].items():
             declared.shapes[f"model.layers.{index}.{name}"] = shape
-    declared.tensor(NORM, spec.hidden_size)
+    declared.tensor(FINAL_NORM, spec.hidden_size)
     if spec.per_layer_size:
-        PerLayerEmbedding(declared, factor=1.0)
+        PerLayerEmbedding(declared, table_multiplier=1.0)
     if spec.altup_inputs:
         AltUpStreams(declared)
     if not spec.tied_head:

@@ -23,7 +23,7 @@ from kvkeep.errors import NonFiniteLogits
 from kvkeep.models.spec.model_spec import ModelSpec
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-NORM = "model.norm.weight"  # the final one
+FINAL_NORM = "model.norm.weight"  # in every model, so its dtype and device are those of all weights
 # (most rows, multiple): up to so many rows, the row count is rounded up to this multiple.
 _ROW_MULTIPLES = ((32, 4), (96, 8), (256, 16), (512, 32))
 _LARGEST_MULTIPLE = 128
@@ -49,7 +49,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         n = x.shape[0]
-        padding = padded_rows(n) - n
+        padding = padded_row_count(n) - n
         if not padding:
             return F.linear(x, self.weight, self.bias)
         return F.linear(F.pad(x, (0, 0, 0, padding)), self.weight, self.bias)[:n]
@@ -58,8 +58,8 @@ class Linear:
         return F.embedding(indices, self.weight)
 
 
-def padded_rows(n: int) -> int:
-    """Return the row count that a product of `n` rows is padded to: one of 35 values up to 512."""
+def padded_row_count(n: int) -> int:
+    """Return to how many rows a product of `n` rows is padded: one of 35 numbers up to 512."""
     if n == 1:
         return 1
     multiple = next(
@@ -105,11 +105,11 @@ class NamedWeights:
     matrices: Mapping[str, WeightMatrix] = field(default_factory=dict)
     prefix: str = ""
 
-    def layer(self, index: int) -> "NamedWeights":
+    def for_layer(self, index: int) -> "NamedWeights":
         return replace(self, prefix=f"model.layers.{index}.")
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor. Its shape is for `DeclaredTensors`."""
+        """Return a tensor. shape: what the module expects; only `DeclaredTensors` uses it."""
         return self.tensors[self.prefix + name]
 
     def matrix(self, name: str, rows: int, columns: int, bias: bool = False) -> WeightMatrix:
@@ -127,17 +127,18 @@ class NamedWeights:
         return Linear(weight, self.tensor(bias_name, rows).to(dtype) if bias else None)
 
     def norm(self, name: str, width: int, dtype: torch.dtype | None = None) -> Norm:
-        """Return a norm computed in `dtype`. Some families store its weight less 1."""
+        """Return a norm computed in `dtype`, or else in that of the weight."""
         weight = self.tensor(name, width).to(dtype)
-        factors = 1 + weight.float() if self.spec.unit_norms else weight
-        return Norm(factors, self.spec.norm_eps, self.spec.centred_norms)
+        if self.spec.unit_norms:  # stored less 1
+            weight = 1 + weight.float()
+        return Norm(weight, self.spec.norm_eps, self.spec.centred_norms)
 
 
 @dataclass(frozen=True)
 class DeclaredTensors(NamedWeights):
-    """Stands in for weights while modules are built, and records the shapes that they state."""
+    """Records the shapes that modules state while they are built; has no weights."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=lambda: {NORM: _META_TENSOR})
+    tensors: Mapping[str, Tensor] = field(default_factory=lambda: {FINAL_NORM: _META_TENSOR})
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -145,15 +146,12 @@ class DeclaredTensors(NamedWeights):
         return _META_TENSOR
 
 
-def require_finite(x: Tensor) -> None:
-    """Raise NonFiniteLogits if hidden states or logits hold NaN or infinity."""
+def require_finite(x: Tensor) -> Tensor:
+    """Return hidden states or logits. Raises NonFiniteLogits if they hold NaN or infinity."""
+    # One such number makes the sum so.
     total = float(x.numpy().sum()) if x.dtype is torch.float32 and x.is_cpu else float(x.sum())
     if not math.isfinite(total):
         raise non_finite_error()
-
-
-def checked_finite(x: Tensor) -> Tensor:
-    require_finite(x)
     return x
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import AttentionConfig, Bits, KVCache, LayerPlacement, Layout, Rope, Window
-from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
 
-# Cells that local layers hold beyond their window: so many of the newest tokens can be taken back
-# and the window is still whole.
+# Cells that local layers hold beyond their window: so many of the newest tokens can be removed (by
+# a rewind) and the window is still whole.
 UNDO_TOKENS = 128
 
 
@@ -25,11 +25,11 @@ def group_layout(
 def new_cache(
     spec: ModelSpec, tensors: Mapping[str, Tensor], bits: Bits, max_kv_size: int | None = None
 ) -> KVCache:
-    """Return an empty cache for a model's cells.
+    """Return an empty cache for a model's cells. tensors: its weights.
 
     max_kv_size: the budget of a session's policy, which bounds the cells of local layers, too.
     """
-    dtype, device = tensors[NORM].dtype, tensors[NORM].device
+    dtype, device = tensors[FINAL_NORM].dtype, tensors[FINAL_NORM].device
     global_group = spec.groups[0]
     layout, far_layout = bits.layouts(group_layout(spec, global_group, dtype, device))
     attention = _attention_config(spec, global_group, tensors, device)
@@ -47,17 +47,19 @@ def new_cache(
 
 def _placements(spec: ModelSpec) -> tuple[LayerPlacement, ...]:
     """Return for each layer which cache its cells are in, and their index among its layers."""
-    group_layers = [spec.layers_with_cells(group) for group in spec.groups]
-    is_local = [layer in spec.local_layers for layer in range(spec.layers)]
-    return tuple(
-        LayerPlacement(is_local[layer], group_layers[is_local[layer]].index(spec.kv_source(layer)))
-        for layer in range(spec.layers)
-    )
+    global_group, local_group = spec.groups
+    placements = []
+    for layer in range(spec.layers):
+        is_local = layer in spec.local_layers
+        cached_layers = spec.layers_with_cells(local_group if is_local else global_group)
+        placements.append(LayerPlacement(is_local, cached_layers.index(spec.kv_source(layer))))
+    return tuple(placements)
 
 
 def _attention_config(
     spec: ModelSpec, group: LayerGroup, tensors: Mapping[str, Tensor], device: torch.device
 ) -> AttentionConfig:
+    """Return how the layers of a group attend: heads, RoPE, scale, softcap and sinks."""
     layers, sinks = spec.layers_with_cells(group), None
     if spec.sinks:
         sinks = torch.stack([tensors[f"model.layers.{i}.self_attn.sinks"].float() for i in layers])

@@ -19,7 +19,7 @@ from kvkeep.models.spec.unsupported import (
     GRANITE_HYBRID,
     refuse_unsupported_fields,
     require_dense_granite,
-    unsupported_architecture,
+    unsupported_architecture_error,
 )
 
 _MISTRAL3 = "Mistral3ForConditionalGeneration"
@@ -27,10 +27,7 @@ _MAX_HEAD_DIM = 1 << 16
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read the specification of the model in a folder.
-
-    Raises BadModelFile if config.json is unreadable, UnsupportedModel if kvkeep cannot run it.
-    """
+    """Read the specification of the model in a folder. Raises BadModelFile, UnsupportedModel."""
     config_path, generation_path = folder / "config.json", folder / "generation_config.json"
     if not config_path.exists():
         raise BadModelFile(
@@ -44,20 +41,23 @@ def read_spec(folder: Path) -> ModelSpec:
 def spec_from_config(
     values: Mapping[str, Any], generation_config: Mapping[str, Any], path: Path
 ) -> ModelSpec:
-    """Build the specification from the files' contents. path: of config.json, for messages."""
+    """Build the specification from the contents of config.json and generation_config.json.
+
+    path: of config.json, for messages.
+    """
     architecture, family = _architecture_and_family(values, path)
     values = _language_model_config(values) if family.multimodal else values
     config = ConfigFields({**family.defaults, **values}, path)
     refuse_unsupported_fields(config, architecture)
     fields = layer_type_fields(config, family) | expert_fields(config, family)
-    if family.gemma4:
-        config, gemma4_only = gemma4_fields(config, fields["local_layers"])
-        fields |= gemma4_only
+    if family.is_gemma4:
+        config, own_fields = gemma4_fields(config, fields["local_layers"])
+        fields |= own_fields
     fields |= _head_fields(config, fields)
     head_dim, local_head_dim = fields["head_dim"], fields.get("local_head_dim", fields["head_dim"])
     rope_specs, trained_length = rope_fields(config, family, head_dim, local_head_dim)
     fields |= rope_specs
-    if family.gemma3n:
+    if family.is_gemma3n:
         fields |= gemma3n_fields(config, fields["local_layers"])
     else:
         fields["intermediate_size"] = config.positive_int(family.mlp_width_field)
@@ -72,14 +72,15 @@ def spec_from_config(
         bos_token_id=next(iter(_token_ids(config, generation_config, "bos_token_id")), None),
         eos_token_ids=_token_ids(config, generation_config, "eos_token_id"),
         activation=ACTIVATIONS[config.get(family.activation_field, "silu")],
-        **{"qk_norm": False, **family.spec},
-        **_biases(config, family),
-        **_multipliers(config, family),
+        **{"qk_norm": False, **family.spec_fields},
+        **_bias_fields(config, family),
+        **_multiplier_fields(config, family),
         **fields,
     )
 
 
 def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str, Family]:
+    """Return the architecture that a config names, and its family. Raises UnsupportedModel."""
     architectures = values.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise BadModelFile(
@@ -88,20 +89,21 @@ def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str
         )
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise unsupported_architecture(architecture)
+        raise unsupported_architecture_error(architecture)
     if architecture == GRANITE_HYBRID:
         require_dense_granite(values)
     if architecture == _MISTRAL3:  # its language model may be of another architecture
         text_config = values.get("text_config")
         model_type = text_config.get("model_type") if isinstance(text_config, dict) else None
         if model_type == "mistral4":
-            raise unsupported_architecture("Mistral4ForCausalLM")
+            raise unsupported_architecture_error("Mistral4ForCausalLM")
         if model_type == "ministral3":
             return architecture, replace(FAMILIES["Ministral3ForCausalLM"], multimodal=True)
     return architecture, FAMILIES[architecture]
 
 
 def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a multimodal model's language model, which is in `text_config`."""
     text_config = values.get("text_config")
     if not isinstance(text_config, dict):
         return values
@@ -110,7 +112,7 @@ def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _head_fields(config: ConfigFields, local_fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return heads, kv_heads and head_dim. local_fields: of local layers, checked as well."""
+    """Return heads, kv_heads and head_dim. local_fields: those of local layers, to be checked."""
     heads = config.positive_int("num_attention_heads")
     kv_heads = config.positive_int("num_key_value_heads", default=heads)
     default_head_dim = config.positive_int("hidden_size") // heads
@@ -127,7 +129,8 @@ def _head_fields(config: ConfigFields, local_fields: Mapping[str, Any]) -> dict[
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def _biases(config: ConfigFields, family: Family) -> dict[str, Any]:
+def _bias_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
+    """Return which projections have biases, by the family's `BiasRule`."""
     has_bias, rule = bool(config.get("attention_bias")), family.bias_rule
     qkv_bias = rule == "qkv" or (has_bias and rule in ("attention_bias", "attention_bias of qkv"))
     if rule == "qkv_bias":
@@ -139,7 +142,8 @@ def _biases(config: ConfigFields, family: Family) -> dict[str, Any]:
     }
 
 
-def _multipliers(config: ConfigFields, family: Family) -> dict[str, Any]:
+def _multiplier_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
+    """Return the multipliers and softcaps of a ModelSpec that are not its defaults."""
     if family.cohere_logit_scale:
         return {"logits_multiplier": config.positive_float("logit_scale", default=0.0625)}
     if family.granite_multipliers:
@@ -153,7 +157,7 @@ def _multipliers(config: ConfigFields, family: Family) -> dict[str, Any]:
     fields = {
         "embedding_multiplier": math.sqrt(config.positive_int("hidden_size")),
         "attention_multiplier": 1.0
-        if family.gemma3n  # published files state another one, which the forward ignores
+        if family.is_gemma3n  # published files state another one, which the forward ignores
         else config.positive_float("query_pre_attn_scalar", 256) ** -0.5,
         "attention_softcap": config.positive_float("attn_logit_softcapping", default=0.0),
     }

@@ -49,6 +49,7 @@ class ConfigFields:
         return self.values.get(field, default)
 
     def updated(self, values: Mapping[str, Any]) -> Self:
+        """Return these fields with some values replaced or added."""
         return replace(self, values={**self.values, **values})
 
     @property
@@ -61,7 +62,8 @@ class ConfigFields:
         if value is None:
             raise BadModelFile(f"{self.path} lacks the field {field}; fetch the model again")
         if not is_valid_integer(value, minimum=1):
-            raise self.invalid(field, f"a whole number of at least 1 and at most {MAX_INTEGER}")
+            expected = f"a whole number of at least 1 and at most {MAX_INTEGER}"
+            raise self.invalid_error(field, expected)
         return int(value)
 
     def non_negative_int(self, field: str, default: int) -> int:
@@ -75,16 +77,17 @@ class ConfigFields:
         if value is None:
             return default
         if not is_positive_number(value):
-            raise self.invalid(field, "a positive number")
+            raise self.invalid_error(field, "a positive number")
         return float(value)
 
-    def invalid(self, field: str, expected: str) -> BadModelFile:
+    def invalid_error(self, field: str, expected: str) -> BadModelFile:
+        """Return the error for a field's value. expected: what would be valid."""
         return BadModelFile(
             f"{self.path}: {field} must be {expected}, found {self.get(field)!r}; "
             "fetch the model again"
         )
 
-    def unsupported(self, reason: str) -> UnsupportedModel:
+    def unsupported_error(self, reason: str) -> UnsupportedModel:
         """Return the error for a variant that no published model has."""
         return UnsupportedModel(
             f"{self.path}: {reason}, which is not supported; use a published model of the family"

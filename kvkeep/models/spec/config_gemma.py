@@ -13,7 +13,7 @@ from kvkeep.models.spec.config_layers import expert_counts
 _MAX_STREAMS = 64
 # The first layers are sparse where a Gemma 3n config does not say which.
 _DEFAULT_SPARSE_LAYERS, _DEFAULT_SPARSITY = 10, 0.95
-# For Gemma 4: the field of local layers to the field that holds the same for global layers.
+# In Gemma 4's config: the field of local layers to the field with the same of global layers.
 _GLOBAL_FIELDS = {
     "head_dim": "global_head_dim",
     "num_key_value_heads": "num_global_key_value_heads",
@@ -26,7 +26,7 @@ def gemma3n_fields(config: ConfigFields, local_layers: tuple[int, ...]) -> dict[
     active_index = config.non_negative_int("altup_active_idx", default=0)
     if not active_index < num_inputs <= _MAX_STREAMS:
         expected = f"at most {_MAX_STREAMS} and more than altup_active_idx ({active_index})"
-        raise config.invalid("altup_num_inputs", expected)
+        raise config.invalid_error("altup_num_inputs", expected)
     per_layer_vocab = config.positive_int("vocab_size_per_layer_input")
     return {
         "altup_inputs": num_inputs,
@@ -47,7 +47,7 @@ def _mlp_widths(config: ConfigFields) -> dict[str, Any]:
         return {"intermediate_size": config.positive_int("intermediate_size")}
     if len(widths) != num_layers or not all(is_valid_integer(width, minimum=1) for width in widths):
         expected = f"a whole number of at least 1 for each of {num_layers} layers, or one for all"
-        raise config.invalid("intermediate_size", expected)
+        raise config.invalid_error("intermediate_size", expected)
     widths_differ = len(set(widths)) > 1
     return {"intermediate_size": max(widths), "mlp_widths": tuple(widths) if widths_differ else ()}
 
@@ -64,7 +64,8 @@ def _activation_sparsity(config: ConfigFields) -> tuple[float, ...]:
         or len(pattern) != num_layers
         or any(type(share) not in (int, float) or not 0 <= share < 1 for share in pattern)
     ):
-        raise config.invalid(field, f"a share from 0 to below 1 for each of {num_layers} layers")
+        expected = f"a share from 0 to below 1 for each of {num_layers} layers"
+        raise config.invalid_error(field, expected)
     return tuple(map(float, pattern)) if any(pattern) else ()
 
 
@@ -75,12 +76,12 @@ def gemma4_fields(
 
     In the file, `head_dim` and `num_key_value_heads` are those of local layers. transformers states
     those of global layers in `per_layer_config`, files on the hub in two fields of their own.
-
-    Raises BadModelFile, and UnsupportedModel for variants that are not supported.
+    Raises BadModelFile, UnsupportedModel.
     """
-    size = config.non_negative_int("hidden_size_per_layer_input", default=256)
-    if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
-        raise config.unsupported(
+    per_layer_size = config.non_negative_int("hidden_size_per_layer_input", default=256)
+    per_layer_vocab = config.get("vocab_size_per_layer_input", 262144)
+    if per_layer_size and per_layer_vocab != config.get("vocab_size"):
+        raise config.unsupported_error(
             "some tokens have no per-layer embeddings (vocab_size_per_layer_input)"
         )
     fields = {
@@ -89,7 +90,7 @@ def gemma4_fields(
         "shared_kv_layers": _shared_kv_layers(config, local_layers),
         "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
         "keys_as_values": bool(config.get("attention_k_eq_v")),
-        "per_layer_size": size,
+        "per_layer_size": per_layer_size,
     }
     if config.get("enable_moe_block"):  # Gemma 4 26B-A4B has experts beside each MLP
         fields |= {
@@ -98,53 +99,53 @@ def gemma4_fields(
             "norm_topk": True,
             "experts_beside": True,
         }
-    overrides: Any = {key: config.get(global_key) for key, global_key in _GLOBAL_FIELDS.items()}
+    overrides: Any = {local: config.get(stated) for local, stated in _GLOBAL_FIELDS.items()}
     if not fields["keys_as_values"]:
         del overrides["num_key_value_heads"]
     if "per_layer_config" in config.values:  # replaces the two fields; empty where no layer differs
         overrides = _global_layer_config(config, local_layers)
-    global_values = {key: value for key, value in overrides.items() if value is not None}
+    global_values = {field: value for field, value in overrides.items() if value is not None}
     return config.updated(global_values), fields
 
 
 def _global_layer_config(config: ConfigFields, local_layers: tuple[int, ...]) -> Mapping[str, Any]:
     """Return the fields that `per_layer_config` states, alike, for every global layer."""
-    per_layer = config.get("per_layer_config") or {}
-    first, *others = per_layer.values() if isinstance(per_layer, dict) and per_layer else [{}]
+    layer_configs = config.get("per_layer_config") or {}
+    is_dict = isinstance(layer_configs, dict)
+    first, *others = layer_configs.values() if is_dict and layer_configs else [{}]
     if (
-        not isinstance(per_layer, dict)
+        not is_dict
         or not isinstance(first, dict)
         or not first.keys() <= _GLOBAL_FIELDS.keys()
         or others.count(first) != len(others)
     ):
-        raise config.unsupported("global layers have different settings (per_layer_config)")
+        raise config.unsupported_error("global layers have different settings (per_layer_config)")
     global_layers = [layer for layer in range(config.num_layers) if layer not in local_layers]
     # transformers pads the layer numbers of models with ten layers or more: "05".
-    if per_layer and global_layers != sorted(
-        int(layer_number) if layer_number.isdecimal() else -1 for layer_number in per_layer
+    if layer_configs and global_layers != sorted(
+        int(layer_number) if layer_number.isdecimal() else -1 for layer_number in layer_configs
     ):
-        raise config.unsupported(
+        raise config.unsupported_error(
             f"per_layer_config must list the global layers ({', '.join(map(str, global_layers))}), "
-            f"found {', '.join(map(str, per_layer))}"
+            f"found {', '.join(map(str, layer_configs))}"
         )
     return first
 
 
 def _shared_kv_layers(config: ConfigFields, local_layers: tuple[int, ...]) -> int:
-    """Return how many of the last layers attend to the cells of earlier ones.
-
-    Raises BadModelFile if no earlier layer of the same kind has cells.
-    """
-    field, layers = "num_kv_shared_layers", config.num_layers
-    shared = config.non_negative_int(field, default=0)
-    if shared and not local_layers:
-        raise config.unsupported(
-            f"{shared} layers share cells of others ({field}), but none has a window (layer_types)"
+    """Return how many of the last layers attend to earlier ones' cells. Raises BadModelFile."""
+    field, num_layers = "num_kv_shared_layers", config.num_layers
+    num_shared = config.non_negative_int(field, default=0)
+    if num_shared and not local_layers:
+        raise config.unsupported_error(
+            f"{num_shared} layers share cells of others ({field}), but none has a window "
+            "(layer_types)"
         )
-    is_local = [layer in local_layers for layer in range(layers)]
-    if shared and set(is_local[layers - shared :]) - set(is_local[: max(0, layers - shared)]):
+    is_local = [layer in local_layers for layer in range(num_layers)]
+    first_shared = max(0, num_layers - num_shared)
+    if num_shared and set(is_local[first_shared:]) - set(is_local[:first_shared]):
         raise BadModelFile(
-            f"{config.path}: {field} ({shared}) leaves layers without cells to attend to; fetch "
-            "the model again"
+            f"{config.path}: {field} ({num_shared}) leaves layers without cells to attend to; "
+            "fetch the model again"
         )
-    return shared
+    return num_shared

@@ -23,37 +23,39 @@ def layer_type_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         return {}
     num_layers = config.num_layers
     if num_layers > _MAX_LAYERS:
-        raise config.invalid("num_hidden_layers", f"at most {_MAX_LAYERS}")
-    unrotated = _layers_without_rope(config) if pattern.unrotated == "no_rope_layers" else ()
-    layer_types = _layer_types(config, pattern, unrotated)
+        raise config.invalid_error("num_hidden_layers", f"at most {_MAX_LAYERS}")
+    rule = pattern.unrotated_rule
+    unrotated_layers = _layers_without_rope(config) if rule == "no_rope_layers" else ()
+    layer_types = _layer_types(config, pattern, unrotated_layers)
     global_layers = tuple(layer for layer, kind in enumerate(layer_types) if kind == _GLOBAL)
     local_layers = tuple(layer for layer, kind in enumerate(layer_types) if kind == _LOCAL)
     has_window = config.get("sliding_window") is not None
     if not global_layers:
-        raise config.unsupported(f"none of {num_layers} layers has global attention (layer_types)")
+        reason = f"none of {num_layers} layers has global attention (layer_types)"
+        raise config.unsupported_error(reason)
     if local_layers and not has_window:
-        sliding_layers = f"{len(local_layers)} layers have a sliding window (layer_types)"
-        raise config.invalid("sliding_window", f"a number of tokens, since {sliding_layers}")
-    if pattern.unrotated == "global" or (pattern.unrotated == "global if windowed" and has_window):
-        unrotated = global_layers
+        reason = f"{len(local_layers)} layers have a sliding window (layer_types)"
+        raise config.invalid_error("sliding_window", f"a number of tokens, since {reason}")
+    if rule == "global" or (rule == "global if windowed" and has_window):
+        unrotated_layers = global_layers
     return {
         "local_layers": local_layers,
         "window": config.positive_int("sliding_window") if local_layers else 0,
-        "unrotated_layers": unrotated,
+        "unrotated_layers": unrotated_layers,
     }
 
 
 def _layer_types(
-    config: ConfigFields, pattern: LayerPattern, unrotated: tuple[int, ...]
+    config: ConfigFields, pattern: LayerPattern, unrotated_layers: tuple[int, ...]
 ) -> list[str]:
     """Return each layer's kind, from `layer_types` or else from the family's pattern."""
     num_layers, has_window = config.num_layers, config.get("sliding_window") is not None
     if config.get("layer_types") is not None:
         layer_types = _checked_layer_types(config)
-    elif pattern.unrotated == "no_rope_layers":
-        local_layers = unrotated if config.get("use_sliding_window") and has_window else ()
+    elif pattern.unrotated_rule == "no_rope_layers":
+        local_layers = unrotated_layers if config.get("use_sliding_window") and has_window else ()
         layer_types = [_LOCAL if layer in local_layers else _GLOBAL for layer in range(num_layers)]
-    elif pattern.unrotated == "global if windowed" and not has_window:
+    elif pattern.unrotated_rule == "global if windowed" and not has_window:
         layer_types = [_GLOBAL] * num_layers
     else:
         period = pattern.period
@@ -64,9 +66,10 @@ def _layer_types(
 
 
 def _checked_layer_types(config: ConfigFields) -> list[str]:
+    """Return the config's `layer_types`. Raises UnsupportedModel for other kinds of layers."""
     layer_types = config.get("layer_types")
     if not isinstance(layer_types, list) or len(layer_types) != config.num_layers:
-        raise config.invalid("layer_types", f"the kind of each of {config.num_layers} layers")
+        raise config.invalid_error("layer_types", f"the kind of each of {config.num_layers} layers")
     unknown = [layer_type for layer_type in layer_types if layer_type not in (_GLOBAL, _LOCAL)]
     if unknown:
         raise UnsupportedModel(
@@ -87,20 +90,21 @@ def _layers_without_rope(config: ConfigFields) -> tuple[int, ...]:
         or len(rope_flags) < num_layers
         or any(flag not in (0, 1) for flag in rope_flags)
     ):
-        raise config.invalid("no_rope_layers", f"0 or 1 for each of {num_layers} layers")
+        raise config.invalid_error("no_rope_layers", f"0 or 1 for each of {num_layers} layers")
     return tuple(layer for layer in range(num_layers) if not rope_flags[layer])
 
 
 def model_window(config: ConfigFields, family: Family) -> int | None:
     """Return the sliding window that all layers were trained with; None without one."""
-    slides = family.window_rule == "sliding_window" or bool(config.get("use_sliding_window"))
-    if family.window_rule == "max_window_layers" and slides:
+    is_sliding = family.window_rule == "sliding_window" or bool(config.get("use_sliding_window"))
+    if family.window_rule == "max_window_layers" and is_sliding:
         layer_types = config.get("layer_types")
         if isinstance(layer_types, list) and layer_types:
-            slides = _LOCAL in layer_types
+            is_sliding = _LOCAL in layer_types
         else:
-            slides = config.non_negative_int("max_window_layers", default=28) < config.num_layers
-    if family.window_rule == "none" or not slides or config.get("sliding_window") is None:
+            first_sliding = config.non_negative_int("max_window_layers", default=28)
+            is_sliding = first_sliding < config.num_layers
+    if family.window_rule == "none" or not is_sliding or config.get("sliding_window") is None:
         return None
     return config.positive_int("sliding_window")
 
@@ -128,15 +132,16 @@ def expert_counts(config: ConfigFields, total_field: str, per_token_field: str) 
     """Return experts and experts_per_token, read from two fields. Raises BadModelFile."""
     total, per_token = config.positive_int(total_field), config.positive_int(per_token_field)
     if per_token > total:
-        raise config.invalid(per_token_field, f"at most {total_field} ({total})")
+        raise config.invalid_error(per_token_field, f"at most {total_field} ({total})")
     return {"experts": total, "experts_per_token": per_token}
 
 
 def _dense_layer_fields(config: ConfigFields) -> dict[str, Any]:
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
-        raise config.invalid("mlp_only_layers", "a list of whole numbers")
+    """Return sparse_step and dense_layers: which layers have an MLP in the place of experts."""
+    dense_layers = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or not all(type(i) is int for i in dense_layers):
+        raise config.invalid_error("mlp_only_layers", "a list of whole numbers")
     return {
         "sparse_step": config.positive_int("decoder_sparse_step", default=1),
-        "dense_layers": tuple(sorted({i for i in dense if 0 <= i < config.num_layers})),
+        "dense_layers": tuple(sorted({i for i in dense_layers if 0 <= i < config.num_layers})),
     }

@@ -12,6 +12,8 @@ from kvkeep.models.spec.family import Family, LayerPattern, Mixture
 _EPS, _HEAD_DIM, _KV_HEADS = "rms_norm_eps", "head_dim", "num_key_value_heads"
 _THETA, _TIED, _WINDOW = "rope_theta", "tie_word_embeddings", "sliding_window"
 _MAX_POSITIONS, _VOCAB = "max_position_embeddings", "vocab_size"
+# ModelSpec fields of OLMo: queries and keys are normalised over all heads together.
+_QK_NORM_WHOLE = {"qk_norm": True, "qk_norm_whole": True}
 
 # Norms of sub-layer outputs: the names in checkpoints to the names in kvkeep.
 _OUTPUT_NORMS = {
@@ -47,19 +49,19 @@ _GLM = Family(
     fused_gate_up="mlp.gate_up_proj",
 )
 _COHERE = Family(
-    spec={"centred_norms": True, "parallel": True},
+    spec_fields={"centred_norms": True, "parallel": True},
     norm_eps_field="layer_norm_eps",
     cohere_logit_scale=True,
     defaults={_TIED: True, "layer_norm_eps": 1e-5, _THETA: 5e5},
     interleaved_rope=True,
 )
 _OLMO2 = Family(
-    spec={"qk_norm": True, "qk_norm_whole": True, "norms_before": False, "norms_after": True},
+    spec_fields={**_QK_NORM_WHOLE, "norms_before": False, "norms_after": True},
     renamed_tensors=_OUTPUT_NORMS,
     defaults={_EPS: 1e-5},
 )
 _GEMMA2 = Family(
-    spec={"norms_after": True, "unit_norms": True, "embedding_multiplier_rounded": True},
+    spec_fields={"norms_after": True, "unit_norms": True, "embedding_multiplier_rounded": True},
     activation_field="hidden_activation",
     gemma_scales=True,
     renamed_tensors=_INPUT_AND_OUTPUT_NORMS,
@@ -77,7 +79,7 @@ _GEMMA2 = Family(
 )
 _GEMMA3 = replace(
     _GEMMA2,
-    spec={**_GEMMA2.spec, "qk_norm": True},
+    spec_fields={**_GEMMA2.spec_fields, "qk_norm": True},
     layer_pattern=LayerPattern(period=6, period_in_config=True),
     separate_local_rope=True,
     defaults={  # the configs of the larger models leave these out
@@ -93,8 +95,8 @@ _GEMMA3 = replace(
 )
 _GEMMA3N = replace(
     _GEMMA3,
-    spec={**_GEMMA3.spec, "unit_norms": False, "values_normed": True},
-    gemma3n=True,
+    spec_fields={**_GEMMA3.spec_fields, "unit_norms": False, "values_normed": True},
+    is_gemma3n=True,
     layer_pattern=LayerPattern(period=5),
     defaults={
         **_GEMMA3.defaults,
@@ -114,8 +116,8 @@ _GEMMA3N = replace(
 )
 _GEMMA4 = replace(
     _GEMMA3,
-    spec={**_GEMMA3.spec, "unit_norms": False, "values_normed": True, "layer_scales": True},
-    gemma4=True,
+    spec_fields={**_GEMMA3N.spec_fields, "layer_scales": True},
+    is_gemma4=True,
     layer_pattern=LayerPattern(period=6, last_layer_global=True),
     defaults={
         **_GEMMA3.defaults,
@@ -146,7 +148,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(
         window_rule="max_window_layers",
         defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _WINDOW: 4096},
-        spec={"qk_norm": True},
+        spec_fields={"qk_norm": True},
     ),
     "Phi3ForCausalLM": Family(
         bias_rule="none",
@@ -173,22 +175,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "Exaone4ForCausalLM": Family(
         bias_rule="none",
-        spec={"qk_norm": True, "norms_before": False, "norms_after": True},
+        spec_fields={"qk_norm": True, "norms_before": False, "norms_after": True},
         renamed_tensors=_OUTPUT_NORMS,
-        layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global if windowed"),
+        layer_pattern=LayerPattern(4, period_in_config=True, unrotated_rule="global if windowed"),
         defaults={_KV_HEADS: 32, _WINDOW: 4096, _EPS: 1e-5},
     ),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=True,
-        layer_pattern=LayerPattern(unrotated="no_rope_layers"),
+        layer_pattern=LayerPattern(unrotated_rule="no_rope_layers"),
         defaults={_KV_HEADS: 4, _TIED: True, "no_rope_layer_interval": 4, _THETA: 2e6},
     ),
     "GlmForCausalLM": _GLM,
-    "Glm4ForCausalLM": replace(_GLM, spec={"norms_after": True}),
+    "Glm4ForCausalLM": replace(_GLM, spec_fields={"norms_after": True}),
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": replace(
         _COHERE,
-        layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global"),
+        layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated_rule="global"),
         defaults={**_COHERE.defaults, _WINDOW: 4096, _THETA: 1e4},
     ),
     "Gemma2ForCausalLM": _GEMMA2,
@@ -215,14 +217,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         window_rule="use_sliding_window",
         defaults={_KV_HEADS: 4, _WINDOW: 4096},
-        spec={"qk_norm": True},
+        spec_fields={"qk_norm": True},
         mixture=Mixture("moe_intermediate_size", some_layers_dense=True),
     ),
     "OlmoeForCausalLM": Family(
-        spec={"qk_norm": True, "qk_norm_whole": True}, defaults={_EPS: 1e-5}, mixture=Mixture()
+        spec_fields=_QK_NORM_WHOLE, defaults={_EPS: 1e-5}, mixture=Mixture()
     ),
     "GptOssForCausalLM": Family(
-        spec={"sinks": True, "clamped_experts": True},
+        spec_fields={"sinks": True, "clamped_experts": True},
         mixture=Mixture(norm_topk=True),
         layer_pattern=LayerPattern(period=2),
         defaults={
@@ -254,7 +256,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3VLForConditionalGeneration": Family(
         defaults={_HEAD_DIM: 128, _KV_HEADS: 32, _THETA: 5e5},
-        spec={"qk_norm": True},
+        spec_fields={"qk_norm": True},
         multimodal=True,
     ),
 }

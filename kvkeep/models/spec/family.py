@@ -38,31 +38,31 @@ class LayerPattern:
         are local (see a window).
     period_in_config: `sliding_window_pattern` overrides the period.
     last_layer_global: the last layer is global whatever the config says.
-    unrotated: the layers without RoPE. "global": the global ones. "global if windowed": the same,
-        if there is a `sliding_window`. "no_rope_layers": as that field says; without `layer_types`
-        and with `use_sliding_window`, these layers are also the local ones.
+    unrotated_rule: which layers have no RoPE. "global": the global ones. "global if windowed": the
+        same, if there is a `sliding_window`. "no_rope_layers": as that field says; without
+        `layer_types` and with `use_sliding_window`, these layers are also the local ones.
     """
 
     period: int = 0
     period_in_config: bool = False
     last_layer_global: bool = False
-    unrotated: Literal["none", "global", "global if windowed", "no_rope_layers"] = "none"
+    unrotated_rule: Literal["none", "global", "global if windowed", "no_rope_layers"] = "none"
 
 
 @dataclass(frozen=True)
 class Family:
     """An architecture, by its differences from Llama.
 
-    bias_rule: see `BiasRule`. mlp_bias: the field `mlp_bias` is in effect.
+    bias_rule: see `BiasRule`. mlp_bias: the config's `mlp_bias` counts; other families ignore it.
     defaults: values of fields that a config leaves out, as in transformers' config class. Sizes
         have none: a config that lacks one is refused.
     default_rope: the RoPE settings of a config with neither `rope_parameters` nor `rope_scaling`.
     window_rule: see `WindowRule`.
     layer_pattern: for families whose layers are not all alike.
     separate_local_rope: local layers have a RoPE base of their own, without scaling.
-    spec: fields of ModelSpec that are the same for all models of the architecture.
+    spec_fields: fields of ModelSpec that are the same for all models of the architecture.
     norm_eps_field, activation_field, mlp_width_field: the config fields that state these.
-    gemma4, gemma3n: the config has the fields that `config_gemma.py` reads.
+    is_gemma4, is_gemma3n: the config has the fields that `config_gemma.py` reads.
     granite_multipliers: the config has Granite's four multipliers.
     cohere_logit_scale: the config has Cohere's `logit_scale`.
     gemma_scales: Gemma's scales of embeddings and attention, and its caps on attention and logits.
@@ -84,12 +84,12 @@ class Family:
     window_rule: WindowRule = "none"
     layer_pattern: LayerPattern | None = None
     separate_local_rope: bool = False
-    spec: Mapping[str, Any] = field(default_factory=dict)
+    spec_fields: Mapping[str, Any] = field(default_factory=dict)
     norm_eps_field: str = "rms_norm_eps"
     activation_field: str = "hidden_act"
     mlp_width_field: str = "intermediate_size"
-    gemma4: bool = False
-    gemma3n: bool = False
+    is_gemma4: bool = False
+    is_gemma3n: bool = False
     granite_multipliers: bool = False
     cohere_logit_scale: bool = False
     gemma_scales: bool = False

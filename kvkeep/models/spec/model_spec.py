@@ -14,9 +14,10 @@ GATINGS: tuple[Gating, ...] = get_args(Gating)
 class RopeSpec:
     """Rotary position embedding, resolved to a fixed table.
 
+    kind: the `rope_type` of the config, such as "default" or "yarn".
     inverse_frequencies: radians per position for each pair of a head, `[head_dim / 2]`, float64
-        values; scaling (linear, llama3, yarn, longrope) is already applied. Pairs that are not
-        rotated come last and have 0.
+        values, with scaling (linear, llama3, yarn, longrope) applied. Pairs that are not rotated
+        come last and have 0.
     attention_scaling: yarn's or longrope's factor on cosine and sine. It multiplies q and k alike,
         so its square goes into the softmax scale and rotations stay pure. Layers without RoPE, and
         unrotated numbers of a head, do not have it; see `LayerGroup.query_scale`.
@@ -36,14 +37,17 @@ class ModelSpec:
 
     max_positions: the trained length in tokens. A model all of whose layers slide counts as trained
         to their window, since it never saw full attention beyond it.
+    tied_head: the output projection to logits is the embedding.
+    qkv_bias, output_bias, mlp_bias: the projections to queries, keys and values, the projection of
+        attention's output, and all projections of the MLP have biases.
     norms_before, norms_after: attention and MLP normalise their input, and their output before it
         is added to the residual stream.
+    qk_norm: queries and keys are normalised, head by head or as qk_norm_whole says.
     centred_norms: norms are LayerNorm (arXiv:1607.06450) without a bias, not RMSNorm.
     parallel: the MLP reads the same input as attention, not the sum with attention's output.
     qk_norm_whole: queries and keys are normalised over all heads together, not head by head.
     embedding_multiplier, residual_multiplier, logits_multiplier: factors on embeddings, on what
-        attention and MLP add to the residual stream, and on logits. Folding them into weights would
-        round the weights, and change what a packed matrix says.
+        attention and MLP add to the residual stream, and on logits.
     embedding_multiplier_rounded: that factor is first rounded to the dtype of the weights.
     attention_multiplier: replaces 1 / sqrt(head_dim) as the softmax scale; None for that scale.
     experts, experts_per_token: for a mixture of experts in the place of the MLP, how many there are
@@ -86,8 +90,7 @@ class ModelSpec:
         convolution).
     activation: of the MLP's gate.
     unit_norms: norms are computed in float32, and their factor is 1 more than the stored weight, as
-        in Gemma's checkpoints (GGUF files store the sum). Adding it in bfloat16 would round it
-        away.
+        in Gemma's checkpoints (GGUF files store the sum).
     """
 
     architecture: str
@@ -161,6 +164,7 @@ class ModelSpec:
         )
 
     def mlp_width(self, layer: int) -> int:
+        """Return the intermediate size of a layer's MLP."""
         if self.mlp_widths:
             return self.mlp_widths[layer]
         is_wide = self.wide_shared_mlp and self.kv_source(layer) != layer
@@ -187,7 +191,7 @@ class ModelSpec:
             self.head_dim,
             self.rope,
             self.attention_multiplier,
-            unrotated=self._unrotated_among(all_layers - local_layers),
+            unrotated_layers=self._unrotated_among(all_layers - local_layers),
         )
         if not local_layers:
             return (global_group,)
@@ -198,7 +202,7 @@ class ModelSpec:
             self.local_rope or self.rope,
             self.attention_multiplier,
             self.window,
-            unrotated=self._unrotated_among(local_layers),
+            unrotated_layers=self._unrotated_among(local_layers),
         )
         return global_group, local_group
 
@@ -206,9 +210,10 @@ class ModelSpec:
         return tuple(layer for layer in self.unrotated_layers if layer in layers)
 
     def group_of(self, layer: int) -> "LayerGroup":
-        return self.groups[layer in self.local_layers]
+        return self.groups[1 if layer in self.local_layers else 0]
 
     def layers_with_cells(self, group: "LayerGroup") -> list[int]:
+        """Return the layers of a group, without those that attend to another layer's cells."""
         return [layer for layer in group.layers if self.kv_source(layer) == layer]
 
     def kv_source(self, layer: int) -> int:
@@ -231,7 +236,7 @@ class LayerGroup:
     attention_multiplier: replaces 1 / sqrt(head_dim) as the factor on products of queries and
         keys; None for that factor.
     window: how many of the newest tokens each layer sees, the querying one included; None for all.
-    unrotated: the layers of the group without RoPE.
+    unrotated_layers: the layers of the group without RoPE.
     """
 
     layers: tuple[int, ...]
@@ -240,7 +245,7 @@ class LayerGroup:
     rope: RopeSpec
     attention_multiplier: float | None
     window: int | None = None
-    unrotated: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
 
     @property
     def softmax_scale(self) -> float:
@@ -257,7 +262,7 @@ class LayerGroup:
         and likewise the unrotated numbers of a head of which only a part is rotated.
         """
         frequencies, scaling = self.rope.inverse_frequencies, self._attention_scaling
-        if layer in self.unrotated:
+        if layer in self.unrotated_layers:
             frequencies = (0.0,) * len(frequencies)
         if scaling == 1 or all(frequencies):
             return None
@@ -267,4 +272,4 @@ class LayerGroup:
     @property
     def _attention_scaling(self) -> float:
         """The RoPE factor in the softmax scale; 1 if no layer of the group rotates."""
-        return self.rope.attention_scaling if len(self.unrotated) < len(self.layers) else 1.0
+        return self.rope.attention_scaling if len(self.unrotated_layers) < len(self.layers) else 1.0

@@ -25,9 +25,8 @@ def rope_fields(
     """Return rope and local_rope of a ModelSpec, and the length that it was trained or extended to.
 
     transformers 5 has an object of settings for each kind of layer; in transformers 4 the base of
-    local layers was a field of its own, and they were not scaled.
-
-    Raises BadModelFile, UnsupportedModel.
+    local layers was a field of its own, and they were not scaled. Raises BadModelFile,
+    UnsupportedModel.
     """
     if not family.separate_local_rope:
         rope, trained_length = _rope_and_trained_length(config, family, head_dim)
@@ -52,17 +51,17 @@ def rope_fields(
 def _rope_and_trained_length(
     config: ConfigFields, family: Family, head_dim: int
 ) -> tuple[RopeSpec, int]:
+    """Return the RoPE of a config without separate local settings, and its trained length."""
     stated_length = config.positive_int("max_position_embeddings")
-    values = (
-        config.get("rope_scaling") or config.get("rope_parameters") or dict(family.default_rope)
-    )
-    if not isinstance(values, dict) or any(isinstance(x, dict) for x in values.values()):
+    stated: Any = config.get("rope_scaling") or config.get("rope_parameters")
+    stated = stated or dict(family.default_rope)
+    if not isinstance(stated, dict) or any(isinstance(x, dict) for x in stated.values()):
         raise UnsupportedModel(
-            f"{config.path}: RoPE settings must be one flat object, found {values!r}; models with "
+            f"{config.path}: RoPE settings must be one flat object, found {stated!r}; models with "
             "different RoPE in each layer are not supported"
         )
-    settings = _normalised_settings(config, values, family)
-    if family.gemma4 and settings.get("rope_type") == "proportional":
+    settings = _normalised_settings(config, stated, family)
+    if family.is_gemma4 and settings.get("rope_type") == "proportional":
         return _proportional_rope(settings, head_dim), stated_length
     theta_source = settings if settings.get("rope_theta") is not None else config
     theta = theta_source.positive_float("rope_theta", default=10_000.0)
@@ -83,56 +82,60 @@ def _rope_and_trained_length(
 
 
 def _proportional_rope(settings: ConfigFields, head_dim: int) -> RopeSpec:
-    """Return the first frequencies of a whole head's table; the other pairs are not rotated."""
-    share = settings.positive_float("partial_rotary_factor", default=1.0)
-    pairs = int(share * head_dim // 2)
-    if not 0 < pairs <= head_dim // 2:
-        raise _no_pairs_error(settings, share, head_dim)
+    """Return Gemma 4's RoPE: the first frequencies of a whole head's table; other pairs have 0."""
+    rotary_share = settings.positive_float("partial_rotary_factor", default=1.0)
+    num_pairs = int(rotary_share * head_dim // 2)
+    if not 0 < num_pairs <= head_dim // 2:
+        raise _no_pairs_error(settings, rotary_share, head_dim)
     scaling: dict[str, Any] = {}
     if settings.get("factor"):
         scaling = {"rope_type": "linear", "factor": settings.get("factor")}
     theta = settings.positive_float("rope_theta", default=10_000.0)
     frequencies = rope_spec(scaling, theta, head_dim, 1).inverse_frequencies
-    return RopeSpec("proportional", frequencies[:pairs] + (0.0,) * (head_dim // 2 - pairs))
+    zeros = (0.0,) * (head_dim // 2 - num_pairs)
+    return RopeSpec("proportional", frequencies[:num_pairs] + zeros)
 
 
 def _normalised_settings(
-    config: ConfigFields, values: Mapping[str, Any], family: Family
+    config: ConfigFields, stated: Mapping[str, Any], family: Family
 ) -> ConfigFields:
-    """Return the settings with the rope_type and the original length where `rope_spec` expects."""
-    settings = ConfigFields(values, config.path)
+    """Return stated settings with rope_type and original length where `rope_spec` expects them."""
+    settings = ConfigFields(stated, config.path)
     rope_type = settings.get("rope_type") or settings.get("type")
     if rope_type == "mrope" and family.multimodal:  # in text, all three positions are the same
         return settings.updated({"rope_type": "default"})
     in_main_config = config.get(_ORIGINAL_LENGTH) and not family.separate_local_rope
-    source = config if in_main_config else settings
+    length_source = config if in_main_config else settings
     # Phi-3's config calls longrope by other names.
     is_phi3 = family is FAMILIES["Phi3ForCausalLM"]
     if rope_type == "longrope" or (rope_type in ("su", "yarn") and is_phi3):
         max_length = config.positive_int("max_position_embeddings")
-        original = source.positive_int(_ORIGINAL_LENGTH, default=max_length)
+        original = length_source.positive_int(_ORIGINAL_LENGTH, default=max_length)
         return settings.updated({"rope_type": "longrope", _ORIGINAL_LENGTH: original})
-    original = source.get(_ORIGINAL_LENGTH)
+    original = length_source.get(_ORIGINAL_LENGTH)
     return settings if original is None else settings.updated({_ORIGINAL_LENGTH: original})
 
 
 def _rotary_dim(config: ConfigFields, settings: ConfigFields, family: Family, head_dim: int) -> int:
+    """Return how many dimensions of a head are rotated."""
     source = settings if settings.get("partial_rotary_factor") is not None else config
     share = source.positive_float("partial_rotary_factor", family.partial_rotary_factor or 1.0)
     if share == 1:
         return head_dim
     if family.partial_rotary_factor is None:
-        raise config.unsupported(f"RoPE on a part of each head (partial_rotary_factor {share})")
+        raise config.unsupported_error(
+            f"RoPE on a part of each head (partial_rotary_factor {share})"
+        )
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise _no_pairs_error(config, share, head_dim)
     return rotary_dim
 
 
-def _no_pairs_error(config: ConfigFields, share: float, head_dim: int) -> BadModelFile:
+def _no_pairs_error(config: ConfigFields, rotary_share: float, head_dim: int) -> BadModelFile:
     return BadModelFile(
-        f"{config.path}: partial_rotary_factor {share} leaves no pairs to rotate in heads of "
-        f"{head_dim}; fetch the model again"
+        f"{config.path}: partial_rotary_factor {rotary_share} leaves no pairs to rotate in heads "
+        f"of {head_dim}; fetch the model again"
     )
 
 
@@ -161,10 +164,10 @@ def rope_spec(
     try:
         spec = RopeSpec(rope_type, tuple(scaling.frequencies()), scaling.attention_scaling())
     except (ArithmeticError, ValueError) as error:
-        raise scaling.invalid(f"{error}") from error
+        raise scaling.invalid_error(f"{error}") from error
     table_numbers = (*spec.inverse_frequencies, spec.attention_scaling)
     if not all(math.isfinite(number) and number > 0 for number in table_numbers):
-        raise scaling.invalid("its frequencies are not positive numbers")
+        raise scaling.invalid_error("its frequencies are not positive numbers")
     return spec
 
 
@@ -173,7 +176,7 @@ class _RopeScaling:
     """RoPE settings of a supported kind. Methods raise BadModelFile for invalid ones."""
 
     rope_type: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # the others as in `rope_spec`
     theta: float
     rotary_dim: int
     max_positions: int
@@ -214,7 +217,7 @@ class _RopeScaling:
             return mscale(self._number("mscale")) / all_dims_mscale
         return mscale(1.0)
 
-    def invalid(self, reason: str) -> BadModelFile:
+    def invalid_error(self, reason: str) -> BadModelFile:
         return BadModelFile(
             f"RoPE kind {self.rope_type!r} has invalid settings ({reason}); correct the model's "
             "config.json or fetch it again"
@@ -226,7 +229,7 @@ class _RopeScaling:
         low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
         frequencies = []
         for frequency in base_frequencies:
-            turns = original * frequency / (2 * math.pi)
+            turns = original * frequency / (2 * math.pi)  # rotations in the original length
             high_share = (
                 min(max((turns - low) / (high - low), 0.0), 1.0) if high != low else turns > low
             )
@@ -237,9 +240,9 @@ class _RopeScaling:
         """Scale as YaRN (Peng et al., 2023): keep high frequencies, divide low ones by `factor`."""
         factor, original = self._extension_factor(), self._original_length()
 
-        def pair_with_turns(turns: float) -> float:
-            distance = math.log(original / (turns * 2 * math.pi))
-            return self.rotary_dim * distance / (2 * math.log(self.theta))
+        def pair_with_turns(turns: float) -> float:  # so many rotations in the original length
+            log_period = math.log(original / (turns * 2 * math.pi))
+            return self.rotary_dim * log_period / (2 * math.log(self.theta))
 
         ramp_start = pair_with_turns(self._number("beta_fast", 32))
         ramp_end = pair_with_turns(self._number("beta_slow", 1))
@@ -258,7 +261,7 @@ class _RopeScaling:
         """Divide each frequency by its own factor in LongRoPE's table for short texts."""
         factors = self.settings.get("short_factor")
         if not isinstance(factors, list) or len(factors) != len(base_frequencies):
-            raise self.invalid(f"short_factor must have {len(base_frequencies)} numbers")
+            raise self.invalid_error(f"short_factor must have {len(base_frequencies)} numbers")
         return [
             frequency / self._checked_positive("short_factor", factor)
             for frequency, factor in zip(base_frequencies, factors, strict=True)
@@ -268,10 +271,11 @@ class _RopeScaling:
         return self._number(_ORIGINAL_LENGTH, self.max_positions)
 
     def _extension_factor(self) -> float:
+        """Return by how much the context length was extended."""
         return self._number("factor", self.max_positions / self._original_length())
 
     def _number(self, name: str, default: float | None = None) -> float:
-        """Return a positive setting. default: for one that is missing, null or 0."""
+        """Return a positive setting. default: replaces one that is missing, null or 0."""
         value = self.settings.get(name)
         if default is not None and (value is None or value == 0):
             return default

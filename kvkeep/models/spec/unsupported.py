@@ -40,31 +40,24 @@ _UNSUPPORTED_FIELDS: tuple[tuple[Collection[str], str, tuple[object, ...], str],
 )
 
 _MAMBA = "has state layers (Mamba)"
-_DELTA = "has state layers (Gated DeltaNet)"
 _CONVOLUTIONS = "has state layers (short convolutions)"
 _LATENT = "uses multi-head latent attention (MLA)"
 _GROUPS = "routes to experts by biased scores, or by groups of experts"
-_SPARSEMIXER = "routes to experts with SparseMixer"
-_SHARED = "has a shared expert without a gate"
 
-_QWEN3 = "Qwen3 is supported"
 _QWEN3_MOE = "Qwen3 is supported, dense or MoE"
 _GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
-_LLAMA = "Llama 3 is supported"
-_GLM = "GLM-4 is supported"
-_PHI = "Phi-3 and Phi-4 are supported"
 _ANY = "Llama 3, Qwen3 and Granite are supported"
 
 # Reason and alternative to the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
-    (_DELTA, _QWEN3): (
+    ("has state layers (Gated DeltaNet)", "Qwen3 is supported"): (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen35 "
         "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen35moe"
     ),
     (_CONVOLUTIONS, _ANY): "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2moe",
     (_MAMBA, _GRANITE): "GraniteMoeHybridForCausalLM granitehybrid BambaForCausalLM",
     (_MAMBA, "Falcon 3 is supported"): "FalconH1ForCausalLM falcon-h1",
-    (_MAMBA, _LLAMA): "NemotronHForCausalLM nemotron_h nemotron_h_moe",
+    (_MAMBA, "Llama 3 is supported"): "NemotronHForCausalLM nemotron_h nemotron_h_moe",
     (_MAMBA, _ANY): "JambaForCausalLM jamba MambaForCausalLM Mamba2ForCausalLM mamba mamba2",
     (_LATENT, "its Qwen2 and Llama distillations are supported"): (
         "DeepseekV2ForCausalLM DeepseekV3ForCausalLM deepseek2"
@@ -74,10 +67,13 @@ _UNSUPPORTED = {
     ("stores experts in another order", "its GGUF files are supported"): (
         "Qwen3VLMoeForConditionalGeneration"
     ),
-    (_GROUPS, _GLM): "Glm4MoeForCausalLM glm4moe",
+    (_GROUPS, "GLM-4 is supported"): "Glm4MoeForCausalLM glm4moe",
     (_GROUPS, _QWEN3_MOE): "Ernie4_5_MoeForCausalLM ernie4_5-moe Dots1ForCausalLM dots1",
-    (_SPARSEMIXER, _PHI): "PhimoeForCausalLM phimoe",
-    (_SHARED, _GRANITE): "GraniteMoeSharedForCausalLM",
+    (
+        "routes to experts with SparseMixer",
+        "Phi-3 and Phi-4 are supported",
+    ): "PhimoeForCausalLM phimoe",
+    ("has a shared expert without a gate", _GRANITE): "GraniteMoeSharedForCausalLM",
 }
 _REASONS = {name: reason for reason, names in _UNSUPPORTED.items() for name in names.split()}
 
@@ -90,7 +86,8 @@ def unsupported_reason(architecture: object) -> str:
     return f": it {reason}. Instead, {alternative}"
 
 
-def unsupported_architecture(architecture: object) -> UnsupportedModel:
+def unsupported_architecture_error(architecture: object) -> UnsupportedModel:
+    """Return the error for an architecture, with the reason and an alternative if known."""
     return UnsupportedModel(
         f"architecture {architecture} is not supported{unsupported_reason(architecture)}; "
         f"supported: {', '.join(FAMILIES)}"
@@ -102,7 +99,7 @@ def require_dense_granite(config: Mapping[str, Any]) -> None:
     layer_types = config.get("layer_types")
     attention_types = ("attention", "full_attention")
     if not isinstance(layer_types, list) or any(t not in attention_types for t in layer_types):
-        raise unsupported_architecture(GRANITE_HYBRID)
+        raise unsupported_architecture_error(GRANITE_HYBRID)
     fields = {"num_local_experts": 8, "position_embedding_type": None, **config}
     for field, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
         if fields[field] != expected:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
-from kvkeep.models.layers.primitives import NORM
+from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import FORMATS, GROUP_COLUMNS
@@ -106,7 +106,7 @@ class Stack:
             rows = slice(row_range.start, row_range.stop, row_range.step)
             if self.scales:
                 values = _mxfp4_values(matrix[rows], tensors[self.scales][index][rows])
-                parts[part_name] = values.to(tensors[NORM].dtype)
+                parts[part_name] = values.to(tensors[FINAL_NORM].dtype)
             elif self.transposed:  # biases have one dimension, and stay as they are
                 parts[part_name] = matrix.t()[rows].contiguous()
             else:
