@@ -60,7 +60,6 @@ _GRANITE_MULTIPLIER_KEYS = {
 # Multimodal RoPE: the rotated pairs of a head are divided into sections, which rotate by the time,
 # height and width of a token in an image (in text all the same number), and by a fourth index.
 _MROPE_ARCHS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
-
 # Metadata keys of recommended sampling parameters, and transformers' names for them.
 _SAMPLING_FIELDS = {
     "general.sampling.temp": "temperature",

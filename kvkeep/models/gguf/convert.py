@@ -168,9 +168,9 @@ def _convert_rows(
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     """Return the contents of tokenizer_config.json: the class, and the texts of special tokens."""
-    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "eot": "eot"}
-    names["eom"] = "eom"
-    tokens = {f"{name}_token": special_token(file, role) for role, name in names.items()}
+    roles = ("bos", "eos", "unknown", "padding", "eot", "eom")
+    hub_names = {"unknown": "unk", "padding": "pad"}  # the others are the same
+    tokens = {f"{hub_names.get(role, role)}_token": special_token(file, role) for role in roles}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -21,7 +21,6 @@ _ROUTER_VALUES: dict[str, tuple[float, ...]] = {
     "expert_shared_count": (0, 1),
     "expert_shared_feed_forward_length": (0,),
 }
-
 # Architectures with local layers, which see only a sliding window.
 _LOCAL_ARCHS = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma3n", "gemma4")
 _DEFAULT_WINDOWS = {"gemma2": 4096, "gemma3n": 512}
@@ -89,9 +88,8 @@ def layers_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         return {"sliding_window": None, "layer_types": ["full_attention"] * num_layers}
     fields: dict[str, Any] = {"sliding_window": window}
     if (local_flags := _local_layer_flags(file, num_layers)) is not None:
-        fields["layer_types"] = [
-            "sliding_attention" if is_local else "full_attention" for is_local in local_flags
-        ]
+        kinds = ("full_attention", "sliding_attention")
+        fields["layer_types"] = [kinds[is_local] for is_local in local_flags]
     return fields | _local_rope_fields(file, config)
 
 

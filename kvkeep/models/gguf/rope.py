@@ -23,10 +23,7 @@ _PHI3 = "phi3"  # has two tables whatever the type, and its config calls longrop
 
 
 def rope_scaling(file: GgufFile, rotary_dim: int) -> dict[str, Any] | None:
-    """Return the `rope_scaling` of config.json; None if nothing is scaled.
-
-    rotary_dim: how many dimensions of a head are rotated. Raises UnsupportedModel, BadModelFile.
-    """
+    """Return the `rope_scaling` of config.json. rotary_dim: rotated dimensions of a head."""
     scaling = _rope_scaling_without_queries(file, rotary_dim)
     if not scales_queries(file):
         return scaling
@@ -211,7 +208,6 @@ def _divisors_and_factor(
 
 
 def _products(a: list[float], b: list[float]) -> list[float]:
-    """Multiply element by element, rounded to the decimals that float32 holds."""
     return [shortest_decimal(x * y) for x, y in zip(a, b, strict=True)]
 
 

@@ -150,10 +150,7 @@ def _is_gguf_name(name: str) -> bool:
 def _by_hub_name(
     name: str, tensor: PackedTensor, layer_names: Mapping[str, str], architecture: str
 ) -> dict[str, PackedTensor]:
-    """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none.
-
-    layer_names: the Hugging Face names of an architecture's modules, by their GGUF names.
-    """
+    """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none."""
     if name in _MODEL_NAMES:
         return {_MODEL_NAMES[name]: tensor}
     if name in _STREAM_STACK_NAMES and len(tensor.shape) == 3:

@@ -28,12 +28,10 @@ class Executor(Protocol):
     name: str
 
     def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
-        """Evaluate tokens: store their cells by the step, and return their final hidden states.
+        """Evaluate `tokens: [n]` into the step; return their final hidden states.
 
-        tokens: ids, `[n]`. input_norms: for a chunk only, an output buffer, `[layers, n]` float32,
-            filled with the norm of the residual stream that each layer reads.
-
-        Returns `[n, hidden_size]`, after the final norm.
+        input_norms: for a chunk only, an output buffer, `[layers, n]` float32, which is filled with
+            the norm of the residual stream that each layer reads.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -88,12 +88,12 @@ class AltUpStreams:
         )
 
     def expand(self, x: Tensor) -> Tensor:
-        """Map embeddings `[n, hidden_size]` to streams: the same, and projections of its RMS."""
+        """Map embeddings `[n, hidden_size]` to streams: these, and projections of equal RMS."""
         others = [_scale_to_rms(project(x), x) for project in self._embed_projections]
         return torch.stack((x, *others), dim=1)
 
     def merge(self, streams: Tensor) -> Tensor:
-        """Map streams to the input of the final norm, `[n, hidden_size]`: their scaled mean."""
+        """Map streams to the input of the final norm: the mean of their projections."""
         first, *others = streams.unbind(1)
         total = first.float()
         for project, other in zip(self._unembed_projections, others, strict=True):
@@ -121,10 +121,7 @@ class AltUp:
     def __call__(
         self, streams: Tensor, block: Callable[[Tensor], Tensor], vectors: Tensor
     ) -> Tensor:
-        """Return the streams after a layer. block: its attention and MLP, for one stream.
-
-        vectors: the layer's per-layer embeddings, `[n, per_layer_size]`.
-        """
+        """Return the streams after a layer of attention and MLP, `block`, with its own `vectors`."""
         predicted = self._predict(streams)
         output = block(predicted[:, self._active_index].contiguous())
         corrected = self._correct(predicted, output)

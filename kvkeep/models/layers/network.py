@@ -1,8 +1,7 @@
 """The forward pass of all families, in torch: Llama's, with what others do differently as data.
 
-The differences are in the `ModelSpec`; `models/spec/families.py` has the table. Each layer calls
-`attend` of a cache's step, which stores the layer's keys and values as cells, and attends to all
-cells; it gets queries and keys unrotated. Layers without cells of their own read another layer's.
+The differences are in the `ModelSpec`; `models/spec/families.py` has the table. Each layer passes
+unrotated queries and keys to a cache's step, which stores cells (keys and values) and attends.
 """
 
 import math
@@ -62,11 +61,10 @@ class DecoderLayer:
         replaces_mlp = spec.has_experts(index) and not spec.experts_beside
         self._mlp = Experts(weights) if replaces_mlp else _dense_mlp(weights, index)
         parallel_experts = Experts(weights) if spec.experts_beside else None
-        q_norm_width, k_norm_width = group.head_dim, group.head_dim  # each head by itself
-        if spec.qk_norm_whole:  # all heads together
-            q_norm_width, k_norm_width = q_width, kv_width
-        self._query_norm = norm("self_attn.q_norm", spec.qk_norm, q_norm_width)
-        self._key_norm = norm("self_attn.k_norm", spec.qk_norm and has_cells, k_norm_width)
+        # The norms of queries and keys are as wide as one head, or as all heads together.
+        widths = (q_width, kv_width) if spec.qk_norm_whole else (group.head_dim, group.head_dim)
+        self._query_norm = norm("self_attn.q_norm", spec.qk_norm, widths[0])
+        self._key_norm = norm("self_attn.k_norm", spec.qk_norm and has_cells, widths[1])
         if spec.sinks:  # only states the shape: the cache reads the tensor
             weights.tensor("self_attn.sinks", spec.heads)
         self._parallel_experts = (
@@ -85,8 +83,7 @@ class DecoderLayer:
     ) -> Tensor:
         """Apply the layer to the residual stream `[n, hidden_size]`, or to the streams of AltUp.
 
-        vectors: of each layer (`PerLayerEmbedding`); empty if the family has none. input_norms: as
-            in `Network.forward`.
+        vectors: of each layer (`PerLayerEmbedding`), or empty. input_norms: see `Network.forward`.
         """
         if self._altup:
             x = self._altup(x, partial(self._block, step, input_norms), vectors[self._index])
@@ -157,8 +154,7 @@ class Network:
         self.norm = weights.norm(FINAL_NORM, spec.hidden_size)
         self._embedding_multiplier = embedding_multiplier(spec, dtype)
         multiplier = per_layer_multiplier(spec, dtype)
-        has_per_layer = spec.per_layer_size > 0
-        self._per_layer = PerLayerEmbedding(weights, multiplier) if has_per_layer else None
+        self._per_layer = PerLayerEmbedding(weights, multiplier) if spec.per_layer_size else None
         self._altup_streams = AltUpStreams(weights) if spec.altup_inputs else None
         self.lm_head = self.embedding
         if not spec.tied_head:

@@ -2,8 +2,7 @@
 
 PyTorch's CPU library compiles a matrix product anew for each number of rows, and keeps every
 compiled product, so that each turn of a chat with a new length would add memory. So `Linear` pads
-its rows with zeros to the next of a few sizes. More sizes would waste fewer rows and keep more
-products (docs/speed.md).
+its rows with zeros to the next of a few sizes (docs/speed.md).
 
 The last bits of a row may depend on the number of rows in its product, never on the contents of
 the other rows. So they depend on the number of tokens in the step only, and a replay gives the

@@ -25,7 +25,7 @@ def group_layout(
 def new_cache(
     spec: ModelSpec, tensors: Mapping[str, Tensor], bits: Bits, max_kv_size: int | None = None
 ) -> KVCache:
-    """Return an empty cache for a model's cells. tensors: its weights.
+    """Return an empty cache for a model's cells. bits: of stored cells. tensors: its weights.
 
     max_kv_size: the budget of a session's policy, which bounds the cells of local layers, too.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile
+from kvkeep.models.spec import unsupported
 from kvkeep.models.spec.config_fields import ConfigFields, is_valid_integer, read_json
 from kvkeep.models.spec.config_gemma import gemma3n_fields, gemma4_fields
 from kvkeep.models.spec.config_layers import expert_fields, layer_type_fields, model_window
@@ -14,13 +15,6 @@ from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.spec.rope import rope_fields
-from kvkeep.models.spec.unsupported import (
-    ACTIVATIONS,
-    GRANITE_HYBRID,
-    refuse_unsupported_fields,
-    require_dense_granite,
-    unsupported_architecture_error,
-)
 
 _MISTRAL3 = "Mistral3ForConditionalGeneration"
 _MAX_HEAD_DIM = 1 << 16
@@ -48,7 +42,7 @@ def spec_from_config(
     architecture, family = _architecture_and_family(values, path)
     values = _language_model_config(values) if family.multimodal else values
     config = ConfigFields({**family.defaults, **values}, path)
-    refuse_unsupported_fields(config, architecture)
+    unsupported.check_fields(config, architecture)
     fields = layer_type_fields(config, family) | expert_fields(config, family)
     if family.is_gemma4:
         config, own_fields = gemma4_fields(config, fields["local_layers"])
@@ -71,7 +65,7 @@ def spec_from_config(
         tied_head=bool(config.get("tie_word_embeddings")),
         bos_token_id=next(iter(_token_ids(config, generation_config, "bos_token_id")), None),
         eos_token_ids=_token_ids(config, generation_config, "eos_token_id"),
-        activation=ACTIVATIONS[config.get(family.activation_field, "silu")],
+        activation=unsupported.ACTIVATIONS[config.get(family.activation_field, "silu")],
         **{"qk_norm": False, **family.spec_fields},
         **_bias_fields(config, family),
         **_multiplier_fields(config, family),
@@ -89,14 +83,14 @@ def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str
         )
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise unsupported_architecture_error(architecture)
-    if architecture == GRANITE_HYBRID:
-        require_dense_granite(values)
+        raise unsupported.architecture_error(architecture)
+    if architecture == unsupported.GRANITE_HYBRID:
+        unsupported.check_dense_granite(values)
     if architecture == _MISTRAL3:  # its language model may be of another architecture
         text_config = values.get("text_config")
         model_type = text_config.get("model_type") if isinstance(text_config, dict) else None
         if model_type == "mistral4":
-            raise unsupported_architecture_error("Mistral4ForCausalLM")
+            raise unsupported.architecture_error("Mistral4ForCausalLM")
         if model_type == "ministral3":
             return architecture, replace(FAMILIES["Ministral3ForCausalLM"], multimodal=True)
     return architecture, FAMILIES[architecture]

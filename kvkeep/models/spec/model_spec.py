@@ -51,15 +51,13 @@ class ModelSpec:
     embedding_multiplier_rounded: that factor is first rounded to the dtype of the weights.
     attention_multiplier: replaces 1 / sqrt(head_dim) as the softmax scale; None for that scale.
     experts, experts_per_token: for a mixture of experts in the place of the MLP, how many there are
-        and how many the router chooses for a token; 0 without a mixture. The router scores them by
-        a softmax over all.
+        and how many the router chooses for a token, by a softmax over all; 0 without a mixture.
     expert_size, shared_expert_size: the intermediate_size of an expert, and of the shared expert
         that processes every token; 0 without one.
     norm_topk: the weights of the chosen experts are renormalised to a sum of 1.
     experts_beside: every layer has experts beside its MLP, not in its place, with norms of their
         own (Gemma 4).
-    clamped_experts: experts and their router have biases, and an expert's product is clamped:
-        (up + 1) * gate * sigmoid(1.702 gate), with gate at most 7 and up within ±7 (gpt-oss).
+    clamped_experts: experts and their router have biases, and gate and up are clamped (gpt-oss).
     sparse_step, dense_layers: every sparse_step-th layer has experts, except the layers listed in
         dense_layers; the others have an MLP.
     local_layers, window: the layers listed see only the newest `window` tokens, the querying one
@@ -233,8 +231,7 @@ class LayerGroup:
     """Layers with the same heads, rotation, softmax scale and window.
 
     layers: their indices, in order.
-    attention_multiplier: replaces 1 / sqrt(head_dim) as the factor on products of queries and
-        keys; None for that factor.
+    attention_multiplier: as in ModelSpec.
     window: how many of the newest tokens each layer sees, the querying one included; None for all.
     unrotated_layers: the layers of the group without RoPE.
     """

@@ -31,9 +31,8 @@ def rope_fields(
     if not family.separate_local_rope:
         rope, trained_length = _rope_and_trained_length(config, family, head_dim)
         return {"rope": rope}, trained_length
-    settings: Any = (
-        config.get("rope_parameters") or config.get("rope_scaling") or family.default_rope
-    )
+    stated: Any = config.get("rope_parameters") or config.get("rope_scaling")
+    settings = stated or family.default_rope
     local_settings = None
     if isinstance(settings, dict) and any(kind in settings for kind in _LAYER_TYPES):
         settings, local_settings = (settings.get(kind) for kind in _LAYER_TYPES)

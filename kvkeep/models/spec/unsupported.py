@@ -38,17 +38,14 @@ _UNSUPPORTED_FIELDS: tuple[tuple[Collection[str], str, tuple[object, ...], str],
         "with bidirectional attention, for embeddings,",
     ),
 )
-
 _MAMBA = "has state layers (Mamba)"
 _CONVOLUTIONS = "has state layers (short convolutions)"
 _LATENT = "uses multi-head latent attention (MLA)"
 _GROUPS = "routes to experts by biased scores, or by groups of experts"
-
 _QWEN3_MOE = "Qwen3 is supported, dense or MoE"
 _GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
 _ANY = "Llama 3, Qwen3 and Granite are supported"
-
-# Reason and alternative to the architectures, by their names in config.json and in GGUF files.
+# Reason and alternative: the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
     ("has state layers (Gated DeltaNet)", "Qwen3 is supported"): (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen35 "
@@ -86,7 +83,7 @@ def unsupported_reason(architecture: object) -> str:
     return f": it {reason}. Instead, {alternative}"
 
 
-def unsupported_architecture_error(architecture: object) -> UnsupportedModel:
+def architecture_error(architecture: object) -> UnsupportedModel:
     """Return the error for an architecture, with the reason and an alternative if known."""
     return UnsupportedModel(
         f"architecture {architecture} is not supported{unsupported_reason(architecture)}; "
@@ -94,12 +91,12 @@ def unsupported_architecture_error(architecture: object) -> UnsupportedModel:
     )
 
 
-def require_dense_granite(config: Mapping[str, Any]) -> None:
+def check_dense_granite(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel for a Granite 4 with state layers or experts, or without RoPE."""
     layer_types = config.get("layer_types")
     attention_types = ("attention", "full_attention")
     if not isinstance(layer_types, list) or any(t not in attention_types for t in layer_types):
-        raise unsupported_architecture_error(GRANITE_HYBRID)
+        raise architecture_error(GRANITE_HYBRID)
     fields = {"num_local_experts": 8, "position_embedding_type": None, **config}
     for field, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
         if fields[field] != expected:
@@ -109,7 +106,7 @@ def require_dense_granite(config: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unsupported_fields(config: ConfigFields, architecture: str) -> None:
+def check_fields(config: ConfigFields, architecture: str) -> None:
     """Raise UnsupportedModel for fields of a supported architecture with values that are not."""
     activation = config.get(FAMILIES[architecture].activation_field, "silu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
