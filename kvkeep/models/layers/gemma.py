@@ -121,7 +121,7 @@ class AltUp:
     def __call__(
         self, streams: Tensor, block: Callable[[Tensor], Tensor], vectors: Tensor
     ) -> Tensor:
-        """Return the streams after a layer of attention and MLP, `block`, with its own `vectors`."""
+        """Return the streams after a layer. block: its attention and MLP. vectors: its input."""
         predicted = self._predict(streams)
         output = block(predicted[:, self._active_index].contiguous())
         corrected = self._correct(predicted, output)
