@@ -126,7 +126,7 @@ def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
 
 
 def _row_chunks(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
-    """Split row indices into chunks of about `_CHUNK_WEIGHTS` weights, in multiples of `BLOCK`."""
+    """Split row indices into chunks of about `_CHUNK_WEIGHTS` weights, and whole blocks."""
     weights_per_row = max(1, int(np.prod(tensor.shape[1:])))
     rows_per_chunk = max(BLOCK_ROWS, _CHUNK_WEIGHTS // weights_per_row // BLOCK_ROWS * BLOCK_ROWS)
     for start in range(0, len(rows), rows_per_chunk):

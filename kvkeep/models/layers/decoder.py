@@ -69,7 +69,7 @@ class Decoder:
         bits: Bits = Bits(),  # noqa: B008
         max_kv_size: int | None = None,
     ) -> KVCache:
-        """Return an empty cache. bits: of stored cells. max_kv_size: the policy's budget, in cells."""
+        """Return an empty cache. bits: of stored cells. max_kv_size: the policy's budget."""
         return new_cache(self.spec, self.tensors, bits, max_kv_size)
 
 
