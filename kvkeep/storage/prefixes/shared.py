@@ -137,8 +137,8 @@ class SharedPrefixCache:
         return longest
 
     def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
-        settings = "\n".join(f"{name}={value}" for name, value in sorted(self._arithmetic.items()))
-        root = self._mac(f"{fingerprint.digest()}\n{settings}".encode())
+        pairs = "\n".join(f"{name}={value}" for name, value in sorted(self._arithmetic.items()))
+        root = self._mac(f"{fingerprint.digest()}\n{pairs}".encode())
         return blocks_of(
             tokens, root, lambda parent, ids: self._mac(parent.encode(), tensor_bytes(ids))
         )
@@ -174,7 +174,7 @@ class SharedPrefixCache:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
     def _mac(self, *chunks: bytes) -> str:
-        """Hash chunks with the secret. A length must be fixed or follow from earlier chunks."""
+        """Hash chunks with the owner's key. Lengths must be fixed or follow from earlier chunks."""
         hasher = blake3(key=self._mac_key)
         for chunk in chunks:
             hasher.update(chunk)
@@ -193,7 +193,7 @@ class WriteQueue:
         """Queue a write. Returns False if the queue is full."""
         if not self._free_slots.acquire(blocking=False):
             return False
-        self._writer.submit(write).add_done_callback(self._finish)
+        self._writer.submit(write).add_done_callback(self._on_write_done)
         return True
 
     def flush(self) -> None:
@@ -209,7 +209,7 @@ class WriteQueue:
         if time.monotonic() < self._down_until:
             raise StoreError(f"the shared prefix store failed less than {_BACKOFF:.0f} seconds ago")
 
-    def _finish(self, future: "Future[None]") -> None:
+    def _on_write_done(self, future: "Future[None]") -> None:
         self._free_slots.release()
         if future.exception() is not None:  # not reported: no session depends on the cache
             self.mark_down()

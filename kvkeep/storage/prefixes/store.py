@@ -95,19 +95,19 @@ class PrefixStore:
         if validation.integer("start", start, 0) % BLOCK_TOKENS:
             raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
         prompt_blocks = _blocks(fingerprint, tokens)
-        stored = prompt_blocks[: start // BLOCK_TOKENS]
+        stored_blocks = prompt_blocks[: start // BLOCK_TOKENS]
         with self._locked():
-            ancestors = {self._block_path(block) for block in stored}
+            ancestors = {self._block_path(block) for block in stored_blocks}
             if not all(path.exists() for path in ancestors):
                 return 0
             sweep_temporary_files(self.path)
             quota = _Quota(self._files(), self.max_bytes, ancestors)
-            for block, cells in zip(prompt_blocks[len(stored) :], blocks, strict=False):
+            for block, cells in zip(prompt_blocks[len(stored_blocks) :], blocks, strict=False):
                 if not self._put(block, fingerprint, cells, quota):
                     break
-                stored.append(block)
-            self._touch(stored)
-        return BLOCK_TOKENS * len(stored)
+                stored_blocks.append(block)
+            self._touch(stored_blocks)
+        return BLOCK_TOKENS * len(stored_blocks)
 
     def gc(self, max_bytes: int | None = None) -> int:
         """Evict the least recently used blocks down to a quota; return the bytes freed.

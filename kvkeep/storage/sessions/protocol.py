@@ -187,7 +187,7 @@ def collect_garbage(version: HeadVersion) -> Operations[list[str]]:
 
 
 def _replace_head(previous: HeadVersion | None, head: SessionHead) -> Operations[HeadVersion]:
-    """Compare-and-swap the head from `previous` to `head`.
+    """Compare-and-swap the head from `previous` to `head`. previous: None if there must be none.
 
     If a response was lost, the nonce of the current head shows whether the put was applied. Raises
     Moved if another writer has replaced the head, StoreError if the store stays unreachable: then
@@ -214,7 +214,7 @@ def _replace_head(previous: HeadVersion | None, head: SessionHead) -> Operations
         if current is None and previous is not None:
             raise Moved("the session's head was removed from the store")
         if current is None or (previous is not None and current.etag == previous.etag):
-            continue
+            continue  # the put was not applied
         if _was_committed(previous, head, current):
             return HeadVersion(head, SUPERSEDED)
         if previous is None or not _is_own_renewal(previous.head, head, current.head):
@@ -251,7 +251,7 @@ def _read_head() -> Operations[HeadVersion | None]:
             if attempt == MAX_ATTEMPTS - 1:
                 raise
         yield Wait(attempt + 1)
-    raise AssertionError
+    raise AssertionError  # not reached: the last attempt returns or raises
 
 
 def _delete_snapshots(names: list[str]) -> Operations[None]:

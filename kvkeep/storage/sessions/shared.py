@@ -125,8 +125,6 @@ class SharedSessions(SessionStore[SessionPath]):
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
         self._key_prefix = f"{_SESSIONS_PREFIX}{owner}/"
 
-    # Reading
-
     def objects_of(self, name: str) -> SessionObjects:
         """Return the objects of a session. Raises InvalidArgument for an invalid name."""
         return SessionObjects(self.store, f"{self._key_prefix}{checked_name(name)}/", name)
@@ -151,8 +149,6 @@ class SharedSessions(SessionStore[SessionPath]):
         with ThreadPoolExecutor(_READ_THREADS) as readers:
             may_exist = readers.map(_may_exist, [path for _, path in dated_paths])
             return [row for row, is_listed in zip(dated_paths, may_exist, strict=True) if is_listed]
-
-    # Writing
 
     @contextmanager
     def lock(self, name: str) -> Iterator[SessionPath]:

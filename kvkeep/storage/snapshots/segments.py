@@ -1,4 +1,4 @@
-"""Conversion of segments to tensors and a document entry of a snapshot, and back."""
+"""Conversion of cache segments to tensors and a JSON entry of a snapshot file, and back."""
 
 from dataclasses import asdict
 from typing import Any
@@ -51,7 +51,7 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
         "anchor": segment.is_anchor,
         "frozen": segment.frozen,  # takes no new cells until it is reopened
         "sealed": segment.sealed,  # never takes new cells
-        "start": segment.first_place,  # the place of the oldest cell; see `Segment`
+        "start": segment.first_place,  # of the oldest cell, in the order of summation
         "length": segment.length,
         "capacity": segment.limit if wraps else segment.first_place + segment.length,
         "slot_order": _in_slot_order(segment),
