@@ -81,7 +81,9 @@ def test_blocks_of_another_owner_secret_or_processor_are_not_found(
         SharedPrefixCache(objects, SECRET, {"kernels": "another"}),
     ):
         assert feed(tiny, store, PROMPT)[0] == 0
-    assert prefix_cache(tiny, objects).for_owner("1").find(tiny.fingerprint, PROMPT).tokens == 512
+    assert (
+        prefix_cache(tiny, objects).for_owner("1").find(tiny.fingerprint, PROMPT).token_count == 512
+    )
 
 
 def test_a_block_made_without_the_secret_is_not_used(objects: ObjectStore, tiny: Model) -> None:

@@ -156,7 +156,7 @@ def test_a_match_reports_the_token_at_which_prompts_differ(tmp_path: Path) -> No
     store, ids = PrefixStore(tmp_path), prompt(5, 1024)
     add_whole_blocks(store, ids)
     other = [*ids[:700], 1 + ids[700] % 255, *ids[701:]]
-    assert store.find(MODEL.fingerprint, other).tokens == 512
+    assert store.find(MODEL.fingerprint, other).token_count == 512
     assert store.find(MODEL.fingerprint, other).differs_at == 700
     assert store.differs_at(MODEL.fingerprint, other) == (512, 700)
     assert store.find(MODEL.fingerprint, ids).differs_at is None
@@ -177,7 +177,7 @@ def test_the_longest_common_prefix_of_several_prompts_is_reported(tmp_path: Path
 def test_blocks_of_another_model_are_not_found(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 600)
     add_whole_blocks(store, ids)
-    assert store.find(small_model(seed=1).fingerprint, ids).tokens == 0
+    assert store.find(small_model(seed=1).fingerprint, ids).token_count == 0
 
 
 def test_tokens_are_compared_in_addition_to_the_key(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_tokens_are_compared_in_addition_to_the_key(tmp_path: Path) -> None:
     add_whole_blocks(store, ids)
     others = torch.tensor(prompt(6, 256), dtype=torch.int32)
     rewrite_block(only_block(tmp_path), tokens=others)
-    assert store.find(MODEL.fingerprint, ids).tokens == 0
+    assert store.find(MODEL.fingerprint, ids).token_count == 0
 
 
 def only_block(folder: Path) -> Path:
@@ -219,11 +219,11 @@ def test_a_block_computed_after_other_tokens_is_not_found(tmp_path: Path) -> Non
     )
     contents = first.read_bytes(), second.read_bytes()
     for ids in (first_prompt, second_prompt):
-        assert store.find(MODEL.fingerprint, ids).tokens == 2 * BLOCK_TOKENS
+        assert store.find(MODEL.fingerprint, ids).token_count == 2 * BLOCK_TOKENS
     second.write_bytes(contents[0])
     first.write_bytes(contents[1])
     for ids in (first_prompt, second_prompt):
-        assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
+        assert store.find(MODEL.fingerprint, ids).token_count == BLOCK_TOKENS
         assert store.differs_at(MODEL.fingerprint, ids) == (BLOCK_TOKENS, BLOCK_TOKENS)
 
 
@@ -232,9 +232,9 @@ def test_a_block_without_its_preceding_tokens_is_replaced(tmp_path: Path) -> Non
     store, ids = PrefixStore(tmp_path), prompt(5, BLOCK_TOKENS)
     add_whole_blocks(store, ids)
     rewrite_block(only_block(tmp_path), {"start": 0})
-    assert store.find(MODEL.fingerprint, ids).tokens == 0
+    assert store.find(MODEL.fingerprint, ids).token_count == 0
     assert add_whole_blocks(store, ids) == [True]
-    assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
+    assert store.find(MODEL.fingerprint, ids).token_count == BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("missing", ["keys", "values", "tokens"])
@@ -328,8 +328,10 @@ def test_the_quota_holds_around_every_file_operation(
             assert store.nbytes <= folder_size(tmp_path) <= store.max_bytes
     assert len(sizes) >= 2 * 2 * 50
     assert 8 * BLOCK_BYTES < max(sizes) <= store.max_bytes
-    assert store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK_TOKENS)).tokens == 2 * BLOCK_TOKENS
-    assert store.find(MODEL.fingerprint, prompt(0, 2 * BLOCK_TOKENS)).tokens == 0
+    assert (
+        store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK_TOKENS)).token_count == 2 * BLOCK_TOKENS
+    )
+    assert store.find(MODEL.fingerprint, prompt(0, 2 * BLOCK_TOKENS)).token_count == 0
 
 
 def test_the_quota_holds_across_processes(small_folder: Path, tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ def test_the_least_recently_used_blocks_are_evicted(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=4 * FILE_BYTES)
     for seed in range(4):
         add_whole_blocks(store, prompt(seed, BLOCK_TOKENS))
-    assert store.find(MODEL.fingerprint, prompt(0, BLOCK_TOKENS)).tokens == BLOCK_TOKENS
+    assert store.find(MODEL.fingerprint, prompt(0, BLOCK_TOKENS)).token_count == BLOCK_TOKENS
     for seed in (4, 5):
         add_whole_blocks(store, prompt(seed, BLOCK_TOKENS))
     stored_tokens = [
@@ -367,14 +369,18 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning(tmp_path: Path) -> 
     add_whole_blocks(store, prompt(0, 4 * BLOCK_TOKENS))
     for seed in (1, 2, 3):
         add_whole_blocks(store, prompt(seed, BLOCK_TOKENS))
-    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).tokens == 3 * BLOCK_TOKENS
+    assert (
+        store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).token_count == 3 * BLOCK_TOKENS
+    )
 
 
 def test_a_prompt_longer_than_the_quota_keeps_its_beginning(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=5 * FILE_BYTES)
     added = add_whole_blocks(store, prompt(0, 12 * BLOCK_TOKENS))
     assert added == [True] * 5 + [False] * 7
-    assert store.find(MODEL.fingerprint, prompt(0, 12 * BLOCK_TOKENS)).tokens == 5 * BLOCK_TOKENS
+    assert (
+        store.find(MODEL.fingerprint, prompt(0, 12 * BLOCK_TOKENS)).token_count == 5 * BLOCK_TOKENS
+    )
 
 
 def test_a_block_larger_than_the_quota_is_not_stored(tmp_path: Path) -> None:
@@ -395,7 +401,9 @@ def test_gc_evicts_to_the_limit_and_removes_files_of_killed_writers(tmp_path: Pa
     (tmp_path / f"{TEMPORARY_PREFIX}0123456789abcdef.kvblock").write_bytes(bytes(10_000))
     before = store.nbytes
     assert store.gc(2 * FILE_BYTES) == before - store.nbytes >= 2 * BLOCK_BYTES
-    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).tokens == 2 * BLOCK_TOKENS
+    assert (
+        store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).token_count == 2 * BLOCK_TOKENS
+    )
     store.gc(0)
     assert os.listdir(tmp_path) == ["lock"]
 
@@ -449,7 +457,7 @@ def test_cells_computed_after_an_eviction_are_not_stored(tmp_path: Path) -> None
     bounded = MODEL.session(600, store=store, prefill_step=300)
     bounded.feed(ids)
     # The first eviction comes after 600 tokens, which hold two whole blocks.
-    assert store.find(MODEL.fingerprint, ids).tokens == 512
+    assert store.find(MODEL.fingerprint, ids).token_count == 512
     session, without_store = (
         MODEL.session(policy="full", store=prefix_store) for prefix_store in (store, None)
     )
@@ -514,7 +522,7 @@ def test_the_cost_of_storing_a_block_does_not_grow_with_the_prompt(
         with counted_work(monkeypatch) as work:
             MODEL.session(policy="full", store=store).feed(prompt(5, blocks * BLOCK_TOKENS))
         assert (
-            store.find(MODEL.fingerprint, prompt(5, blocks * BLOCK_TOKENS)).tokens
+            store.find(MODEL.fingerprint, prompt(5, blocks * BLOCK_TOKENS)).token_count
             == blocks * BLOCK_TOKENS
         )
         counts.append(work)
