@@ -139,8 +139,8 @@ def test_a_session_changed_between_steps_stores_no_prefix(tmp_path) -> None:
     for _ in feeding:
         pass
     assert one.tokens == TEXT[:50] + TEXT[60:600]
-    assert store.find(MODEL.fingerprint, one.tokens[:512]).tokens == 0
-    assert store.find(MODEL.fingerprint, TEXT[:512]).tokens == 0
+    assert store.find(MODEL.fingerprint, one.tokens[:512]).token_count == 0
+    assert store.find(MODEL.fingerprint, TEXT[:512]).token_count == 0
 
 
 def test_the_first_token_after_a_long_prompt_moves_no_cells() -> None:
