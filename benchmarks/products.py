@@ -22,7 +22,7 @@ from benchmarks.command import Measurement, check_outputs, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.random_gguf import random_blocks
-from kvkeep.compiled.binding import CMatrix, library, raise_for_status
+from kvkeep.compiled.binding import CMatrix, kernel_library, raise_for_status
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.operands import matrix_operand
 from kvkeep.models.weights.formats import FORMATS
@@ -52,7 +52,7 @@ def main(formats: Sequence[str], counts: Sequence[int], out: Path | None) -> Non
     check_outputs(out)
     if unknown := set(formats) - FORMATS.keys():
         raise click.UsageError(f"{min(unknown)} is no format; there are {', '.join(FORMATS)}")
-    if library() is None:
+    if kernel_library() is None:
         raise click.UsageError(f"there are no kernels here: they {selected_set().torch_reason}")
     print(f"{selected_set().name}, {torch.get_num_threads()} threads")
     speeds = [speed for name in formats or FORMATS for speed in measure(name, counts)]
@@ -76,7 +76,7 @@ def measure(name: str, counts: Sequence[int]) -> list[Speed]:
 
 
 def _seconds(copies: Sequence[CMatrix], count: int) -> float:
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     x, out = torch.randn(count, SHAPE[1]).bfloat16(), torch.empty(count, SHAPE[0])
     times = list[float]()

@@ -1,4 +1,4 @@
-"""kvkeep: a bounded, durable and editable memory for language models."""
+"""kvkeep: a KV cache for language models that can be bounded, saved, edited and compressed."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,7 @@ __all__ = [
     "load_model",
 ]
 
-_EXPORTS = {
+_EXPORTS = {  # names by the module that defines them
     "kvkeep.cache": ("Bits",),
     "kvkeep.client": ("AsyncClient", "Client"),
     "kvkeep.compression.calibration.calibration": ("Calibration", "load_calibration"),
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_without_gc(module: str) -> Any:
-    """Import a module without garbage collection: over torch's million objects it takes 0.1 s."""
+    """Import a module with garbage collection off, which takes 0.1 s over torch's objects."""
     import gc
     from importlib import import_module
 

@@ -11,7 +11,7 @@ from statistics import median
 import psutil
 import torch
 
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import prompt_dtype, unavailable_reason
 from kvkeep.compiled.instruction_sets import TORCH, selected_set
 from kvkeep.errors import KvkeepError
@@ -22,122 +22,105 @@ from kvkeep.types import DtypeName, WeightFormat
 from kvkeep.version import __version__
 
 # CPU features that select kernels and PyTorch's matrix products, by their Linux names.
-_FEATURES = (
+_CPU_FEATURES = (
     *("avx2", "fma", "f16c"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
     *("amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )
 _KERNEL_VARIABLES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
-_DEFAULT_READ_SIZE = 256 << 20  # bytes read for the bandwidth if no model says how many
-_MAX_CELLS = 128  # of the session whose decode speed is measured
+_MAX_KV_SIZE = 128  # of the session whose decode speed is measured
 _WARMUP_TOKENS, _MEASURED_TOKENS = 8, 32
-_BANDWIDTH_SECONDS = 0.5  # that its measurement takes
-_MIN_READ, _MAX_READ = 32 << 20, 1 << 30  # bytes read in one pass of the measurement
+_BANDWIDTH_SECONDS = 0.5  # how long the bandwidth of memory is measured
+_DEFAULT_READ_BYTES = 256 << 20  # read in one pass over memory if no model says how many
+_MIN_READ_BYTES, _MAX_READ_BYTES = 32 << 20, 1 << 30  # limits of that number
+
+# The fields of these classes are the JSON keys of `kvkeep doctor --json`.
 
 
 @dataclass(frozen=True)
-class Processor:
-    """The processor. features: of `_FEATURES`, those that it has; None if the system lists none."""
-
+class ProcessorFacts:
     name: str
     architecture: str
-    features: tuple[str, ...] | None
+    features: tuple[str, ...] | None  # those of `_CPU_FEATURES` that it has; None if unknown
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Memory, in bytes. read_per_s: bandwidth of all threads reading read_size repeatedly."""
-
-    total: int
+    total: int  # bytes
     available: int
-    read_per_s: float
+    read_per_s: float  # bandwidth: bytes per second, when all threads read `read_size` repeatedly
     read_size: int
 
 
 @dataclass(frozen=True)
-class Torch:
-    """The PyTorch installation.
-
-    capability: its instruction set. libraries: for matrix products. multiplies_bf16: whether oneDNN
-    has bfloat16 products for this processor. prompts: the dtype of prefill of a bfloat16 model.
-    """
+class TorchFacts:
+    """The PyTorch installation."""
 
     version: str
-    capability: str
-    libraries: tuple[str, ...]
-    multiplies_bf16: bool | None
-    prompts: str
+    capability: str  # its instruction set
+    libraries: tuple[str, ...]  # for matrix products
+    multiplies_bf16: bool | None  # oneDNN has bfloat16 products for this CPU; None without oneDNN
+    prompts: str  # the dtype in which prompts of a bfloat16 model are multiplied
 
 
 @dataclass(frozen=True)
-class Cuda:
-    """The GPUs. built_for: torch's CUDA version, None without. devices: the names of the GPUs."""
-
-    built_for: str | None
-    devices: tuple[str, ...]
+class CudaFacts:
+    built_for: str | None  # torch's CUDA version
+    devices: tuple[str, ...]  # names of the GPUs
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The kernels in use. against: why each faster instruction set is not used, by its name."""
+class KernelFacts:
+    """The kernels in use."""
 
-    name: str
-    against: dict[str, str]
-    environment: dict[str, str]
+    name: str  # their instruction set, or "torch"
+    against: dict[str, str]  # why each faster instruction set is not used, by its name
+    environment: dict[str, str]  # variables that select kernels
 
 
 @dataclass(frozen=True)
-class Threads:
-    """Threads and cores.
-
-    cores: those that this process may run on. quota: the cgroup CPU quota in cores. load: the load
-    average of the last minute. environment: variables that select the number of threads.
-    """
-
-    used: int
-    cores: int
-    quota: float | None
-    load: float | None
-    environment: dict[str, str]
+class ThreadFacts:
+    used: int  # by torch
+    cores: int  # those that this process may run on
+    quota: float | None  # the cgroup CPU quota in cores
+    load: float | None  # the load average of the last minute
+    environment: dict[str, str]  # variables that select the number of threads
 
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """The decode speed of a model on this machine.
-
-    decode: the executor, and why a faster one is not used. bytes_per_token: weights read for each
-    token. most_tokens_per_s: the limit that memory bandwidth sets while few cells are held.
-    """
+    """The decode speed of a model on this machine."""
 
     name: str
-    decode: str
-    bytes_per_token: int
-    most_tokens_per_s: float
+    decode: str  # the executor, and why a faster one is not used
+    bytes_per_token: int  # of the weights that are read for each token
+    most_tokens_per_s: float  # the limit that memory bandwidth sets while few cells are held
     measured_tokens_per_s: float | None
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The report of `kvkeep doctor`. model: None if none is loaded; no_model: the reason."""
+    """The report of `kvkeep doctor`."""
 
-    kvkeep: str
-    python: str
+    kvkeep: str  # version
+    python: str  # version
     system: str
-    processor: Processor
-    kernels: Kernels
-    threads: Threads
+    processor: ProcessorFacts
+    kernels: KernelFacts
+    threads: ThreadFacts
     memory: MemoryFacts
-    torch: Torch
-    cuda: Cuda
-    model: ModelSpeed | None
-    no_model: str
+    torch: TorchFacts
+    cuda: CudaFacts
+    model: ModelSpeed | None  # None if it is not on this machine
+    no_model: str  # why not, or ""
 
 
 def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: bool) -> Findings:
     """Examine this machine, and a model if it is there. No model is fetched.
 
-    weights: the format. measure: also decode speed. Raises InvalidArgument for unavailable kernels.
+    name, dtype, weights: as for `load_model`. measure: whether to load the model and measure its
+    decode speed. Raises InvalidArgument for unavailable kernels.
     """
     kernels = _describe_kernels()
     limit_torch_threads()
@@ -146,60 +129,67 @@ def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: 
         facts = model_facts(name, dtype, weights)
     except KvkeepError as error:
         no_model = str(error)
-    memory = _measure_memory(facts.bytes_per_token if facts else _DEFAULT_READ_SIZE)
+    memory = _measure_memory(facts.bytes_per_token if facts else _DEFAULT_READ_BYTES)
     if facts:
-        max_rate = memory.read_per_s / facts.bytes_per_token
-        measured = _decode_speed(name, dtype, weights) if measure else None
-        model = ModelSpeed(facts.name, facts.decode, facts.bytes_per_token, max_rate, measured)
-    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        max_speed = memory.read_per_s / facts.bytes_per_token
+        measured_speed = _measure_decode(name, dtype, weights) if measure else None
+        model = ModelSpeed(
+            facts.name, facts.decode, facts.bytes_per_token, max_speed, measured_speed
+        )
+    load_average = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    gpu_indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return Findings(
         kvkeep=__version__,
         python=platform.python_version(),
         system=f"{platform.system()}, {platform.machine()}",
         processor=_describe_processor(),
         kernels=kernels,
-        threads=Threads(
-            torch.get_num_threads(), num_cores(), cpu_quota(), load, _environment(THREAD_VARIABLES)
+        threads=ThreadFacts(
+            used=torch.get_num_threads(),
+            cores=num_cores(),
+            quota=cpu_quota(),
+            load=load_average,
+            environment=_environment(THREAD_VARIABLES),
         ),
         memory=memory,
         torch=_describe_torch(),
-        cuda=Cuda(torch.version.cuda, tuple(map(torch.cuda.get_device_name, devices))),
+        cuda=CudaFacts(torch.version.cuda, tuple(map(torch.cuda.get_device_name, gpu_indices))),
         model=model,
         no_model=no_model,
     )
 
 
-def _decode_speed(name: str, dtype: DtypeName, weights: WeightFormat | None) -> float:
+def _measure_decode(name: str, dtype: DtypeName, weights: WeightFormat | None) -> float:
     """Load the model and return tokens/s: the inverse of the median time of 32 tokens."""
-    session = load_model(name, dtype=dtype, weights=weights).session(_MAX_CELLS)
-    session.feed([1])
-    seconds = list[float]()
+    session = load_model(name, dtype=dtype, weights=weights).session(_MAX_KV_SIZE)
+    session.feed([1])  # any token: the speed does not depend on it
+    token_seconds = list[float]()
     for _ in range(_WARMUP_TOKENS + _MEASURED_TOKENS):
         start = time.perf_counter()
         session.next_token()
-        seconds.append(time.perf_counter() - start)
-    return 1 / median(seconds[_WARMUP_TOKENS:])
+        token_seconds.append(time.perf_counter() - start)
+    return 1 / median(token_seconds[_WARMUP_TOKENS:])
 
 
-def _describe_kernels() -> Kernels:
-    selected, against = selected_set(), dict(selected_set().rejected)
-    if selected.name != TORCH and library() is None:
-        against[selected.name] = unavailable_reason()
-    name = selected.name if library() else TORCH
-    return Kernels(name, against, _environment(_KERNEL_VARIABLES))
+def _describe_kernels() -> KernelFacts:
+    selected = selected_set()
+    rejection_reasons = dict(selected.rejected)
+    if selected.name != TORCH and kernel_library() is None:  # it cannot be loaded
+        rejection_reasons[selected.name] = unavailable_reason()
+    name = selected.name if kernel_library() else TORCH
+    return KernelFacts(name, rejection_reasons, _environment(_KERNEL_VARIABLES))
 
 
 def _environment(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment variables of these names that are not empty."""
+    """Return the environment variables with these names that are set and not empty."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def _describe_processor() -> Processor:
+def _describe_processor() -> ProcessorFacts:
     cpuinfo = cpuinfo_fields()
-    flags = cpuinfo.get("flags") or cpuinfo.get("Features")
-    features = None if flags is None else tuple(f for f in _FEATURES if f in flags.split())
-    return Processor(processor_name(cpuinfo), platform.machine(), features)
+    flags = cpuinfo.get("flags") or cpuinfo.get("Features")  # on x86-64, and on ARM
+    features = None if flags is None else tuple(x for x in _CPU_FEATURES if x in flags.split())
+    return ProcessorFacts(processor_name(cpuinfo), platform.machine(), features)
 
 
 def cpuinfo_fields() -> dict[str, str]:
@@ -213,6 +203,7 @@ def cpuinfo_fields() -> dict[str, str]:
 
 
 def processor_name(cpuinfo: dict[str, str]) -> str:
+    """Return the name of the processor's model. cpuinfo: from `cpuinfo_fields`."""
     name = cpuinfo.get("model name")
     if not name and platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
@@ -229,26 +220,27 @@ def _measure_memory(read_size: int) -> MemoryFacts:
     in the processor's caches, and at most 1 GiB or a quarter of free memory.
     """
     memory = psutil.virtual_memory()
-    size = max(_MIN_READ, min(read_size, _MAX_READ, memory.available // 4)) // 4 * 4
-    buffer = torch.ones(size // 4, dtype=torch.float32, device="cpu")
+    read_size = max(_MIN_READ_BYTES, min(read_size, _MAX_READ_BYTES, memory.available // 4))
+    buffer = torch.ones(read_size // 4, dtype=torch.float32, device="cpu")
     bandwidth, start = 0.0, time.perf_counter()
     while time.perf_counter() - start < _BANDWIDTH_SECONDS:
         pass_start = time.perf_counter()
         buffer.sum()
         bandwidth = max(bandwidth, buffer.nbytes / (time.perf_counter() - pass_start))
-    return MemoryFacts(memory.total, memory.available, bandwidth, size)
+    return MemoryFacts(memory.total, memory.available, bandwidth, buffer.nbytes)
 
 
-def _describe_torch() -> Torch:
+def _describe_torch() -> TorchFacts:
     libraries = {"MKL": torch._C.has_mkl, "oneDNN": torch._C._has_mkldnn}
     multiplies_bf16 = None
     if torch._C._has_mkldnn:
         multiplies_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    dtype = torch.bfloat16 if library() is None else prompt_dtype()
-    return Torch(
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        tuple(name for name, present in libraries.items() if present),
-        multiplies_bf16,
-        str(dtype).removeprefix("torch."),
+    # Without kernels a prompt is multiplied in the dtype of the weights.
+    product_dtype = torch.bfloat16 if kernel_library() is None else prompt_dtype()
+    return TorchFacts(
+        version=torch.__version__,
+        capability=torch.backends.cpu.get_cpu_capability(),
+        libraries=tuple(name for name, present in libraries.items() if present),
+        multiplies_bf16=multiplies_bf16,
+        prompts=str(product_dtype).removeprefix("torch."),
     )

@@ -26,10 +26,7 @@ class ContextFull(KvkeepError):
 
 
 class NoRoom(KvkeepError):
-    """An engine has no memory or no queue slot free for a request.
-
-    retry_after: seconds after which a retry may succeed.
-    """
+    """An engine has no memory or slot for a request. retry_after: seconds until it may have."""
 
     def __init__(self, message: str, retry_after: float = 1.0):
         super().__init__(message)
@@ -101,11 +98,7 @@ class CorruptFile(StoreError):
 
 
 class InvalidSnapshot(StoreError):
-    """A snapshot holds a state that no session of the model can have; the message says why.
-
-    kvkeep only saves states of real sessions, so another program made the file, by mistake or as
-    an attack.
-    """
+    """A snapshot, made by another program, holds a state that no session of the model can have."""
 
 
 class FingerprintMismatch(StoreError):
@@ -125,18 +118,13 @@ class Conflict(StoreError):
 
 
 class HeldElsewhere(Locked):
-    """Another writer holds the lease of a session in a store.
-
-    writer: its name. until: when the lease expires unless renewed, in seconds since 1970.
-    """
+    """Another writer holds the lease of a session in a store."""
 
     def __init__(self, message: str, writer: str, until: float):
         super().__init__(message)
-        self.writer, self.until = writer, until
+        self.writer = writer  # its name
+        self.until = until  # when the lease expires unless renewed, in seconds since 1970
 
 
 class Moved(StoreError):
-    """Another writer has taken over a session; the message names it.
-
-    Changes since the last commit are lost: the new writer continues from that commit.
-    """
+    """Another writer took over a session, at its last commit; changes since then are lost."""

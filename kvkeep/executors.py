@@ -1,4 +1,4 @@
-"""The choice of a model's executor on this machine, and the reason if it is not the fastest."""
+"""The choice of the executor, which computes a model's steps, and why no faster one is used."""
 
 import warnings
 from collections.abc import Mapping
@@ -26,12 +26,15 @@ _HINT = "run `kvkeep doctor` for details"
 def new_decoder(
     spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix] | None = None
 ) -> Decoder:
-    """Return a decoder with the fastest executor here; it reads `packed` matrices if it can."""
-    norm = tensors[FINAL_NORM]  # of the dtype and device of all weights
+    """Return a model's weights with the fastest executor that this machine has for them.
+
+    tensors: weights by name. packed: quantised matrices by name, which only the kernels read.
+    """
+    norm = tensors[FINAL_NORM]  # there in all models, in the dtype and on the device of all tensors
     layout = group_layout(spec, spec.groups[0], norm.dtype, norm.device)
     if not unsupported_reason(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
-    # A graph replays the same products, but the experts of a token are not known in advance.
+    # A CUDA graph replays a fixed list of products; which experts a token needs is not fixed.
     if layout.device.type == "cuda" and not spec.experts:
         return Decoder(spec, tensors, executor=GraphExecutor(Network(spec, tensors)))
     return Decoder(spec, tensors)
@@ -39,37 +42,34 @@ def new_decoder(
 
 @dataclass(frozen=True)
 class ComputePath:
-    """The executor of a model on this machine, and what speaks against faster ones.
+    """The executor of a model on this machine, and why faster ones are not used."""
 
-    Attributes:
-        name: the instruction set of the compiled kernels, or "torch".
-        rejection_reasons: for each faster way, by its name.
-        slow_reason: the first of these in words, unless the slower way was requested by an argument
-            or the environment; then "".
-    """
-
-    name: str
-    rejection_reasons: dict[str, str] = field(default_factory=dict)
-    slow_reason: str = ""
+    name: str  # the instruction set of the compiled kernels, or "torch"
+    rejection_reasons: dict[str, str] = field(default_factory=dict)  # of faster executors, by name
+    slow_reason: str = ""  # why the model is slower than need be; "" if not, or if requested
 
     def __str__(self) -> str:
-        reasons = "; ".join(f"{name} {why}" for name, why in self.rejection_reasons.items())
+        reasons = "; ".join(f"{name} {reason}" for name, reason in self.rejection_reasons.items())
         if self.name == TORCH:
             return f"{TORCH}: {reasons}"
         return f"compiled kernels for {self.name}" + (f"; {reasons}" if reasons else "")
 
 
 def compute_path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
-    """Return how a model with such cells and weights is computed here. Raises InvalidArgument."""
-    selected, reason = selected_set(), unsupported_reason(spec, layout)
-    if not reason:
-        reasons = {f"the {name} kernels": why for name, why in selected.rejected.items()}
-        usable = [] if selected.requested else list(filter(runs_here, selected.rejected))
-        slow = f"the {usable[0]} kernels {selected.rejected[usable[0]]}" if usable else ""
-        return ComputePath(selected.name, reasons, slow)
-    for_kernels = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
-    slow = f"the compiled kernels {reason}" if for_kernels and not selected.requested else ""
-    return ComputePath(TORCH, {"the compiled kernels": reason}, slow)
+    """Return how a model is computed here. layout: of its cells, with their dtype and device.
+
+    Raises InvalidArgument if KVKEEP_ISA names kernels that are not available.
+    """
+    selected, torch_reason = selected_set(), unsupported_reason(spec, layout)
+    if not torch_reason:
+        reasons = {f"the {name} kernels": reason for name, reason in selected.rejected.items()}
+        faster = [] if selected.requested else list(filter(runs_here, selected.rejected))
+        slow_reason = f"the {faster[0]} kernels {selected.rejected[faster[0]]}" if faster else ""
+        return ComputePath(selected.name, reasons, slow_reason)
+    kernels_expected = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
+    is_slow = kernels_expected and not selected.requested
+    slow_reason = f"the compiled kernels {torch_reason}" if is_slow else ""
+    return ComputePath(TORCH, {"the compiled kernels": torch_reason}, slow_reason)
 
 
 def slow_path_message(path: ComputePath) -> str:
@@ -82,6 +82,6 @@ def slow_path_message(path: ComputePath) -> str:
 
 @cache
 def warn_of_slow_path(message: str) -> None:
-    """Warn with SlowPathWarning, once per process and message; not for ""."""
+    """Warn with SlowPathWarning, once per process and message. An empty message is ignored."""
     if message:
         warnings.warn(message, SlowPathWarning, stacklevel=3)  # the caller of kvkeep.load_model

@@ -27,10 +27,8 @@ class LoadedModel:
     """Weights and tokenizer of one model, shared by any number of sessions."""
 
     def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
-        self.name = name
-        self.folder = folder
-        self.decoder = decoder
-        self.text = text
+        self.name, self.folder = name, folder
+        self.decoder, self.text = decoder, text
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -68,11 +66,12 @@ class LoadedModel:
     @cached_property
     def weights(self) -> str:
         """The format of most bytes that a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
-        nbytes = Counter[str]()
+        if not self.decoder.packed:
+            return format_name(self.decoder.tensors[FINAL_NORM])  # all tensors have the same dtype
+        bytes_by_format = Counter[str]()
         for matrix in self.decoder.packed.values():
-            nbytes[format_name(matrix)] += matrix.nbytes
-        dense_format = format_name(self.decoder.tensors[FINAL_NORM])
-        return nbytes.most_common(1)[0][0] if nbytes else dense_format
+            bytes_by_format[format_name(matrix)] += matrix.nbytes
+        return bytes_by_format.most_common(1)[0][0]
 
     @cached_property
     def path(self) -> ComputePath:
@@ -81,7 +80,7 @@ class LoadedModel:
 
     @cached_property
     def packed_digest(self) -> str:
-        """Digest of the matrices that a decode step reads instead of tensors; "" without any."""
+        """Digest of the matrices that a decode step reads instead of tensors; "" for none."""
         return checksum_of(self.decoder.packed) if self.decoder.packed else ""
 
     @property
@@ -91,13 +90,13 @@ class LoadedModel:
         Threads: the kernels give the same bits on any number, but torch, which multiplies the
         weights with long prompts, does not.
         """
-        device, kernels = self.decoder.new_cache().layout.device, self.decoder.executor.name
+        device = self.decoder.new_cache().layout.device
         on_cpu = device.type == "cpu"
         cpu_capability = torch.backends.cpu.get_cpu_capability
         return {
             "weights": self.weights,
             "packed weights": self.packed_digest,
-            "kernels": kernels,
+            "kernels": self.decoder.executor.name,
             "processor": cpu_capability() if on_cpu else torch.cuda.get_device_name(device),
             "threads": str(torch.get_num_threads()) if on_cpu else "any",
             "torch": torch.__version__,

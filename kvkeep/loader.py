@@ -1,4 +1,4 @@
-"""`load_model`: loads a model by name, computed by kvkeep or by transformers."""
+"""`load_model`: loads a model by name, to be computed by kvkeep or by transformers."""
 
 from functools import partial
 from pathlib import Path
@@ -53,19 +53,17 @@ def load_model(
             "transformers:" and such a folder, for architectures that kvkeep does not compute.
         dtype: "bfloat16" or "float32", of weights and cells.
         device: any torch device.
-        weights: what a decode step reads for each token: "bf16", "int8" or "int4". None for what
-            the model's file has: packed matrices of a GGUF file are read as they are, and held in
-            no other form. Other weights are rounded, or unpacked first. Prompts are multiplied by
+        weights: the format in which a decode step reads them: "bf16", "int8" or "int4". Weights
+            of another format are unpacked or rounded. None for that of the model's file: packed
+            matrices of a GGUF file are then held in no other form. Prompts are multiplied by
             weights in `dtype` in any case.
         progress: show progress bars on standard error.
 
     Warns with SlowPathWarning, once per process, if another processor, or kernels that were not
     built, would compute it faster; `Model.path` says how it is computed.
 
-    Raises:
-        ModelNotFound, BadModelFile, UnsupportedModel: see their messages.
-        InvalidArgument: an unknown dtype, a device that is not there, packed weights where there
-            are no compiled kernels for them.
+    Raises ModelNotFound, BadModelFile and UnsupportedModel, and InvalidArgument for an unknown
+    dtype, a device that is not there, or packed weights without compiled kernels for them.
     """
     name = str(validation.path("model", model))
     if name.startswith(TRANSFORMERS_PREFIX):
@@ -82,9 +80,9 @@ def load_model(
     spec = read_spec(folder)
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
-    text = TextCodec.open(folder)
+    codec = TextCodec.open(folder)
     decoder = _load_decoder(folder, spec, DTYPES[dtype], torch_device, weights, progress)
-    loaded_model = Model(name, folder, decoder, text)
+    loaded_model = Model(name, folder, decoder, codec)
     warn_of_slow_path(slow_path_message(loaded_model.path))
     trim_memory()  # reading a tokenizer leaves as much free memory as it takes
     return loaded_model
@@ -93,6 +91,7 @@ def load_model(
 def _load_by_transformers(
     name: str, dtype: DtypeName, device: str, progress: bool
 ) -> "TransformersModel":
+    """Load "transformers:FOLDER". Raises ModelError if transformers is not installed."""
     try:
         from kvkeep.integrations.transformers.model import load_pretrained
     except ImportError as error:
@@ -110,18 +109,19 @@ def _load_decoder(
     weight_format: WeightFormat | None,
     progress: bool,
 ) -> Decoder:
+    """Load a model's weights: from its GGUF file as converted by `pull`, or from safetensors."""
     layout = group_layout(spec, spec.groups[0], dtype, device)
     has_kernels = not unsupported_reason(spec, layout)
     converted_path, packed = converted_file(folder), dict[str, Matrix]()
     if converted_path is None:
         tensors = _read_tensors(folder, spec, dtype, device, progress)
     else:
-        stored_matrices = load_converted(converted_path, spec)
+        stored_weights = load_converted(converted_path, spec)
         if weight_format or not has_kernels:
-            unpacked = load_unpacked(converted_path, spec, stored_matrices, dtype, progress)
+            unpacked = load_unpacked(converted_path, spec, stored_weights, dtype, progress)
             tensors = {name: tensor.to(device) for name, tensor in unpacked.items()}
         else:
-            tensors, packed = _split_stored(stored_matrices, dtype)
+            tensors, packed = _split_stored(stored_weights, dtype)
     if weight_format in ("int8", "int4"):
         if not has_kernels:
             raise InvalidArgument(
@@ -135,6 +135,7 @@ def _load_decoder(
 def _read_tensors(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
+    """Read the tensors of the language model from safetensors files, checked against `spec`."""
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     all_tensors = read_tensors(folder, dtype, device, progress, partial(is_text_part, spec))
     tensors = decoder_tensors(spec, all_tensors)
@@ -143,17 +144,13 @@ def _read_tensors(
 
 
 def _split_stored(
-    stored_matrices: dict[str, Matrix], dtype: torch.dtype
+    weights: dict[str, Matrix], dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
-    """Split a converted model: into tensors, in the dtype, and matrices read as they are stored."""
-    matrices = {
-        name: matrix
-        for name, matrix in stored_matrices.items()
-        if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
-    }
-    tensors = {
-        name: matrix.to(dtype)
-        for name, matrix in stored_matrices.items()
-        if isinstance(matrix, Tensor) and name not in matrices
-    }
-    return tensors, matrices
+    """Split a converted model into tensors of the dtype, and matrices in other formats."""
+    tensors, packed = dict[str, Tensor](), dict[str, Matrix]()
+    for name, weight in weights.items():
+        if isinstance(weight, PackedMatrix) or (weight.dim() == 2 and weight.dtype != dtype):
+            packed[name] = weight
+        else:
+            tensors[name] = weight.to(dtype)
+    return tensors, packed

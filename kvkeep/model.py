@@ -18,7 +18,7 @@ from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import KvBits, PolicyName
 
-_KEEPING_POLICIES = ("sliding", "shift", "archive")
+_POLICIES_WITH_KEEP = ("sliding", "shift", "archive")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -69,7 +69,7 @@ class Model(LoadedModel):
             if system is not None or settings:
                 raise InvalidArgument("a snapshot includes the system prompt and all settings")
             system = saved_system(snapshot.notes)
-        elif system is not None and settings.get("policy", "sliding") in _KEEPING_POLICIES:
+        elif system is not None and settings.get("policy", "sliding") in _POLICIES_WITH_KEEP:
             settings = {"keep": count_system_tokens(self.text, system), **settings}
         session = self.session(**settings) if snapshot is None else self.restore(snapshot)
         return Conversation(session, self.text, self.end_token_ids, system)
@@ -116,15 +116,15 @@ class Model(LoadedModel):
         Raises InvalidArgument for a number out of range, an unknown policy, and a setting that the
         policy does not have.
         """
-        keep_all = validation.optional_integer("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
+        keep_prompt = validation.optional_integer("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
         if isinstance(policy, Policy):
-            if names := _given_names(max_kv_size=max_kv_size, keep=keep, **settings):
+            if names := _passed_names(max_kv_size=max_kv_size, keep=keep, **settings):
                 raise InvalidArgument(
                     f"{', '.join(names)} cannot be combined with {policy}, which already defines it"
                 )
             session_policy = policy
         else:
-            arguments: dict[str, Any] = {**settings, "keep": 0 if keep_all else keep}
+            arguments: dict[str, Any] = {**settings, "keep": 0 if keep_prompt else keep}
             if max_kv_size is None:
                 max_length = self.spec.max_positions
                 max_kv_size = make_policy(policy, max_length, **arguments).max_budget(max_length)
@@ -135,16 +135,16 @@ class Model(LoadedModel):
             statistics = calibration.statistics
             session_policy = session_policy.with_calibration(statistics, calibration.digest)
         session_policy.require_statistics()
-        if bits is not None and _given_names(kv_bits=kv_bits, far_bits=far_bits):
+        if bits is not None and _passed_names(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("pass either bits, or kv_bits and far_bits")
         bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
         session = Session(self, session_policy, prefill_step, store, bits)
-        if keep_all:
+        if keep_prompt:
             session.keep = WHOLE_PROMPT
         return session
 
     def _fit_policy(self, policy: Policy) -> Policy:
-        """Return the policy for this model. Raises InvalidArgument if it attends too far back."""
+        """Adapt a policy to the trained length. Raises InvalidArgument if it exceeds it."""
         try:
             return policy.for_model(self.spec.max_positions)
         except InvalidArgument as error:
@@ -158,8 +158,9 @@ class Model(LoadedModel):
             ) from error
 
 
-def _given_names(**settings: object) -> list[str]:
-    return [name for name, value in settings.items() if value is not None]
+def _passed_names(**arguments: object) -> list[str]:
+    """Return the names of the arguments that are not None."""
+    return [name for name, value in arguments.items() if value is not None]
 
 
 def resolve_device(name: str) -> torch.device:

@@ -26,86 +26,60 @@ from kvkeep.models.weights.packed_file import read_packed
 from kvkeep.models.weights.packing import PackedMatrix, format_name, packed_shapes
 from kvkeep.models.weights.tensors import check_tensors, matrix_shapes, read_shapes, step_matrices
 
-CELL_BITS = (None, "8", "8/4", "4")
+CELL_BITS = (None, "8", "8/4", "4")  # of keys and values; None for those of the dtype
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """A group of layers that attend alike.
-
-    Attributes:
-        unrotated: how many of them have no RoPE.
-        shared: how many attend to another layer's cells and have none.
-        window: tokens that each sees; None for all.
-        cell_bytes: bytes of one token in all of them, unquantised.
-    """
+    """A group of layers that attend alike."""
 
     layers: int
-    unrotated: int
-    shared: int
+    unrotated: int  # layers without RoPE
+    shared: int  # layers that attend to another layer's cells and have none
     kv_heads: int
     head_dim: int
-    window: int | None
-    cell_bytes: int
+    window: int | None  # tokens that each layer sees; None for all
+    cell_bytes: int  # bytes of one token in all of the layers, unquantised
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model on this machine; `layers` to `rope` are the spec's.
-
-    Attributes:
-        groups: of layers, those that see everything first; `head_dim` and `kv_heads` are theirs.
-        trained: the context length, in tokens. dtype: of weights and cells.
-        parameters_per_token: parameters that one token is computed with.
-        experts_per_token: experts that a token goes through in each of the `sparse_layers`.
-        weight_bytes_held: bytes of all weights, memory-mapped and packed ones included.
-        formats: count of matrices that a decode step reads, by format.
-        bytes_per_token: bytes of weights that a decode step reads.
-        decode: how a decode step is computed.
-        prefill, attention: how the products and the attention of a prompt are computed.
-        thousand_cells: bytes of 1,000 cells in the layers that see everything, by bits.
-        full_cells: bytes of the trained length in tokens; local layers keep their window and a
-            little more.
-    """
+    """Facts about a model on this machine: the JSON keys of `kvkeep models show --json`."""
 
     name: str
     folder: str
     architecture: str
     layers: int
-    heads: int
-    kv_heads: int
+    heads: int  # query heads of a layer
+    kv_heads: int  # of the first group, as is head_dim
     head_dim: int
     hidden_size: int
-    vocabulary: int
-    groups: tuple[GroupFacts, ...]
-    trained: int
-    rope: str
-    dtype: str
+    vocabulary: int  # tokens
+    groups: tuple[GroupFacts, ...]  # layers that see everything first
+    trained: int  # the context length, in tokens
+    rope: str  # the kind of its scaling, such as "llama3"
+    dtype: str  # of weights and cells
     parameters: int
-    parameters_per_token: int
-    experts: int
-    experts_per_token: int
+    parameters_per_token: int  # parameters that one token is computed with
+    experts: int  # of each of the `sparse_layers`
+    experts_per_token: int  # experts that a token goes through in each of them
     sparse_layers: int
-    weight_bytes: int
-    weight_bytes_held: int
-    formats: dict[str, int]
-    bytes_per_token: int
-    decode: str
-    prefill: str
-    attention: str
-    thousand_cells: dict[str, int]
-    full_cells: int
+    weight_bytes: int  # bytes of all parameters in `dtype`
+    weight_bytes_held: int  # bytes of all weights as held, memory-mapped and packed ones included
+    formats: dict[str, int]  # count of matrices that a decode step reads, by format
+    bytes_per_token: int  # bytes of weights that a decode step reads
+    decode: str  # how a decode step is computed
+    prefill: str  # how the matrix products of a prompt are computed
+    attention: str  # how the attention of a prompt is computed
+    thousand_cells: dict[str, int]  # bytes of 1,000 cells of the first group, by bits
+    full_cells: int  # bytes of the cells of `trained` tokens
 
 
 def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) -> ModelFacts:
     """Return facts about a model from its config and the headers of its files.
 
-    weights: the format of weights, as for `load_model`.
-
-    Raises:
-        ModelNotFound: the model was not pulled or converted on this machine.
-        BadModelFile, UnsupportedModel: as for `load_model`.
-        InvalidArgument: there are no kernels here for packed weights.
+    name, dtype, weights: as for `load_model`. Raises ModelNotFound if the model is not on this
+    machine, BadModelFile, UnsupportedModel, and InvalidArgument without kernels for packed weights.
     """
     dtype = validation.one_of("dtype", dtype, DTYPES)
     folder = _find_folder(name)
@@ -114,19 +88,20 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     layout = group_layout(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
     groups = tuple(_group_facts(spec, group, DTYPES[dtype]) for group in spec.groups)
-    no_kernels, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
+    limitation, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
-        if weights != "bf16" and no_kernels:
-            raise InvalidArgument(f'weights="{weights}" needs compiled kernels, which {no_kernels}')
+        if weights != "bf16" and limitation:
+            raise InvalidArgument(f'weights="{weights}" needs compiled kernels, which {limitation}')
     parameters = sum(map(prod, tensor_shapes(spec).values()))
     sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
-    names, shapes = step_matrices(spec), matrix_shapes(spec)
-    read_packed_as_is = not weights and not no_kernels
+    names_read, shapes = step_matrices(spec), matrix_shapes(spec)
+    reads_file_format = not weights and not limitation
     bytes_held, formats_and_bytes = _held_bytes_and_formats(
-        spec, layout.dtype, weights, converted_path if read_packed_as_is else None
+        spec, layout.dtype, weights, converted_path if reads_file_format else None
     )
-    matrices_read = [formats_and_bytes[name] for name in names]
+    matrices_read = [formats_and_bytes[name] for name in names_read]
+    unread_names = set(shapes) - set(names_read)
     return ModelFacts(
         name=name,
         folder=str(folder),
@@ -142,7 +117,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         rope=spec.rope.kind,
         dtype=dtype,
         parameters=parameters,
-        parameters_per_token=parameters - sum(prod(shapes[x]) for x in set(shapes) - set(names)),
+        parameters_per_token=parameters - sum(prod(shapes[name]) for name in unread_names),
         experts=spec.experts if sparse_layers else 0,
         experts_per_token=spec.experts_per_token if sparse_layers else 0,
         sparse_layers=sparse_layers,
@@ -151,13 +126,13 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         formats=dict(sorted(Counter(matrix_format for matrix_format, _ in matrices_read).items())),
         bytes_per_token=sum(nbytes for _, nbytes in matrices_read),
         decode=str(compute_path_of(spec, layout)),
-        prefill=f"torch in {dtype if no_kernels else str(prompt_dtype()).removeprefix('torch.')}",
-        attention="torch" if no_kernels else "compiled kernels",
+        prefill=f"torch in {dtype if limitation else str(prompt_dtype()).removeprefix('torch.')}",
+        attention="torch" if limitation else "compiled kernels",
         thousand_cells={
             f"{bits or 8 * itemsize} bits": 1000 * Bits(bits).layouts(layout)[0].cell_bytes
             for bits in CELL_BITS
         },
-        full_cells=sum(
+        full_cells=sum(  # layers with a window keep a few cells more, for rewinds
             group.cell_bytes
             * min(spec.max_positions, (group.window or spec.max_positions) + UNDO_TOKENS)
             for group in groups
@@ -166,6 +141,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
 
 
 def _find_folder(name: str) -> Path:
+    """Return the folder of a model on this machine. Raises ModelNotFound, InvalidArgument."""
     if name.startswith(TRANSFORMERS_PREFIX):
         raise InvalidArgument(
             f"{name} runs through transformers: its facts are known only after it is loaded, not "
@@ -198,21 +174,22 @@ def _held_bytes_and_formats(
 ) -> tuple[int, dict[str, tuple[str, int]]]:
     """Return the bytes of all weights held, and the format and bytes of each matrix.
 
-    weight_format: "int8" and "int4" add packed copies of matrices; routers stay plain.
-    converted_path: of a model whose matrices are read as they are; its norms become bfloat16.
+    weight_format: "int8" and "int4" add packed copies of matrices; the routers of experts stay in
+    `dtype`. converted_path: of a model whose matrices are read as they are; norms become bfloat16.
     """
     shapes = matrix_shapes(spec)
     if converted_path is not None:
         stored = read_packed(converted_path, tensor_shapes(spec))
         bytes_held = sum(
-            matrix.nbytes
-            if isinstance(matrix, PackedMatrix) or matrix.dim() > 1
-            else 2 * len(matrix)
-            for matrix in stored.values()
+            weight.nbytes
+            if isinstance(weight, PackedMatrix) or weight.dim() > 1
+            else 2 * len(weight)
+            for weight in stored.values()
         )
         if spec.tied_head:
             stored[LM_HEAD] = stored[EMBEDDING]
-        return bytes_held, {n: (format_name(stored[n]), stored[n].nbytes) for n in shapes}
+        stored_matrices = [(name, stored[name]) for name in shapes]
+        return bytes_held, {name: (format_name(x), x.nbytes) for name, x in stored_matrices}
     bytes_held = dtype.itemsize * sum(map(prod, tensor_shapes(spec).values()))
     plain_format = str(dtype).removeprefix("torch.")
     sizes = {name: (plain_format, dtype.itemsize * prod(shape)) for name, shape in shapes.items()}

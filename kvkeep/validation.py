@@ -1,8 +1,8 @@
-"""Validation of public arguments, which are converted to plain Python values.
+"""Validation of public arguments: each function returns an argument as a plain Python value.
 
-Numbers of numpy and torch compute and compare like Python's, but they overflow, cannot be written
-into a file, and turn what they are combined with into other types. So they are converted on entry,
-or refused, before anything changes. All functions raise InvalidArgument.
+Numbers of numpy and torch overflow, cannot be written into a file, and turn what they are combined
+with into other types. So they are converted on entry, or refused, before anything changes. All
+functions raise InvalidArgument, with the argument's `name` in the message.
 """
 
 import math
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from kvkeep.errors import InvalidArgument
 
 T = TypeVar("T")
-
 StringT = TypeVar("StringT", bound=str)
 
 
@@ -71,6 +70,7 @@ def text(name: str, value: Any) -> str:
 
 
 def one_of(name: str, value: StringT, choices: Collection[str]) -> StringT:
+    """Return a string that is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} must be one of {', '.join(choices)}; found {value!r}")
     return value
@@ -89,6 +89,7 @@ def instance(name: str, value: Any, expected: type[T]) -> T:
 
 
 def progress(value: Any) -> Callable[[int], None] | None:
+    """Return a progress callback, which is called with a number of tokens; or None."""
     if value is not None and not callable(value):
         raise _invalid("progress", "a callable that takes a number, or None", value)
     return value  # type: ignore[no-any-return]
@@ -100,7 +101,7 @@ def token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
         isinstance(value, Iterable) or hasattr(value, "tolist")
     ):
         raise _invalid(name, "text or a sequence of token ids", value)
-    # Arrays and tensors give Python's numbers all at once; one of no dimension gives a number.
+    # `tolist` of an array or tensor without a dimension returns a number.
     ids = value.tolist() if hasattr(value, "tolist") else list(value)
     if not isinstance(ids, list):
         raise _invalid(name, "a sequence of token ids", value)

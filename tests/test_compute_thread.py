@@ -137,7 +137,7 @@ if _omp_pause() is not None and os.path.isdir("/proc/self/task"):
     require_fewer(step())
     engine = EngineThread(lambda: False, 60, lambda: None)
     engine.start()
-    within = engine.call(step).result()
+    within = engine.submit(step).result()
     require_fewer(within)
     assert step() <= within  # in the engine's thread, and no second team
     engine.close()

@@ -11,13 +11,13 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 from kvkeep import Sampling, SessionGroup
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.weights.packing import MatrixBits
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 SETTINGS: list[dict[str, Any]] = [
     {"policy": "full", "max_kv_size": 400},

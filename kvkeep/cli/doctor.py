@@ -17,7 +17,7 @@ from kvkeep.storage.files.atomic import folder_size
 from kvkeep.types import DtypeName, WeightFormat
 
 if TYPE_CHECKING:
-    from kvkeep.doctor import Cuda, Findings, Kernels, ModelSpeed, Threads, Torch
+    from kvkeep.doctor import CudaFacts, Findings, KernelFacts, ModelSpeed, ThreadFacts, TorchFacts
 
 _Facts = Iterator[tuple[str, str]]  # label and text of each line
 # Folders in kvkeep's home: a description, and the command that frees space there.
@@ -72,13 +72,13 @@ def _labelled_facts(findings: "Findings") -> _Facts:
         yield from _model_facts(findings.model, memory.read_per_s)
 
 
-def _kernel_facts(kernels: "Kernels") -> _Facts:
+def _kernel_facts(kernels: "KernelFacts") -> _Facts:
     yield "kernels", "none; PyTorch is used" if kernels.name == "torch" else kernels.name
     yield from (("", f"the {name} kernels {why}") for name, why in kernels.against.items())
     yield from (("", f"{name}={value}") for name, value in kernels.environment.items())
 
 
-def _threads_text(threads: "Threads") -> str:
+def _threads_text(threads: "ThreadFacts") -> str:
     parts = [f"{threads.used} on {threads.cores} cores"]
     if threads.load is not None:
         parts[0] += f", load {threads.load:g}"
@@ -87,7 +87,7 @@ def _threads_text(threads: "Threads") -> str:
     return "; ".join([*parts, *(f"{k}={v}" for k, v in threads.environment.items())])
 
 
-def _torch_text(build: "Torch") -> str:
+def _torch_text(build: "TorchFacts") -> str:
     libraries = ", ".join(build.libraries) or "no MKL or oneDNN"
     bf16_support = {
         True: "oneDNN supports bfloat16",
@@ -98,7 +98,7 @@ def _torch_text(build: "Torch") -> str:
     return f"{build.version} with {libraries}, for {build.capability}; {bf16_support}; {prompts}"
 
 
-def _cuda_text(cuda: "Cuda") -> str:
+def _cuda_text(cuda: "CudaFacts") -> str:
     if cuda.devices:
         return f"{', '.join(cuda.devices)}: used with `--device cuda` only"
     return "no GPU found" if cuda.built_for else "none: this torch is built without CUDA"

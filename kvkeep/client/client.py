@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 
 from kvkeep import errors
-from kvkeep.client.remote import ApiClient, ApiRequest, Convert, RemoteSession, Text, text_fields
+from kvkeep.client.remote import ApiClient, ApiRequest, FromJson, RemoteSession, Text, text_fields
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
 _TIMEOUT = httpx.Timeout(10.0, read=None)  # prefill of a long prompt has no time limit
 _MAX_TRIES = 3  # of a request whose response is lost
-_entries = itemgetter("data")
-_ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by code
+_get_data = itemgetter("data")  # the entries in the JSON of a list
+_ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by the code in the response
     "session_not_found": errors.NoSuchSession,
     "session_busy": errors.Busy,
     "key_at_work": errors.Busy,
@@ -39,23 +39,24 @@ class _BaseClient(ApiClient):
     def create(self, name: str | None = None, **settings: Any) -> Any:
         """Create a RemoteSession. settings: as for `Model.session`, or from_snapshot, a name."""
         request = ApiRequest("POST", "/v1/sessions", {"name": name, **settings})
-        return self.send(request, self._session)
+        return self.send(request, self._remote_session)
 
     def sessions(self, unnamed: bool = False) -> Any:
         """List sessions, the last used first. unnamed: include those made for a prompt."""
-        return self.send(ApiRequest("GET", "/v1/sessions", params={"unnamed": unnamed}), _entries)
+        return self.send(ApiRequest("GET", "/v1/sessions", params={"unnamed": unnamed}), _get_data)
 
     def delete(self, name: str, revision: int | None = None) -> Any:
         """Delete a session, on disk too."""
         return self.send(ApiRequest("DELETE", f"/v1/sessions/{name}", revision=revision))
 
     def snapshots(self) -> Any:
-        return self.send(ApiRequest("GET", "/v1/snapshots"), _entries)
+        """List snapshots."""
+        return self.send(ApiRequest("GET", "/v1/snapshots"), _get_data)
 
     def restore(self, snapshot: str, name: str | None = None) -> Any:
         """Return a new RemoteSession that continues, to the bit, from a snapshot."""
         path = f"/v1/snapshots/{snapshot}/restore"
-        return self.send(ApiRequest("POST", path, {"name": name}), self._session)
+        return self.send(ApiRequest("POST", path, {"name": name}), self._remote_session)
 
     def delete_snapshot(self, snapshot: str) -> Any:
         return self.send(ApiRequest("DELETE", f"/v1/snapshots/{snapshot}"))
@@ -66,17 +67,17 @@ class _BaseClient(ApiClient):
 
     def misses(self) -> Any:
         """List recent prompts that were not fully reused, in the form of `explain`."""
-        return self.send(ApiRequest("GET", "/v1/prefix/misses"), _entries)
+        return self.send(ApiRequest("GET", "/v1/prefix/misses"), _get_data)
 
     def operations(self) -> Any:
         """List recent operations, the newest first."""
-        return self.send(ApiRequest("GET", "/v1/operations"), _entries)
+        return self.send(ApiRequest("GET", "/v1/operations"), _get_data)
 
     def events(self) -> Any:
         """Stream the operations on all sessions as pairs of a name and its data."""
         return self.stream(ApiRequest("GET", "/v1/events"))
 
-    def _session(self, entry: dict[str, Any]) -> RemoteSession:
+    def _remote_session(self, entry: dict[str, Any]) -> RemoteSession:
         return RemoteSession(self, entry["name"])
 
 
@@ -88,7 +89,7 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
             notes.feed(open("manual.txt").read(), span="manual")
             print(notes.say("What is this about?")["text"])
 
-    options: for httpx. A request without a response is sent again; the server makes it once.
+    options: for httpx. A request without a response is sent again; the server applies it once.
     """
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, **options: Any):
@@ -100,9 +101,9 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
     def close(self) -> None:
         self._http.close()
 
-    def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
+    def send(self, request: ApiRequest, convert: FromJson = lambda x: x) -> Any:
         for tries_left in reversed(range(_MAX_TRIES)):
-            with _response_from(self._http.base_url, tries_left):
+            with _transport_errors(self._http.base_url, tries_left):
                 response = self._http.request(**request.arguments())
                 return convert(_json_or_error(response))
         raise AssertionError("unreachable")
@@ -111,7 +112,7 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
         """Yield events. Closing the iterator cancels the generation."""
         parser = _EventParser()
         with (
-            _response_from(self._http.base_url),
+            _transport_errors(self._http.base_url),
             self._http.stream(**request.arguments()) as response,
         ):
             if not response.is_success:
@@ -134,9 +135,9 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
+    async def send(self, request: ApiRequest, convert: FromJson = lambda x: x) -> Any:
         for tries_left in reversed(range(_MAX_TRIES)):
-            with _response_from(self._http.base_url, tries_left):
+            with _transport_errors(self._http.base_url, tries_left):
                 response = await self._http.request(**request.arguments())
                 return convert(_json_or_error(response))
         raise AssertionError("unreachable")
@@ -144,7 +145,7 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     async def stream(self, request: ApiRequest) -> AsyncIterator[ServerEvent]:
         """Yield events. Closing the iterator cancels the generation."""
         parser = _EventParser()
-        with _response_from(self._http.base_url):
+        with _transport_errors(self._http.base_url):
             async with self._http.stream(**request.arguments()) as response:
                 if not response.is_success:
                     await response.aread()
@@ -160,14 +161,14 @@ def _http_options(url: str, api_key: str | None, options: dict[str, Any]) -> dic
 
 
 @contextmanager
-def _response_from(url: object, tries_left: int = 0) -> Iterator[None]:
-    """Raise ServerError if no response comes; not if another try may succeed."""
+def _transport_errors(url: object, tries_left: int = 0) -> Iterator[None]:
+    """Raise ServerError if no response comes, unless the caller can try again (`tries_left`)."""
     try:
         yield
     except httpx.TransportError as error:
         if not tries_left or isinstance(error, httpx.ConnectError):
-            text = str(error) or type(error).__name__
-            raise errors.ServerError(f"no response from {url}: {text}") from error
+            message = str(error) or type(error).__name__
+            raise errors.ServerError(f"no response from {url}: {message}") from error
 
 
 def _json_or_error(response: httpx.Response) -> Any:
@@ -184,11 +185,14 @@ def _json_or_error(response: httpx.Response) -> Any:
         raise errors.NoRoom(message, float(seconds) if re.fullmatch("[0-9]+", seconds) else 1.0)
     if code == "too_large":
         raise errors.NoRoom(message, math.inf)
-    by_status = errors.InvalidArgument if response.status_code in (400, 404) else errors.ServerError
-    raise _ERROR_TYPES.get(code, by_status)(message)
+    is_rejected = response.status_code in (400, 404)
+    default_type = errors.InvalidArgument if is_rejected else errors.ServerError
+    raise _ERROR_TYPES.get(code, default_type)(message)
 
 
 class _EventParser:
+    """Parses the lines of a stream of server-sent events."""
+
     def __init__(self) -> None:
         self._name, self._data = "message", list[str]()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Text = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages
-Convert = Callable[[Any], Any]
+FromJson = Callable[[Any], Any]  # from a response's JSON to a method's result
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ApiClient:
 class RemoteSession:
     """A session on a server, by its name. It holds no state: each method sends a request.
 
-    Methods return the server's JSON, a dictionary unless stated otherwise. With an `AsyncClient`,
-    they are awaited, and streams are iterated by `async for`.
+    Methods do what those of `Session` do. They return the server's JSON, a dictionary unless stated
+    otherwise. With an `AsyncClient`, they are awaited, and streams are iterated by `async for`.
 
     A method with a `revision` changes the session only if it is at that revision, and otherwise
     raises WrongRevision. All methods raise NoSuchSession; Busy while the session is fed or
@@ -55,8 +55,6 @@ class RemoteSession:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
-
-    # Reading
 
     def info(self) -> Any:
         """Return revision, bytes, settings and spans, without loading the session from disk."""
@@ -109,6 +107,7 @@ class RemoteSession:
     def insert(
         self, at: int, text: Text, recompute: str = "none", revision: int | None = None
     ) -> Any:
+        """Insert a text before token `at`. recompute: "none", or "suffix" to evaluate the rest."""
         edit = {"op": "insert", "at": at, "recompute": recompute}
         return self._post("/edit", revision, **edit, **text_fields(text))
 
@@ -131,19 +130,24 @@ class RemoteSession:
         recompute: str = "none",
         revision: int | None = None,
     ) -> Any:
+        """Replace tokens, or a span, by a text."""
         edit = {"op": "replace", "recompute": recompute, **_range_fields(start, end)}
         return self._post("/edit", revision, **edit, **text_fields(text))
 
     def pin(self, start: int | str, end: int | None = None, revision: int | None = None) -> Any:
+        """Protect tokens, or a span, from eviction."""
         return self._post("/pin", revision, **_range_fields(start, end))
 
     def unpin(self, start: int | str, end: int | None = None, revision: int | None = None) -> Any:
+        """Let pinned tokens, or a span, be evicted again."""
         return self._post("/unpin", revision, **_range_fields(start, end))
 
     def name_span(self, name: str, start: int, end: int, revision: int | None = None) -> Any:
+        """Name the tokens `start ... end - 1`."""
         return self._post("/spans", revision, name=name, start=start, end=end)
 
     def rewind(self, count: int, revision: int | None = None) -> Any:
+        """Remove the newest `count` tokens."""
         return self._post("/rewind", revision, count=count)
 
     def compress(
@@ -154,10 +158,9 @@ class RemoteSession:
         recent: int | None = None,
         revision: int | None = None,
     ) -> Any:
+        """Compress the session by `ratio`. recent: newest tokens that stay as they are."""
         settings = {"method": method, "budget": budget, "recent": recent}
         return self._post("/compress", revision, ratio=ratio, **settings)
-
-    # Saving and forking
 
     def fork(
         self, name: str | None = None, at: int | None = None, revision: int | None = None
@@ -198,14 +201,15 @@ def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_fields(text: Text | None) -> dict[str, Any]:
-    """Return the body's field for a text, token ids, or messages."""
+    """Return the field of a request's body for a text, token ids, or messages."""
     if text is None:
         return {}
     if isinstance(text, str):
         return {"text": text}
-    items = list(text)
+    items = list(text)  # messages or token ids
     return {"messages" if items and isinstance(items[0], Mapping) else "tokens": items}
 
 
 def _range_fields(start: int | str, end: int | None) -> dict[str, Any]:
+    """Return the fields for a range of tokens. start: its first token, or the name of a span."""
     return {"span": start} if isinstance(start, str) else {"start": start, "end": end}

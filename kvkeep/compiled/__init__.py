@@ -1,4 +1,4 @@
-"""C++ kernels for the slowest parts of a CPU forward: decode steps and attention.
+"""C++ kernels for the slowest parts of a forward pass on CPUs: decode steps and attention.
 
 `setup.py` builds `src/` once for each instruction set if it finds a compiler;
 `instruction_sets.py` selects the best set that the processor runs. Without kernels, or with

@@ -191,8 +191,8 @@ _INTERFACE_REVISION = 9  # `kRevision` in src/decode.h
 _STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 
-def library() -> ctypes.CDLL | None:
-    """Return the kernels; None if they were not built for this processor or are switched off.
+def kernel_library() -> ctypes.CDLL | None:
+    """Return the library of the kernels; None if none was built here or they are switched off.
 
     Raises InvalidArgument if KVKEEP_ISA names kernels that are not available.
     """
@@ -230,17 +230,18 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
     """Raise KernelMismatch, naming the field, if a library's structures differ from these."""
     if not hasattr(kernels, "kvkeep_layout") or kernels.kvkeep_revision() != _INTERFACE_REVISION:
         raise KernelMismatch(f"the kernels' interface is not revision {_INTERFACE_REVISION}")
-    layout = _kernel_layout(kernels)
+    kernel_layout = _kernel_layout(kernels)
     structures = {structure.__name__.removeprefix("C"): structure for structure in STRUCTURES}
     for name, structure in structures.items():
         for field_name, *_ in structure._fields_:
-            field, actual = getattr(structure, field_name), layout.pop(f"{name}.{field_name}", None)
+            field = getattr(structure, field_name)
+            actual = kernel_layout.pop(f"{name}.{field_name}", None)
             if actual != (field.offset, field.size):
                 raise KernelMismatch(
                     f"{name}.{field_name} must have offset {field.offset} and size {field.size}; "
                     f"the kernels have {actual or 'no such field'}"
                 )
-    for full_name in layout:
+    for full_name in kernel_layout:
         name, _, _ = full_name.partition(".")
         if name in structures:
             raise KernelMismatch(f"the field {full_name} exists only in the kernels")
@@ -250,18 +251,16 @@ def require_same_interface(kernels: ctypes.CDLL) -> None:
 def _kernel_layout(kernels: ctypes.CDLL) -> dict[str, tuple[int, int]]:
     """Return the offset and size of each field, "Structure.field", in a library."""
     buffer = ctypes.create_string_buffer(1 << 16)
-    text_bytes = kernels.kvkeep_layout(buffer, len(buffer))
-    lines = map(str.split, buffer.raw[:text_bytes].decode().splitlines())
-    return {name: (int(offset), int(size)) for name, offset, size in lines}
+    text_length = kernels.kvkeep_layout(buffer, len(buffer))
+    lines = buffer.raw[:text_length].decode().splitlines()  # "Structure.field offset size"
+    return {name: (int(offset), int(size)) for name, offset, size in map(str.split, lines)}
 
 
 def raise_for_status(status: int) -> None:
     """Raise the error that a kernel's status code stands for, if any.
 
-    Raises:
-        OutOfMemory: the call's buffers could not be allocated.
-        NonFiniteLogits: a result is NaN or infinity.
-        KernelMismatch: no kernel supports the call.
+    OutOfMemory if the call's buffers could not be allocated, NonFiniteLogits if a result is NaN or
+    infinity, KernelMismatch if no kernel supports the call.
     """
     if status == _STATUS_NOT_FINITE:
         raise non_finite_error()

@@ -15,8 +15,8 @@ from kvkeep.models.layers.executor import AnyStep
 
 
 def layer_attention(step: AnyStep) -> LayerAttention:
-    """Return the attention for a forward that torch computes: by the kernels if they support it."""
-    kernels = c.library()
+    """Return the attention of a forward that torch computes: by the kernels if they support it."""
+    kernels = c.kernel_library()
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
     layouts = [s.newest_segment.layout for s in (step, step.local_step) if s]
@@ -30,7 +30,7 @@ def layer_attention(step: AnyStep) -> LayerAttention:
 
 
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
-    """Return the kernels' attention of a chunk in all layers, local ones included."""
+    """Return the kernels' attention of a chunk in all layers, including those with a window."""
     attention = ChunkAttention(step, kernels)
     if not isinstance(step.local_step, ChunkStep):
         return attention
@@ -38,31 +38,33 @@ def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
 
 
 class ChunkAttention:
-    """The attention of one chunk step in a group of layers.
+    """The attention of a chunk of a prompt in the layers of one cache.
 
-    Raises KernelMismatch if the cells have another number of layers than the chunk.
+    step: has the chunk's new cells, and views of the stored ones. Raises KernelMismatch if these
+    have another number of layers than the chunk.
     """
 
     def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):
-        layers = step.new_cells.keys.shape[0]
+        layer_count = step.new_cells.keys.shape[0]
         for view in step.views:
             cells = view.slots
             count = cells.counts.shape[0] if isinstance(cells, RaggedCells) else len(view.keys)
-            require(count == layers, f"cells of {layers} layers", count)
-        self._step = step
-        self._kernels = kernels
+            require(count == layer_count, f"cells of {layer_count} layers", count)
+        self._step, self._kernels = step, kernels
 
     @cached_property
     def _angles(self) -> Tensor:
         """`[rotations, n, head_dim]` float32: cosines and sines of each query's position."""
-        return self._angles_of(self._step.attention.rope.inverse_frequencies)
+        return self._compute_angles(self._step.attention.rope.inverse_frequencies)
 
     @cached_property
     def _zero_angles(self) -> Tensor:
         """`[rotations, n, head_dim]` float32: the same for layers without RoPE, all angles 0."""
-        return self._angles_of(torch.zeros_like(self._step.attention.rope.inverse_frequencies))
+        frequencies = torch.zeros_like(self._step.attention.rope.inverse_frequencies)
+        return self._compute_angles(frequencies)
 
-    def _angles_of(self, frequencies: Tensor) -> Tensor:
+    def _compute_angles(self, frequencies: Tensor) -> Tensor:
+        """Return `[rotations, n, 2 * len(frequencies)]`: one rotation for each position map."""
         positions = torch.tensor(self._step.query_positions, dtype=torch.int64, device="cpu")
         shape = (*positions.shape, 2 * frequencies.shape[0])
         angles = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -76,7 +78,12 @@ class ChunkAttention:
         return angles
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Attend as `Step.attend` does. Raises KernelMismatch, OutOfMemory."""
+        """Store a layer's new cells, and attend to all that its queries see.
+
+        q: `[n, heads, head_dim]`. k, v: `[n, kv_heads, head_dim]`, or None for a layer that reads
+        the cells of another one. All are bfloat16, and unrotated. Returns `[n, heads * head_dim]`.
+        Raises KernelMismatch, OutOfMemory.
+        """
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new_cells.keys[layer], step.new_cells.values[layer]
         kv_heads = keys.shape[0]
@@ -93,38 +100,37 @@ class ChunkAttention:
         angles_address = address(angles, "angles", torch.float32, (rotations, n, head_dim))
         sinks = None if attention.sinks is None else attention.sinks[layer]
         chunk = c.CChunk(
-            n,
-            heads,
-            kv_heads,
-            head_dim,
-            rotations,
-            len(views),
-            torch.get_num_threads(),
-            attention.scale,
-            attention.softcap,
-            0,
-            None if sinks is None else address(sinks, "sinks", torch.float32, (heads,)),
-            address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
-            None if k is None else address(k, "keys", torch.bfloat16, kv_shape),
-            None if v is None else address(v, "values", torch.bfloat16, kv_shape),
-            ctypes.cast(angles_address, ctypes.POINTER(ctypes.c_float)),
-            address(keys, "new keys", torch.bfloat16, cells_shape),
-            address(values, "new values", torch.bfloat16, cells_shape),
-            keys.stride(0),
-            values.stride(0),
-            (c.CChunkView * len(views))(*views),
-            out.data_ptr(),
-            None
+            tokens=n,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotations=rotations,
+            view_count=len(views),
+            threads=torch.get_num_threads(),
+            softmax_scale=attention.scale,
+            softcap=attention.softcap,
+            sinks=None if sinks is None else address(sinks, "sinks", torch.float32, (heads,)),
+            q=address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
+            k=None if k is None else address(k, "keys", torch.bfloat16, kv_shape),
+            v=None if v is None else address(v, "values", torch.bfloat16, kv_shape),
+            angles=ctypes.cast(angles_address, ctypes.POINTER(ctypes.c_float)),
+            new_keys=address(keys, "new keys", torch.bfloat16, cells_shape),
+            new_values=address(values, "new values", torch.bfloat16, cells_shape),
+            new_key_head=keys.stride(0),
+            new_value_head=values.stride(0),
+            views=(c.CChunkView * len(views))(*views),
+            out=out.data_ptr(),
+            log_sums=None
             if step.log_sums is None
             else address(step.log_sums[layer], "log sums", torch.float32, (heads, n)),
         )
-        step.observe(layer, q)
+        step.observe(layer, q)  # keeps the queries, if a compression needs them
         c.raise_for_status(self._kernels.kvkeep_attend_chunk(chunk))
         return out
 
 
 def _describe_view(view: View, layer: int, cells_shape: tuple[int, int, int]) -> c.CChunkView:
-    """Describe a view's cells in one layer. cells_shape: `(kv_heads, n, head_dim)` of the chunk."""
+    """Describe stored cells that a chunk of cells, `(kv_heads, n, head_dim)`, attends to."""
     kv_heads, n, head_dim = cells_shape
     cells = view.slots
     if isinstance(cells, RaggedCells):

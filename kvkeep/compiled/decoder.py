@@ -1,4 +1,4 @@
-"""The executor on the compiled kernels: one call decodes a step through all layers.
+"""The executor that computes with the compiled kernels: one call decodes through all layers.
 
 Weights are read as they are packed. Activations are bfloat16; sums and the residual stream are
 float32. A sequence's results are bitwise the same whether it decodes alone or in a group.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.cache import Layout
 from kvkeep.cache.step import ChunkStep, DecodeStep
-from kvkeep.compiled.binding import HEAD_DIMS, CModel, library, raise_for_status
+from kvkeep.compiled.binding import HEAD_DIMS, CModel, kernel_library, raise_for_status
 from kvkeep.compiled.chunk import chunk_attention
 from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
 from kvkeep.compiled.matrices import PackedLinear, shared_scratch
@@ -31,30 +31,24 @@ from kvkeep.models.weights.tensors import is_router, matrix_shapes, step_matrice
 
 def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
     """Say why the kernels do not run a model, as a predicate of "the kernels"; empty if they do."""
-    head_dims = [group.head_dim for group in spec.groups]
+    groups, head_dims = spec.groups, [group.head_dim for group in spec.groups]
     query_sizes = [spec.heads * head_dim for head_dim in head_dims]
     widths = (spec.hidden_size, *_mlp_sizes(spec), *query_sizes, spec.per_layer_size)
-    unsupported_dims = ", ".join(str(dim) for dim in head_dims if dim not in HEAD_DIMS)
-    reasons = {
-        f"run on a CPU, not on {layout.device}": layout.device.type != "cpu",
-        f"support bfloat16, not {str(layout.dtype).removeprefix('torch.')}": (
-            layout.dtype is not torch.bfloat16
-        ),
-        f"support one residual stream, not {spec.altup_inputs} (AltUp)": spec.altup_inputs > 0,
-        f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {unsupported_dims}": (
-            bool(unsupported_dims)
-        ),
-        "need RoPE over the whole head": any(
-            group.head_dim != 2 * len(group.rope.inverse_frequencies) for group in spec.groups
-        ),
-        f"need widths that are multiples of {GROUP_COLUMNS}; found {', '.join(map(str, widths))}": (
-            any(width % GROUP_COLUMNS for width in widths)
-        ),
-        "need the same number of query heads for each KV head": any(
-            spec.heads % group.kv_heads for group in spec.groups
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "") or unavailable_reason()
+    dtype_name, widths_text = str(layout.dtype).removeprefix("torch."), ", ".join(map(str, widths))
+    bad_head_dims = ", ".join(str(dim) for dim in head_dims if dim not in HEAD_DIMS)
+    has_partial_rope = any(g.head_dim != 2 * len(g.rope.inverse_frequencies) for g in groups)
+    has_bad_width = any(width % GROUP_COLUMNS for width in widths)
+    has_uneven_heads = any(spec.heads % group.kv_heads for group in groups)
+    obstacles = [
+        (layout.device.type != "cpu", f"run on a CPU, not on {layout.device}"),
+        (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
+        (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
+        (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
+        (has_partial_rope, "need RoPE over the whole head"),
+        (has_bad_width, f"need widths that are multiples of {GROUP_COLUMNS}; found {widths_text}"),
+        (has_uneven_heads, "need the same number of query heads for each KV head"),
+    ]
+    return next((text for exists, text in obstacles if exists), "") or unavailable_reason()
 
 
 def prompt_dtype() -> torch.dtype:
@@ -64,7 +58,7 @@ def prompt_dtype() -> torch.dtype:
 
 def unavailable_reason() -> str:
     """Say why this machine has no kernels, as `unsupported_reason`; empty if it has some."""
-    if library():
+    if kernel_library():
         return ""
     selected = selected_set()
     if error := load_error(selected.name):
@@ -73,10 +67,11 @@ def unavailable_reason() -> str:
 
 
 def _mlp_sizes(spec: ModelSpec) -> list[int]:
-    sparsity = set(map(spec.has_experts, range(spec.layers)))
-    sparse = [spec.expert_size, spec.shared_expert_size] if True in sparsity else []
-    dense = [spec.intermediate_size] if False in sparsity or spec.experts_beside else []
-    return list(filter(None, [*dense, *sparse]))
+    """Return the widths of a model's MLPs and experts."""
+    has_experts = [spec.has_experts(layer) for layer in range(spec.layers)]
+    expert_sizes = [spec.expert_size, spec.shared_expert_size] if any(has_experts) else []
+    has_mlp = spec.experts_beside or not all(has_experts)
+    return list(filter(None, [spec.intermediate_size if has_mlp else 0, *expert_sizes]))
 
 
 class CompiledExecutor:
@@ -97,14 +92,12 @@ class CompiledExecutor:
         self.spec = spec
         self._operands = ModelOperands(spec, tensors, packed)
         self._shapes = [
-            GroupShape(
-                len(spec.layers_with_cells(group)), group.kv_heads, spec.heads, group.head_dim
-            )
-            for group in spec.groups
+            GroupShape(len(spec.layers_with_cells(x)), x.kv_heads, spec.heads, x.head_dim)
+            for x in spec.groups
         ]
         # For each of the kernels' groups, the index of the model's group whose cells it reads.
         self._model_groups = [spec.groups.index(group) for group, _ in kernel_groups(spec)]
-        kernels = library()
+        kernels = kernel_library()
         assert kernels is not None, "unsupported_reason must be empty"
         self._kernels = kernels
         self._decode_model = describe_model(spec, self._operands, sampled=True)
@@ -119,16 +112,16 @@ class CompiledExecutor:
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
 
     def _linear_names(self) -> list[str]:
-        """Return the names of the matrices that prompts are multiplied by as PackedLinear.
+        """Return the names of the matrices that a prompt's rows are multiplied by as PackedLinear.
 
-        All without a tensor; without fast bfloat16 also tensors, for float32 products.
+        All without a tensor. Without fast bfloat16 also tensors, for float32 products.
         """
         tensors = self._operands.tensors
-        only_packed = [name for name in self._operands.shapes if name not in tensors]
-        if self._product_dtype is torch.bfloat16:
-            return only_packed
-        layer_matrices = set(matrix_shapes(self.spec)) - {LM_HEAD}
-        return only_packed + [n for n in layer_matrices if n in tensors and not is_router(n)]
+        names = [name for name in self._operands.shapes if name not in tensors]
+        if self._product_dtype is not torch.bfloat16:
+            layer_matrices = set(matrix_shapes(self.spec)) - {LM_HEAD}
+            names += [x for x in layer_matrices if x in tensors and not is_router(x)]
+        return names
 
     def _routers(self) -> dict[str, Tensor]:
         """Return packed routers in float32, so that prompts are routed by unrounded weights."""
@@ -141,7 +134,7 @@ class CompiledExecutor:
     def _packed_linear(self, name: str) -> PackedLinear:
         bias = self._operands.tensors.get(name.removesuffix("weight") + "bias")
         weight = self._operands.weight(name, sampled=False)
-        matrix = self._operands.matrix(name, sampled=False)
+        matrix = self._operands.describe_matrix(name, sampled=False)
         return PackedLinear(self._kernels, matrix, bias, weight, self._product_dtype)
 
     def matrix_bytes(self) -> dict[str, int]:
@@ -154,16 +147,20 @@ class CompiledExecutor:
         return self._linears[name].dense()
 
     def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
-        """Return the final hidden states of a step, `[tokens, hidden]` bfloat16."""
+        """Return the final hidden states of a step, `[n, hidden]` bfloat16. tokens: `[n]` ids.
+
+        input_norms: for a chunk only, `[layers, n]` float32, filled with each layer input's norm.
+        """
         if isinstance(step, ChunkStep):
             with shared_scratch():
                 attention = chunk_attention(step, self._kernels)
                 return self._network.forward(tokens, attention, input_norms)
         model = self._decode_model if step.sampled else self._prompt_model
-        steps = [step] if isinstance(step, DecodeStep) else step.steps
+        steps = [step] if isinstance(step, DecodeStep) else step.steps  # of a batch of sequences
         return self._decode(tokens.tolist(), steps, model)
 
     def _decode(self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: CModel) -> Tensor:
+        """Return the hidden states of one token for each step, all in one call of the kernels."""
         spec = self.spec
         if len(tokens) != len(steps) or not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
             raise KernelMismatch(
@@ -171,7 +168,7 @@ class CompiledExecutor:
                 f"found {list(tokens)}"
             )
         hidden = torch.empty(len(tokens), spec.hidden_size, dtype=torch.bfloat16, device="cpu")
-        step, _shared_views = describe_step(
+        step, _views_kept_alive = describe_step(
             tokens, steps, self._shapes, self._model_groups, hidden, self.seconds
         )
         raise_for_status(self._kernels.kvkeep_decode(model, step))
@@ -184,9 +181,8 @@ class CompiledExecutor:
         hidden_address = address(hidden, "hidden states", torch.bfloat16, shape)
         out = torch.empty(count, self.spec.vocab_size, dtype=torch.float32, device="cpu")
         head, threads = self._decode_model.head, torch.get_num_threads()
-        raise_for_status(
-            self._kernels.kvkeep_product(head, hidden_address, count, out.data_ptr(), threads)
-        )
+        product = self._kernels.kvkeep_product
+        raise_for_status(product(head, hidden_address, count, out.data_ptr(), threads))
         if self.spec.logits_multiplier != 1:
             out.mul_(self.spec.logits_multiplier)
         cap = self.spec.logits_softcap

@@ -35,22 +35,18 @@ TORCH = "torch"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """The instruction set in use.
+    """The instruction set in use."""
 
-    name: "torch" if no kernels are used. rejected: why each faster set is not used. requested:
-    whether an environment variable selected it.
-    """
-
-    name: str
-    rejected: dict[str, str] = field(default_factory=dict)
-    requested: bool = field(default=False, compare=False)
+    name: str  # "torch" if no kernels are used
+    rejected: dict[str, str] = field(default_factory=dict)  # why each faster set is not used
+    requested: bool = field(default=False, compare=False)  # by an environment variable
 
     @property
     def torch_reason(self) -> str:
         """Why no kernels are used, as a predicate of "the kernels"; empty if some are used."""
         if self.name != TORCH:
             return ""
-        # Most processors run the last set.
+        # The reason of the last set, which most processors run; no sets: another architecture.
         return next(reversed(self.rejected.values()), f"are for {' and '.join(ARCHITECTURES)}")
 
 
@@ -64,14 +60,14 @@ def selected_set() -> InstructionSet:
 
 
 @cache
-def select_set(requested: str | None, switched_off: bool, folder: Path) -> InstructionSet:
-    """Return the instruction set to use. requested: the value of KVKEEP_ISA."""
-    if switched_off or requested == TORCH:
+def select_set(requested_name: str | None, switched_off: bool, folder: Path) -> InstructionSet:
+    """Return the instruction set to use. requested_name: KVKEEP_ISA. folder: of the libraries."""
+    if switched_off or requested_name == TORCH:
         variable = "KVKEEP_COMPILED=0" if switched_off else "KVKEEP_ISA=torch"
         reason = f"are disabled by {variable}"
         return InstructionSet(TORCH, dict.fromkeys(SETS, reason), requested=True)
-    if requested is not None:
-        return _requested_set(requested, folder)
+    if requested_name is not None:
+        return _requested_set(requested_name, folder)
     rejected: dict[str, str] = {}
     for name in SETS:
         if not (reason := unusable_reason(name, folder)):
@@ -114,13 +110,14 @@ def unusable_reason(name: str, folder: Path) -> str:
     Executes no instruction of the set.
     """
     if load_library(folder, "_cpu") is None:
-        return _not_built(folder, "cpu")
+        return _not_built_reason(folder, "cpu")
     if not runs_here(name):
         return f"need a processor with {SETS[name]}"
-    return "" if library_path(folder, f"_{name}") else _not_built(folder, name)
+    return "" if library_path(folder, f"_{name}") else _not_built_reason(folder, name)
 
 
 def library_folder() -> Path:
+    """Return the folder of the kernels' libraries."""
     return Path(os.environ.get("KVKEEP_KERNELS") or Path(__file__).parent)
 
 
@@ -151,6 +148,7 @@ def _open_library(folder: Path, name: str) -> ctypes.CDLL | str | None:
 
 
 def _requested_set(name: str, folder: Path) -> InstructionSet:
+    """Return the set that KVKEEP_ISA names. Raises InvalidArgument if it is not available."""
     for architecture, sets in ARCHITECTURES.items():
         if name in sets and name not in SETS:
             raise InvalidArgument(
@@ -158,8 +156,8 @@ def _requested_set(name: str, folder: Path) -> InstructionSet:
                 f"machine is {ARCHITECTURE}"
             )
     if name not in SETS:
-        known = ", ".join([*SETS, TORCH])
-        raise InvalidArgument(f"KVKEEP_ISA must be one of {known}; found {name!r}")
+        known_names = ", ".join([*SETS, TORCH])
+        raise InvalidArgument(f"KVKEEP_ISA must be one of {known_names}; found {name!r}")
     if reason := unusable_reason(name, folder):
         raise InvalidArgument(
             f"KVKEEP_ISA={name} is not available: its kernels {reason}. Unset KVKEEP_ISA to use "
@@ -170,7 +168,7 @@ def _requested_set(name: str, folder: Path) -> InstructionSet:
     return InstructionSet(name, rejected, requested=True)
 
 
-def _not_built(folder: Path, name: str) -> str:
+def _not_built_reason(folder: Path, name: str) -> str:
     """Say that a library was not built, with the reason from `setup.py` if it recorded one."""
     try:
         build_record = json.loads((folder / "built.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Products of a prompt's rows with packed weight matrices.
+"""Products of a prompt's hidden states, one row for each token, with packed weight matrices.
 
 Each weight is rounded to bfloat16, whatever the size of the step. A kernel multiplies few rows;
 for many, the matrix is unpacked part by part and torch multiplies, in float32 on a processor
@@ -21,15 +21,15 @@ from kvkeep.models.layers.primitives import padded_row_count
 from kvkeep.models.weights.packing import BLOCK_ROWS, Matrix
 
 MAX_KERNEL_ROWS = 16  # above, unpacking and torch are faster
-_SCRATCH_BYTES = 1 << 26  # of a matrix that are unpacked at a time
+_SCRATCH_BYTES = 1 << 26  # size of the part of a matrix that is unpacked at a time
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLinear:
     """The product of bfloat16 rows with a packed matrix: `[n, columns]` to `[n, rows]`.
 
-    matrix: points to `weight`, and is marked as rounded. bias: `[rows]` bfloat16. dtype: of torch's
-    products.
+    rows, columns: the shape of the matrix; it is stored in blocks of 16 rows. _matrix: points to
+    `_weight`, and is marked as rounded. _bias: `[rows]` bfloat16. _dtype: of torch's products.
     """
 
     _kernels: ctypes.CDLL
@@ -39,6 +39,7 @@ class PackedLinear:
     _dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Multiply `[n, columns]` bfloat16."""
         has_few_rows = x.shape[0] <= MAX_KERNEL_ROWS
         return self._multiply_by_kernel(x) if has_few_rows else self._multiply_by_torch(x)
 
@@ -56,23 +57,21 @@ class PackedLinear:
         in_range = not rows or 0 <= min(rows) <= max(rows) < matrix.rows
         require(in_range, f"row indices from 0 to {matrix.rows - 1}", rows)
         out = torch.empty(count, matrix.columns, dtype=torch.bfloat16, device="cpu")
-        raise_for_status(
-            self._kernels.kvkeep_rows(matrix, indices.data_ptr(), count, out.data_ptr())
-        )
+        status = self._kernels.kvkeep_rows(matrix, indices.data_ptr(), count, out.data_ptr())
+        raise_for_status(status)
         return out
 
     def _multiply_by_kernel(self, x: Tensor) -> Tensor:
         matrix, x, n = self._matrix, x.contiguous(), x.shape[0]
         x_address = address(x, "rows", torch.bfloat16, (n, matrix.columns))
         out = torch.empty(n, matrix.rows, dtype=torch.float32, device="cpu")
-        threads = torch.get_num_threads()
-        raise_for_status(
-            self._kernels.kvkeep_product(matrix, x_address, n, out.data_ptr(), threads)
-        )
+        threads, multiply = torch.get_num_threads(), self._kernels.kvkeep_product
+        raise_for_status(multiply(matrix, x_address, n, out.data_ptr(), threads))
         return out.bfloat16()
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
         matrix, n = self._matrix, x.shape[0]
+        # torch prepares bfloat16 products anew for each number of rows, so there are only a few.
         if self._dtype is torch.bfloat16 and (padding := padded_row_count(n) - n):
             x = F.pad(x, (0, 0, 0, padding))
         x = x.to(self._dtype)
@@ -88,6 +87,7 @@ class PackedLinear:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _unpack(self, first_block: int, block_count: int, out: Tensor) -> None:
+        """Unpack blocks of rows to `out`, `[rows, columns]` bfloat16 or float32."""
         kernels, threads = self._kernels, torch.get_num_threads()
         to_bfloat16 = out.dtype is torch.bfloat16
         unpack = kernels.kvkeep_unpack if to_bfloat16 else kernels.kvkeep_unpack_floats

@@ -1,4 +1,4 @@
-"""Models as structures of the compiled kernels: layers, groups of layers, MLPs and experts."""
+"""Describes models to the compiled kernels: structures of layers, groups, MLPs and experts."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -22,7 +22,8 @@ _SPEC_FIELDS = (
     *("centred_norms", "parallel", "experts_per_token", "expert_size", "shared_expert_size"),
     "norm_topk",
 )
-_ATTENTION_MATRICES = {
+# Fields of CLayer, and the names of their matrices and norms in a layer.
+_PROJECTIONS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
@@ -39,7 +40,7 @@ _NORMS = {
 
 # A model's group of layers, and the query scale of its layers in this group; None for no scale.
 KernelGroup: TypeAlias = tuple[LayerGroup, tuple[float, ...] | None]
-_MatrixByName: TypeAlias = Callable[[str], c.CMatrix]  # describes a matrix by its name
+_DescribeMatrix: TypeAlias = Callable[[str], c.CMatrix]  # its argument is the matrix's name
 
 
 def kernel_groups(spec: ModelSpec) -> list[KernelGroup]:
@@ -53,38 +54,35 @@ def kernel_groups(spec: ModelSpec) -> list[KernelGroup]:
 
 
 def describe_model(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c.CModel:
-    """Describe a model for sampled tokens, or for a prompt's tokens.
+    """Describe a model to the kernels.
 
-    Raises KernelMismatch for weights that `spec` does not describe.
+    sampled: for sampled tokens, which read packed weights, and not for a prompt's tokens. Raises
+    KernelMismatch for weights that `spec` does not describe.
     """
     groups = kernel_groups(spec)
     c_layers = [_describe_layer(spec, operands, i, groups, sampled) for i in range(spec.layers)]
     c_groups = [_describe_group(spec, operands, *group) for group in groups]
-    mlp_sizes = [
-        shape[0]
-        for name, shape in operands.shapes.items()
-        if name.endswith(".mlp.gate_proj.weight")
-    ]
+    gate_names = [name for name in operands.shapes if name.endswith(".mlp.gate_proj.weight")]
     model = c.CModel(
         **{field: getattr(spec, field) for field in _SPEC_FIELDS},
         layer_count=len(c_layers),
         group_count=len(c_groups),
-        mlp_size=max(mlp_sizes, default=0),
+        mlp_size=max((operands.shapes[name][0] for name in gate_names), default=0),
         norm_offset=float(spec.unit_norms),
         embedding_multiplier=embedding_multiplier(spec, torch.bfloat16),
         activation=GATINGS.index(spec.gating),
         expert_count=spec.experts,
-        norm=operands.vector("model.norm.weight"),
+        norm=operands.address_of("model.norm.weight"),
         layers=(c.CLayer * len(c_layers))(*c_layers),
         groups=(c.CLayerGroup * len(c_groups))(*c_groups),
-        embedding=operands.matrix(EMBEDDING, sampled=False),
-        head=operands.matrix(LM_HEAD, sampled=True),
+        embedding=operands.describe_matrix(EMBEDDING, sampled=False),
+        head=operands.describe_matrix(LM_HEAD, sampled=True),
     )
     if spec.per_layer_size:
         per_layer = c.CPerLayerEmbedding(
-            table=operands.matrix(PER_LAYER_TABLE, sampled=False),
-            projection=operands.matrix(PROJECTION, sampled),
-            norm=operands.vector(PROJECTION_NORM),
+            table=operands.describe_matrix(PER_LAYER_TABLE, sampled=False),
+            projection=operands.describe_matrix(PROJECTION, sampled),
+            norm=operands.address_of(PROJECTION_NORM),
             size=spec.per_layer_size,
             table_multiplier=per_layer_multiplier(spec, torch.bfloat16),
         )
@@ -105,8 +103,8 @@ def _describe_group(
         0,
         group.softmax_scale,
         spec.attention_softcap,
-        None if query_scale is None else operands.constant(query_scale, torch.float32),
-        operands.constant(group.rope.inverse_frequencies, torch.float64),
+        None if query_scale is None else operands.copy_address(query_scale, torch.float32),
+        operands.copy_address(group.rope.inverse_frequencies, torch.float64),
     )
 
 
@@ -118,32 +116,34 @@ def _describe_layer(
     sampled: bool,
 ) -> c.CLayer:
     prefix = f"model.layers.{index}."
-    matrix = partial(operands.matrix, sampled=sampled)
+    describe = partial(operands.describe_matrix, sampled=sampled)
     has_experts, group = spec.has_experts(index), spec.group_of(index)
     sinks = operands.tensors.get(f"{prefix}self_attn.sinks")
     output_scale = operands.tensors.get(f"{prefix}layer_scalar")
     layer = c.CLayer(
-        **{field: matrix(f"{prefix}{name}.weight") for field, name in _ATTENTION_MATRICES.items()},
-        **{field: operands.vector(f"{prefix}{name}.weight") for field, name in _NORMS.items()},
-        sinks=None if sinks is None else operands.constant(sinks, torch.float32),
+        **{field: describe(f"{prefix}{name}.weight") for field, name in _PROJECTIONS.items()},
+        **{field: operands.address_of(f"{prefix}{name}.weight") for field, name in _NORMS.items()},
+        sinks=None if sinks is None else operands.copy_address(sinks, torch.float32),
         group=groups.index((group, group.query_scale(index))),
         cell_layer=spec.layers_with_cells(group).index(spec.kv_source(index)),
         rotated=index not in spec.unrotated_layers,
         output_scale=1.0 if output_scale is None else output_scale.item(),
     )
     if spec.experts_beside or not has_experts:
-        layer.mlp = _describe_mlp(f"{prefix}mlp", matrix)
+        layer.mlp = _describe_mlp(f"{prefix}mlp", describe)
     if has_experts:
         layer.experts = pointer(_describe_experts(spec, operands, prefix, sampled))
     if spec.per_layer_size:
-        gate, projection, norm = (f"{prefix}{name}.weight" for name in LAYER_PARTS)
-        vector = operands.vector(norm)
-        layer.per_layer_input = pointer(c.CPerLayerInput(matrix(gate), matrix(projection), vector))
+        *matrix_names, norm_name = (f"{prefix}{name}.weight" for name in LAYER_PARTS)
+        gate, projection = map(describe, matrix_names)
+        norm_address = operands.address_of(norm_name)
+        layer.per_layer_input = pointer(c.CPerLayerInput(gate, projection, norm_address))
     return layer
 
 
-def _describe_mlp(prefix: str, matrix: _MatrixByName) -> c.CMlp:
-    return c.CMlp(*(matrix(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down")))
+def _describe_mlp(prefix: str, describe: _DescribeMatrix) -> c.CMlp:
+    names = (f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return c.CMlp(*map(describe, names))
 
 
 def _describe_experts(
@@ -155,20 +155,21 @@ def _describe_experts(
     """
     per_token, num_experts = spec.experts_per_token, spec.experts
     require(0 < per_token <= num_experts, f"1 to {num_experts} experts for each token", per_token)
-    matrix, prefix = partial(operands.matrix, sampled=sampled), f"{layer_prefix}mlp"
-    mixture = c.CMixtureOfExperts(router=matrix(f"{prefix}.gate.weight"))
+    describe = partial(operands.describe_matrix, sampled=sampled)
+    prefix = f"{layer_prefix}mlp"
+    mixture = c.CMixtureOfExperts(router=describe(f"{prefix}.gate.weight"))
     if spec.shared_expert_size:
-        mixture.shared_router = matrix(f"{prefix}.shared_expert_gate.weight")
-        mixture.shared = _describe_mlp(f"{prefix}.shared_expert", matrix)
-    experts = [_describe_mlp(f"{prefix}.experts.{i}", matrix) for i in range(num_experts)]
+        mixture.shared_router = describe(f"{prefix}.shared_expert_gate.weight")
+        mixture.shared = _describe_mlp(f"{prefix}.shared_expert", describe)
+    experts = [_describe_mlp(f"{prefix}.experts.{i}", describe) for i in range(num_experts)]
     mixture.experts = ctypes.cast((c.CMlp * num_experts)(*experts), ctypes.POINTER(c.CMlp))
     if spec.experts_beside:
         scales = operands.tensors[f"{layer_prefix}{EXPERT_SCALES}"]
-        mixture.expert_scales = operands.constant(scales, torch.float32)
+        mixture.expert_scales = operands.copy_address(scales, torch.float32)
         norms = {
-            field: operands.vector(f"{layer_prefix}{name}.weight")
+            field: operands.address_of(f"{layer_prefix}{name}.weight")
             for field, name in PARALLEL_NORMS.items()
         }
-        router_scale = operands.vector(f"{layer_prefix}{ROUTER_SCALE}")
+        router_scale = operands.address_of(f"{layer_prefix}{ROUTER_SCALE}")
         mixture.parallel = pointer(c.CParallelExperts(**norms, router_scale=router_scale))
     return mixture

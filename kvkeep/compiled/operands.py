@@ -1,4 +1,4 @@
-"""Operands of the compiled kernels: addresses and structures of tensors.
+"""Operands of the compiled kernels: addresses of tensors, and structures that point to them.
 
 A kernel trusts its pointers, so a tensor of another dtype, shape or layout than it reads is refused
 here. A check must take less than a microsecond: a decode step of a small model makes two thousand.
@@ -22,7 +22,7 @@ from kvkeep.models.weights.tensors import is_router
 
 
 def address(x: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a dense CPU tensor. Raises KernelMismatch for any other tensor."""
+    """Return the address of a dense CPU tensor. Raises KernelMismatch, with `name`, for others."""
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         raise _mismatch_error(x, name, f"dense {dtype} {list(shape)}")
     return x.data_ptr()
@@ -66,8 +66,9 @@ def stored_cells(stored: KVTensor, shape: tuple[int, ...], *outer_strides: int) 
 def ragged_cells(
     cells: RaggedCells, layers: int, kv_heads: int, head_dim: int
 ) -> tuple[c.CStoredCells, c.CStoredCells, int, int]:
-    """Describe ragged cells: keys, values, and the addresses of biases and of heads' offsets.
+    """Describe ragged cells, of which each layer and KV head has a number of its own.
 
+    Returns keys, values, and the addresses of the cells' biases and of the offset of each head.
     Raises KernelMismatch, also for counts of other heads or another total.
     """
     stored_shape, offsets = (cells.total, head_dim), cells.offsets
@@ -88,8 +89,8 @@ def matrix_operand(
 ) -> c.CMatrix:
     """Describe a weight matrix, dense or packed.
 
-    bias: the address of `[rows]` bfloat16. round_weights: multiply as if each had been rounded to
-    bfloat16. Raises KernelMismatch for a matrix of another shape.
+    shape: `(rows, columns)`. bias: the address of `[rows]` bfloat16. round_weights: multiply as if
+    each had been rounded to bfloat16. Raises KernelMismatch for a matrix of another shape.
     """
     rows, columns = shape
     if isinstance(matrix, Tensor):
@@ -117,7 +118,7 @@ class ModelOperands:
         self.tensors = {name: tensors[name].contiguous() for name in self.shapes if name in tensors}
         self._packed = packed
         self._tied_head = spec.tied_head
-        self._constants: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def weight(self, name: str, sampled: bool) -> Matrix:
         """Return a matrix: preferably packed for sampled tokens, and a tensor for a prompt's.
@@ -132,25 +133,25 @@ class ModelOperands:
                     return source[tensor_name]
         raise KernelMismatch(f"the compiled kernels need {name}, which is missing")
 
-    def matrix(self, name: str, sampled: bool) -> c.CMatrix:
+    def describe_matrix(self, name: str, sampled: bool) -> c.CMatrix:
         """Describe a matrix; it has no rows if the spec does not name it. Raises KernelMismatch."""
         shape = self.shapes.get(EMBEDDING if name == LM_HEAD and self._tied_head else name)
         if shape is None:
             return c.CMatrix()
-        bias = self.vector(name.removesuffix("weight") + "bias")
+        bias = self.address_of(name.removesuffix("weight") + "bias")
         round_weights = not sampled and not is_router(name)
         return matrix_operand(name, self.weight(name, sampled), shape, bias, round_weights)
 
-    def vector(self, name: str) -> int | None:
+    def address_of(self, name: str) -> int | None:
         """Return a tensor's address; None if the spec does not name it. Raises KernelMismatch."""
         if name not in self.shapes:
             return None
         return address(self.tensors[name], name, torch.bfloat16, self.shapes[name])
 
-    def constant(self, numbers: Sequence[float] | Tensor, dtype: torch.dtype) -> int:
+    def copy_address(self, numbers: Sequence[float] | Tensor, dtype: torch.dtype) -> int:
         """Return the address of a copy of the numbers, which this object keeps alive."""
-        self._constants.append(torch.as_tensor(numbers, dtype=dtype, device="cpu").contiguous())
-        return self._constants[-1].data_ptr()
+        self._copies.append(torch.as_tensor(numbers, dtype=dtype, device="cpu").contiguous())
+        return self._copies[-1].data_ptr()
 
 
 def require(condition: bool, expected: str, actual: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decode steps as structures of the compiled kernels."""
+"""Describes decode steps to the compiled kernels, as structures that point to their tensors."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,11 +31,12 @@ def describe_step(
     hidden: Tensor,
     seconds: Any = None,
 ) -> tuple[c.CDecodeStep, list[list[SharedView]]]:
-    """Describe a step of one token for each sequence; the kernel writes its result to `hidden`.
+    """Describe a decode step of one token for each of several sequences.
 
-    shapes: one for each of the model's layer groups. model_groups: for each of the kernels'
-    groups, the index of the model's group whose cells it reads. seconds: an array that
-    each phase's seconds are added to.
+    steps: one for each token. shapes: one for each of the model's layer groups. model_groups: for
+    each of the kernels' groups, the index of the model's group whose cells it reads. hidden:
+    `[tokens, hidden]` bfloat16, for the result. seconds: an array that each phase's seconds are
+    added to.
 
     Also returns the views whose biases the structure points to: they must live as long as it.
     Raises KernelMismatch for cells of another shape.
@@ -44,32 +45,34 @@ def describe_step(
     steps_by_group = [steps, local_steps] if local_steps else [steps]
     expected = f"{len(shapes)} groups of layers"
     require(len(steps_by_group) == len(shapes), expected, len(steps_by_group))
-    shared = [shared_views(group_steps) for group_steps in steps_by_group]
+    views_by_group = [shared_views(group_steps) for group_steps in steps_by_group]
     group_views = [
-        _describe_group(tokens, group_steps, group_shared, shape)
-        for group_steps, group_shared, shape in zip(steps_by_group, shared, shapes, strict=True)
+        _describe_group(tokens, group_steps, views, shape)
+        for group_steps, views, shape in zip(steps_by_group, views_by_group, shapes, strict=True)
     ]
     groups = (c.CGroupViews * len(model_groups))(*(group_views[index] for index in model_groups))
     threads, hidden_address = torch.get_num_threads(), hidden.data_ptr()
     # A structure keeps all arrays and structures alive that it points to, but no tensors.
-    return c.CDecodeStep(len(steps), threads, groups, hidden_address, seconds), shared
+    step = c.CDecodeStep(len(steps), threads, groups, hidden_address, seconds)
+    return step, views_by_group
 
 
 def _describe_group(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
-    shared: Sequence[SharedView],
+    views: Sequence[SharedView],
     shape: GroupShape,
 ) -> c.CGroupViews:
+    """Describe the cells that sequences attend to, as views that several of them may share."""
     # A sequence's views keep the order of its own step, whichever others share them: results are
     # then added up in the same order as when the sequence decodes alone.
-    view_and_row = {
+    index_and_row = {  # of each sequence's view: its shared view, and its row there
         id(reader.view): (index, row)
-        for index, view in enumerate(shared)
+        for index, view in enumerate(views)
         for row, reader in enumerate(view.readers)
     }
-    views = [
-        c.CSequenceView(step.query_positions[view.rotation_index][0], *view_and_row[id(view)])
+    sequence_views = [
+        c.CSequenceView(step.query_positions[view.rotation_index][0], *index_and_row[id(view)])
         for step in steps
         for view in step.views
     ]
@@ -77,16 +80,17 @@ def _describe_group(
         _describe_sequence(token, step, shape) for token, step in zip(tokens, steps, strict=True)
     ]
     return c.CGroupViews(
-        len(shared),
         len(views),
+        len(sequence_views),
         (c.CSequence * len(steps))(*sequences),
-        (c.CSharedView * len(shared))(*(_describe_shared_view(view, shape) for view in shared)),
-        (c.CSequenceView * len(views))(*views),
+        (c.CSharedView * len(views))(*(_describe_shared_view(view, shape) for view in views)),
+        (c.CSequenceView * len(sequence_views))(*sequence_views),
     )
 
 
 def _describe_sequence(token: int, step: DecodeStep, shape: GroupShape) -> c.CSequence:
     layers, kv_heads, heads, head_dim = shape
+    # The slots in storage to which the kernel writes the token's key and value.
     key, value = (stored_cells(x, (layers, kv_heads, head_dim)) for x in step.slot_tensors)
     return c.CSequence(
         token,

@@ -54,6 +54,6 @@ if not TYPE_CHECKING:  # for a type checker the old names do not exist
     def __getattr__(name: str) -> object:
         if name not in _RENAMED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        new = _RENAMED[name]
-        warnings.warn(f"kvkeep.engine.{name} is now {new}", DeprecationWarning, stacklevel=2)
-        return globals()[new]
+        new_name = _RENAMED[name]
+        warnings.warn(f"kvkeep.engine.{name} is now {new_name}", DeprecationWarning, stacklevel=2)
+        return globals()[new_name]

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from kvkeep.engine.generation import CANCELLED, Generation, GenerationRequest, Listener, RequestLike
+from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
@@ -23,7 +23,7 @@ _miss_numbers = itertools.count(1)
 
 
 class Admission:
-    """Generations from their submission to their end. Used in the engine's thread."""
+    """Starts generations, and releases their sessions at the end. Used in the engine's thread."""
 
     def __init__(
         self, registry: SessionRegistry, log: OperationLog, new_session: Callable[[str], Session]
@@ -32,9 +32,9 @@ class Admission:
         self._registry, self._policy = registry, registry.policy
         self._operation_log, self._new_session = log, new_session
         self.scheduler = Scheduler(registry.policy, self._fork_followers, self._release_session)
-        # By owner, the newest first.
+        # Prompts that continued no session, by owner, the newest first.
         self.cache_misses = defaultdict[str, deque[ReuseReport]](lambda: deque(maxlen=_MAX_MISSES))
-        # By the generation whose prefill of a shared prompt they wait for.
+        # Generations that wait for another one to prefill their common prompt, by that one.
         self._followers: dict[Generation, list[Generation]] = {}
         self._end_reasons = Counter[str]()
         self._totals = Totals(self._end_reasons)
@@ -42,7 +42,7 @@ class Admission:
     def admit(
         self,
         request: RequestLike,
-        session: str | None,
+        session_name: str | None,
         owner: str,
         listeners: Sequence[Listener | None],
         revision: int | None = None,
@@ -50,16 +50,16 @@ class Admission:
     ) -> list[Generation]:
         """Start a generation for each listener; see `Engine.submit`, `Engine.submit_many`.
 
-        samplings: of the generations; by default the request's. All but the first generation fork
-        the prefilled session.
+        samplings: of the generations; by default the request's. The first generation prefills the
+        prompt; the others then fork its session.
         """
         self._policy.require_slot(owner, self.scheduler.running, self.scheduler.step_seconds)
-        if session is None:
+        if session_name is None:
             assert isinstance(request, GenerationRequest)
             self._check_prompt(request, session_length=0)
             record, reuse = self._session_for_prompt(request.prompt, owner)
         else:
-            record, reuse = self._registry.load_idle(session, owner, revision), Reuse()
+            record, reuse = self._registry.load_idle(session_name, owner, revision), Reuse()
             if callable(request):
                 length_before = len(record.live.tokens)
                 request = request(record)
@@ -71,8 +71,8 @@ class Admission:
             prompt, max_tokens = request.prompt, request.max_tokens
             new_tokens = None if max_tokens is None else len(prompt) + max_tokens
             self._registry.reserve(record, new_tokens, len(samplings))
-            unreused = prompt[reuse.tokens :]
-            feeding = record.live.feeding(unreused) if unreused else None
+            remaining_prompt = prompt[reuse.tokens :]
+            feeding = record.live.feeding(remaining_prompt) if remaining_prompt else None
             first, *followers = [
                 Generation(replace(request, sampling=sampling), record, listener)
                 for sampling, listener in zip(samplings, listeners, strict=True)
@@ -89,6 +89,7 @@ class Admission:
         return [first, *followers]
 
     def totals(self) -> Totals:
+        """Return counts of the work since the start, and of present generations and sessions."""
         records = list(self._registry)
         in_memory = sum(record.session is not None for record in records)
         return replace(
@@ -111,7 +112,7 @@ class Admission:
             self.cache_misses[owner].appendleft(explain(prompt, match, next(_miss_numbers)))
         reuse, source_record = match.to_reuse(prompt), match.record
         if source_record and match.resumes_session and not source_record.named:
-            source_record.live.reset_sampler()
+            source_record.live.reset_sampler()  # a seed gives the same tokens as in a new session
             return source_record, reuse
         record = self._registry.add(match.build_session(empty_session), owner, named=False)
         record.parent = reuse.session
@@ -119,6 +120,7 @@ class Admission:
         return record, reuse
 
     def _check_prompt(self, request: GenerationRequest, session_length: int) -> None:
+        """Raise InvalidArgument for a prompt that is too long, or empty in an empty session."""
         max_prompt = self._policy.limits.prompt_tokens
         if not request.prompt and not session_length:
             raise InvalidArgument("nothing to continue: feed a prompt first")
@@ -129,19 +131,18 @@ class Admission:
             )
 
     def _samplings_in_progress(self) -> Iterator[Sampling]:
-        waiting = itertools.chain(*self._followers.values())
-        for generation in (*self.scheduler.running, *waiting):
-            yield generation.request.sampling
+        generations = itertools.chain(self.scheduler.running, *self._followers.values())
+        return (generation.request.sampling for generation in generations)
 
     # Called by the scheduler
 
     def _fork_followers(self, generation: Generation) -> None:
         """Fork the prefilled session for each generation that shares the prompt."""
         record, followers = generation.record, self._followers.pop(generation, ())
-        record.reserved_bytes //= 1 + len(followers)
+        record.reserved_bytes //= 1 + len(followers)  # each fork reserves its own
         for follower in followers:
             if follower.cancelled:
-                follower.fail(Cancelled(CANCELLED))
+                follower.fail_as_cancelled()
                 continue
             try:
                 fork = self._registry.add(record.live.fork(), record.owner, named=False)
@@ -156,7 +157,7 @@ class Admission:
             self.scheduler.running.append(follower)
 
     def _release_session(self, generation: Generation) -> None:
-        """Make the session of a generation idle, and log what was done."""
+        """Make the session of an ended generation idle, and log the operation."""
         for follower in self._followers.pop(generation, ()):
             follower.fail(generation.error or Cancelled("the prompt was not completely prefilled"))
         record, usage = generation.record, generation.usage
@@ -165,9 +166,9 @@ class Admission:
             record.sampled_length = len(record.live.tokens)
         if (on_end := generation.request.on_end) is not None:
             length_before = len(record.live.tokens)
-            prefilled = len(generation.request.prompt) - generation.unprefilled_tokens
+            prefilled_tokens = len(generation.request.prompt) - generation.unprefilled_tokens
             try:
-                on_end(record.live, prefilled, len(generation.generated))
+                on_end(record.live, prefilled_tokens, len(generation.generated))
             except Exception:  # the generation is complete: an error of its caller changes nothing
                 _log.exception("on_end of a generation in session %r failed", record.name)
             record.note_truncation(length_before)

@@ -30,16 +30,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_engine(
+def _engine_method(
     operation: Callable[Concatenate[SessionOperations, P], T],
 ) -> Callable[Concatenate["Engine", P], Future[T]]:
-    """Return the method of `Engine` that runs a session operation in the engine's thread."""
+    """Return a method of `Engine` that runs a session operation in the engine's thread."""
 
     @wraps(operation)
-    def run(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def method(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return self.call(operation, self._operations, *args, **kwargs)
 
-    return run
+    return method
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -52,7 +52,7 @@ class Engine(AbstractContextManager["Engine"]):
     All methods may be called from any thread; results that take time are
     `concurrent.futures.Future`s. Other generations slow a generation down, but change no bit of
     its result. A prompt without a session reuses prefixes from its owner's sessions and prefix
-    store. `owner` separates tenants: a short name, such as the digest of a key.
+    store. `owner` separates tenants: a short name, such as the digest of a key; "0" for only one.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Engine(AbstractContextManager["Engine"]):
         self.settings = {"prefill_step": DEFAULT_PREFILL_STEP, **(settings or {})}
         self.limits = limits or Limits()
         session_folder = None if folder is None else validation.path("folder", folder)
-        self._stores = stores if callable(stores) or stores is None else _prefix_stores_in(stores)
+        self._stores = stores if callable(stores) or stores is None else _stores_in_folder(stores)
         self._new_session("0")  # invalid settings are refused here, not at the first request
         policy = SchedulingPolicy(self.limits)
         self._registry = SessionRegistry(model, session_folder, policy, snapshots)
         self.losses = self._registry.losses  # messages about unsaved changes
         self._operation_log = OperationLog()
-        step_interval = self.limits.save_idle_after / 2 + 0.05
-        self._thread = EngineThread(self._step, step_interval, self._save_and_unlock)
+        idle_interval = self.limits.save_idle_after / 2 + 0.05  # between looks for unsaved sessions
+        self._thread = EngineThread(self._step, idle_interval, self._save_and_unlock)
         self._saver = SessionSaver(self._registry, self._thread.post)
         self._operations = SessionOperations(self._registry, self._operation_log, self._new_session)
         self._admission = Admission(self._registry, self._operation_log, self._new_session)
@@ -110,9 +110,9 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Future[list[Generation]]:
         """Start a generation in a named session, or in one that is created for it.
 
-        request: for a named session also a function that returns it, called at admission.
-        listener: see `Generation`. revision: that the session must have. Raises InvalidArgument and
-        ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy, WrongRevision.
+        request: for a named session also a function that returns it, called at admission. session:
+        its name. listener: see `Generation`. revision: that the session must have. Raises as
+        `Session.feed`, and NoRoom, NoSuchSession, Busy, WrongRevision.
         """
         if not callable(request) or session is None:
             validation.instance("request", request, GenerationRequest)
@@ -125,24 +125,24 @@ class Engine(AbstractContextManager["Engine"]):
         owner: str = "0",
         listeners: Sequence[Listener | None] | None = None,
     ) -> Future[list[Generation]]:
-        """Start a generation for each sampling; the prompt is prefilled once for all of them."""
+        """Start a generation for each of several `Sampling`s; the prompt is prefilled once."""
         listeners = listeners or [None] * len(samplings)
         return self.call(self._admission.admit, request, None, owner, listeners, None, samplings)
 
     # Sessions: each method returns a future of what the operation returns
 
-    create = _in_engine(SessionOperations.create)
-    sessions = _in_engine(SessionOperations.sessions)
-    find = _in_engine(SessionOperations.find)
-    explain = _in_engine(SessionOperations.explain)
-    prepare = _in_engine(SessionOperations.prepare)
-    set_notes = _in_engine(SessionOperations.set_notes)
-    pin = _in_engine(SessionOperations.pin)
-    inspect = _in_engine(SessionOperations.inspect)
-    change = _in_engine(SessionOperations.change)
-    fork = _in_engine(SessionOperations.fork)
-    restore = _in_engine(SessionOperations.restore)
-    delete = _in_engine(SessionOperations.delete)
+    create = _engine_method(SessionOperations.create)
+    sessions = _engine_method(SessionOperations.sessions)
+    find = _engine_method(SessionOperations.find)
+    explain = _engine_method(SessionOperations.explain)
+    prepare = _engine_method(SessionOperations.prepare)
+    set_notes = _engine_method(SessionOperations.set_notes)
+    pin = _engine_method(SessionOperations.pin)
+    inspect = _engine_method(SessionOperations.inspect)
+    change = _engine_method(SessionOperations.change)
+    fork = _engine_method(SessionOperations.fork)
+    restore = _engine_method(SessionOperations.restore)
+    delete = _engine_method(SessionOperations.delete)
 
     def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
         """Save a session; the result is the revision on disk. Raises StoreError."""
@@ -189,17 +189,17 @@ class Engine(AbstractContextManager["Engine"]):
         return self.call(self._admission.totals)
 
     def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
-        """Add a listener to operations, called in the engine's thread; return its remover."""
+        """Call a listener in the engine's thread with each operation; return its remover."""
         return self._operation_log.watch(listener)
 
     # The thread
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function in the engine's thread, between two steps."""
-        return self._thread.call(function, *args, **kwargs)
+        return self._thread.submit(function, *args, **kwargs)
 
     def yield_turn(self, tokens: int = 0) -> None:
-        """Run a scheduler step: a `progress` callback for long work in the engine's thread."""
+        """Run a scheduler step: a `progress` callback for long work. tokens: not used."""
         self._scheduler.step()
 
     def close(self, grace: float = 0.0) -> None:
@@ -222,6 +222,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._registry.close()
 
     def _discard(self, record: SessionRecord) -> None:
+        """Cancel a session's generation, and remove the session."""
         for generation in self._scheduler.running:
             if generation.record is record:
                 generation.cancel()
@@ -229,15 +230,17 @@ class Engine(AbstractContextManager["Engine"]):
         self._registry.remove(record)
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
+        """Create an empty session with the owner's prefix store. settings: replace the engine's."""
         settings = {**self.settings, **settings}
         session = self.model.session(**settings)
-        # Stored cells were evaluated over cells that were not quantised.
+        # A store's cells were evaluated over unquantised cells: quantised sessions don't use it.
         if self._stores is None or session.bits != Bits():
             return session
         store = StepAlignedCache(self._stores(owner), session.prefill_step)
         return self.model.session(store=store, **settings)
 
 
-def _prefix_stores_in(path: str | Path) -> Callable[[str], PrefixCache]:
+def _stores_in_folder(path: str | Path) -> Callable[[str], PrefixCache]:
+    """Return a function that opens an owner's prefix store in a folder."""
     folder = validation.path("stores", path)
     return lambda owner: PrefixStore(folder / owner)

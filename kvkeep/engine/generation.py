@@ -25,7 +25,6 @@ from kvkeep.session.streaming import TextStream
 # "waiting": until another generation has prefilled the prompt that they share.
 Phase = Literal["waiting", "prefill", "decode", "done"]
 
-CANCELLED = "the generation was cancelled"  # message of `Cancelled`
 _MIN_LOGPROB = -9999.0
 _generation_numbers = itertools.count(1)
 
@@ -38,9 +37,7 @@ class GenerationRequest:
     max_tokens: int | None = None  # None for as many as the model gives
     sampling: Sampling = GREEDY
     ignore_eos: bool = False  # continue after an end token
-    # How many of the most likely tokens are reported with their probabilities; 0 for the generated
-    # token alone, None for none.
-    logprobs: int | None = None
+    logprobs: int | None = None  # likely tokens to report; 0: the generated one alone; None: none
     priority: int = 0  # greater is sooner; a prompt that waits gains on those that came later
     # Called in the engine's thread when the generation has ended in any way, with the session, the
     # number of prefilled prompt tokens, and the number of generated tokens.
@@ -93,7 +90,7 @@ class PrefillProgress:
     done: int  # prompt tokens, including those that were reused
     total: int
     reuse: Reuse
-    seconds: float
+    seconds: float  # since the request was submitted
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ Listener = Callable[[GenerationEvent], None]
 
 
 class Generation(Iterator[GenerationEvent]):
-    """An admitted request. Iterating yields events up to `Finished` or raises, in any thread."""
+    """An admitted request. Iterating waits for events, up to `Finished`, or raises its error."""
 
     def __init__(
         self, request: GenerationRequest, record: SessionRecord, listener: Listener | None = None
@@ -147,7 +144,7 @@ class Generation(Iterator[GenerationEvent]):
         self.request, self.record = request, record
         self.phase: Phase = "waiting"
         self.reuse = Reuse()
-        self.cancelled = False
+        self.cancelled = False  # `cancel` was called
         self.error: BaseException | None = None
         self.end_reason = ""  # "failed" for an error, "" before the end
         self.generated: list[int] = []  # token ids
@@ -186,21 +183,21 @@ class Generation(Iterator[GenerationEvent]):
 
     @property
     def prefill_remaining(self) -> int:
+        """Prompt tokens that are not evaluated yet."""
         return self._feeding.total - self._feeding.done if self._feeding else 0
 
     def start(self, feeding: Feeding | None, reuse: Reuse) -> None:
         """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
         self._feeding, self.reuse = feeding, reuse
+        self.phase = "decode" if feeding is None else "prefill"
         self._step_aligned = self.record.step_aligned_tokens == len(self.record.live.tokens)
         if feeding is None:
-            self.phase = "decode"
             self._prefill_start = self._prefill_end = time.perf_counter()
-        else:
-            self.phase = "prefill"
         if feeding is not None or reuse.tokens:
             self._emit_progress()
 
     def prefill_next_step(self) -> None:
+        """Evaluate a prefill step of the prompt, or take its prefix from the prefix store."""
         assert self._feeding is not None
         if self._prefill_start is None:
             self._prefill_start = time.perf_counter()
@@ -224,6 +221,7 @@ class Generation(Iterator[GenerationEvent]):
         return self.phase == "decode"
 
     def compute_logprobs(self) -> None:
+        """Compute the log-probabilities of the next token before it is sampled, if requested."""
         logits = None if self.request.logprobs is None else self.record.live.logits
         if logits is not None:
             self._logprobs = torch.log_softmax(logits.float().cpu(), -1)
@@ -240,24 +238,29 @@ class Generation(Iterator[GenerationEvent]):
         self._emit(GeneratedToken(token, text, *self._reported_logprobs(token)))
         if stream.stopped:
             self.finish("stop")
-        elif request.sampling.complete:
+        elif request.sampling.complete:  # its grammar allows no further token
             self.finish("eos")
         elif len(self.generated) == request.max_tokens:
             self.finish("length")
 
     def finish(self, reason: EndReason) -> None:
-        """End it; a stop string in the text that was held back overrides the reason."""
+        """End with `Finished`. A stop string in text that was held back overrides the reason."""
         stream = self._text_stream
         held_back_text = stream.flush()
         reason = "stop" if stream.stopped else reason
         self._end(Finished(reason, held_back_text, self.usage, stream.matched_stop), reason)
 
     def fail(self, error: BaseException) -> None:
+        """End with `Failed`."""
         self.error = self.error or error
         self._end(Failed(error), "cancelled" if isinstance(error, Cancelled) else "failed")
 
+    def fail_as_cancelled(self) -> None:
+        self.fail(Cancelled("the generation was cancelled"))
+
     @property
     def usage(self) -> Usage:
+        """The tokens and the time that it took so far."""
         now = time.perf_counter()
         prefill_start = now if self._prefill_start is None else self._prefill_start
         prefill_end = now if self._prefill_end is None else self._prefill_end
@@ -295,11 +298,11 @@ class Generation(Iterator[GenerationEvent]):
         value = float(logprobs[token])  # JSON cannot express minus infinity
         logprob = TokenLogprob(token, value if math.isfinite(value) else _MIN_LOGPROB)
         values, ids = logprobs.topk(min(self.request.logprobs or 0, logprobs.shape[0]))
-        top = zip(ids.tolist(), values.tolist(), strict=True)
-        return logprob, [TokenLogprob(*pair) for pair in top]
+        return logprob, list(map(TokenLogprob, ids.tolist(), values.tolist()))
 
     @cached_property
     def _text_stream(self) -> TextStream:
+        """Decodes the generated tokens to text, and finds stop strings in it."""
         session = self.record.live
         context = session.tokens.first(len(session.tokens) - len(self.generated))
         return TextStream(session.core.model.text, self.request.sampling.stop, context)

@@ -1,4 +1,4 @@
-"""The operation log of an engine, and its totals."""
+"""The operation log of an engine, and its counts for statistics."""
 
 import time
 from collections import defaultdict, deque
@@ -12,7 +12,7 @@ _MAX_OPERATIONS = 200  # operations of one owner
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on a session."""
+    """An operation that changed a session. Its fields are JSON keys of the server."""
 
     owner: str
     session: str
@@ -49,13 +49,13 @@ class OperationLog:
         self.recent = defaultdict[str, deque[Operation]](lambda: deque(maxlen=_MAX_OPERATIONS))
         self._listeners: dict[Callable[[Operation], None], None] = {}
 
-    def add(self, record: SessionRecord, what: str, tokens: int = 0, seconds: float = 0.0) -> None:
-        """Log an operation and pass it to the listeners. One that raises is removed."""
+    def add(self, record: SessionRecord, kind: str, tokens: int = 0, seconds: float = 0.0) -> None:
+        """Log an operation, and call the listeners with it. A listener that raises is removed."""
         if not record.removed:
             record.mark_unsaved()  # each logged operation is a change
         nbytes = record.session.cache.nbytes if record.session else 0
         operation = Operation(
-            record.owner, record.name, what, record.revision, tokens, seconds, nbytes
+            record.owner, record.name, kind, record.revision, tokens, seconds, nbytes
         )
         self.recent[record.owner].appendleft(operation)
         for listener in list(self._listeners):

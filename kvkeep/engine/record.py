@@ -14,7 +14,7 @@ from kvkeep.session.session import Session
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
 # forked. Growing storage exceeds the held cells by no more than that, or by a few cells.
 _STORAGE_FACTOR = 9 / 8
-DEFAULT_PREFILL_STEP = 128  # tokens: running generations decode a token between two steps
+DEFAULT_PREFILL_STEP = 128  # tokens; small, since running generations wait for each step
 _FULL_SIZE_STEPS = 12  # prefill steps after which the step size is halved
 
 Activity = Literal["idle", "generating", "changing"]
@@ -43,14 +43,16 @@ class SessionRecord:
     saved_revision: int | None = None  # the one on disk
     saving_revision: int | None = None  # the one that is being written
     pinned: bool = False  # stays in memory
-    parent: str | None = None  # the session that it was forked from
+    parent: str | None = None  # name of the session that it was forked from
     # How many of the first tokens were evaluated in whole prefill steps. Any text that begins with
     # them would get the same cells, to the bit.
     step_aligned_tokens: int = 0
     sampled_length: int = 0  # tokens held when the newest one was sampled; 0 for none
     first_edit: str = ""  # the first operation that did more than append; "" for none
     lost_revision: int | None = None  # unsaved, in an engine that was killed
-    borrowed: bool = False  # its home is a shared store
+    borrowed: bool = (
+        False  # saved in a shared store of several servers, not in this engine's folder
+    )
     hold_count: int = 0  # callers that need it to stay in this engine
     ephemeral: bool = False  # named, but neither saved nor protected from eviction
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values of its creator
@@ -90,20 +92,20 @@ class SessionRecord:
         return not self.pinned and (not self.named or self.file is not None)
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Return the notes of a snapshot, from which another record can `resume`."""
+        """Return the notes to save in a snapshot, for `restore_from` of another record."""
         fields = {key: getattr(self, name) for key, name in _NOTED_FIELDS.items()}
         engine_notes = {"name": self.name, "revision": self.revision, **fields}
         return {**self.notes, ENGINE_NOTES_KEY: engine_notes}
 
-    def resume(self, notes: Mapping[str, Any]) -> None:
-        """Restore the record from the notes of the session's own snapshot."""
+    def restore_from(self, notes: Mapping[str, Any]) -> None:
+        """Set the fields to those in the notes of the session's own snapshot."""
         fields = self._restore_notes(notes)
         self.revision = self.saved_revision = fields.get("revision", 0)
         for key, name in _NOTED_FIELDS.items():
             setattr(self, name, fields.get(key, getattr(self, name)))
 
     def derive_from(self, notes: Mapping[str, Any]) -> None:
-        """Fill in the record of a new session that is restored from another one's snapshot."""
+        """Set the fields of a new session that begins with the snapshot of another session."""
         fields = self._restore_notes(notes)
         self.step_aligned_tokens = fields.get("evaluated", 0)
         self.sampled_length = fields.get("sampled", 0)
@@ -124,6 +126,7 @@ class SessionRecord:
         return self.file
 
     def mark_saved(self, revision: int) -> None:
+        """Note that a revision is on disk."""
         self.saved_revision = max(revision, self.saved_revision or 0)
         if not self.dirty and self.file is not None:
             self.file.clear_marker()
@@ -150,7 +153,7 @@ class SessionRecord:
         return token_count // step * step
 
     def note_truncation(self, length_before: int) -> None:
-        """Correct the fields if the session was truncated: its last token was evaluated alone."""
+        """Lower the token counts if tokens were removed; the new last one was evaluated alone."""
         length = len(self.live.tokens)
         if length >= length_before:
             return
@@ -166,27 +169,28 @@ class SessionRecord:
         self.first_edit = self.first_edit or edit
 
 
-def prefill_step_at(step: int, position: int) -> int:
-    """Return the size of the prefill step that begins at `position`.
+def prefill_step_at(prefill_step: int, position: int) -> int:
+    """Return the number of tokens of the prefill step that begins at token `position`.
 
     Running generations wait for a prefill step, whose attention takes longer the more tokens
-    precede it. So the session's prefill `step` is halved after twelve steps, unless it is odd or
-    larger than the default. The size depends only on the position, so that a prompt is always
+    precede it. So a session's `prefill_step` is halved after twelve steps, unless it is odd or
+    larger than the default. The result depends only on the position, so that a prompt is always
     evaluated in the same steps.
     """
-    may_halve = step <= DEFAULT_PREFILL_STEP and step % 2 == 0
-    return step // 2 if may_halve and position >= _FULL_SIZE_STEPS * step else step
+    may_halve = prefill_step <= DEFAULT_PREFILL_STEP and prefill_step % 2 == 0
+    halve = may_halve and position >= _FULL_SIZE_STEPS * prefill_step
+    return prefill_step // 2 if halve else prefill_step
 
 
 def max_session_bytes(session: Session, new_tokens: int | None) -> int:
-    """Return the bytes that a session's cells can take with `new_tokens`; None for any number."""
+    """Return the most bytes of a session's cells after `new_tokens` more; None for any number."""
     cache, budget = session.cache, session.max_kv_size
     cells = budget if new_tokens is None else cache.cells + new_tokens
     slots = min(_STORAGE_FACTOR * cells + MIN_GROWTH, _STORAGE_FACTOR * budget)
     cell_bytes = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
     step_bytes = session.prefill_step * cache.layout.plain.cell_bytes
     total = math.ceil(slots * cell_bytes) + step_bytes
-    if (local_cache := cache.local_cache) is not None:
+    if (local_cache := cache.local_cache) is not None:  # 128: cells beyond it, for rewinds
         window, local_bytes = local_cache.window.size or budget, local_cache.layout.cell_bytes
         total += math.ceil(min(budget, window + 128) * local_bytes * _STORAGE_FACTOR)
         total += session.prefill_step * local_bytes

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from kvkeep.cache.storage import nbytes
+from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
@@ -51,7 +51,7 @@ class SessionRegistry:
     def _recover(self, folder: SessionFolder) -> None:
         """Register an owner's sessions, on disk only. Raises Locked if an engine uses one."""
         owner = folder.root.name
-        folder.sweep()
+        folder.sweep()  # removes temporary files of killed processes
         for name in folder.names():
             file = SessionFile(folder, name)
             try:
@@ -61,7 +61,7 @@ class SessionRegistry:
                 continue
             file.lock()  # before the marker is read: the engine that holds the lock writes it
             record = SessionRecord(name, owner, named=True, file=file, session=None)
-            record.resume(notes)
+            record.restore_from(notes)
             unsaved_revision = file.marked_revision()
             if unsaved_revision > record.revision:
                 record.lost_revision = unsaved_revision
@@ -80,6 +80,7 @@ class SessionRegistry:
         return iter(list(self._records.values()))
 
     def owned_by(self, owner: str) -> list[SessionRecord]:
+        """Return an owner's sessions, the last used first."""
         records = [record for record in self if record.owner == owner]
         return sorted(records, key=lambda record: record.last_used, reverse=True)
 
@@ -87,7 +88,7 @@ class SessionRegistry:
         return self._records.get((owner, name))
 
     def find(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
-        """Raises NoSuchSession (also for another owner's session), WrongRevision."""
+        """Return a session by name, in memory or not. Raises NoSuchSession, WrongRevision."""
         record = self.get(name, owner)
         if record is None:
             raise NoSuchSession(f"there is no session {name!r}")
@@ -132,10 +133,12 @@ class SessionRegistry:
     def nbytes(self) -> int:
         """Bytes reserved for busy sessions and held by idle ones; shared storage counts once."""
         idle = (record for record in self if record.session is not None and not record.busy)
-        held = nbytes([segment for record in idle for segment in record.live.cache.all_segments])
-        return held + sum(record.reserved_bytes for record in self if record.busy)
+        segments = [segment for record in idle for segment in record.live.cache.all_segments]
+        reserved_bytes = sum(record.reserved_bytes for record in self if record.busy)
+        return storage_bytes(segments) + reserved_bytes
 
     def shared_bytes(self, record: SessionRecord) -> int:
+        """Return the bytes of a session's cells that other sessions, such as forks, share."""
         other_storages = {
             segment.block.storage
             for other in self
@@ -145,18 +148,18 @@ class SessionRegistry:
         storages = {segment.block.storage for segment in record.live.cache.all_segments}
         return sum(storage.nbytes for storage in storages & other_storages)
 
-    def reserve(self, record: SessionRecord, tokens: int | None, copies: int = 1) -> None:
-        """Reserve the bytes that a session can take with `tokens` more; None for any number.
+    def reserve(self, record: SessionRecord, new_tokens: int | None, copies: int = 1) -> None:
+        """Load a session and reserve the bytes that it can take with `new_tokens` more.
 
-        Loads it, and evicts others if necessary. copies: itself and its future forks. Raises
-        NoRoom, StoreError.
+        Evicts others if necessary. new_tokens: None for any number. copies: the session and the
+        forks that will be made of it. Raises NoRoom, StoreError.
         """
         session = self.load(record)
-        requested_bytes = copies * max_session_bytes(session, tokens)
+        requested_bytes = copies * max_session_bytes(session, new_tokens)
         limit = self.policy.limits.memory
         self.policy.require_fits_memory(requested_bytes)
-        registered = self.get(record.name, record.owner) is record
-        counted_bytes = session.cache.nbytes if registered and not record.busy else 0  # in `nbytes`
+        is_counted = self.get(record.name, record.owner) is record and not record.busy
+        counted_bytes = session.cache.nbytes if is_counted else 0  # part of `self.nbytes`
         while self.nbytes - counted_bytes + requested_bytes > limit:
             victim = self.policy.choose_victim(self, requester=record)
             if victim is None:
@@ -175,12 +178,13 @@ class SessionRegistry:
         return record
 
     def load_idle(
-        self, name: str, owner: str, revision: int | None = None, tokens: int = 0
+        self, name: str, owner: str, revision: int | None = None, new_tokens: int = 0
     ) -> SessionRecord:
-        """Find an idle session and `reserve` memory for `tokens` more. Raises as both, and Busy."""
-        self.find(name, owner).require_idle()
-        record = self.find(name, owner, revision)
-        self.reserve(record, tokens)
+        """Find an idle session, and reserve memory. Raises Busy, and as `find` and `reserve`."""
+        record = self.find(name, owner)
+        record.require_idle()
+        record.require_revision(revision)
+        self.reserve(record, new_tokens)
         return record
 
     def evict(self, record: SessionRecord) -> None:
@@ -220,13 +224,14 @@ class SessionRegistry:
         return SessionFolder(self._folder / owner / "snapshots")
 
     def close(self) -> None:
+        """Unlock the sessions' files, for other processes."""
         for record in self:
             if record.file is not None:
                 record.file.unlock()
 
 
 class SessionSaver:
-    """Saves sessions in a thread of its own, one at a time. Called in the engine's thread."""
+    """Saves sessions in other threads, one at a time. Called in the engine's thread."""
 
     def __init__(self, registry: SessionRegistry, post: Callable[[Callable[[], None]], object]):
         """post: runs a function in the engine's thread."""
@@ -237,7 +242,7 @@ class SessionSaver:
 
     def save(self, record: SessionRecord) -> Future[int]:
         """Begin to save a session; the result is the saved revision. Raises InvalidArgument."""
-        path, saved = record.require_file().path, Future[int]()
+        path, result = record.require_file().path, Future[int]()
         snapshot, revision = self._registry.snapshot(record), record.revision
         record.saving_revision = revision
         self._pending_saves += 1
@@ -245,16 +250,16 @@ class SessionSaver:
         def write() -> None:
             if not record.removed:
                 snapshot.save(path)
-            if record.removed:  # meanwhile; a new session of that name is saved after this
+            if record.removed:  # during the write; a new session of that name is saved later
                 path.unlink(missing_ok=True)
 
         def on_written(writing: Future[None]) -> None:
             error = writing.exception()
             self._post(lambda: self._note_saved(record, revision, error))
-            saved.set_result(revision) if error is None else saved.set_exception(error)
+            result.set_result(revision) if error is None else result.set_exception(error)
 
         self._registry.writer.submit(write).add_done_callback(on_written)
-        return saved
+        return result
 
     def save_idle(self, seconds: float) -> None:
         """Begin to save one changed session that has been idle for `seconds`, if there is one."""

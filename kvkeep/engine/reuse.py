@@ -30,11 +30,11 @@ MissReason = Literal[
     "cold",  # no session's text begins like it
     "differs",  # the nearest text continues differently
     "below_step",  # the common tokens end within a prefill step
-    "forgotten",  # this and the next three: the cells do not depend on their tokens alone
+    "forgotten",  # tokens were evicted; here and below, cells do not depend on their tokens alone
     "compressed",
     "quantised",
     "edited",
-    "written",  # the tokens were sampled, not prefilled
+    "sampled",  # the tokens were sampled, not prefilled
     "settings",  # the session's policy, keep, prefill step or bits differ
 ]
 
@@ -56,7 +56,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Match:
-    """The session of which a prompt can reuse most tokens."""
+    """The session of which a prompt can reuse most tokens, and how many."""
 
     record: SessionRecord | None = None  # None for no session
     reused_tokens: int = 0  # the first ones of its text
@@ -66,6 +66,7 @@ class Match:
     resumes_session: bool = False  # the prompt continues after the session's last, sampled token
 
     def to_reuse(self, prompt: Sequence[int]) -> Reuse:
+        """Return the match as it is reported to callers."""
         differs = self.nearest_text is not None and self.common_tokens < len(prompt)
         differs_at = self.common_tokens if differs else None
         if self.record is None:
@@ -76,19 +77,19 @@ class Match:
         """Return a new session that holds the reused tokens; `empty_session` if there are none."""
         return self.record.live.beginning(self.reused_tokens) if self.record else empty_session
 
-    def set_token_counts(self, record: SessionRecord) -> None:
+    def set_token_counts(self, new_record: SessionRecord) -> None:
         """Note in the record of a session from `build_session` how its tokens were evaluated."""
         step_aligned_tokens = self.record.step_aligned_tokens if self.record else 0
-        record.step_aligned_tokens = min(step_aligned_tokens, self.reused_tokens)
-        record.sampled_length = self.reused_tokens if self.resumes_session else 0
+        new_record.step_aligned_tokens = min(step_aligned_tokens, self.reused_tokens)
+        new_record.sampled_length = self.reused_tokens if self.resumes_session else 0
 
 
 @dataclass(frozen=True)
 class TextDifference:
-    """The first difference of a prompt and the nearest text, at token `at`."""
+    """The first difference of a prompt and the nearest text, with the tokens around it."""
 
-    start: int
-    at: int
+    start: int  # index of the first token of both excerpts
+    at: int  # index of the first token that differs
     prompt: tuple[int, ...]  # from token `start` on
     nearest: tuple[int, ...]
 
@@ -99,13 +100,13 @@ class ReuseReport:
 
     number: int  # in order of admission; 0 for a prompt that was only explained
     when: float  # seconds since 1970
-    tokens: int  # of the prompt
+    prompt_tokens: int
     reuse: Reuse
     difference: TextDifference | None  # None if no text begins like the prompt
 
 
 class StepAlignedCache:
-    """A `PrefixCache` that truncates hits to the end of a prefill step.
+    """A prefix store whose hits are truncated to the end of a prefill step.
 
     The rest of a prompt is then evaluated in the same steps as without a store. Hits end at common
     multiples of the prefill step and the block size of the store (256 tokens).
@@ -117,10 +118,10 @@ class StepAlignedCache:
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest stored prefix that ends at a step. Raises StoreError."""
         match = self._store.find(fingerprint, tokens)
-        blocks = len(match.blocks)
-        while blocks * BLOCK_TOKENS % self._prefill_step:
-            blocks -= 1
-        return PrefixMatch(match.blocks[:blocks], match.differs_at)
+        block_count = len(match.blocks)
+        while block_count * BLOCK_TOKENS % self._prefill_step:
+            block_count -= 1
+        return PrefixMatch(match.blocks[:block_count], match.differs_at)
 
     def add(
         self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
@@ -154,12 +155,12 @@ def best_match(
 
 
 def explain(prompt: Sequence[int], match: Match, number: int = 0) -> ReuseReport:
-    """Report how much of a prompt a match reuses, and how its text differs from the nearest one."""
+    """Report how much of a prompt a match reuses, and where it differs from the nearest text."""
     differs_at, difference = match.common_tokens, None
     if match.nearest_text is not None and differs_at < len(prompt):
         start = max(0, differs_at - _CONTEXT_TOKENS)
-        context = slice(start, differs_at + _CONTEXT_TOKENS)
-        texts = tuple(prompt[context]), tuple(match.nearest_text[context])
+        excerpt = slice(start, differs_at + _CONTEXT_TOKENS)
+        texts = tuple(prompt[excerpt]), tuple(match.nearest_text[excerpt])
         difference = TextDifference(start, differs_at, *texts)
     return ReuseReport(number, time.time(), len(prompt), match.to_reuse(prompt), difference)
 
@@ -167,7 +168,7 @@ def explain(prompt: Sequence[int], match: Match, number: int = 0) -> ReuseReport
 def _match_record(
     ids: NDArray[np.int32], record: SessionRecord, empty_session: Session, may_take_over: bool
 ) -> Match:
-    """may_take_over: whether the session itself may hold the prompt, rather than a copy."""
+    """Match a prompt. may_take_over: whether the session itself may hold it, rather than a copy."""
     session = record.live
     # The session's text may be much longer than the prompt.
     session_ids = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
@@ -183,10 +184,10 @@ def _match_record(
     if resumable and follows_sampled and (may_take_over or session.holds_all):
         return Match(record, common_tokens, common_tokens, "differs", resumes_session=True)
     reusable_tokens, reason = _reusable_tokens(record, min(common_tokens, len(ids) - 1))
-    tokens = record.end_of_last_step(reusable_tokens)
-    if not tokens:
+    reused_tokens = record.end_of_last_step(reusable_tokens)
+    if not reused_tokens:
         return Match(common_tokens=common_tokens, reason=reason or "below_step")
-    return Match(record, tokens, common_tokens, reason or "differs")
+    return Match(record, reused_tokens, common_tokens, reason or "differs")
 
 
 def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:
@@ -205,9 +206,10 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
     limit = min(limit, window + anchors)
     # The last step of a prompt is rarely whole; its tokens do not count as sampled ones.
     has_sampled_tokens = limit >= record.step_aligned_tokens + session.prefill_step
-    return min(limit, record.step_aligned_tokens), "written" if has_sampled_tokens else ""
+    return min(limit, record.step_aligned_tokens), "sampled" if has_sampled_tokens else ""
 
 
 def _reuse_settings(session: Session) -> tuple[object, ...]:
-    keep = session.keep if session.keep >= 0 else None
+    """Return the settings that two sessions must share to reuse cells of each other."""
+    keep = session.keep if session.keep >= 0 else None  # -1: the whole first prompt
     return (session.core.memory.policy, session.bits, session.prefill_step, keep)

@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvkeep.engine.generation import CANCELLED, Generation, Phase
+from kvkeep.engine.generation import Generation, Phase
 from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord
-from kvkeep.errors import Cancelled, NoRoom
+from kvkeep.errors import NoRoom
 from kvkeep.session.group import SessionGroup
 
-_MAX_ROWS = 64  # of one forward pass: more of them delay each token and save nothing
+_MAX_BATCH_SIZE = 64  # sessions in a forward pass: more delay each token and save nothing
 _AGING_RATE = 0.5  # tokens that a waiting prompt gains for each token prefilled for another
-_TOKENS_PER_PRIORITY = 2048  # tokens that one step of priority is worth
-_TYPICAL_TOKENS = 512  # assumed of a generation without max_tokens
+_TOKENS_PER_PRIORITY = 2048  # tokens of a prompt that a priority higher by 1 outweighs
+_TYPICAL_TOKENS = 512  # assumed length of a generation without max_tokens
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Limits:
 
 
 class SchedulingPolicy:
-    """Every scheduling decision of an engine, within its limits. Stateless."""
+    """The scheduling decisions of an engine, within its limits. Stateless."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
 
     def require_slot(self, owner: str, running: Sequence[Generation], step_seconds: float) -> None:
-        """Raise NoRoom, with a time to retry, if another generation would exceed the limits."""
+        """Raise NoRoom, with a time to retry, if an owner may not start another generation."""
         running_of_owner = sum(generation.record.owner == owner for generation in running)
         is_full = len(running) >= self.limits.running
         if is_full or running_of_owner >= self.limits.running_per_owner:
@@ -42,11 +42,11 @@ class SchedulingPolicy:
             raise NoRoom(
                 f"too many requests: {len(running)} generations are running, {running_of_owner} of "
                 "them yours; retry later",
-                max(1.0, min(steps_left, default=0) * step_seconds),
+                retry_after=max(1.0, min(steps_left, default=0) * step_seconds),
             )
 
     def require_session_slot(self, records: Iterable[SessionRecord]) -> None:
-        """Raise NoRoom if an owner, who has `records`, may not add a named session."""
+        """Raise NoRoom if an owner may not add a named session. records: the owner's sessions."""
         count = sum(record.named and not record.may_be_lost for record in records)
         if count >= self.limits.sessions_per_owner:
             raise NoRoom(f"the limit of {count} sessions is reached: delete some", float("inf"))
@@ -98,7 +98,7 @@ class Scheduler:
         on_end: Callable[[Generation], None],
     ):
         """on_prefilled, on_end: called with a generation that is prefilled, or that ended."""
-        self.step_seconds = 0.02  # moving average
+        self.step_seconds = 0.02  # moving average of a step's duration
         self._policy, self._on_prefilled, self._on_end = policy, on_prefilled, on_end
         self.running: list[Generation] = []  # the oldest first
 
@@ -108,8 +108,8 @@ class Scheduler:
         self.end_cancelled()
         try:
             decoding = self._in_phase("decode")
-            for first in range(0, len(decoding), _MAX_ROWS):
-                self._decode(decoding[first : first + _MAX_ROWS])
+            for first in range(0, len(decoding), _MAX_BATCH_SIZE):
+                self._decode(decoding[first : first + _MAX_BATCH_SIZE])
             self._prefill()
         except Exception as error:  # no caller may wait forever
             for generation in self.running:
@@ -120,10 +120,11 @@ class Scheduler:
     def end_cancelled(self) -> None:
         for generation in self.running:
             if generation.cancelled and generation.phase != "done":
-                generation.fail(Cancelled(CANCELLED))
+                generation.fail_as_cancelled()
         self._remove_ended()
 
     def _decode(self, generations: Sequence[Generation]) -> None:
+        """Decode a token of each, in one forward pass. One that fails does not end the others."""
         ready = [generation for generation in generations if generation.check_can_decode()]
         for generation in ready:
             generation.compute_logprobs()
@@ -140,6 +141,7 @@ class Scheduler:
             generation.add_token(token)
 
     def _prefill(self) -> None:
+        """Evaluate a prefill step of one prompt."""
         prefilling = self._in_phase("prefill")
         if not prefilling:
             return
@@ -167,12 +169,13 @@ class Scheduler:
 
 
 def _steps_left(generation: Generation) -> float:
+    """Estimate the scheduler steps until a generation ends."""
     tokens = (generation.request.max_tokens or _TYPICAL_TOKENS) - len(generation.generated)
     return tokens + generation.prefill_remaining / DEFAULT_PREFILL_STEP
 
 
 def _next_tokens(generations: Sequence[Generation]) -> list[int]:
-    """Sample a token for each, by one forward pass. If that fails, no session has changed."""
+    """Sample a token for each generation. If one fails, no session has changed."""
     if not generations:
         return []
     if len(generations) == 1:

@@ -16,7 +16,7 @@ from kvkeep.storage.sessions.interface import SnapshotStore
 
 ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
 MARKER_SUFFIX = ".unsaved"
-_OWNER = re.compile(r"[a-z0-9]{1,64}")
+_OWNER_PATTERN = re.compile(r"[a-z0-9]{1,64}")
 LabelledSnapshots = SnapshotStore[Path | ObjectPath]  # one owner's snapshots by label
 
 
@@ -37,14 +37,15 @@ class SessionFile:
         self._held_lock.close()
 
     def remove(self) -> None:
+        """Delete the snapshot and the marker, and unlock the session."""
         self.clear_marker()
         with self._held_lock:
             self._folder.discard(self._name)
 
-    def write_marker(self, revision: int, tokens: int) -> None:
-        """Note on disk that memory holds a newer revision than the file."""
+    def write_marker(self, revision: int, token_count: int) -> None:
+        """Note on disk that memory holds a newer revision, with so many tokens, than the file."""
         temporary = self._marker.with_suffix(f"{MARKER_SUFFIX}.new")
-        text = json.dumps({"revision": revision, "tokens": tokens})
+        text = json.dumps({"revision": revision, "tokens": token_count})
         temporary.write_text(text, encoding="utf-8")  # not synced: for kills, not for power cuts
         temporary.replace(self._marker)
 
@@ -60,20 +61,21 @@ class SessionFile:
 
 
 def owner_folders(folder: Path) -> list[SessionFolder]:
+    """Return the folders of sessions in an engine's folder, one for each owner."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else ()
     return [SessionFolder(path) for path in paths if path.is_dir() and is_valid_owner(path.name)]
 
 
 def remove_orphaned_markers(folder: SessionFolder) -> list[str]:
     """Remove the markers of sessions that were never saved; return the sessions' names."""
-    names, saved = list[str](), folder.names()
+    removed_names, saved_names = list[str](), folder.names()
     for marker in folder.root.glob(f"*{MARKER_SUFFIX}"):
-        if marker.stem not in saved:
+        if marker.stem not in saved_names:
             with suppress(InvalidArgument), folder.lock(marker.stem):  # for invalid names
                 marker.unlink(missing_ok=True)
-                names.append(marker.stem)
-    return names
+                removed_names.append(marker.stem)
+    return removed_names
 
 
 def is_valid_owner(name: str) -> bool:
-    return _OWNER.fullmatch(name) is not None
+    return _OWNER_PATTERN.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""Operations on an engine's sessions, by name, and on sessions borrowed from a shared store."""
+"""What an engine does to sessions, by name, and to sessions borrowed from a shared store."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ _CELL_PRESERVING = ("span", "rewind")  # operations that leave the remaining cel
 
 
 class SessionOperations:
-    """Operations of `Engine`. They run one after the other in its thread."""
+    """The methods of `Engine` on sessions. They run one after the other in its thread."""
 
     def __init__(
         self, registry: SessionRegistry, log: OperationLog, new_session: Callable[..., Session]
     ):
-        """new_session: creates one for an owner, with settings that override the engine's."""
+        """new_session: creates one for an owner, with settings that replace the engine's."""
         self._registry, self._operation_log, self._new_session = registry, log, new_session
 
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
@@ -58,19 +58,20 @@ class SessionOperations:
         return record
 
     def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> int:
-        """Make a named session hold the cached beginning of a prompt and nothing else.
+        """Make a named session hold the longest cached prefix of a prompt, and nothing else.
 
-        Takes the longest beginning that a session of the owner lends (`kvkeep.engine.reuse`).
-        Creates the session if it is missing. Returns its length in tokens.
+        The prefix is from any session of the owner (`kvkeep.engine.reuse`). Creates the session if
+        it is missing. Returns the length of the prefix in tokens.
         """
         empty_session = self._new_session(owner)
         existing = self._registry.get(name, owner)
         if existing:
             self._registry.load_idle(name, owner)
+        # A missing session is matched as an empty one, which is not in the registry.
         target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
         match = best_match(prompt, self._registry.owned_by(owner), empty_session, target)
         if match.resumes_session and match.record is target:
-            target.live.reset_sampler()
+            target.live.reset_sampler()  # a seed gives the same tokens as in a new session
             return match.reused_tokens
         session = match.build_session(empty_session)
         record = existing or self._registry.add(session, owner, name)
@@ -102,28 +103,29 @@ class SessionOperations:
         self,
         name: str,
         owner: str,
-        what: str,
+        kind: str,
         function: Callable[[Session], T],
         revision: int | None = None,
-        adds: int = 0,
+        new_tokens: int = 0,
     ) -> T:
-        """Change a session by a function, and return its result.
+        """Change a session by a function, and return the function's result.
 
-        what: the operation's name in the log. adds: the most tokens that it adds. A function that
-        takes long passes `engine.yield_turn` on as `progress`, so that generations in other
-        sessions continue. Raises Busy, NoSuchSession, WrongRevision, NoRoom.
+        kind: the operation's name in the log, such as "edit". revision: that the session must have.
+        new_tokens: the most that the function adds. One that takes long passes `engine.yield_turn`
+        on as `progress`, so that generations in other sessions continue. Raises Busy,
+        NoSuchSession, WrongRevision, NoRoom.
         """
-        record = self._registry.load_idle(name, owner, revision, adds)
+        record = self._registry.load_idle(name, owner, revision, new_tokens)
         start, length_before = time.perf_counter(), len(record.live.tokens)
         record.activity = "changing"
         try:
             result = function(record.live)
         finally:
             record.activity = "idle"
-        record.mark_changed("" if what in _CELL_PRESERVING else what)
+        record.mark_changed("" if kind in _CELL_PRESERVING else kind)
         record.note_truncation(length_before)
-        added = len(record.live.tokens) - length_before
-        self._operation_log.add(record, what, added, time.perf_counter() - start)
+        added_tokens = len(record.live.tokens) - length_before
+        self._operation_log.add(record, kind, added_tokens, time.perf_counter() - start)
         return result
 
     def fork(
@@ -131,13 +133,13 @@ class SessionOperations:
         name: str,
         owner: str = "0",
         at: int | None = None,
-        new: str | None = None,
+        new_name: str | None = None,
         revision: int | None = None,
         notes: dict[str, Any] | None = None,
     ) -> SessionRecord:
         """Create a session from another or its first `at` tokens. notes: None to copy its notes."""
         record = self._registry.load_existing(name, owner, revision)
-        fork = self._registry.add(record.live.fork(at), owner, new)
+        fork = self._registry.add(record.live.fork(at), owner, new_name)
         fork.notes = dict(record.notes) if notes is None else notes
         fork.parent, fork.first_edit = record.name, record.first_edit
         fork.step_aligned_tokens = record.step_aligned_tokens
@@ -155,7 +157,7 @@ class SessionOperations:
     ) -> SessionRecord:
         """Create a session from a snapshot or its label.
 
-        replace: an existing session of that name, which stays if the snapshot cannot be restored.
+        replace: whether an existing session of that name is replaced; it stays if this fails.
         """
         if not isinstance(snapshot, Snapshot):
             snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing_path(snapshot))
@@ -184,9 +186,10 @@ class SessionOperations:
 
 
 class BorrowedSessions:
-    """Operations on sessions whose home is a shared store, run by `Engine.call`.
+    """Operations on sessions of a store that several servers share, run by `Engine.call`.
 
-    A session stays while it has leases. Then it may be evicted unsaved: the store has it.
+    Callers that need a session in the engine have a *hold* on it. Without holds it may be evicted
+    unsaved: the store has it.
     """
 
     def __init__(self, registry: SessionRegistry, discard: Callable[[SessionRecord], None]):
@@ -194,7 +197,7 @@ class BorrowedSessions:
         self._registry, self._discard = registry, discard
 
     def load(self, snapshot: Snapshot, name: str, owner: str) -> SessionRecord:
-        """Restore another engine's session with its revision and notes, and acquire a lease.
+        """Restore another engine's session with its revision and notes, and with one hold.
 
         Replaces a borrowed session of that name. Raises StoreError for a snapshot of another model,
         InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
@@ -205,20 +208,22 @@ class BorrowedSessions:
                 raise InvalidArgument(f"this server already has its own session {name!r}")
             self._registry.remove(previous)
         record = self._registry.add(session, owner, name)
-        record.resume(snapshot.notes)
+        record.restore_from(snapshot.notes)
         record.borrowed, record.hold_count = True, 1
         return record
 
     def acquire(self, record: SessionRecord) -> bool:
         """Add a hold, against eviction; returns False if the session is no longer in the engine."""
-        record.hold_count += not record.removed
+        if not record.removed:
+            record.hold_count += 1
         return not record.removed
 
     def release(self, record: SessionRecord) -> None:
+        """Remove a hold."""
         record.hold_count = max(0, record.hold_count - 1)
 
     def adopt(self, name: str, owner: str) -> SessionRecord | None:
-        """Make a session of this engine a borrowed one, with a hold; None if there is none."""
+        """Make a session of this engine a borrowed one, add a hold, and return it, if it exists."""
         record = self._registry.get(name, owner)
         if record is not None:
             record.borrowed, record.hold_count = True, record.hold_count + 1
@@ -230,7 +235,7 @@ class BorrowedSessions:
         return self._registry.snapshot(record), revision
 
     def revision(self, record: SessionRecord) -> int:
-        """Return the revision, which no generation is changing, to compare with a stored one.
+        """Return the revision of an idle session, to compare with that in the store.
 
         Raises Busy, and StoreError if the session is no longer in the engine.
         """

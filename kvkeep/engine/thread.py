@@ -1,4 +1,4 @@
-"""The thread in which an engine does everything: calls from other threads, and scheduler steps."""
+"""The thread of an engine: it runs scheduler steps and, between them, calls of other threads."""
 
 import threading
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function in the thread. The future raises Cancelled if the thread is ending."""
         future: Future[T] = Future()
         if self.closing.is_set():
@@ -55,9 +55,9 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
-        has_work = False
+        has_work = False  # whether the last step asked for another one
         try:
-            with hosting(self.post):
+            with hosting(self.post):  # it runs steps of sessions outside the engine, too
                 while has_work or not self.closing.is_set():
                     self._run_calls(wait=not has_work)
                     has_work = self._step()
@@ -69,6 +69,7 @@ class EngineThread:
             self._refuse_calls()
 
     def _refuse_calls(self) -> None:
+        """Fail all waiting calls with Cancelled."""
         with suppress(Empty):
             while True:
                 _, future = self._calls.get_nowait()
@@ -97,21 +98,21 @@ class EngineThread:
             return self._calls.get_nowait()
         with suppress(Empty):
             return self._calls.get(timeout=min(OPENMP_TIMEOUT_SECONDS, self._idle_seconds))
-        release_openmp_threads()  # they would slow others down
+        release_openmp_threads()  # idle ones would slow other threads down
         return self._calls.get(timeout=self._idle_seconds)
 
 
 def flatten_future(outer: Future[Future[T]]) -> Future[T]:
-    """Return a future with the result of the future that `outer` results in."""
+    """Return a future with the result of the future that is the result of `outer`."""
     flat: Future[T] = Future()
 
-    def forward(future: Future[Any]) -> None:
+    def forward_result(future: Future[Any]) -> None:
         if error := future.exception():
             flat.set_exception(error)
         elif future is outer:
-            future.result().add_done_callback(forward)
+            future.result().add_done_callback(forward_result)
         else:
             flat.set_result(future.result())
 
-    outer.add_done_callback(forward)
+    outer.add_done_callback(forward_result)
     return flat

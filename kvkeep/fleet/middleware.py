@@ -203,7 +203,7 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     try:
         notes = read_snapshot_document(path)["notes"]
         record = SessionRecord(path.stem, "", named=True, file=None, session=None)
-        record.resume({ENGINE_NOTES_KEY: notes[ENGINE_NOTES_KEY]})
+        record.restore_from({ENGINE_NOTES_KEY: notes[ENGINE_NOTES_KEY]})
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None

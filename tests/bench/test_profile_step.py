@@ -4,14 +4,14 @@ import pytest
 from packed_model import packed_model, spec_of
 
 from benchmarks.profile_step import profile_step, table
-from kvkeep.compiled.binding import PHASES, library
+from kvkeep.compiled.binding import PHASES, kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.models.layers.decoder import Decoder
 
 PROMPT = [(i * 7) % 250 + 1 for i in range(300)]
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 def test_the_phases_of_the_kernels_add_up_to_the_step() -> None:
     model, progress = packed_model(spec_of(), 4), []
     profile = profile_step(model, PROMPT, 200, 10, progress.append)

@@ -7,7 +7,7 @@ import pytest
 from small_models import small_model
 
 from benchmarks.turns import SHORTEST, chat
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 
 
 def test_each_length_is_fed_once_and_memory_is_reported() -> None:
@@ -20,7 +20,7 @@ def test_each_length_is_fed_once_and_memory_is_reported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(library() is None, reason="the figure is that of bfloat16 with kernels")
+@pytest.mark.skipif(kernel_library() is None, reason="the figure is that of bfloat16 with kernels")
 def test_resident_memory_is_bounded_for_prompts_of_all_lengths(smollm2_folder) -> None:  # type: ignore[no-untyped-def]
     """In a process of its own, since others have compiled products before."""
     script = (

@@ -19,14 +19,14 @@ from timeouts import PATIENCE
 
 from kvkeep import load_model
 from kvkeep.compiled import instruction_sets
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import SETS, selected_set
 from kvkeep.errors import SlowPathWarning
 from kvkeep.runtime.cpu import num_cores
 
 Examine = Callable[..., dict[str, Any]]
 SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 
 def run(

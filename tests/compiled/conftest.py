@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """The set whose kernels `library()` returns during a test; None for the best set."""
+    """The set whose kernels `kernel_library()` returns during a test; None for the best set."""
     name: str | None = getattr(request, "param", None)
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 
 from kvkeep.compiled import binding
-from kvkeep.compiled.binding import STRUCTURES, CLayer, CMatrix, library, require_same_interface
+from kvkeep.compiled.binding import (
+    STRUCTURES,
+    CLayer,
+    CMatrix,
+    kernel_library,
+    require_same_interface,
+)
 from kvkeep.compiled.instruction_sets import SETS, load_kernels, runs_here
 from kvkeep.errors import KernelMismatch
 
-kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
@@ -27,13 +33,13 @@ def test_a_library_is_built_with_the_package_for_each_set() -> None:
 
 
 def test_kernels_can_be_switched_off() -> None:
-    script = "from kvkeep.compiled.binding import library; assert library() is None"
+    script = "from kvkeep.compiled.binding import kernel_library; assert kernel_library() is None"
     environment = {"KVKEEP_COMPILED": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 def test_kernels_can_be_loaded_from_another_folder(tmp_path: Path) -> None:
-    script = "from kvkeep.compiled.binding import library; assert library() is None"
+    script = "from kvkeep.compiled.binding import kernel_library; assert kernel_library() is None"
     environment = {"KVKEEP_KERNELS": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
@@ -70,7 +76,7 @@ CHANGES = {
 def test_a_changed_field_is_refused(
     structure: type[Structure], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     require_same_interface(kernels)
     others = (s for s in STRUCTURES if s.__name__ != structure.__name__)
@@ -83,7 +89,7 @@ def test_a_changed_field_is_refused(
 def test_a_structure_that_only_the_kernels_have_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     monkeypatch.setattr(binding, "STRUCTURES", STRUCTURES[1:])
     with pytest.raises(KernelMismatch, match="the structure Matrix exists only in the kernels"):
@@ -98,7 +104,7 @@ from kvkeep.compiled import binding
 binding.STRUCTURES = binding.STRUCTURES[:-1]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    assert binding.library() is None
+    assert binding.kernel_library() is None
 (message,) = [str(w.message) for w in caught if w.category is RuntimeWarning]
 assert "the structure Similarity exists only in the kernels" in message, message
 """

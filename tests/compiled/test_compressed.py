@@ -8,12 +8,12 @@ from packed_model import packed_model, spec_of
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Cells, Segment
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(600)]
 FAMILIES = [("llama", 64), ("llama", 32), ("qwen2", 96), ("qwen3", 128)]

@@ -9,14 +9,14 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 from kvkeep import SessionGroup, Snapshot
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.weights.packing import MatrixBits
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(600)]
 WRITTEN = [(i * 5 + 11) % 250 + 1 for i in range(40)]

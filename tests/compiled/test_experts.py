@@ -10,7 +10,7 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 from kvkeep import SessionGroup, load_model
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
 from kvkeep.errors import KernelMismatch
 from kvkeep.executors import new_decoder
@@ -20,7 +20,7 @@ from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.tensors import is_router, matrix_shapes
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 KINDS = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe", "gemma4-experts"]
 TOKENS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(60)]

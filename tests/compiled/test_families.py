@@ -13,12 +13,12 @@ from packed_model import packed_model, routed_by_tokens, spec_of
 from sanitizers import SANITIZED
 
 from kvkeep import SessionGroup, load_model
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.models.weights.packing import MatrixBits
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
 KINDS += [("gemma4", 64), ("gemma4-alone", 512)]

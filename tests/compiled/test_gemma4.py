@@ -16,13 +16,13 @@ from sanitizers import SANITIZED
 from torch import Tensor
 
 from kvkeep import SessionGroup, Snapshot, load_model
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 KINDS = [("gemma4", 64), ("gemma4-alone", 512), ("gemma4-experts", 128)]
 SETTINGS: list[dict[str, Any]] = [

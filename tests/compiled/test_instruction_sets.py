@@ -12,7 +12,7 @@ import torch
 from available_sets import sets_here
 
 from kvkeep.compiled import instruction_sets
-from kvkeep.compiled.binding import library, raise_for_status
+from kvkeep.compiled.binding import kernel_library, raise_for_status
 from kvkeep.compiled.instruction_sets import (
     ARCHITECTURE,
     ARCHITECTURES,
@@ -25,7 +25,7 @@ from kvkeep.compiled.instruction_sets import (
 from kvkeep.compiled.operands import matrix_operand
 from kvkeep.errors import InvalidArgument
 
-kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 # The flags in /proc/cpuinfo that each set needs.
 FLAGS = {
@@ -88,7 +88,7 @@ def test_kvkeep_isa_selects_another_set(monkeypatch: pytest.MonkeyPatch) -> None
     for name in sets_here():
         monkeypatch.setenv("KVKEEP_ISA", name)
         assert selected_set().name == name
-        assert library() is load_kernels(name)
+        assert kernel_library() is load_kernels(name)
         assert all(name in reason for reason in selected_set().rejected.values())
 
 
@@ -98,7 +98,7 @@ def test_kernels_can_be_switched_off(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert library() is None
+    assert kernel_library() is None
     assert selected_set() == InstructionSet(
         "torch", dict.fromkeys(SETS, f"are disabled by {name}={value}")
     )
@@ -109,7 +109,7 @@ def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_ISA", "avx3")
     known = ", ".join([*SETS, "torch"])
     with pytest.raises(InvalidArgument, match=f"one of {known}; found 'avx3'"):
-        library()
+        kernel_library()
 
 
 @pytest.mark.usefixtures("no_switches")
@@ -122,7 +122,7 @@ def test_a_set_of_another_architecture_is_refused(
     for name in ARCHITECTURES[architecture]:
         monkeypatch.setenv("KVKEEP_ISA", name)
         with pytest.raises(InvalidArgument, match=f"are for {architecture}, and this machine is"):
-            library()
+            kernel_library()
 
 
 @pytest.mark.usefixtures("no_switches")
@@ -146,7 +146,7 @@ def test_a_set_that_the_processor_lacks_is_refused_and_not_loaded(
     for name in SETS:
         monkeypatch.setenv("KVKEEP_ISA", name)
         with pytest.raises(InvalidArgument, match=f"KVKEEP_ISA={name} .* need a processor with"):
-            library()
+            kernel_library()
     assert set(old_processor) == {"_cpu"}
 
 
@@ -154,7 +154,7 @@ def test_a_set_that_the_processor_lacks_is_refused_and_not_loaded(
 def test_a_process_that_requests_a_set_it_lacks_ends_with_invalid_argument(name: str) -> None:
     if runs_here(name):
         pytest.skip("this processor runs the set")
-    script = "from kvkeep.compiled.binding import library; library()"
+    script = "from kvkeep.compiled.binding import kernel_library; kernel_library()"
     environment = {**os.environ, "KVKEEP_ISA": name}
     process = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
@@ -168,11 +168,11 @@ def test_libraries_that_were_not_built_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVKEEP_KERNELS", str(tmp_path))
-    assert library() is None
+    assert kernel_library() is None
     assert selected_set().torch_reason == "were not built on this machine"
     monkeypatch.setenv("KVKEEP_ISA", "neon" if "neon" in SETS else "avx2")
     with pytest.raises(InvalidArgument, match="were not built on this machine"):
-        library()
+        kernel_library()
 
 
 def rounded(bits: int) -> int:
@@ -203,7 +203,7 @@ def test_numbers_are_rounded_to_the_same_bits(instruction_set: str) -> None:
     floats = struct.pack(f"{columns}I", *bits)
     matrix = torch.frombuffer(bytearray(floats), dtype=torch.float32).view(1, columns)
     out = torch.empty(1, columns, dtype=torch.int16)
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     operand = matrix_operand("matrix", matrix, (1, columns), None, round_weights=True)
     raise_for_status(kernels.kvkeep_unpack(operand, 0, 1, out.data_ptr(), 1))

@@ -22,7 +22,7 @@ from kvkeep.compiled.binding import (
     CMatrix,
     CModel,
     CSimilarity,
-    library,
+    kernel_library,
     raise_for_status,
 )
 from kvkeep.compiled.decoder import CompiledExecutor
@@ -31,7 +31,7 @@ from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import pack, quantise
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(40)]
 SPEC = spec_of()
@@ -224,7 +224,7 @@ sanitized = pytest.mark.skipif(
 
 @sanitized
 def test_a_call_without_enough_memory_returns_its_status() -> None:
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     one = torch.zeros(64, dtype=torch.bfloat16).data_ptr()
     matrix = CMatrix(DENSE_FORMATS[torch.bfloat16], 16, MANY, 0, one, None, None)
@@ -238,7 +238,7 @@ def test_a_call_without_enough_memory_returns_its_status() -> None:
 
 
 def test_an_unsupported_head_width_has_a_status_of_its_own() -> None:
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     assert kernels.kvkeep_attend_chunk(CChunk(head_dim=48, kv_heads=1, threads=1)) == 1
     raise_for_status(0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.compiled.binding import (
     DENSE_FORMATS,
     CMatrix,
-    library,
+    kernel_library,
     raise_for_status,
     require_same_interface,
 )
@@ -21,7 +21,7 @@ from kvkeep.errors import KernelMismatch, NonFiniteLogits
 from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import Matrix, from_gguf, pack
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 KINDS = [*FORMATS, *DENSE_FORMATS]
 # Of one block and more, with a rest and without; of more columns than are unpacked at a time.
@@ -29,7 +29,7 @@ SIZES = [(16, 32), (48, 96), (50, 64), (1, 32), (264, 192), (17, 1312)]
 
 
 def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     out = torch.full((x.shape[0], matrix.rows), torch.nan)
     raise_for_status(
@@ -51,7 +51,7 @@ class MatrixCase:
         return matrix_operand("matrix", self.weight, tuple(self.values.shape), bias, rounded)
 
     def linear(self, dtype: torch.dtype = torch.bfloat16) -> PackedLinear:
-        kernels = library()
+        kernels = kernel_library()
         assert kernels is not None
         bias = None if self.bias is None else self.bias[: len(self.values)]
         return PackedLinear(kernels, self.matrix(rounded=True), bias, self.weight, dtype)
@@ -207,6 +207,6 @@ def test_a_single_nonfinite_result_is_reported(row: int, wrong: float) -> None:
 
 
 def test_the_kernels_of_each_set_have_our_structures() -> None:
-    kernels = library()
+    kernels = kernel_library()
     assert kernels is not None
     require_same_interface(kernels)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
 from kvkeep.evaluate.perplexity import perplexity_points
 from kvkeep.executors import new_decoder
@@ -17,7 +17,7 @@ from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.store import BLOCK_TOKENS
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(65)]
 # Packing to 4 bits loses so much of these weights that no rounding could be taken for it.

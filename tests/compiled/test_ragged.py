@@ -16,12 +16,12 @@ from packed_model import VOCABULARY, packed_model, spec_of
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Cells, RaggedCells, Segment
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 BITS = [None, "8", "8/4", "4"]
 

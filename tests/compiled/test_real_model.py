@@ -6,11 +6,11 @@ from topics import topic_ids
 from torch import Tensor
 
 import kvkeep
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 READ, SCORED = 512, 768
 

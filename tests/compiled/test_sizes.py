@@ -14,10 +14,10 @@ from kvkeep.cache import AttentionConfig, KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.quantised import dequantise
 from kvkeep.cache.rope import rotate
 from kvkeep.cache.step import ChunkStep
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.chunk import ChunkAttention
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 CHUNKS = (2, 13, 16, 17, 31, 33, 64, 65, 3, 129)  # that leave 2, 15, 31, 48, 79 ... cells
 HEADS = [(1, 1, 32), (7, 1, 64), (3, 3, 96), (10, 2, 128)]
@@ -54,7 +54,7 @@ def plainly(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> tuple[Tens
 def test_chunks_of_any_length_over_any_number_of_cells(
     heads: int, kv_heads: int, head_dim: int, size: int | None, bits: int
 ) -> None:
-    kernels, random = library(), torch.Generator().manual_seed(heads)
+    kernels, random = kernel_library(), torch.Generator().manual_seed(heads)
     assert kernels is not None
     cache = empty(heads, kv_heads, head_dim, bits, size)
     rope, times = cache.rope, torch.empty(0, dtype=torch.int64)

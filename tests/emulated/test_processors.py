@@ -5,7 +5,7 @@ import torch
 from emulated.emulator import MACHINE, Emulator, Object
 
 from kvkeep.compiled import instruction_sets
-from kvkeep.compiled.binding import CMatrix, library
+from kvkeep.compiled.binding import CMatrix, kernel_library
 from kvkeep.compiled.instruction_sets import ARCHITECTURES, SETS, selected_set
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +38,7 @@ def test_the_kernels_of_plain_neon_need_nothing_else() -> None:
 
 def test_the_best_set_is_used() -> None:
     assert selected_set().name == "neonbf16"
-    assert isinstance(library(), Object)
+    assert isinstance(kernel_library(), Object)
 
 
 def test_a_kernel_that_reads_outside_its_callers_memory_ends() -> None:

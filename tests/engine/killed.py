@@ -84,7 +84,7 @@ def use_the_disk(engine: Engine, reports: Connection) -> None:
         write(engine, name, 3, text(0, 40))
         engine.save(name).result()
         acknowledged(name, held(name))
-    engine.fork("a", new="c").result()
+    engine.fork("a", new_name="c").result()
     write(engine, "c", 4)
     engine.save("c").result()
     acknowledged("c", held("c"))

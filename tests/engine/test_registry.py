@@ -343,7 +343,7 @@ def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> N
         engine.create(name="a").result()
         write(engine, "a", 1, text(0, 20))
         engine.snapshot("a", "then").result()
-        engine.fork("a", new="b").result()
+        engine.fork("a", new_name="b").result()
         for more in (
             lambda: engine.create(),
             lambda: engine.fork("a"),
@@ -432,10 +432,10 @@ def test_calls_are_cancelled_once_the_engine_thread_has_failed() -> None:
 
     thread = EngineThread(step, 60, lambda: None)
     thread.start()
-    futures = [thread.call(lambda: None) for _ in range(3)]
+    futures = [thread.submit(lambda: None) for _ in range(3)]
     for future in futures:
         with contextlib.suppress(Cancelled):
             future.result(60)
     thread.close()
     with pytest.raises(Cancelled):
-        thread.call(lambda: None).result(60)
+        thread.submit(lambda: None).result(60)

@@ -9,7 +9,7 @@ from engine.workload import Change, Create, Request, Result, Work
 from packed_model import packed_model, spec_of
 from small_models import small_model
 
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.engine import Engine
 from kvkeep.model import Model
 from kvkeep.storage.prefixes.store import PrefixStore
@@ -156,7 +156,7 @@ def test_random_generations_equal_the_request_alone(
     require_alike(World(MODEL, settings, 1, tmp_path if disk else None, company=False), 20)
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("settings", SETTINGS[:8:2], ids=str)
 def test_concurrent_random_generations_equal_the_request_alone(
     settings: dict[str, Any], tmp_path: Path
@@ -165,7 +165,7 @@ def test_concurrent_random_generations_equal_the_request_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])

@@ -53,7 +53,7 @@ class Fork:
     new: str
 
     def do(self, engine: Engine) -> None:
-        engine.fork(self.name, at=self.at, new=self.new).result()
+        engine.fork(self.name, at=self.at, new_name=self.new).result()
 
 
 @dataclass(frozen=True)

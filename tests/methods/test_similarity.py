@@ -8,7 +8,7 @@ from available_sets import sets_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compression.methods import similarity
 from kvkeep.compression.methods.similarity import most_similar, most_similar_older
 
@@ -64,7 +64,7 @@ def test_a_strided_slice_gives_the_same_result_as_its_copy(backend) -> None:
 
 
 def test_the_first_of_equal_vectors_is_returned() -> None:
-    if library() is None:
+    if kernel_library() is None:
         pytest.skip("torch does not specify which one it returns")
     same = torch.nn.functional.normalize(torch.ones(1, 1, 50, 32), dim=-1).bfloat16()
     assert most_similar(same, same)[1].eq(0).all()

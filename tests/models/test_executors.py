@@ -5,13 +5,13 @@ import torch
 from packed_model import packed_model, spec_of
 from small_models import small_model
 
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.executors import new_decoder
 from kvkeep.models.layers.executor import TorchExecutor
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 def test_compiled_kernels_are_chosen_if_they_support_the_model() -> None:
     model = packed_model(spec_of(), 4)
     decoder = new_decoder(model.spec, model.decoder.tensors, model.decoder.packed)

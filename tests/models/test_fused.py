@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvkeep import load_model
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile
 from kvkeep.models.spec.config import read_spec
@@ -66,7 +66,7 @@ def test_parts_of_a_fused_matrix_are_views_of_its_rows(phi: Path) -> None:
         assert torch.equal(found, there[first : first + len(found)])
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels on this machine")
 def test_the_kernels_are_as_near_to_float32_as_torch_in_bfloat16(phi: Path) -> None:
     model = load_model(str(phi))
     assert isinstance(model.decoder.executor, CompiledExecutor)
@@ -82,7 +82,7 @@ def test_the_kernels_are_as_near_to_float32_as_torch_in_bfloat16(phi: Path) -> N
     assert (whole.logits - exact[-1]).abs().max() <= 1.5 * (rounded - exact)[-1].abs().max()
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize(("weights", "bits"), [("int4", 4), ("int8", 8)])
 def test_fused_matrices_are_packed_part_by_part(
     phi: Path, weights: str, bits: MatrixBits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import SIZES, interleaved, write_tokens
 
 from kvkeep import load_model
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.convert import convert
@@ -244,7 +244,7 @@ def test_mxfp4_experts_equal_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (session.logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0])
 @pytest.mark.parametrize("kind", MADE)
 def test_experts_keep_their_quantised_bytes(
@@ -356,7 +356,7 @@ def test_dense_layers_are_recognised_by_their_tensors(tmp_path: Path) -> None:
     assert [spec.has_experts(layer) for layer in range(spec.layers)] == [False, True]
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("written", [False, True])
 def test_router_weights_keep_the_precision_of_the_file(
     written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from gguf import GGUFWriter
 from tiny_gguf import SIZES, interleaved, write_tokens
 
 from kvkeep import load_model
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
@@ -416,7 +416,7 @@ def test_fused_matrices_are_split_and_reordered_when_packed(
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     reference = random_model(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
-    compiled = library() is not None and kind not in BY_TORCH
+    compiled = kernel_library() is not None and kind not in BY_TORCH
     assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
     values = {}
     for name, tensor in reference.state_dict().items():

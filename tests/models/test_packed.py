@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import write_small_folder
 
 import kvkeep
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING
@@ -27,7 +27,7 @@ from kvkeep.models.weights.packed_file import NewMatrix, checksum_of, read_packe
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, quantise
 from kvkeep.models.weights.tensors import matrix_shapes
 
-compiled = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+compiled = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 SPEC = spec_of()
 
 

@@ -17,11 +17,11 @@ from topics import topic_ids
 from torch import Tensor
 
 from kvkeep import Snapshot
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 MODEL = packed_model(spec_of(), None)
 NEXT = 16
 

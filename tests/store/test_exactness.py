@@ -13,7 +13,7 @@ from small_models import small_model
 from store.golden import PATH
 
 from kvkeep import Snapshot
-from kvkeep.compiled.binding import library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
@@ -22,7 +22,7 @@ from kvkeep.storage.snapshots.fingerprint import Exactness
 
 TEXT = [(i * 7) % 250 + 1 for i in range(40)]
 SMALL = small_model()
-compiled = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+compiled = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 
 def saved_snapshot(model: Model, path: Path, **save_options: Any) -> Snapshot:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.binding import CSimilarity, library, raise_for_status
+from kvkeep.compiled.binding import CSimilarity, kernel_library, raise_for_status
 from kvkeep.compiled.operands import address
 
 BLOCK_ROWS = 256  # rows compared with all older ones at a time
@@ -52,7 +52,7 @@ def _run_kernel(x: Tensor, others: Tensor, indices: Tensor | None) -> Tensor | N
 
     indices: an output; None to compare each vector with earlier ones only.
     """
-    kernels = library()
+    kernels = kernel_library()
     if kernels is None or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[-1] % 2:
         return None
     x, others = x.contiguous(), others.contiguous()

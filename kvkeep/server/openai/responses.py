@@ -109,7 +109,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             service,
         )
     if body.previous_response_id is not None:
-        fork = engine.fork(body.previous_response_id, owner, new=response_id, notes={})
+        fork = engine.fork(body.previous_response_id, owner, new_name=response_id, notes={})
         await wrap_future(fork)
     try:
         cached_tokens = await wrap_future(engine.prepare(ids, response_id, owner))

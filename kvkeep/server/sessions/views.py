@@ -177,10 +177,10 @@ def _reuse_entry(miss: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
     """Return how much of a prompt is reused, and the texts around the first difference."""
     reuse, difference = miss.reuse, miss.difference
     entry: dict[str, Any] = {
-        "prompt_tokens": miss.tokens,
+        "prompt_tokens": miss.prompt_tokens,
         "reused": reuse.tokens,
         "session": reuse.session,
-        "reason": reuse.reason,
+        "reason": "written" if reuse.reason == "sampled" else reuse.reason,
         "differs_at": reuse.differs_at,
     }
     if difference is not None:
