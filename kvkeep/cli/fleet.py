@@ -15,7 +15,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects import is_url
 
 if TYPE_CHECKING:
-    from kvkeep.fleet.setup import Setup
+    from kvkeep.fleet.config import ReplicaConfig
 
 
 def _parse_replicas(text: str) -> tuple[int, int]:
@@ -84,27 +84,29 @@ def fleet(
     from kvkeep.fleet import deployment
 
     deployment.require_ray()
-    from kvkeep.fleet.setup import Autoscaling
+    from kvkeep.fleet.config import Autoscaling
     from kvkeep.server.lifecycle import free_port
 
     host, port = serving.host, free_port(serving.host, serving.port)
-    setup = _replica_setup(serving, store, threads, lease)
+    replica_config = _replica_config(serving, store, threads, lease)
     autoscaling = Autoscaling(*replicas, requests, serving.grace)
     if not serving.quiet:
         say(f"starting {autoscaling.min_servers} servers")
     previous_handler = signal.getsignal(signal.SIGTERM)
-    with deployment.running_fleet(setup, autoscaling, host, port, address):
+    with deployment.running_fleet(replica_config, autoscaling, host, port, address):
         signal.signal(signal.SIGTERM, previous_handler)  # Ray's ends the process at once
         if not serving.quiet:
-            print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
+            print(f"kvkeep serves {replica_config.model} on http://{host}:{port}", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 
 
-def _replica_setup(serving: ServingOptions, store: str, threads: int, lease: float) -> "Setup":
+def _replica_config(
+    serving: ServingOptions, store: str, threads: int, lease: float
+) -> "ReplicaConfig":
     """Check the options, and return the settings of each server. lease: in seconds."""
+    from kvkeep.fleet.config import ReplicaConfig, read_secret
     from kvkeep.fleet.replica import require_conditional_writes
-    from kvkeep.fleet.setup import Setup, read_secret
     from kvkeep.server.keys import ApiKeys
     from kvkeep.storage.objects import open_object_store
 
@@ -112,7 +114,7 @@ def _replica_setup(serving: ServingOptions, store: str, threads: int, lease: flo
     keys = ApiKeys.read(serving.api_key_file, secret)
     require_conditional_writes(open_object_store(store))
     model = serving.load()
-    return Setup(
+    return ReplicaConfig(
         model=model.name,
         dtype=serving.memory.dtype,
         weight_format=serving.memory.weights,

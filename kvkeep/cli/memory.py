@@ -191,7 +191,7 @@ class PrefixOptions:
         try:
             if self.store is None or not is_url(self.store):
                 return open_prefix_store(self.prefix_cache_bytes)
-            from kvkeep.fleet.setup import read_secret
+            from kvkeep.fleet.config import read_secret
             from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
             # Several machines share it: its size is limited only by `kvkeep prefixes gc`.

@@ -135,7 +135,7 @@ def serve(
 
 
 def _serve_shared(serving: ServingOptions, store: str, allow_edit: bool) -> None:
-    from kvkeep.fleet.setup import read_secret
+    from kvkeep.fleet.config import read_secret
 
     secret = read_secret(serving.secret_file)
     serving.require_secret()
@@ -143,7 +143,7 @@ def _serve_shared(serving: ServingOptions, store: str, allow_edit: bool) -> None
     from kvkeep.engine import Limits
     from kvkeep.fleet.replica import Replica
     from kvkeep.server.keys import ApiKeys
-    from kvkeep.server.lifecycle import serve_on
+    from kvkeep.server.lifecycle import run_server
 
     server = Replica(
         model,
@@ -156,14 +156,14 @@ def _serve_shared(serving: ServingOptions, store: str, allow_edit: bool) -> None
     with server.engine:
         keys = ApiKeys.read(serving.api_key_file, secret)
         server_options = {**vars(serving), "allow_edit": allow_edit}
-        serve_on(server.engine, keys, server_options, server.middleware, server.leases.drain)
+        run_server(server.engine, keys, server_options, server.middleware, server.leases.drain)
 
 
 def _serve_folder(serving: ServingOptions, folder: Path, allow_edit: bool) -> None:
     model = serving.load()
     from kvkeep.engine import Engine, Limits
     from kvkeep.server.keys import ApiKeys
-    from kvkeep.server.lifecycle import serve_on
+    from kvkeep.server.lifecycle import run_server
 
     with Engine(
         model,
@@ -175,7 +175,7 @@ def _serve_folder(serving: ServingOptions, folder: Path, allow_edit: bool) -> No
         for line in engine.losses:
             say(line)
         keys = ApiKeys.read(serving.api_key_file, folder)
-        serve_on(engine, keys, {**vars(serving), "allow_edit": allow_edit})
+        run_server(engine, keys, {**vars(serving), "allow_edit": allow_edit})
 
 
 def _session_size(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:

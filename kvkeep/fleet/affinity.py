@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from blake3 import blake3
+from starlette.middleware import Middleware
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
@@ -20,13 +21,13 @@ from kvkeep.storage.sessions.interface import is_valid_name
 
 _ID_HEADER = b"x-session-id"
 MIDDLEWARES_IMPORT_PATH = f"{__name__}:middlewares"
-_OPENAI = ("/chat/completions", "/completions", "/responses")
-_PROMPT_PATHS = frozenset(
-    (*_OPENAI, *(f"/v1{path}" for path in _OPENAI), "/completion", "/v1/messages", SESSIONS_PATH)
-)
-_MAX_BODY_BYTES = 1 << 20  # bytes; requests with larger bodies get no header
-_MAX_INLINE_BYTES = 1 << 16  # bytes; larger bodies are parsed in a thread
-_PREFIX_TOKENS, _PREFIX_CHARACTERS = 256, 1024  # of a prompt without turns; the rest is not hashed
+_OPENAI_PATHS = ("/chat/completions", "/completions", "/responses")
+_V1_OPENAI_PATHS = tuple(f"/v1{path}" for path in _OPENAI_PATHS)
+# For POST requests to these, the session id is computed from the body.
+_BODY_ID_PATHS = {*_OPENAI_PATHS, *_V1_OPENAI_PATHS, "/completion", "/v1/messages", SESSIONS_PATH}
+_MAX_BODY_BYTES = 1 << 20  # requests with larger bodies get no header
+_MAX_INLINE_BYTES = 1 << 16  # larger bodies are parsed in a thread
+_MAX_PREFIX_TOKENS, _MAX_PREFIX_CHARACTERS = 256, 1024  # of a prompt; the rest is not hashed
 
 
 class Affinity:
@@ -40,10 +41,10 @@ class Affinity:
             await self._app(scope, receive, send)
             return
         session_id = session_target(scope["method"], scope["path"]).name
-        if not session_id and scope["method"] == "POST" and scope["path"] in _PROMPT_PATHS:
-            messages = await _read_messages(receive)
-            receive = replay(messages, receive)
-            body = b"".join(message.get("body", b"") for message in messages)
+        if not session_id and scope["method"] == "POST" and scope["path"] in _BODY_ID_PATHS:
+            body_messages = await _receive_body(receive)
+            receive = replay(body_messages, receive)
+            body = b"".join(message.get("body", b"") for message in body_messages)
             compute_id = partial(affinity_session_id, scope["path"], body, _credentials(scope))
             if len(body) <= _MAX_INLINE_BYTES:
                 session_id = compute_id()
@@ -56,15 +57,13 @@ class Affinity:
 
 def middlewares() -> list[Any]:
     """Return the middlewares for Ray's RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
-    from starlette.middleware import Middleware
-
     return [Middleware(Affinity)]
 
 
 def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str:
-    """Return the session id for a POST request, or "" if it has none.
+    """Return a POST request's session id: a session's name, or a hash of a prompt; "" for neither.
 
-    credentials: of the client; each client's prompts have their own ids.
+    credentials: of the client, hashed too, so that clients with equal prompts have different ids.
     """
     try:
         request = json.loads(body)
@@ -83,17 +82,17 @@ def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str
 
 
 def _stable_prefix(request: dict[str, Any]) -> list[Any]:
-    """Return the part of a conversation up to the first user message, which all turns share."""
+    """Return the part of a prompt that all turns of a chat share: up to the first user message."""
     turns = request.get("messages", request.get("input", request.get("prompt")))
     preamble = [request[name] for name in ("system", "instructions", "tools") if name in request]
     if isinstance(turns, str):
         if "prompt" in request:
-            return [*preamble, turns[:_PREFIX_CHARACTERS]]
+            return [*preamble, turns[:_MAX_PREFIX_CHARACTERS]]
         return [*preamble, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
     if "prompt" in request:  # token ids, or several prompts
-        return [*preamble, *turns[:_PREFIX_TOKENS]]
+        return [*preamble, *turns[:_MAX_PREFIX_TOKENS]]
     for index, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") == "user":
             return [*preamble, *turns[: index + 1]]
@@ -113,12 +112,12 @@ def _credentials(scope: Scope) -> bytes:
     return headers.get(b"authorization") or headers.get(b"x-api-key") or b""
 
 
-async def _read_messages(receive: Receive) -> list[Message]:
-    """Receive until the body ends or exceeds _MAX_BODY_BYTES."""
-    messages, size, more_body = list[Message](), 0, True
+async def _receive_body(receive: Receive) -> list[Message]:
+    """Return the ASGI messages of the body, until it ends or exceeds _MAX_BODY_BYTES."""
+    body_messages, size, more_body = list[Message](), 0, True
     while more_body and size <= _MAX_BODY_BYTES:
         message = await receive()
-        messages.append(message)
+        body_messages.append(message)
         size += len(message.get("body", b""))
         more_body = message.get("more_body", False)
-    return messages
+    return body_messages

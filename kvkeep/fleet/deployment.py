@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.errors import InvalidArgument, ServerError
 from kvkeep.fleet.affinity import MIDDLEWARES_IMPORT_PATH
-from kvkeep.fleet.setup import Autoscaling, Setup
+from kvkeep.fleet.config import Autoscaling, ReplicaConfig
 
 APPLICATION_NAME = "kvkeep"
 _RAY_OBJECT_STORE_BYTES = 128 << 20  # small, as it is not used
@@ -19,7 +19,7 @@ _RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 is too short on a busy machine
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES_IMPORT_PATH,
 }
-ROUTER_CLASS: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_ROUTER_IMPORT_PATH: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def require_ray() -> None:
@@ -27,19 +27,18 @@ def require_ray() -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise InvalidArgument(
-            f"kvkeep fleet needs {error.name}: pip install 'kvkeep[fleet]'"
-        ) from None
+        message = f"kvkeep fleet needs {error.name}: pip install 'kvkeep[fleet]'"
+        raise InvalidArgument(message) from None
 
 
 @contextmanager
 def running_fleet(
-    setup: Setup, autoscaling: Autoscaling, host: str, port: int, address: str | None
+    config: ReplicaConfig, autoscaling: Autoscaling, host: str, port: int, address: str | None
 ) -> Iterator[None]:
     """Run a fleet; on exit let requests finish, so that all sessions are in the store.
 
-    address: of a Ray cluster that serves nothing else; None to start one on this machine. Raises
-    ServerError.
+    host, port: where it listens for HTTP. address: of a Ray cluster that serves nothing else; None
+    to start one on this machine. Raises ServerError.
     """
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -48,12 +47,12 @@ def running_fleet(
 
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    _connect(autoscaling.max_servers * setup.threads, address)
+    _connect(autoscaling.max_servers * config.threads, address)
     try:
         if serve.status().proxies:  # they would keep their configuration, and stop with this fleet
             raise ServerError(f"the Ray cluster at {address} is in use: run `serve shutdown`")
         try:
-            _serve(_application(setup, autoscaling), host, port)
+            _serve(_ray_application(config, autoscaling), host, port)
             yield
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
@@ -97,6 +96,7 @@ def _require_listener(address: str) -> None:
 
 
 def _serve(application: Any, host: str, port: int) -> None:
+    """Start Ray's HTTP proxies and the replicas of a Ray Serve application."""
     import ray
     from ray import serve
 
@@ -113,7 +113,8 @@ def _serve(application: Any, host: str, port: int) -> None:
         ) from error
 
 
-def _application(setup: Setup, autoscaling: Autoscaling) -> Any:
+def _ray_application(config: ReplicaConfig, autoscaling: Autoscaling) -> Any:
+    """Return the Ray Serve application: replicas of `ReplicaServer` and how to route to them."""
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
@@ -130,17 +131,17 @@ def _application(setup: Setup, autoscaling: Autoscaling) -> Any:
     deployment = serve.deployment(
         name=APPLICATION_NAME,
         **replica_options,
-        max_ongoing_requests=4 * autoscaling.target_requests,
+        max_ongoing_requests=4 * autoscaling.target_requests,  # others get further requests
         graceful_shutdown_timeout_s=autoscaling.grace_seconds,
         health_check_period_s=2,
         health_check_timeout_s=30,
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER_CLASS,  # a server at its limit passes requests to others
+            request_router_class=_ROUTER_IMPORT_PATH,  # by the header `x-session-id`
             request_router_kwargs={"num_fallback_replicas": autoscaling.max_servers - 1},
         ),
         ray_actor_options={
-            "num_cpus": setup.threads,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(setup.threads)}},
+            "num_cpus": config.threads,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         },
     )
-    return deployment(serve.ingress()(ReplicaServer)).bind(setup)
+    return deployment(serve.ingress()(ReplicaServer)).bind(config)

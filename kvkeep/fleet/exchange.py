@@ -1,4 +1,4 @@
-"""A request and its response, which is withheld until its session is committed."""
+"""A request that targets a session, and its response, withheld until the session is committed."""
 
 import asyncio
 import hashlib
@@ -17,11 +17,11 @@ from starlette.types import Message, Receive, Scope, Send
 from kvkeep.fleet.session_target import SessionTarget, parse_json_object
 from kvkeep.server.idempotency import MAX_KEY_LENGTH, bad_key_error
 
-_NOTES_KEY = "answered"  # key in a snapshot's notes, part of the stored format
-_ASGI = {"version": "3.0", "spec_version": "2.3"}  # starlette then watches for disconnects
-_MAX_BODY_BYTES = 100_000  # bytes of a response that is recorded
-_SEND_TIMEOUT_SECONDS = 60.0  # seconds in which a client must take a message
-_MAX_RECORDS = 256  # responses of a session, the newest
+_NOTES_KEY = "answered"  # key in a snapshot's notes (JSON), part of the stored format
+_ASGI_VERSIONS = {"version": "3.0", "spec_version": "2.3"}  # starlette then watches for disconnects
+_MAX_RECORDED_BODY_BYTES = 100_000  # longer bodies of responses are not recorded
+_SEND_TIMEOUT_SECONDS = 60.0  # in which a client must take a message
+_MAX_RECORDS = 256  # a session's newest responses that are recorded
 _MAX_BODIES = 8  # of these, the newest keep their bodies
 _DONE_EVENT, _ERROR_EVENT = b"event: done", b"event: error"
 
@@ -33,7 +33,7 @@ class WithheldResponse:
     """
 
     def __init__(self, send: Send, max_body_bytes: int = 0):
-        """max_body_bytes: a longer body is not kept for `body`."""
+        """send: to the client. max_body_bytes: a longer body is not kept for `body`."""
         self._send, self._max_body_bytes, self._body_size = send, max_body_bytes, 0
         self._withheld, self._body_parts = list[Message](), list[bytes]()
         self.status, self.headers = 0, Headers()
@@ -64,7 +64,7 @@ class WithheldResponse:
             self._failed = self._failed or (is_stream and body.startswith(_ERROR_EVENT))
             self._ended = self._ended or not message.get("more_body", False)
         is_last = body.startswith((_DONE_EVENT, _ERROR_EVENT)) or self._ended
-        if self._withheld or is_last or not is_stream:
+        if self._withheld or is_last or not is_stream:  # what follows a withheld message is, too
             self._withheld.append(message)
         else:
             await self.send_now(message)
@@ -80,18 +80,18 @@ class WithheldResponse:
         for message in withheld:
             await self._send(message)
 
-    async def fail(self, error_response: Any, error_event: bytes) -> None:
-        """Discard the withheld messages; send the event to a started stream, or the response."""
+    async def fail(self, error_response: JSONResponse, error_event: bytes) -> None:
+        """Replace the withheld messages by the error: an event if a stream has started."""
         self._withheld.clear()
         if self.started:
-            body = {"type": "http.response.body", "body": error_event, "more_body": False}
-            await self._send(body)
+            last_message = {"type": "http.response.body", "body": error_event, "more_body": False}
+            await self._send(last_message)
         else:
             await error_response({"type": "http"}, _receive_disconnect, self._send)
 
 
-class ReplayedBody:
-    """The `receive` of an application: a body that was read, then the client's messages."""
+class ReplayedRequest:
+    """A request whose body was read: `receive` gives it, or another body, to the application."""
 
     def __init__(self, body: bytes, receive: Receive):
         self._body: bytes | None = body
@@ -126,6 +126,7 @@ async def _receive_disconnect() -> Message:
 
 
 async def _send_or_disconnect(send: Send, client_gone: asyncio.Event, message: Message) -> None:
+    """Send a message; if that fails or stalls, treat the client as disconnected."""
     try:
         await asyncio.wait_for(send(message), _SEND_TIMEOUT_SECONDS)
     except Exception:  # TimeoutError too: the lease must not wait for a stalled client
@@ -134,28 +135,28 @@ async def _send_or_disconnect(send: Send, client_gone: asyncio.Event, message: M
 
 class SessionKey(NamedTuple):
     name: str
-    owner: str
+    owner: str  # of the request's API key; names are unique for each owner
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and its response."""
+    """A request that targets a session, and its response."""
 
     target: SessionTarget
     scope: Scope
-    raw_body: bytes
-    body: ReplayedBody  # of the raw body, or of another one, for the application
+    raw_body: bytes  # as the client sent it
+    request: ReplayedRequest  # with the raw body, or another one, for the application
     response: WithheldResponse
 
     @classmethod
     def begin(
         cls, target: SessionTarget, scope: Scope, raw_body: bytes, receive: Receive, send: Send
     ) -> "Exchange":
-        body = ReplayedBody(raw_body, receive)
+        request = ReplayedRequest(raw_body, receive)
         has_idempotency_key = b"idempotency-key" in dict(scope["headers"])
-        send = partial(_send_or_disconnect, send, body.client_gone)
-        response = WithheldResponse(send, _MAX_BODY_BYTES if has_idempotency_key else 0)
-        return cls(target, {**scope, "asgi": _ASGI}, raw_body, body, response)
+        send = partial(_send_or_disconnect, send, request.client_gone)
+        response = WithheldResponse(send, _MAX_RECORDED_BODY_BYTES if has_idempotency_key else 0)
+        return cls(target, {**scope, "asgi": _ASGI_VERSIONS}, raw_body, request, response)
 
     @property
     def session_key(self) -> SessionKey:
@@ -163,7 +164,7 @@ class Exchange:
 
     @cached_property
     def idempotency_key_digest(self) -> str | None:
-        """A digest, since readers of the store must not learn the key. Raises ApiError."""
+        """The key's digest: readers of the store must not learn the key. Raises ApiError."""
         header = dict(self.scope["headers"]).get(b"idempotency-key")
         if header is not None and not 0 < len(header) <= MAX_KEY_LENGTH:
             raise bad_key_error()
@@ -171,6 +172,7 @@ class Exchange:
 
     @cached_property
     def request_digest(self) -> str:
+        """A digest by which a repeated request is told from another one with the same key."""
         path = self.scope["path"].encode()
         if self.target.operation in ("create", "fork"):
             return _digest(path, json.dumps(parse_json_object(self.raw_body)).encode())
@@ -178,9 +180,9 @@ class Exchange:
 
     def with_json_body(self, fields: dict[str, Any]) -> "Exchange":
         """Return the exchange with another JSON body for the application."""
-        body = ReplayedBody(json.dumps(fields).encode(), self.body.receive_rest)
+        request = ReplayedRequest(json.dumps(fields).encode(), self.request.receive_rest)
         headers = [item for item in self.scope["headers"] if item[0].lower() != b"content-length"]
-        return replace(self, body=body, scope={**self.scope, "headers": headers})
+        return replace(self, request=request, scope={**self.scope, "headers": headers})
 
     async def respond(self, content: dict[str, Any]) -> None:
         await JSONResponse(content)(self.scope, _receive_disconnect, self.response.send)
@@ -190,8 +192,8 @@ class Exchange:
 class RecordedResponse:
     """The response to a request with an Idempotency-Key, stored with the session."""
 
-    key: str  # digest
-    request: str  # digest
+    key: str  # digest of the Idempotency-Key
+    request: str  # digest by which a repeated request is recognised
     status: int
     headers: list[tuple[str, str]] = field(default_factory=list)
     body: str | None = None  # None if it was too long or is too old to be kept
@@ -207,16 +209,14 @@ class RecordedResponse:
         return cls(key_digest, exchange.request_digest, response.status, headers, body)
 
     async def send(self, response: WithheldResponse) -> None:
-        headers = [
-            (name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers
-        ]
+        headers = [(name.encode("latin1"), value.encode("latin1")) for name, value in self.headers]
         start = {"type": "http.response.start", "status": self.status, "headers": headers}
         await response.send(start)
         await response.send({"type": "http.response.body", "body": (self.body or "").encode()})
 
 
 def pop_responses(notes: dict[str, Any]) -> list[RecordedResponse]:
-    """Remove the recorded responses from a snapshot's notes; return those well-formed."""
+    """Remove the recorded responses from a snapshot's notes; return the well-formed ones."""
     responses, entries = list[RecordedResponse](), notes.pop(_NOTES_KEY, None)
     for entry in entries if isinstance(entries, list) else ():
         with suppress(TypeError, ValueError):

@@ -1,4 +1,7 @@
-"""Sessions leased from a store: loaded into the engine, held while written, and committed."""
+"""Sessions leased from a store: loaded into the engine, held while written, and committed.
+
+In the store, a session's *head* names its last committed snapshot and the server with the lease.
+"""
 
 import asyncio
 import time
@@ -24,18 +27,20 @@ from kvkeep.storage.snapshots.snapshot import Snapshot
 P = ParamSpec("P")
 T = TypeVar("T")
 LEASE_SECONDS = 2.0  # for which the sessions of a killed server stay leased
-_MAX_COPIES = 1_000
+_MAX_COPIES = 1_000  # copies in the engine that are tracked; older ones are loaded again
 _LOAD_ATTEMPTS = 5  # while others commit
-_IDLE_TIMEOUT_SECONDS = 30.0  # seconds that a step of a cancelled generation takes at most
+_IDLE_TIMEOUT_SECONDS = 30.0  # for the last step of a cancelled generation
 _POLL_SECONDS = 0.1  # between attempts to lease a session that another server holds
 _STORE_THREADS = 16
 
 
 @dataclass
 class _EngineCopy:
-    record: SessionRecord
+    """A session in the engine, as it was last loaded from the store or committed to it."""
+
+    record: SessionRecord  # the engine's session
     snapshot: str  # name in the store
-    version: HeadVersion | None  # of the head when last seen
+    version: HeadVersion | None  # the head when this server last wrote it
     revision: int  # of the session, as loaded or committed
     responses: list[RecordedResponse]  # to requests with keys, the newest last
 
@@ -46,9 +51,9 @@ class LeasedSession:
 
     key: SessionKey
     lease: Lease
-    record: SessionRecord | None = None  # in the engine; None until it is created
+    record: SessionRecord | None = None  # the engine's session; None until it is created
     loaded_revision: int | None = None  # None for a new session
-    responses: list[RecordedResponse] = field(default_factory=list)
+    responses: list[RecordedResponse] = field(default_factory=list)  # as in `_EngineCopy`
     in_sync: bool = False  # whether the engine's session equals the store's
 
 
@@ -56,7 +61,7 @@ class SessionLeases:
     """Leases of a store's sessions, and their copies in one engine.
 
     The engine may keep a copy between requests; a request loads the session again if another server
-    has committed since. sessions_of: an owner's sessions in the store. tasks: requests in progress.
+    has committed since. sessions_of: returns an owner's sessions in the store.
     """
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
@@ -65,14 +70,15 @@ class SessionLeases:
         self._records_being_written: dict[SessionKey, SessionRecord] = {}
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
-        self.tasks = set[asyncio.Task[None]]()
+        self.request_tasks = set[asyncio.Task[None]]()  # requests in progress
 
     async def drain(self) -> None:
         """Wait until all requests in progress have committed."""
-        while self.tasks:
-            await asyncio.wait(set(self.tasks))
+        while self.request_tasks:
+            await asyncio.wait(set(self.request_tasks))
 
     async def call_store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that waits for the store, in a thread of its own."""
         return await wrap_future(self._threads.submit(function, *args, **kwargs))
 
     async def _call_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -84,7 +90,7 @@ class SessionLeases:
 
         Without a commit it is rolled back. Raises InvalidArgument if it exists, HeldElsewhere.
         """
-        async with self._lock_session(key, patience=0.0):
+        async with self._lock_session(key, timeout=0.0):
             sessions = self.sessions_of(key.owner)
             lease = await self.call_store(sessions.create, key.name)
             async with self._roll_back_uncommitted(LeasedSession(key, lease)) as leased:
@@ -92,14 +98,14 @@ class SessionLeases:
                 yield leased
 
     @asynccontextmanager
-    async def writing(self, key: SessionKey, patience: float = 0.0) -> AsyncIterator[LeasedSession]:
+    async def writing(self, key: SessionKey, timeout: float = 0.0) -> AsyncIterator[LeasedSession]:
         """Lease a session and load it into the engine as it was last committed.
 
-        Changes that are not committed within the block are rolled back. patience: seconds to wait
+        Changes that are not committed within the block are rolled back. timeout: seconds to wait
         for another request of this server. If another server has the lease, this waits for as long
         as a killed server's lease lasts. Raises NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._lock_session(key, patience):
+        async with self._lock_session(key, timeout):
             lease = await self._acquire_lease(key)
             async with self._roll_back_uncommitted(LeasedSession(key, lease)) as leased:
                 copy = await self._load_copy(key, lease.head)
@@ -126,8 +132,9 @@ class SessionLeases:
                     self._copies[leased.key].version = leased.lease.version
 
     async def _roll_back(self, leased: LeasedSession) -> None:
-        """Drop the session in the engine."""
+        """Drop the session in the engine; the store has it as last committed, or not at all."""
         await self._drop_copy(leased.key)
+        # A new session that the route created and that was never committed has no copy yet.
         if leased.loaded_revision is None and not leased.lease.head.snapshot:
             with suppress(KvkeepError):
                 await self._call_engine(self._borrowed.discard, await self._engine_record(leased))
@@ -153,10 +160,9 @@ class SessionLeases:
     async def remove(self, key: SessionKey, check: Callable[[SessionPath], None]) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
 
-        check: called under the lease, before anything is removed. Raises the errors of `check`,
-        NoSuchSession, Busy, HeldElsewhere.
+        check: called first, under the lease. Raises as `check`, NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._lock_session(key, patience=0.0):
+        async with self._lock_session(key, timeout=0.0):
             lease = await self._acquire_lease(key)
             try:
                 await self.call_store(check, SessionPath(lease.objects))
@@ -166,15 +172,12 @@ class SessionLeases:
                 await self.call_store(lease.release)
 
     async def has_changes(self, leased: LeasedSession) -> bool:
-        """Whether there is anything to commit. Raises StoreError if the engine dropped it."""
+        """Whether the session has changes to commit. Raises StoreError if the engine dropped it."""
         record = await self._engine_record(leased)
         return await self._wait_for_idle_revision(record) != leased.loaded_revision
 
     async def commit(self, leased: LeasedSession, response: RecordedResponse | None = None) -> None:
-        """Commit a session, with the response to record, and release the lease.
-
-        Raises Moved if another server has taken the session, StoreError.
-        """
+        """Commit a session with a response to record, and release its lease. Raises StoreError."""
         record = await self._engine_record(leased)
         await self._wait_for_idle_revision(record)
         responses = [*leased.responses, *([response] if response else [])]
@@ -189,13 +192,14 @@ class SessionLeases:
         leased.in_sync = True
 
     @asynccontextmanager
-    async def _lock_session(self, key: SessionKey, patience: float) -> AsyncIterator[None]:
+    async def _lock_session(self, key: SessionKey, timeout: float) -> AsyncIterator[None]:
         """Admit one request of this server at a time to a session. Raises Busy."""
         lock = self._locks.setdefault(key, asyncio.Lock())
-        if key in self._records_being_written and not patience:
+        # A session that is being written stays busy for long; one that is loaded does not.
+        if key in self._records_being_written and not timeout:
             raise Busy(f"session {key.name!r} is busy; wait, or cancel the request")
         try:
-            await asyncio.wait_for(lock.acquire(), patience or _IDLE_TIMEOUT_SECONDS)
+            await asyncio.wait_for(lock.acquire(), timeout or _IDLE_TIMEOUT_SECONDS)
         except TimeoutError:
             raise Busy(f"session {key.name!r} is still busy with another request") from None
         try:
@@ -204,7 +208,7 @@ class SessionLeases:
             lock.release()
 
     async def _engine_record(self, leased: LeasedSession) -> SessionRecord:
-        """Return the engine's session, which may have been created under the lease."""
+        """Return the engine's session, which the route may have just created. Raises StoreError."""
         if leased.record is None:
             leased.record = await self._call_engine(self._borrowed.adopt, *leased.key)
         if leased.record is None:
@@ -229,7 +233,7 @@ class SessionLeases:
     async def _acquire_lease(self, key: SessionKey) -> Lease:
         """Acquire a lease; wait for as long as a killed server's lease lasts."""
         sessions, copy = self.sessions_of(key.owner), self._copies.get(key)
-        head = copy.version if copy else None
+        head = copy.version if copy else None  # probably current, which saves reading it
         deadline = time.monotonic() + 1.5 * sessions.lease_seconds + 0.5
         while True:
             try:

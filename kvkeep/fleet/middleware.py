@@ -1,4 +1,4 @@
-"""ASGI middleware between the security checks and the routes: sessions live in the store.
+"""ASGI middleware between the security checks and the routes, for sessions in a shared store.
 
 A request that changes a session leases it until the commit. The response is withheld until then,
 so that no client learns of a change that may be lost. A request with an `Idempotency-Key` is
@@ -31,18 +31,18 @@ from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 _log = logging.getLogger("kvkeep.server")
 _SEED_COUNT = 2**53  # JavaScript represents every integer below
-_RETRY_PATIENCE = 10.0  # seconds that a retry waits for the first attempt
+_RETRY_TIMEOUT_SECONDS = 10.0  # for which a repeated request waits for the first attempt
 
 
 class SessionMiddleware:
     """ASGI middleware that leases, commits and releases the sessions that requests target."""
 
-    def __init__(self, app: Any, leases: SessionLeases, server: str):
-        """server: the value of the response header `x-kvkeep-server`."""
-        self._app, self._leases, self._server = app, leases, server.encode()
+    def __init__(self, app: Any, leases: SessionLeases, server_name: str):
+        """server_name: the value of the response header `x-kvkeep-server`."""
+        self._app, self._leases, self._server_name = app, leases, server_name.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_http, send = scope["type"] == "http", partial(self._send_with_server, send)
+        is_http, send = scope["type"] == "http", partial(self._send_with_server_name, send)
         target = session_target(scope["method"], scope["path"]) if is_http else None
         if target is None or target.operation == "none":
             await self._app(scope, receive, send)
@@ -53,21 +53,22 @@ class SessionMiddleware:
         exchange = Exchange.begin(target, scope, raw_body, receive, send)
         # In a task: a client that disconnects cancels its generation, but not the commit.
         task = asyncio.create_task(self._respond(exchange))
-        self._leases.tasks.add(task)
-        task.add_done_callback(self._leases.tasks.discard)
+        self._leases.request_tasks.add(task)
+        task.add_done_callback(self._leases.request_tasks.discard)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            exchange.body.client_gone.set()
+            exchange.request.client_gone.set()
             raise
 
-    async def _send_with_server(self, send: Send, message: Message) -> None:
+    async def _send_with_server_name(self, send: Send, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), (b"x-kvkeep-server", self._server)]
+            headers = [*message.get("headers", ()), (b"x-kvkeep-server", self._server_name)]
             message = {**message, "headers": headers}
         await send(message)
 
     async def _respond(self, exchange: Exchange) -> None:
+        """Handle a request, and release its response, or report the error in its place."""
         scope, response = exchange.scope, exchange.response
         try:
             await self._dispatch(exchange)
@@ -81,7 +82,8 @@ class SessionMiddleware:
             await response.release()
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        scope, body, response = exchange.scope, exchange.body, exchange.response
+        """Handle a request by its operation; the response is still withheld."""
+        scope, request, response = exchange.scope, exchange.request, exchange.response
         session_key, leases = exchange.session_key, self._leases
         match exchange.target.operation:
             case "unknown":
@@ -90,43 +92,43 @@ class SessionMiddleware:
                 await self._list(exchange)
             case "create":
                 await self._create(exchange)
-            case "fork" | "snapshot" as kind:
+            case "fork" | "snapshot" as operation:
                 async with leases.reading(session_key, committed=True):
-                    await (self._create if kind == "fork" else self._run)(exchange)
-            case "events":
+                    await (self._create if operation == "fork" else self._run_route)(exchange)
+            case "events":  # the session is loaded, but not held as long as the stream lasts
                 with suppress(NoSuchSession):
                     async with leases.reading(session_key):
                         pass
-                await self._app(scope, body.receive, response.send_now)
+                await self._app(scope, request.receive, response.send_now)
             case "read":
                 await self._read(exchange)
             case "save":  # committed sessions are saved: respond with the session
                 async with leases.reading(session_key, committed=True):
                     path = f"/v1/sessions/{session_key.name}"
                     get_scope = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
-                    await self._app(get_scope, body.receive, response.send)
+                    await self._app(get_scope, request.receive, response.send)
             case "delete":
                 await self._delete(exchange)
             case _:
                 await self._write(exchange)
 
-    async def _run(self, exchange: Exchange) -> None:
-        await self._app(exchange.scope, exchange.body.receive, exchange.response.send)
+    async def _run_route(self, exchange: Exchange) -> None:
+        await self._app(exchange.scope, exchange.request.receive, exchange.response.send)
 
     async def _read(self, exchange: Exchange) -> None:
         """Read a session of the store, or one local to this server, such as a stored response."""
         first_response = WithheldResponse(exchange.response.send)
         with suppress(NoSuchSession):
             async with self._leases.reading(exchange.session_key):
-                await self._run(replace(exchange, response=first_response))
+                await self._run_route(replace(exchange, response=first_response))
             if first_response.status != 404:
                 await first_response.release()
                 return
             # It was rolled back between loading and reading: try once more.
             async with self._leases.reading(exchange.session_key):
-                await self._run(exchange)
+                await self._run_route(exchange)
             return
-        await self._run(exchange)
+        await self._run_route(exchange)
 
     async def _create(self, exchange: Exchange) -> None:
         """Create a session and commit it before the response is released."""
@@ -138,7 +140,7 @@ class SessionMiddleware:
             return
         try:
             async with self._leases.creating(session_key) as leased:
-                await self._run(exchange.with_json_body({**fields, "name": name}))
+                await self._run_route(exchange.with_json_body({**fields, "name": name}))
                 if exchange.response.succeeded:
                     await self._leases.commit(leased, RecordedResponse.from_exchange(exchange))
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
@@ -148,7 +150,7 @@ class SessionMiddleware:
     async def _repeat_creation(self, exchange: Exchange, session_key: SessionKey) -> bool:
         """Repeat the response if this very request has created the session before."""
         try:
-            async with self._leases.writing(session_key, _RETRY_PATIENCE) as leased:
+            async with self._leases.writing(session_key, _RETRY_TIMEOUT_SECONDS) as leased:
                 leased.in_sync = True
                 return await _repeat_response(leased, exchange)
         except NoSuchSession:
@@ -157,17 +159,17 @@ class SessionMiddleware:
     async def _write(self, exchange: Exchange) -> None:
         """Change a session under its lease, commit, and only then release the response."""
         leases, key_digest = self._leases, exchange.idempotency_key_digest
-        if key_digest and exchange.target.may_sample:
+        if key_digest and exchange.target.action in ("generate", "turns"):  # they sample tokens
             exchange = _with_seed(exchange, key_digest)
-        patience = _RETRY_PATIENCE if key_digest else 0.0
-        async with leases.writing(exchange.session_key, patience) as leased:
+        timeout = _RETRY_TIMEOUT_SECONDS if key_digest else 0.0
+        async with leases.writing(exchange.session_key, timeout) as leased:
             if await _repeat_response(leased, exchange):
                 leased.in_sync = True
                 return
-            loop, client_gone = asyncio.get_running_loop(), exchange.body.client_gone
+            loop, client_gone = asyncio.get_running_loop(), exchange.request.client_gone
             # Another server takes the session: cancel the generation, as a disconnect does.
             leased.lease.on_lost(lambda: loop.call_soon_threadsafe(client_gone.set))
-            await self._run(exchange)
+            await self._run_route(exchange)
             leased.lease.check()
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
             succeeded = exchange.response.succeeded
@@ -199,7 +201,7 @@ class SessionMiddleware:
 
 
 def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
-    """Return a session's JSON fields as last committed; None if it is gone or damaged."""
+    """Return a session's fields for a response, as last committed; None if gone or damaged."""
     try:
         notes = read_snapshot_document(path)["notes"]
         record = SessionRecord(path.stem, "", named=True, file=None, session=None)

@@ -11,9 +11,9 @@ from typing import Any
 
 from kvkeep.engine import Engine, Limits
 from kvkeep.errors import Conflict, StoreError
+from kvkeep.fleet.config import ReplicaConfig
 from kvkeep.fleet.leases import LEASE_SECONDS, SessionLeases
 from kvkeep.fleet.middleware import SessionMiddleware
-from kvkeep.fleet.setup import Setup
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
@@ -21,7 +21,7 @@ from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
 
 
 class Replica:
-    """An engine over a store. writer: its name in leases."""
+    """An engine whose sessions are leased from a store. writer: its name in leases."""
 
     def __init__(
         self,
@@ -36,19 +36,20 @@ class Replica:
     ):
         """Open a store and start an engine over it.
 
-        share_prefixes: whether to share prefilled prefixes of prompts. Raises InvalidArgument
-        and StoreError for an unusable store.
+        secret: authenticates shared prefixes. settings: defaults of new sessions. share_prefixes:
+        whether to share prefilled prefixes of prompts. Raises InvalidArgument and StoreError for
+        an unusable store.
         """
         objects = open_object_store(store_url)
         # Unique to this process, even if containers share host names.
         self.writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         require_conditional_writes(objects)
-        caches = SharedPrefixCache(objects, secret, model.arithmetic) if share_prefixes else None
+        prefixes = SharedPrefixCache(objects, secret, model.arithmetic) if share_prefixes else None
         self.engine = Engine(
             model,
             settings=settings,
             limits=limits,
-            stores=caches.for_owner if caches else None,
+            stores=prefixes.for_owner if prefixes else None,
             snapshots=partial(SharedLabels, objects),
         )
         sessions_of = partial(
@@ -84,30 +85,30 @@ def require_conditional_writes(objects: ObjectStore) -> None:
 class ReplicaServer:
     """A replica as Ray Serve runs it, in a process of its own: loads the model and serves."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, config: ReplicaConfig):
         import torch
 
         from kvkeep import load_model
         from kvkeep.server.app import LOCAL_HOSTS, application
         from kvkeep.server.service import Service
 
-        torch.set_num_threads(setup.threads)
-        options = {"dtype": setup.dtype, "weights": setup.weight_format}
+        torch.set_num_threads(config.threads)
+        options = {"dtype": config.dtype, "weights": config.weight_format}
         load_options = {name: value for name, value in options.items() if value is not None}
-        model = load_model(setup.model, **load_options)  # type: ignore[arg-type]
+        model = load_model(config.model, **load_options)  # type: ignore[arg-type]
         self._replica = Replica(
             model,
-            setup.store_url,
-            setup.secret,
-            settings=setup.session_settings,
-            limits=Limits(memory=setup.memory_bytes),
-            share_prefixes=setup.share_prefixes,
-            lease_seconds=setup.lease_seconds,
+            config.store_url,
+            config.secret,
+            settings=config.session_settings,
+            limits=Limits(memory=config.memory_bytes),
+            share_prefixes=config.share_prefixes,
+            lease_seconds=config.lease_seconds,
         )
-        model_name = setup.alias or model.name.rpartition("/")[2]
-        self._service = Service(self._replica.engine, model_name, setup.api_keys, int(time.time()))
-        hosts = {*LOCAL_HOSTS, *setup.hosts}
-        self._app = application(self._service, hosts, setup.origins, self._replica.middleware)
+        model_name = config.alias or model.name.rpartition("/")[2]
+        self._service = Service(self._replica.engine, model_name, config.api_keys, int(time.time()))
+        hosts = {*LOCAL_HOSTS, *config.hosts}
+        self._app = application(self._service, hosts, config.origins, self._replica.middleware)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application; called by Ray Serve."""

@@ -1,4 +1,4 @@
-"""The session that a request targets, and the effect on it."""
+"""The session that a request targets, and the operation on it, from the method and path."""
 
 import json
 import re
@@ -8,29 +8,25 @@ from typing import Any, Literal, cast
 from kvkeep.server.errors import ApiError
 from kvkeep.storage.sessions.interface import is_valid_name
 
-# none: no session of the store. unknown: an invalid path below /v1/sessions/. fork: creates a
-# session from another one. snapshot: saves the session as a labelled snapshot. events: an endless
-# stream. save: nothing to do, as every commit saves.
-ReadOperation = Literal["none", "unknown", "list", "read", "events"]
-TargetOperation = ReadOperation | Literal["create", "fork", "snapshot", "write", "delete", "save"]
+# none: no session of the store. unknown: an invalid path below /v1/sessions/. events: an endless
+# stream. snapshot: saves a labelled snapshot. save: nothing to do, as every commit saves.
+TargetOperation = (
+    Literal["none", "unknown", "list", "read", "events"]
+    | Literal["create", "fork", "snapshot", "write", "delete", "save"]
+)
 _SESSION_ROUTE = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
 _RESTORE_ROUTE = re.compile(r"/v1/snapshots/[^/]+/restore")
 SESSIONS_PATH = "/v1/sessions"
-_RESERVED_NAME = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # names local to each server
+_RESERVED_NAMES = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # sessions local to each server
 
 
 @dataclass(frozen=True)
 class SessionTarget:
-    """The target of a request. name: the session's. action: the last word of the path."""
+    """The target of a request. name: the session's. action: the path's word after the name."""
 
     operation: TargetOperation
     name: str = ""
     action: str = ""
-
-    @property
-    def may_sample(self) -> bool:
-        """Whether the request may sample tokens."""
-        return self.action in ("generate", "turns")
 
 
 def session_target(method: str, path: str) -> SessionTarget:
@@ -58,10 +54,10 @@ def session_target(method: str, path: str) -> SessionTarget:
 
 
 def require_new_name(name: object) -> str:
-    """Return the name. Raises ApiError if a new session of the store cannot have it."""
+    """Check and return a new session's name. Raises ApiError if it is invalid or reserved."""
     if not isinstance(name, str) or not is_valid_name(name):
         raise ApiError(400, f"name: {name!r:.120} is not a valid session name", param="name")
-    if _RESERVED_NAME.fullmatch(name):
+    if _RESERVED_NAMES.fullmatch(name):
         raise ApiError(400, f"name: {name!r} is reserved for slots and responses", param="name")
     return name
 

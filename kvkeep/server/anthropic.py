@@ -25,7 +25,7 @@ _STOP_REASONS = {
     "full": "max_tokens",
     "stop": "stop_sequence",
 }
-_EMPTY_TEXT: dict[str, Any] = {"type": "text", "text": ""}
+_EMPTY_TEXT_BLOCK: dict[str, Any] = {"type": "text", "text": ""}
 _StopSequence = Annotated[str, Field(max_length=1000)]
 
 
@@ -41,11 +41,8 @@ class CountTokensRequest(RequestBody):
     def validate_tools(self) -> Tools:
         entries = []
         for tool in self.tools or ():
-            function = {
-                "name": tool.get("name"),
-                "description": tool.get("description", ""),
-                "parameters": tool.get("input_schema") or {"type": "object"},
-            }
+            function = {"name": tool.get("name"), "description": tool.get("description", "")}
+            function["parameters"] = tool.get("input_schema") or {"type": "object"}
             entries.append({"type": "function", "function": function})
         tool_choice = self.tool_choice or {"type": "auto"}
         choice_type = tool_choice.get("type")
@@ -93,7 +90,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
         return sse_response(events, error_event="error", error_body=ApiError.anthropic_body)
     (result,) = await context.collect(stream)
     text, calls = tools.parse(result.text)
-    content = [{**_EMPTY_TEXT, "text": text}] if text or not calls else []
+    content = [{**_EMPTY_TEXT_BLOCK, "text": text}] if text or not calls else []
     content += [_tool_use(call) for call in calls]
     usage = _usage(result.finished.usage, result.finished.usage.generated)
     return {**fields, "content": content, **_stop_fields(result.finished, calls), "usage": usage}
@@ -108,7 +105,7 @@ async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[st
 async def _stream_events(
     stream: GenerationStream, fields: dict[str, Any], tools: Tools
 ) -> AsyncIterator[bytes]:
-    """Yield the text's events as it comes; with tools, at the end, once calls are parsed."""
+    """Yield text as it is generated; with tools, all at the end, once calls are parsed."""
     started = False
     async for _, event in stream:
         if isinstance(event, PrefillProgress):
@@ -120,7 +117,7 @@ async def _stream_events(
             yield _event("message_start", message={**message, "usage": usage})
             yield _event("ping")
             if not tools:
-                yield _event("content_block_start", index=0, content_block=_EMPTY_TEXT)
+                yield _event("content_block_start", index=0, content_block=_EMPTY_TEXT_BLOCK)
         if event.text and not tools:
             delta = {"type": "text_delta", "text": event.text}
             yield _event("content_block_delta", index=0, delta=delta)
@@ -138,7 +135,7 @@ async def _stream_events(
 
 def _block_events(text: str, calls: Sequence[ToolCall]) -> Iterator[bytes]:
     """Yield the events of complete content blocks: the text, unless it is empty, and the calls."""
-    blocks = [(_EMPTY_TEXT, {"type": "text_delta", "text": text})] if text else []
+    blocks = [(_EMPTY_TEXT_BLOCK, {"type": "text_delta", "text": text})] if text else []
     for call in calls:
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
         blocks.append(({**_tool_use(call), "input": {}}, delta))
@@ -153,12 +150,12 @@ def _stop_fields(finished: Finished, calls: Sequence[ToolCall]) -> dict[str, Any
     return {"stop_reason": reason, "stop_sequence": finished.stop}
 
 
-def _usage(usage: Usage, generated: int) -> dict[str, int]:
+def _usage(usage: Usage, output_tokens: int) -> dict[str, int]:
     return {
         "input_tokens": usage.evaluated,
         "cache_read_input_tokens": usage.reuse.tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": generated,
+        "output_tokens": output_tokens,
     }
 
 
@@ -177,7 +174,7 @@ def _event(event_type: str, **data: Any) -> bytes:
 
 
 def _plain_text(content: Any) -> str:
-    """Join text blocks. Raises InvalidArgument for other blocks."""
+    """Return a text, or the joined text blocks. Raises InvalidArgument for other blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -196,7 +193,7 @@ def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise InvalidArgument(f"role must be user or assistant; found {role!r}")
     if not isinstance(content, list):
         return [{"role": role, "content": _plain_text(content)}]
-    messages, text_blocks, calls, thinking = list[dict[str, Any]](), [], [], []
+    messages, text_blocks, calls, thoughts = list[dict[str, Any]](), [], [], []
     for block in content:
         block_type = block.get("type") if isinstance(block, Mapping) else None
         if block_type == "tool_result":
@@ -206,12 +203,12 @@ def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
             calls.append({"type": "function", "function": function})
         elif block_type in ("thinking", "redacted_thinking"):  # a redacted block has no text
-            thinking.append(str(block.get("thinking") or ""))
+            thoughts.append(str(block.get("thinking") or ""))
         else:
             text_blocks.append(block)
     if calls or text_blocks:
         tool_calls = {"tool_calls": calls} if calls else {}
-        reasoning = {"reasoning_content": "".join(thinking)} if any(thinking) else {}
+        reasoning = {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
         fields = {"content": _plain_text(text_blocks), **tool_calls, **reasoning}
         messages.append({"role": role, **fields})
     return messages

@@ -58,7 +58,7 @@ def application(
     origins: Collection[str] = (),
     middleware: Callable[[Any], Any] = IdempotencyMiddleware,
 ) -> Any:
-    """Return the ASGI application; `middleware` runs behind the checks of hosts and origins."""
+    """Return the ASGI application. hosts, origins: allowed. middleware: runs behind the checks."""
     app = _Application(
         title="kvkeep",
         version=__version__,

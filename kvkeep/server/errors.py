@@ -16,14 +16,14 @@ from kvkeep import errors
 
 @dataclass
 class ApiError(Exception):
-    """An error response. error_type: OpenAI's `type`; code: for programs; extra: more fields."""
+    """An error response. error_type: OpenAI's `type`; param: the invalid field; extra: others."""
 
     status: int
     message: str
     error_type: str = "invalid_request_error"
     code: str | None = None
     param: str | None = None
-    retry_after: float | None = None
+    retry_after: float | None = None  # seconds
     extra: Mapping[str, Any] | None = None
 
     def openai_body(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 def api_error_for(error: BaseException) -> ApiError:
-    """Map an exception to an error response; unknown exceptions reveal no internals."""
+    """Return the error response for an exception; unknown exceptions reveal no internals."""
     message = str(error)
     match error:
         case ApiError():
@@ -67,7 +67,7 @@ def api_error_for(error: BaseException) -> ApiError:
             return ApiError(409, message, "conflict_error", "session_busy")
         case errors.WrongRevision():
             return ApiError(412, message, "conflict_error", "wrong_revision")
-        case errors.NoRoom() if math.isinf(error.retry_after):
+        case errors.NoRoom() if math.isinf(error.retry_after):  # it can never fit
             return ApiError(400, message, "invalid_request_error", "too_large")
         case errors.NoRoom():
             return ApiError(429, message, "rate_limit_error", retry_after=error.retry_after)

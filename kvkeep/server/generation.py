@@ -35,9 +35,8 @@ def _part_text(index: int, part: Any) -> str:
     fields = part if isinstance(part, Mapping) else {}
     part_type, text = fields.get("type"), fields.get("text")
     if part_type not in ("text", "input_text", "output_text") or not isinstance(text, str):
-        raise InvalidArgument(
-            f"messages[{index}]: content parts must be text; found {part_type or part!r}"
-        )
+        message = f"messages[{index}]: content parts must be text; found {part_type or part!r}"
+        raise InvalidArgument(message)
     return text
 
 
@@ -77,7 +76,7 @@ def constrain(
     schema: Mapping[str, Any] | None = None,
     grammar: str | None = None,
 ) -> list[Sampling]:
-    """Constrain the samplings to a forced call, a schema or a grammar. Raises InvalidArgument."""
+    """Constrain samplings to a forced tool call, or to a JSON schema or GBNF grammar, if given."""
     model = context.service.model
     if tools.forced:
         schema = tools.forced_call_schema()
@@ -93,7 +92,7 @@ def constrain(
 async def start_generations(
     context: RequestContext, request: GenerationRequest, samplings: list[Sampling]
 ) -> GenerationStream:
-    """Submit a prompt without a session. Raises llama.cpp's error if it does not fit."""
+    """Start a generation for each sampling. Raises llama.cpp's error if the prompt does not fit."""
     stream, submit_many = GenerationStream(len(samplings)), context.engine.submit_many
     try:
         await stream.start(submit_many(request, samplings, context.owner, stream.listeners))

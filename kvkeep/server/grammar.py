@@ -21,11 +21,7 @@ _SUBSTITUTE_EOS = "<|kvkeep stands in for the end of the text|>"
 
 
 class Grammar:
-    """A sampling `Constraint`: one text of a grammar, then an end token.
-
-    A model without an end token cannot end its text: then the grammar is `complete` as soon as
-    only the end may follow.
-    """
+    """A sampling `Constraint`: the output is one text of a grammar, then an end token if any."""
 
     def __init__(self, model: Model, grammar: str):
         """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one."""
@@ -40,6 +36,7 @@ class Grammar:
 
     @classmethod
     def from_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
+        """Compile a JSON schema. Raises InvalidArgument for an unsupported one."""
         try:
             schema_json = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
@@ -67,14 +64,15 @@ class Grammar:
         return cls(model, grammar)
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return logits `[vocab]`, -inf for tokens not allowed next. Raises InvalidArgument."""
+        """Return logits `[vocab]` with -inf for tokens not allowed next. Raises InvalidArgument."""
         self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         if problem := self._matcher.get_error():
             raise InvalidArgument(f"the schema or grammar cannot be followed: {problem[:500]}")
         bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")
         allowed = np.zeros(logits.shape[0], dtype=bool)
-        allowed[: len(bits)] = bits[: len(allowed)]
+        allowed[: len(bits)] = bits[: len(allowed)]  # logits and tokenizer may differ in size
         if self._substitute_eos_id is not None:
+            # A slice, as the added token may lie beyond the logits.
             allowed[self._substitute_eos_id : self._substitute_eos_id + 1] = False
             if not allowed.any():
                 raise InvalidArgument(
@@ -95,7 +93,7 @@ class Grammar:
 
 @lru_cache(maxsize=4)
 def _llguidance_tokenizer(path: str, eos_ids: tuple[int, ...]) -> LLTokenizer:
-    """llguidance needs an end token: without `eos_ids`, one is added to the tokenizer."""
+    """Return llguidance's tokenizer. It needs an end token: one is added if `eos_ids` is empty."""
     if eos_ids:
         return LLTokenizer(path, eos_token=list(eos_ids))
     tokenizer = Tokenizer.from_file(path)

@@ -19,15 +19,15 @@ from kvkeep.server.errors import ApiError
 _CHANGING_METHODS = frozenset(("POST", "PUT", "DELETE"))
 _PATH_PREFIXES = ("/v1/sessions", "/v1/snapshots")
 _TRANSIENT_STATUSES = frozenset((401, 409, 412, 429, 503))  # a retry may succeed
-_MAX_KEYS = 1_000
+_MAX_KEYS = 1_000  # of all owners together; older ones are forgotten
 _MAX_RESPONSE_BYTES = 100_000  # of a response that is remembered
 MAX_KEY_LENGTH = 200  # characters
 
 
 @dataclass
 class _KeyedRequest:
-    owned_key: tuple[str, str]  # the owner and the key
-    request_digest: str
+    owner_and_key: tuple[str, str]
+    request_digest: str  # of method, path and body: a repeated request has the same
     response_messages: list[Message] = field(default_factory=list)
     response_complete: bool = False  # whether `response_messages` are all of it
 
@@ -57,9 +57,9 @@ class IdempotencyMiddleware:
         if body is None:
             return
         digest_input = b"\0".join((scope["method"].encode(), scope["path"].encode(), body))
-        owned_key = (str(scope.get("owner")), key)
-        request = _KeyedRequest(owned_key, hashlib.sha256(digest_input).hexdigest())
-        earlier_request = self._requests.get(owned_key)
+        owner_and_key = (str(scope.get("owner")), key)
+        request = _KeyedRequest(owner_and_key, hashlib.sha256(digest_input).hexdigest())
+        earlier_request = self._requests.get(owner_and_key)
         if earlier_request is None:
             messages: list[Message] = [{"type": "http.request", "body": body}]
             await self._run(request, scope, replay(messages, receive), send)
@@ -76,7 +76,7 @@ class IdempotencyMiddleware:
         self, request: _KeyedRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run a request, and remember its response unless a retry may succeed."""
-        self._requests[request.owned_key] = request
+        self._requests[request.owner_and_key] = request
         response_bytes = 0
 
         async def record_and_send(message: Message) -> None:
@@ -93,7 +93,7 @@ class IdempotencyMiddleware:
         finally:
             status = request.response_messages[0]["status"] if request.response_messages else 503
             if not request.response_complete or status in _TRANSIENT_STATUSES or status >= 500:
-                self._requests.pop(request.owned_key, None)
+                self._requests.pop(request.owner_and_key, None)
             while len(self._requests) > _MAX_KEYS:
                 self._requests.popitem(last=False)
 

@@ -25,6 +25,7 @@ class ApiKeys:
         self._owners = [self._digest(key) for key in keys]
 
     def owner(self, key: str | None) -> str | None:
+        """Return the owner that a key identifies; None for a missing or unknown key."""
         if not self._owners:
             return DEFAULT_OWNER
         digest = self._digest(key or "")  # compared with all, each in constant time
@@ -36,7 +37,7 @@ class ApiKeys:
 
     @classmethod
     def read(cls, file: Path | None, secret: bytes | Path) -> "ApiKeys":
-        """Read a file with one key a line; empty lines and lines that begin with # are skipped.
+        """Read a file with one key a line; empty lines and those that begin with # are skipped.
 
         secret: a fleet's secret, or the folder with the server's, so that owners stay the same
         after a restart. Raises InvalidArgument for a file without keys, or with a short key.

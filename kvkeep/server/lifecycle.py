@@ -20,22 +20,22 @@ from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 
-_BACKLOG = 512
+_BACKLOG = 512  # connections that wait to be accepted
 
 
 class _UvicornServer(uvicorn.Server):
-    """Shuts down gracefully on SIGINT and SIGTERM, so that the process exits with status 0."""
+    """Shuts down on SIGINT and SIGTERM so that the process exits with 0; prints the banner."""
 
     def __init__(self, config: uvicorn.Config, service: Service, banner: str):
         super().__init__(config)
         self._service, self._banner = service, banner
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.closing = True
+        self._service.closing = True  # ends streams of events, which uvicorn would wait for
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Iterator[None]:  # called by uvicorn, whose own raises them again
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, self.handle_exit, signal_number, None)
@@ -47,14 +47,14 @@ class _UvicornServer(uvicorn.Server):
                 loop.remove_signal_handler(signal_number)
 
 
-def serve_on(
+def run_server(
     engine: Engine,
     keys: ApiKeys,
     options: dict[str, Any],
     middleware: Callable[[Any], Any] = IdempotencyMiddleware,
     drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve with the options of `kvkeep serve`, until a signal. drain: awaited at the end."""
+    """Serve until a signal. options: of `kvkeep serve`, by name. drain: awaited at the end."""
     listener = _listen(options["host"], options["port"])
     host, port = listener.getsockname()[:2]
     name = options["alias"] or Path(engine.model.name).name
@@ -98,8 +98,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise InvalidArgument(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
-        ) from error
+        message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        raise InvalidArgument(message) from error
     listener.listen(_BACKLOG)
     return listener

@@ -14,7 +14,7 @@ from kvkeep.session.sampling import Sampling
 MAX_TOKENS = 1_000_000  # of one generation
 MAX_BATCH = 64  # generations of one request
 _SEED_LIMIT = 2**53
-_FORBIDDING_BIAS = -1e6  # llama.cpp's clients write `false` for it
+_FORBIDDING_BIAS = -1e6  # what llama.cpp's clients mean by a bias of `false`
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -51,7 +51,7 @@ class SamplingParams(RequestBody):
         last_n = self.repeat_last_n
         parameters = {
             "temperature": self.temperature,
-            "top_k": self.top_k and max(0, self.top_k),
+            "top_k": self.top_k and max(0, self.top_k),  # -1, as 0: no limit
             "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repeat_penalty,

@@ -15,15 +15,12 @@ PAGE_PREFIX = "/page/"  # static files of the web UI, which hold no user's data
 PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _READ_ONLY_POST_PATHS = frozenset(("/v1/prefix/explain",))
-
+_CSP = b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 _SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
-    (
-        b"content-security-policy",
-        b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'",
-    ),
+    (b"content-security-policy", _CSP),
 )
 _FORM_CONTENT_TYPE = "application/x-www-form-urlencoded"
 
@@ -38,7 +35,7 @@ class SecurityMiddleware:
     def __init__(
         self, app: Any, service: Service, hosts: Collection[str], origins: Collection[str] = ()
     ):
-        """hosts: allowed, without ports. origins: allowed beside the server's own."""
+        """hosts: allowed Host headers, without ports. origins: allowed beside the server's own."""
         self._app, self._keys = app, service.keys
         self._origins, self._allow_edit = frozenset(origins), service.allow_edit
         self._status_counts = service.status_counts
@@ -69,18 +66,16 @@ class SecurityMiddleware:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""
         host, origin = _without_port(headers.get("host", "")), headers.get("origin")
         if host.lower() not in self._hosts:
-            message = (
-                f"host {host!r} is not allowed; start the server with --allow-host to allow it"
-            )
-            raise ApiError(421, message, code="host")
+            advice = "start the server with --allow-host to allow it"
+            raise ApiError(421, f"host {host!r} is not allowed; {advice}", code="host")
         if origin is None:  # not a browser
             return
         from_web_ui = origin.partition("://")[2] == headers.get("host")
         if not from_web_ui and origin not in self._origins:
             message = f"origin {origin} is not allowed; start the server with --allow-origin"
             raise ApiError(403, message, "permission_error", "origin")
-        read_only = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POST_PATHS
-        if from_web_ui and not self._allow_edit and not read_only:
+        is_read = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POST_PATHS
+        if from_web_ui and not self._allow_edit and not is_read:
             message = "the web UI is read-only; start the server with --allow-edit"
             raise ApiError(403, message, "permission_error", "read_only")
 
@@ -113,7 +108,7 @@ def _without_port(host: str) -> str:
 
 
 class _Exchange:
-    """One request and its response: limits the body's size, and counts the response's status."""
+    """One request: limits the size of its body; counts its response's status, and adds headers."""
 
     def __init__(self, receive: Receive, send: Send, status_counts: Counter[int]):
         self._receive, self._send, self._received_bytes = receive, send, 0
@@ -121,6 +116,7 @@ class _Exchange:
 
     @property
     def must_reject(self) -> bool:
+        """Whether the body is too large, and status 413 can still be sent."""
         return self._received_bytes > MAX_BODY_BYTES and not self._response_started
 
     async def receive_limited(self) -> Message:

@@ -87,14 +87,14 @@ class RequestContext:
     async def generate(
         self, request: RequestLike, session: str, revision: int | None = None
     ) -> "GenerationStream":
-        """Submit a request to a session, for `revision` or any. Raises as `Engine.submit`."""
+        """Start a generation in a session. Arguments and errors are those of `Engine.submit`."""
         stream = GenerationStream(1)
         (listener,) = stream.listeners
         await stream.start(self.engine.submit(request, session, self.owner, listener, revision))
         return stream
 
     async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
-        """Return all results. A failure, which is raised, or a disconnect cancels all streams."""
+        """Wait for all results. A failure, which is raised, or a disconnect cancels all streams."""
 
         async def cancel_on_disconnect() -> None:
             while (await self.http_request.receive())["type"] != "http.disconnect":
@@ -126,11 +126,11 @@ class GenerationResult:
 
     text: str = ""
     tokens: list[GeneratedToken] = field(default_factory=list)
-    finished: Finished = field(init=False)  # once it has ended
+    finished: Finished = field(init=False)  # set once the generation has ended
 
 
 class GenerationStream:
-    """Generations in progress, as an event loop sees them."""
+    """The events of one request's generations, passed from the engine's thread to an event loop."""
 
     def __init__(self, generation_count: int):
         # One for each generation, called in the engine's thread.
@@ -153,7 +153,7 @@ class GenerationStream:
         self._events_available.set()
 
     async def start(self, submission: Future[list[Generation]]) -> None:
-        """Wait until the engine has admitted the generations."""
+        """Wait until the engine has admitted the generations. submission: by `Engine.submit`."""
         try:
             self.generations = await wrap_future(submission)
         except asyncio.CancelledError:

@@ -8,7 +8,7 @@ from starlette.responses import StreamingResponse
 
 from kvkeep.server.errors import ApiError, api_error_for
 
-DONE = b"data: [DONE]\n\n"  # ends a stream of OpenAI's API
+DONE = b"data: [DONE]\n\n"  # the last event of a stream of OpenAI's API
 _EVENT_STREAM_CONTENT: dict[str, Any] = {"text/event-stream": {}}
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Server-sent events.", "content": _EVENT_STREAM_CONTENT}
@@ -33,7 +33,7 @@ def sse_response(
     error_event: str | None = None,
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.openai_body,
 ) -> StreamingResponse:
-    """Return a streaming response. error_event, error_body: of the last event after a failure."""
+    """Return a streaming response. error_event, error_body: type and data of an error's event."""
 
     async def events_or_error() -> AsyncIterator[bytes]:
         try:

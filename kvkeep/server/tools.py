@@ -24,7 +24,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class ToolCall:
-    name: str
+    name: str  # of the tool
     arguments: str  # JSON
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
@@ -37,7 +37,7 @@ class ToolCall:
 class Tools:
     """The tools that the model may call; false if there are none."""
 
-    entries: Sequence[Mapping[str, Any]] = ()  # OpenAI's `tools`
+    entries: Sequence[Mapping[str, Any]] = ()  # of OpenAI's field `tools`
     choice: str = "auto"  # or "required", or the name of the tool that must be called
 
     def __bool__(self) -> bool:
@@ -72,15 +72,16 @@ class Tools:
     def for_template(
         self, tokenizer: TextCodec, messages: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Return messages and tools to render; for templates without tools, text and None."""
+        """Return messages and tools to render; plain text and None for templates without tools."""
         if not self:
             return messages, None
         if _template_supports_tools(tokenizer):
             return messages, self.entries
         plain_messages = [_without_tools(message) for message in messages]
         description = _tool_description(self.entries)
-        if (first := plain_messages[0])["role"] == "system":
-            plain_messages[0] = {**first, "content": f"{first['content']}\n\n{description}"}
+        if (first_message := plain_messages[0])["role"] == "system":
+            content = f"{first_message['content']}\n\n{description}"
+            plain_messages[0] = {**first_message, "content": content}
         else:
             plain_messages.insert(0, {"role": "system", "content": description})
         return plain_messages, None
@@ -89,8 +90,8 @@ class Tools:
         """Split generated text into its text outside of calls, and its calls of known tools."""
         if not self:
             return text, []
-        calls = [call for part in _CALL_PATTERN.findall(text) for call in self._parse_calls(part)]
-        if calls:
+        call_texts = _CALL_PATTERN.findall(text)
+        if calls := [call for call_text in call_texts for call in self._parse_calls(call_text)]:
             return _CALL_PATTERN.sub("", text).strip(), calls
         bare_calls = self._parse_calls(text.strip())
         return ("", bare_calls) if bare_calls else (text, [])
@@ -108,7 +109,7 @@ class Tools:
 
 
 def validate_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
-    """Validate OpenAI's `tools` and `tool_choice`. Raises InvalidArgument."""
+    """Return the tools of OpenAI's `tools` and `tool_choice`. Raises InvalidArgument."""
     if len(entries) > _MAX_TOOLS:
         raise InvalidArgument(f"at most {_MAX_TOOLS} tools are supported; found {len(entries)}")
     for index, tool in enumerate(entries):
@@ -118,7 +119,7 @@ def validate_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
             raise InvalidArgument(
                 f"tools[{index}] must be a function named with letters, digits, '_', '.' and '-'"
             )
-    if isinstance(choice, Mapping):
+    if isinstance(choice, Mapping):  # chats nest the name in "function"; responses do not
         function = choice.get("function", choice)
         choice = function.get("name") if isinstance(function, Mapping) else None
     tools = Tools(entries, choice or "auto")
@@ -142,15 +143,15 @@ def _parse_call(value: Any) -> ToolCall | None:
 def _template_supports_tools(tokenizer: TextCodec) -> bool:
     """Whether the text that the template renders depends on the tools given to it."""
     probe_tool = {"type": "function", "function": {"name": "kvkeeptool", "parameters": {}}}
+    messages = [{"role": "user", "content": "a"}]
     try:
-        return "kvkeeptool" in tokenizer.chat(
-            [{"role": "user", "content": "a"}], tools=[probe_tool]
-        )
+        return "kvkeeptool" in tokenizer.chat(messages, tools=[probe_tool])
     except InvalidArgument:
         return False
 
 
 def _tool_description(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the tools, and how to call them, for the system message."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     call = f'{_OPEN_TAG}\n{{"name": <name>, "arguments": <object>}}\n{_CLOSE_TAG}'
     return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{call}"

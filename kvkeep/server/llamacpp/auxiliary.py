@@ -52,11 +52,11 @@ async def tokenize(body: TokenizeRequest, context: ContextDep) -> dict[str, Any]
 
 def _piece(tokenizer: TextCodec, token: int) -> str | list[int]:
     """Return a token's text, or its bytes if they are not whole characters."""
-    encoded = tokenizer.token_bytes(token)
+    piece_bytes = tokenizer.token_bytes(token)
     try:
-        return encoded.decode()
+        return piece_bytes.decode()
     except UnicodeDecodeError:
-        return list(encoded)
+        return list(piece_bytes)
 
 
 @router.post("/detokenize")
@@ -109,9 +109,10 @@ async def props(context: ContextDep) -> dict[str, Any]:
 async def list_slots(context: ContextDep) -> list[dict[str, Any]]:
     """List the slots; one without a session is idle."""
     records = await wrap_future(context.engine.sessions(context.owner))
-    busy, n_ctx = {record.name for record in records if record.busy}, context.service.context_size
+    busy_names = {record.name for record in records if record.busy}
+    n_ctx = context.service.context_size
     return [
-        {"id": slot, "n_ctx": n_ctx, "is_processing": slot_session_name(slot) in busy}
+        {"id": slot, "n_ctx": n_ctx, "is_processing": slot_session_name(slot) in busy_names}
         for slot in range(NUM_SLOTS)
     ]
 
@@ -125,7 +126,7 @@ async def change_slot(
 ) -> dict[str, Any]:
     """Save a slot's session as a snapshot, restore one into the slot, or empty the slot."""
     engine, owner, session = context.engine, context.owner, slot_session_name(slot)
-    label, started = body.filename if body else "", time.perf_counter()
+    label, start_time = body.filename if body else "", time.perf_counter()
     if action == "erase":
         try:
             num_tokens = await _token_count(context, session)
@@ -136,11 +137,11 @@ async def change_slot(
     if action == "save":
         num_bytes = await wrap_future(engine.snapshot(session, label, owner))
         counts = {"n_saved": await _token_count(context, session), "n_written": num_bytes}
-        timings = {"save_ms": 1000 * (time.perf_counter() - started)}
+        timings = {"save_ms": 1000 * (time.perf_counter() - start_time)}
     else:
         snapshot = await to_thread(engine.load_snapshot, label, owner)
         await wrap_future(engine.restore(snapshot, owner, session, replace=True))
-        timings = {"restore_ms": 1000 * (time.perf_counter() - started)}
+        timings = {"restore_ms": 1000 * (time.perf_counter() - start_time)}
         num_bytes = await to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
         counts = {"n_restored": await _token_count(context, session), "n_read": num_bytes}
     return {"id_slot": slot, "filename": label, **counts, "timings": timings}

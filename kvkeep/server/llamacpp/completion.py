@@ -69,7 +69,7 @@ class LlamaCompletionRequest(SamplingParams):
         """Return a copy with the texts in `logit_bias` replaced by their tokens."""
         biases = self.logit_bias
         items = biases.items() if isinstance(biases, dict) else biases or ()
-        pairs = [(token, bias) for entry, bias in items for token in _bias_tokens(entry, tokenizer)]
+        pairs = [(token, bias) for key, bias in items for token in _bias_tokens(key, tokenizer)]
         return self.model_copy(update={"logit_bias": pairs})
 
 
@@ -86,12 +86,13 @@ def _encode_prompt(prompt: _Prompt, tokenizer: TextCodec) -> list[int]:
     return ids
 
 
-def _bias_tokens(entry: int | str, tokenizer: TextCodec) -> list[int]:
-    if isinstance(entry, int):
-        return [entry]
-    if entry.isascii() and entry.isdigit():  # a token id, as OpenAI's clients write it
-        return [int(entry)]
-    return tokenizer.encode(entry)
+def _bias_tokens(key: int | str, tokenizer: TextCodec) -> list[int]:
+    """Return the tokens that an entry of `logit_bias` biases. key: a token id or a text."""
+    if isinstance(key, int):
+        return [key]
+    if key.isascii() and key.isdigit():  # a token id, as OpenAI's clients write it
+        return [int(key)]
+    return tokenizer.encode(key)
 
 
 @router.post("/completion", response_model=None, responses=JSON_OR_EVENTS)
@@ -128,10 +129,9 @@ async def _start(
     """Submit a prompt, in the session of its slot if it has one."""
     samplings = body.samplings(context.default_sampling)
     (sampling,) = constrain(context, samplings, schema=body.json_schema, grammar=body.grammar)
-    limit = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
-    request = GenerationRequest(
-        tuple(ids), limit, sampling, body.ignore_eos, logprobs=body.n_probs or None
-    )
+    max_tokens = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
+    logprobs = body.n_probs or None
+    request = GenerationRequest(tuple(ids), max_tokens, sampling, body.ignore_eos, logprobs)
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
     session = slot_session_name(body.id_slot)
@@ -141,42 +141,45 @@ async def _start(
 
 @dataclass(frozen=True)
 class _LlamaOutput:
+    """Formats the generation of one prompt as a response, or as events of a stream."""
+
     body: LlamaCompletionRequest
     prompt_ids: list[int]
     context: RequestContext
     prompt_index: int  # in the request
 
     def response(self, result: GenerationResult) -> dict[str, Any]:
-        content = self._content(result.text, result.tokens)
-        content["has_new_line"] = "\n" in result.text
-        fields = {**self._final_fields(result.finished), **content}
+        content_fields = self._content_fields(result.text, result.tokens)
+        content_fields["has_new_line"] = "\n" in result.text
+        fields = {**self._final_fields(result.finished), **content_fields}
         return _select_fields(fields, self.body.response_fields)
 
     async def events(self, stream: GenerationStream) -> AsyncIterator[bytes]:
         async for _, event in stream:
             if isinstance(event, Finished):
-                content = self._content(event.text, [])
-                yield sse_event({**self._final_fields(event), **content})
+                content_fields = self._content_fields(event.text, [])
+                yield sse_event({**self._final_fields(event), **content_fields})
             elif isinstance(event, GeneratedToken):
-                content = self._content(event.text, [event])
-                yield sse_event({"index": self.prompt_index, **content, "stop": False})
+                content_fields = self._content_fields(event.text, [event])
+                yield sse_event({"index": self.prompt_index, **content_fields, "stop": False})
             elif self.body.return_progress:
                 progress_field = {"prompt_progress": llamacpp_progress(event)}
                 yield sse_event({**progress_field, "content": "", "stop": False})
 
-    def _content(self, text: str, sampled_tokens: list[GeneratedToken]) -> dict[str, Any]:
+    def _content_fields(self, text: str, sampled_tokens: list[GeneratedToken]) -> dict[str, Any]:
         include_tokens = self.body.return_tokens or self.body.stream
         tokens = [event.token for event in sampled_tokens] if include_tokens else []
-        content: dict[str, Any] = {"content": text, "tokens": tokens}
+        fields: dict[str, Any] = {"content": text, "tokens": tokens}
         if self.body.n_probs:  # partial characters are dropped, as in llama.cpp
             tokenizer = self.context.tokenizer
             probabilities = [logprobs_entry(tokenizer, event, "ignore") for event in sampled_tokens]
-            content["completion_probabilities"] = probabilities
-        return content
+            fields["completion_probabilities"] = probabilities
+        return fields
 
     def _final_fields(self, finished: Finished) -> dict[str, Any]:
         usage, body = finished.usage, self.body
         settings = body.model_dump(exclude={"prompt", *(body.model_extra or {})})
+        # In a slot, the generation got only the tokens that the session did not hold.
         cached_tokens = usage.reuse.tokens + len(self.prompt_ids) - usage.prompt
         return {
             "index": self.prompt_index,

@@ -67,14 +67,16 @@ class ChatRequest(CompletionParams):
         return validate_tools(self.tools or (), self.tool_choice)
 
     def output_schema(self) -> Mapping[str, Any] | None:
-        form = self.response_format or ResponseFormat()
-        if form.type == "text":
+        """Return the JSON schema that the output must follow; None for any text."""
+        output_format = self.response_format or ResponseFormat()
+        if output_format.type == "text":
             return self.json_schema
-        if form.type == "json_object":
-            return ANY_OBJECT if form.object_schema is None else form.object_schema
-        if form.type != "json_schema":
-            raise InvalidArgument(f"response_format.type {form.type!r} is not supported")
-        schema = (form.json_schema or {}).get("schema")
+        if output_format.type == "json_object":
+            schema = output_format.object_schema
+            return ANY_OBJECT if schema is None else schema
+        if output_format.type != "json_schema":
+            raise InvalidArgument(f"response_format.type {output_format.type!r} is not supported")
+        schema = (output_format.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
         return schema
@@ -118,13 +120,12 @@ class _ChatOutput:
     tools: Tools
     tokenizer: TextCodec
     common_fields: dict[str, Any]  # fields of every chunk
-    # By choice, how many characters of its text were sent.
-    sent_characters: Counter[int] = field(default_factory=Counter)
+    sent_lengths: Counter[int] = field(default_factory=Counter)  # characters, by choice
 
     def response(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
-        totals = usage.usage_and_timings(results)
-        return {**self.common_fields, "object": "chat.completion", "choices": choices, **totals}
+        fields = {**self.common_fields, "object": "chat.completion", "choices": choices}
+        return {**fields, **usage.usage_and_timings(results)}
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
         text, calls = self.tools.parse(result.text)
@@ -150,8 +151,8 @@ class _ChatOutput:
                 for chunk in self._last_chunks(index, text, event):
                     yield chunk
             elif isinstance(event, GeneratedToken):
-                start, end = self.sent_characters[index], self._length_before_calls(text)
-                self.sent_characters[index] = max(start, end)
+                start, end = self.sent_lengths[index], self._length_before_calls(text)
+                self.sent_lengths[index] = max(start, end)
                 delta = {"content": text[start:end]} if end > start else {}
                 if delta or event.logprob:
                     yield self._chunk(index, delta, sampled=event)
@@ -171,7 +172,7 @@ class _ChatOutput:
 
     def _last_chunks(self, index: int, text: str, finished: Finished) -> Iterator[bytes]:
         text, calls = self.tools.parse(text)
-        if unsent_text := text[self.sent_characters[index] :]:
+        if unsent_text := text[self.sent_lengths[index] :]:
             yield self._chunk(index, {"content": unsent_text})
         for call_index, call in enumerate(calls):
             yield self._chunk(index, {"tool_calls": [{"index": call_index, **call.openai_entry()}]})

@@ -34,11 +34,9 @@ class CompletionRequest(CompletionParams):
         prompt: Any = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
-        return (
-            [*tokenizer.opening_ids, *tokenizer.encode(prompt)]
-            if isinstance(prompt, str)
-            else prompt
-        )
+        if isinstance(prompt, str):
+            return [*tokenizer.opening_ids, *tokenizer.encode(prompt)]
+        return list(prompt)
 
 
 @router.post("/v1/completions", response_model=None, responses=JSON_OR_EVENTS)
@@ -99,38 +97,40 @@ class CompletionLogprobs:
     """
 
     def __init__(self, tokenizer: TextCodec, offset: int = 0):
-        """start: characters of the choice's text before its first token: those of an echo."""
+        """offset: characters of the choice's text before its first token: those of an echo."""
         self._tokenizer, self._offset = tokenizer, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def entry(self, sampled_tokens: Sequence[GeneratedToken]) -> dict[str, Any] | None:
-        token_logprobs = [event.logprob for event in sampled_tokens if event.logprob is not None]
-        if not token_logprobs:
+        """Return the choice's field `logprobs` for its next tokens; None if they have none."""
+        logprobs = [event.logprob for event in sampled_tokens if event.logprob is not None]
+        if not logprobs:
             return None
         return {
-            "tokens": [self._token_text(entry.token) for entry in token_logprobs],
-            "token_logprobs": [entry.logprob for entry in token_logprobs],
+            "tokens": [self._token_text(token_logprob.token) for token_logprob in logprobs],
+            "token_logprobs": [token_logprob.logprob for token_logprob in logprobs],
             "top_logprobs": [self._top_by_text(event.top_logprobs) for event in sampled_tokens],
             "text_offset": [self._advance_offset(event.token) for event in sampled_tokens],
         }
 
     def _top_by_text(self, top_logprobs: Sequence[TokenLogprob]) -> dict[str, float]:
         """Map texts to log probabilities; a text that is taken is replaced by the token's id."""
-        logprobs: dict[str, float] = {}
-        for entry in top_logprobs:
-            text = self._token_text(entry.token)
-            text = f"token_id:{entry.token}" if text in logprobs else text
-            logprobs[text] = entry.logprob
-        return logprobs
+        logprobs_by_text: dict[str, float] = {}
+        for top in top_logprobs:
+            text = self._token_text(top.token)
+            text = f"token_id:{top.token}" if text in logprobs_by_text else text
+            logprobs_by_text[text] = top.logprob
+        return logprobs_by_text
 
     def _token_text(self, token: int) -> str:
-        encoded = self._tokenizer.token_bytes(token)
+        token_bytes = self._tokenizer.token_bytes(token)
         try:
-            return encoded.decode()
+            return token_bytes.decode()
         except UnicodeDecodeError:
-            return f"bytes:{encoded.decode(errors='backslashreplace')}"
+            return f"bytes:{token_bytes.decode(errors='backslashreplace')}"
 
     def _advance_offset(self, token: int) -> int:
+        """Return the token's offset, and move on to that of the next token."""
         offset = self._offset
         if not self._tokenizer.is_control(token):  # control tokens are not part of the text
             self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))

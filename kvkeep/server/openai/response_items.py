@@ -49,6 +49,7 @@ class ResponsesRequest(SamplingParams):
         return (self.text.format if self.text else None) or {"type": "text"}
 
     def output_schema(self) -> Mapping[str, Any] | None:
+        """Return the JSON schema that the output must follow; None for any text."""
         text_format = self.text_format()
         format_type, schema = text_format.get("type"), text_format.get("schema")
         if format_type == "json_schema" and not isinstance(schema, dict):
@@ -106,9 +107,9 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def final_fields(finished: Finished, cached_tokens: int) -> dict[str, Any]:
-    """Return status and usage. cached_tokens: of the prompt, which the generation did not get."""
+    """Return status and usage. cached_tokens: first ones of the prompt, not in `finished.usage`."""
     status, prompt_tokens = _STATUSES[finished.reason], cached_tokens + finished.usage.prompt
-    incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
     usage = {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},
@@ -116,7 +117,7 @@ def final_fields(finished: Finished, cached_tokens: int) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt_tokens + finished.usage.generated,
     }
-    return {"status": status, "incomplete_details": incomplete, "usage": usage}
+    return {"status": status, "incomplete_details": incomplete_details, "usage": usage}
 
 
 def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[str, Any]:

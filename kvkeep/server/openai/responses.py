@@ -1,8 +1,7 @@
 """`/v1/responses`: stored responses that others can continue.
 
 A response is a session of the engine. A response that continues it is a fork, so any number may.
-The fork keeps the longest prefix of the new prompt that the parent holds: all of it if the template
-renders the conversation as before, less if the template strips earlier text (see `cached_tokens`).
+The fork keeps the longest prefix of the new prompt that the parent holds.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ _RESPONSE_NOTE, _MESSAGES_NOTE = "response", "messages"  # keys of a session's n
 @dataclass
 class _PendingResponse:
     request: ResponsesRequest
-    response: dict[str, Any]  # the response object so far
+    response: dict[str, Any]  # the response object so far; its id is the session's name
     messages: list[dict[str, Any]]  # the conversation that it answers
     cached_tokens: int  # first tokens of the prompt that the session held already
     stream: GenerationStream
@@ -113,9 +112,8 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         await wrap_future(fork)
     try:
         cached_tokens = await wrap_future(engine.prepare(ids, response_id, owner))
-        request = GenerationRequest(
-            tuple(ids[cached_tokens:]), service.max_tokens(body.max_output_tokens), sampling
-        )
+        max_tokens = service.max_tokens(body.max_output_tokens)
+        request = GenerationRequest(tuple(ids[cached_tokens:]), max_tokens, sampling)
         stream = await context.generate(request, response_id)
     except BaseException:
         await _discard(response_id, context)
@@ -148,11 +146,11 @@ async def _complete(
 
 
 async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIterator[bytes]:
-    """Yield text as it comes; with tools, yield all items at the end, once calls are parsed."""
+    """Yield text as it is generated; with tools, all items at the end, once calls are parsed."""
     sequence_numbers, completed, request = itertools.count(), False, pending.request
     message_id, streams_text = pending.message_id, not pending.tools
     generation, result = pending.stream.generations[0], pending.stream.results[0]
-    path = {"item_id": message_id, "output_index": 0, "content_index": 0}
+    location = {"item_id": message_id, "output_index": 0, "content_index": 0}
 
     def encode(event_type: str, **data: Any) -> bytes:
         fields = {"type": event_type, "sequence_number": next(sequence_numbers), **data}
@@ -164,7 +162,7 @@ async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIt
         if streams_text:
             empty_item = items.message_item(message_id, "", "in_progress")
             yield encode("response.output_item.added", output_index=0, item=empty_item)
-            yield encode("response.content_part.added", **path, part=items.text_part(""))
+            yield encode("response.content_part.added", **location, part=items.text_part(""))
         async for _, event in pending.stream:
             if isinstance(event, PrefillProgress):
                 if request.return_progress:
@@ -174,12 +172,13 @@ async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIt
                 delta: dict[str, Any] = {"delta": event.text, "logprobs": []}
                 if request.timings_per_token:
                     delta["timings"] = llamacpp_timings(generation.usage)
-                yield encode("response.output_text.delta", **path, **delta)
+                yield encode("response.output_text.delta", **location, **delta)
         response = await _complete(pending, result, context)
         completed = True
         if streams_text:
-            yield encode("response.output_text.done", **path, text=result.text, logprobs=[])
-            yield encode("response.content_part.done", **path, part=items.text_part(result.text))
+            yield encode("response.output_text.done", **location, text=result.text, logprobs=[])
+            part = items.text_part(result.text)
+            yield encode("response.content_part.done", **location, part=part)
         for index, item in enumerate(response["output"]):
             if not streams_text:
                 yield encode("response.output_item.added", output_index=index, item=item)

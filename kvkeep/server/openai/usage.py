@@ -63,15 +63,15 @@ def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
 def logprobs_entry(
     tokenizer: TextCodec, event: GeneratedToken, decode_errors: str = "backslashreplace"
 ) -> dict[str, Any]:
-    """Return a token's entry in chat completions. decode_errors: `errors` of `bytes.decode`."""
+    """Return a token's entry of `logprobs` in chats. decode_errors: `errors` of `bytes.decode`."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
-        encoded = tokenizer.token_bytes(logprob.token)
+        token_bytes = tokenizer.token_bytes(logprob.token)
         return {
             "id": logprob.token,
-            "token": encoded.decode(errors=decode_errors),
+            "token": token_bytes.decode(errors=decode_errors),
             "logprob": logprob.logprob,
-            "bytes": list(encoded),
+            "bytes": list(token_bytes),
         }
 
     assert event.logprob is not None

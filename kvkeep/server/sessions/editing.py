@@ -24,7 +24,7 @@ class RangeRequest(RequestBody):
     span: SpanName | None = None
 
     def range_arguments(self) -> tuple[int | str, int | None]:
-        """Return arguments of `Session.delete` and others: a start and an end, or a span."""
+        """Return the range for `Session.delete` and others: start and end, or span and None."""
         if self.span is not None and self.start is None:
             return self.span, None
         if self.start is None or self.span is not None:
@@ -95,9 +95,8 @@ async def unpin(body: RangeRequest, context: SessionDep) -> Response:
 @router.post("/v1/sessions/{name}/spans", response_model=None)
 async def span(body: SpanRequest, context: SessionDep) -> Response:
     """Name a span of tokens; edits before it move the span."""
-    return await context.change(
-        "span", lambda session: session.name(body.name, body.start, body.end)
-    )
+    name, start, end = body.name, body.start, body.end
+    return await context.change("span", lambda session: session.name(name, start, end))
 
 
 @router.post("/v1/sessions/{name}/rewind", response_model=None)
@@ -121,7 +120,7 @@ async def compress(body: CompressRequest, context: SessionDep) -> Response:
             progress=engine.yield_turn,
         )
         fields = dataclasses.asdict(report)
-        del fields["chunks"]
+        del fields["chunks"]  # not a field of the response
         return fields
 
     return await context.change("compress", apply)

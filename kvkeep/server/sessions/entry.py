@@ -49,7 +49,7 @@ class SessionContext(RequestContext):
     async def change(
         self, operation: str, function: Callable[[Session], Any], added_tokens: int = 0
     ) -> JSONResponse:
-        """Change the session by `Engine.change`; return its fields and the result."""
+        """Apply a function that adds at most `added_tokens`; return the fields and its result."""
         arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
         result = await wrap_future(self.engine.change(*arguments))
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
@@ -68,7 +68,7 @@ SessionDep = Annotated[SessionContext, Depends(_session_context)]
 
 
 def session_entry(record: SessionRecord) -> dict[str, Any]:
-    """Return a session's fields, without loading it from disk."""
+    """Return a session's fields as JSON; those of its cells only if it is in memory."""
     entry: dict[str, Any] = {
         "name": record.name,
         "object": "session",
@@ -99,6 +99,6 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
 
 
 def session_response(record: SessionRecord, status: int = 200, **extra: Any) -> JSONResponse:
-    """Return a session's fields, with its revision as the ETag."""
+    """Return a response with a session's fields and `extra`, and its revision as the ETag."""
     headers = {"ETag": f'"{record.revision}"'}
     return JSONResponse({**session_entry(record), **extra}, status, headers)

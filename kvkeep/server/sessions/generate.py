@@ -47,7 +47,7 @@ class FeedRequest(SamplingParams):
     stream: bool = False
 
     def encode(self, tokenizer: TextCodec, generation_prompt: bool) -> tuple[int, ...]:
-        """Return the token ids. generation_prompt: for messages, as of `TextCodec.chat`."""
+        """Return the token ids. generation_prompt: whether messages end where the reply begins."""
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("use exactly one of text, tokens and messages")
         if self.messages is not None:
@@ -56,7 +56,7 @@ class FeedRequest(SamplingParams):
         return tuple(self.tokens or tokenizer.encode(self.text or "", self.special))
 
     def name_span(self, session: Session, num_prefilled: int, num_sampled: int) -> None:
-        """Name the prefilled tokens, which precede the sampled ones, if there is a `span`."""
+        """Give the prefilled tokens, which precede the sampled ones, the name `span`, if any."""
         end = len(session.tokens) - num_sampled
         if self.span is not None and num_prefilled:
             session.name(self.span, end - num_prefilled, end)
@@ -111,17 +111,14 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
 def _turn_request(
     model: Model, body: TurnRequest, sampling: Sampling, record: SessionRecord
 ) -> GenerationRequest:
-    """Begin a turn in a session, and return the request for its reply.
-
-    A question that is cancelled before its prefill is done is removed again.
-    """
+    """Begin a turn in a session, and return the request for its reply."""
     chat = _conversation(model, record, body.system)
     if chat.is_open:
         chat.end_turn()
     ids = chat.begin_turn(body.content)
 
     def on_end(session: Session, num_prefilled: int, num_generated: int) -> None:
-        if num_prefilled < len(ids):
+        if num_prefilled < len(ids):  # cancelled during prefill: remove the question
             with suppress(InvalidArgument):  # evicted tokens cannot be rewound
                 session.rewind(num_prefilled)
             return
@@ -132,6 +129,7 @@ def _turn_request(
 
 
 def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
+    """Return the session's chat, which its notes describe. system: of a new chat."""
     session, current_system = record.live, record.notes.get(CHAT_NOTES_KEY, {}).get("system")
     if not session.tokens:
         if system is not None:
@@ -163,6 +161,7 @@ def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
 async def _run(
     request: RequestLike, context: SessionContext, as_stream: bool
 ) -> Response | dict[str, Any]:
+    """Run a request in the session. request: may be a function of the session's record."""
     stream = await context.generate(request, context.name, context.revision)
     if as_stream:
         return sse_response(_stream_events(stream, context), error_event="error")

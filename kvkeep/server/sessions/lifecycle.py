@@ -77,8 +77,8 @@ async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
     if body.from_snapshot is not None:
         return await restore(body.from_snapshot, RestoreRequest(name=body.name), context)
-    creation = context.engine.create(context.owner, body.name, **body.settings())
-    return session_response(await wrap_future(creation), 201)
+    future = context.engine.create(context.owner, body.name, **body.settings())
+    return session_response(await wrap_future(future), 201)
 
 
 @router.get("/v1/sessions")
@@ -106,8 +106,8 @@ async def delete(context: SessionDep) -> dict[str, Any]:
 @router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
 async def fork(body: ForkRequest, context: SessionDep) -> Response:
     """Fork a session at its end, or after `at` tokens."""
-    created = context.engine.fork(context.name, context.owner, body.at, body.name, context.revision)
-    return session_response(await wrap_future(created), 201)
+    future = context.engine.fork(context.name, context.owner, body.at, body.name, context.revision)
+    return session_response(await wrap_future(future), 201)
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
@@ -120,17 +120,17 @@ async def save(context: SessionDep) -> Response:
 @router.put("/v1/sessions/{name}/resident", response_model=None)
 async def resident(body: ResidentRequest, context: SessionDep) -> Response:
     """Set whether a session is kept in memory when others need space."""
-    pin = context.engine.pin
-    await wrap_future(pin(context.name, context.owner, body.resident, context.revision))
+    engine, revision = context.engine, context.revision
+    await wrap_future(engine.pin(context.name, context.owner, body.resident, revision))
     return session_response(await context.find())
 
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
 async def snapshot(body: SnapshotRequest, context: SessionDep) -> Response:
     """Save a named snapshot; responds when it is on disk."""
-    write = context.engine.snapshot
-    size = await wrap_future(write(context.name, body.name, context.owner, context.revision))
-    return JSONResponse({"name": body.name, "object": "snapshot", "bytes": size}, 201)
+    future = context.engine.snapshot(context.name, body.name, context.owner, context.revision)
+    file_bytes = await wrap_future(future)
+    return JSONResponse({"name": body.name, "object": "snapshot", "bytes": file_bytes}, 201)
 
 
 @router.get("/v1/snapshots")
@@ -159,13 +159,13 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
 @router.delete("/v1/snapshots/{name}")
 async def delete_snapshot(name: SessionName, context: ContextDep) -> dict[str, Any]:
     """Delete a snapshot, and report the bytes freed."""
-    freed = await to_thread(context.engine.snapshots(context.owner).remove, name)
-    return {"name": name, "object": "snapshot", "deleted": True, "bytes": freed}
+    freed_bytes = await to_thread(context.engine.snapshots(context.owner).remove, name)
+    return {"name": name, "object": "snapshot", "deleted": True, "bytes": freed_bytes}
 
 
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: SessionName, body: RestoreRequest, context: ContextDep) -> Response:
     """Create a session from a snapshot; it continues bit-exactly."""
     snapshot = await to_thread(context.engine.load_snapshot, name, context.owner)
-    created = context.engine.restore(snapshot, context.owner, body.name)
-    return session_response(await wrap_future(created), 201)
+    future = context.engine.restore(snapshot, context.owner, body.name)
+    return session_response(await wrap_future(future), 201)

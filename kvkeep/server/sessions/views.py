@@ -24,7 +24,7 @@ from kvkeep.session.session import Session
 from kvkeep.session.streaming import CONTEXT_TOKENS, token_texts
 
 router = APIRouter()
-_MAX_PIECES = 4096
+_MAX_PIECES = 4096  # tokens of one response
 _SESSION_FIELDS = (
     *("name", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
     *("resident", "saved_revision", "policy"),
@@ -32,7 +32,7 @@ _SESSION_FIELDS = (
 _Index = Annotated[int, Query(ge=0, lt=2**16)]
 _TokenIndex = Annotated[int, Query(ge=0, lt=2**40)]
 _POLL_SECONDS = 1.0  # between two checks for the server's shutdown
-_KEEPALIVE_POLLS = 15
+_KEEPALIVE_POLLS = 15  # polls without an event, after which a comment keeps the connection open
 _QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are dropped
 
 
@@ -52,7 +52,7 @@ async def text(
     of the last one; the others have "".
     """
 
-    def pieces(record: SessionRecord) -> dict[str, Any]:
+    def text_view(record: SessionRecord) -> dict[str, Any]:
         tokens = record.live.tokens
         stop = min(len(tokens) if end is None else end, start + _MAX_PIECES, len(tokens))
         if start > len(tokens):
@@ -66,7 +66,7 @@ async def text(
             "pieces": [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)],
         }
 
-    return await context.inspect(name, pieces)
+    return await context.inspect(name, text_view)
 
 
 @router.get("/v1/sessions/{name}/heads")
@@ -104,6 +104,7 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
 
 
 def _cell_counts(session: Session) -> dict[str, Any]:
+    """Return the number of cells by layer and KV head."""
     layout = session.cache.layout
     counts = torch.zeros(layout.layers, layout.kv_heads, dtype=torch.int64, device="cpu")
     for segment in session.cache.segments:
@@ -113,6 +114,7 @@ def _cell_counts(session: Session) -> dict[str, Any]:
 
 
 def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
+    """Return the positions, in the text, of the tokens whose cells a KV head holds."""
     layout = session.cache.layout
     if layer >= layout.layers or head >= layout.kv_heads:
         raise InvalidArgument(
@@ -158,8 +160,8 @@ async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
     ids = await to_thread(body.encode, context.tokenizer, generation_prompt=True)
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
-    explanation = await wrap_future(context.engine.explain(ids, context.owner))
-    return _reuse_entry(explanation, context.tokenizer)
+    report = await wrap_future(context.engine.explain(ids, context.owner))
+    return _reuse_entry(report, context.tokenizer)
 
 
 @router.get("/v1/prefix/misses")
@@ -173,18 +175,18 @@ async def misses(context: ContextDep) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-def _reuse_entry(miss: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
+def _reuse_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
     """Return how much of a prompt is reused, and the texts around the first difference."""
-    reuse, difference = miss.reuse, miss.difference
+    reuse, difference = report.reuse, report.difference
     entry: dict[str, Any] = {
-        "prompt_tokens": miss.prompt_tokens,
+        "prompt_tokens": report.prompt_tokens,
         "reused": reuse.tokens,
         "session": reuse.session,
         "reason": "written" if reuse.reason == "sampled" else reuse.reason,
         "differs_at": reuse.differs_at,
     }
     if difference is not None:
-        num_shared = difference.at - difference.start
+        num_shared = difference.at - difference.start  # tokens before the difference
         decode = tokenizer.decode if difference.start == 0 else tokenizer.decode_continuation
         entry["common_text"] = decode(difference.prompt[:num_shared])
         entry["prompt_text"] = tokenizer.decode_continuation(difference.prompt[num_shared:])
@@ -197,7 +199,7 @@ def _operation_entry(operation: Operation) -> dict[str, Any]:
 
 
 async def _operation_events(context: RequestContext, session: str | None) -> AsyncIterator[bytes]:
-    """Yield operations on an owner's session until shutdown; on all sessions for None."""
+    """Yield operations on a session of the owner, or on all for None, until shutdown."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_QUEUE_SIZE)
 
     def enqueue(operation: Operation) -> None:

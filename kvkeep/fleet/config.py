@@ -9,28 +9,28 @@ from blake3 import blake3
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
 
-_MIN_SECRET_BYTES = 32  # of a secret's file
+_MIN_SECRET_BYTES = 32  # in the file
 _NO_SECRET = bytes(32)
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The configuration of a server: the arguments of `load_model` and `kvkeep serve`, and more."""
+class ReplicaConfig:
+    """The configuration of each server: the arguments of `load_model`, `kvkeep serve` and more."""
 
-    model: str
+    model: str  # the name of the model to load
     dtype: str | None
     weight_format: str | None
     store_url: str
-    secret: bytes
-    session_settings: dict[str, Any]  # without a calibration
-    memory_bytes: int  # of cells
-    share_prefixes: bool  # whether prompts' prefixes are shared
+    secret: bytes  # shared by all servers, from `read_secret`
+    session_settings: dict[str, Any]  # defaults of new sessions, without a calibration
+    memory_bytes: int  # limit on cells in memory
+    share_prefixes: bool  # whether servers share prefilled prefixes of prompts
     threads: int  # compute threads of each server
     lease_seconds: float
     api_keys: ApiKeys
-    hosts: tuple[str, ...]
-    origins: tuple[str, ...]
-    alias: str | None
+    hosts: tuple[str, ...]  # allowed Host headers, beside the local ones
+    origins: tuple[str, ...]  # allowed Origin headers, beside the server's own
+    alias: str | None  # the model's name in the APIs; None for the last part of `model`
 
 
 @dataclass(frozen=True)
