@@ -83,7 +83,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response | dic
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
         "role": "assistant",
-        "model": context.service.name,
+        "model": context.service.model_name,
     }
     if body.stream:
         events = _stream_events(stream, fields, tools)

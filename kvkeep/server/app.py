@@ -93,7 +93,7 @@ async def icon() -> Response:
 @_page_router.get("/v1/page")
 async def page_settings(context: ContextDep) -> dict[str, Any]:
     """Return the model's name, and whether the web UI may change sessions."""
-    return {"edits": context.service.allow_edit, "model": context.service.name}
+    return {"edits": context.service.allow_edit, "model": context.service.model_name}
 
 
 @_router.get("/health")
@@ -115,7 +115,7 @@ async def models(context: ContextDep) -> dict[str, Any]:
         "weights": service.model.weights,  # their format, such as "Q4_K"
         "path": str(service.model.path),
     }
-    entry = {"id": service.name, "object": "model", "created": service.created}
+    entry = {"id": service.model_name, "object": "model", "created": service.created}
     return {"object": "list", "data": [{**entry, "owned_by": "kvkeep", "meta": meta}]}
 
 

@@ -26,7 +26,7 @@ class Grammar:
     def __init__(self, model: Model, grammar: str):
         """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one."""
         # Model files may name end tokens that the tokenizer's vocabulary lacks.
-        eos_ids = tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
+        eos_ids = tuple(eos for eos in model.end_token_ids if eos < model.text.vocab_size)
         tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), eos_ids)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InvalidArgument(f"the schema or grammar is not supported: {problem[:500]}")

@@ -74,8 +74,8 @@ class SecurityMiddleware:
         if not from_web_ui and origin not in self._origins:
             message = f"origin {origin} is not allowed; start the server with --allow-origin"
             raise ApiError(403, message, "permission_error", "origin")
-        is_read = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POST_PATHS
-        if from_web_ui and not self._allow_edit and not is_read:
+        is_read_only = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POST_PATHS
+        if from_web_ui and not self._allow_edit and not is_read_only:
             message = "the web UI is read-only; start the server with --allow-edit"
             raise ApiError(403, message, "permission_error", "read_only")
 

@@ -37,7 +37,7 @@ class Service:
     """State shared by all routes."""
 
     engine: Engine
-    name: str  # the model's name as clients see it
+    model_name: str  # as clients see it
     keys: ApiKeys
     created: int = 0  # start time, seconds since 1970
     closing: bool = False  # the server is shutting down: streams of operations end
@@ -80,17 +80,17 @@ class RequestContext:
     def default_sampling(self) -> Sampling:
         return self.service.model.default_sampling
 
-    async def inspect(self, session: str, function: Callable[[SessionRecord], T]) -> T:
-        """Return `function(record)` of a session, called in the engine's thread."""
-        return await wrap_future(self.engine.inspect(session, self.owner, function))
+    async def inspect(self, name: str, function: Callable[[SessionRecord], T]) -> T:
+        """Return `function(record)` of a session by name, called in the engine's thread."""
+        return await wrap_future(self.engine.inspect(name, self.owner, function))
 
     async def generate(
-        self, request: RequestLike, session: str, revision: int | None = None
+        self, request: RequestLike, name: str, revision: int | None = None
     ) -> "GenerationStream":
-        """Start a generation in a session. Arguments and errors are those of `Engine.submit`."""
+        """Start a generation in a session by name. Arguments and errors as of `Engine.submit`."""
         stream = GenerationStream(1)
         (listener,) = stream.listeners
-        await stream.start(self.engine.submit(request, session, self.owner, listener, revision))
+        await stream.start(self.engine.submit(request, name, self.owner, listener, revision))
         return stream
 
     async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:

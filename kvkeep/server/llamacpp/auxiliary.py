@@ -95,8 +95,8 @@ async def props(context: ContextDep) -> dict[str, Any]:
             },
         },
         "total_slots": NUM_SLOTS,
-        "model_alias": service.name,
-        "model_path": service.name,
+        "model_alias": service.model_name,
+        "model_path": service.model_name,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"kvkeep {__version__}",
         "chat_template": template,
@@ -125,30 +125,30 @@ async def change_slot(
     body: SlotFile | None = None,
 ) -> dict[str, Any]:
     """Save a slot's session as a snapshot, restore one into the slot, or empty the slot."""
-    engine, owner, session = context.engine, context.owner, slot_session_name(slot)
+    engine, owner, session_name = context.engine, context.owner, slot_session_name(slot)
     label, start_time = body.filename if body else "", time.perf_counter()
     if action == "erase":
         try:
-            num_tokens = await _token_count(context, session)
+            num_tokens = await _token_count(context, session_name)
         except NoSuchSession:
             return {"id_slot": slot, "n_erased": 0}
-        await wrap_future(engine.delete(session, owner))
+        await wrap_future(engine.delete(session_name, owner))
         return {"id_slot": slot, "n_erased": num_tokens}
     if action == "save":
-        num_bytes = await wrap_future(engine.snapshot(session, label, owner))
-        counts = {"n_saved": await _token_count(context, session), "n_written": num_bytes}
+        num_bytes = await wrap_future(engine.snapshot(session_name, label, owner))
+        counts = {"n_saved": await _token_count(context, session_name), "n_written": num_bytes}
         timings = {"save_ms": 1000 * (time.perf_counter() - start_time)}
     else:
         snapshot = await to_thread(engine.load_snapshot, label, owner)
-        await wrap_future(engine.restore(snapshot, owner, session, replace=True))
+        await wrap_future(engine.restore(snapshot, owner, session_name, replace=True))
         timings = {"restore_ms": 1000 * (time.perf_counter() - start_time)}
         num_bytes = await to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
-        counts = {"n_restored": await _token_count(context, session), "n_read": num_bytes}
+        counts = {"n_restored": await _token_count(context, session_name), "n_read": num_bytes}
     return {"id_slot": slot, "filename": label, **counts, "timings": timings}
 
 
-async def _token_count(context: RequestContext, session: str) -> int:
-    return await context.inspect(session, lambda record: len(record.live.tokens))
+async def _token_count(context: RequestContext, session_name: str) -> int:
+    return await context.inspect(session_name, lambda record: len(record.live.tokens))
 
 
 def slot_session_name(slot: int) -> str:

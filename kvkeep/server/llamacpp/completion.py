@@ -185,7 +185,7 @@ class _LlamaOutput:
             "index": self.prompt_index,
             "id_slot": body.id_slot,
             "stop": True,
-            "model": self.context.service.name,
+            "model": self.context.service.model_name,
             "tokens_predicted": usage.generated,
             "tokens_evaluated": len(self.prompt_ids),
             "tokens_cached": cached_tokens,

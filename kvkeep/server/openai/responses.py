@@ -118,7 +118,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     except BaseException:
         await _discard(response_id, context)
         raise
-    response = items.new_response(response_id, body, service.name)
+    response = items.new_response(response_id, body, service.model_name)
     pending = _PendingResponse(body, response, messages, cached_tokens, stream, tools)
     service.pending_responses[owner, response_id] = pending
     return pending

@@ -17,7 +17,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "le
 def completion_fields(prefix: str, service: Service) -> dict[str, Any]:
     """Return the fields that all chunks of a new completion share. prefix: of its id."""
     completion_id = f"{prefix}-{secrets.token_hex(12)}"
-    return {"id": completion_id, "created": int(time.time()), "model": service.name}
+    return {"id": completion_id, "created": int(time.time()), "model": service.model_name}
 
 
 def usage_and_timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
