@@ -95,8 +95,8 @@ class ChatCommands(ABC):
         raise InvalidArgument(f"there is no command {name}; {suggestion}/help lists them")
 
     def do_help(self, argument: str) -> str:
-        unique = dict.fromkeys(COMMANDS.values())  # aliases share an entry
-        rows = [f"  {usage:<21}  {meaning}" for usage, meaning in unique]
+        unique_entries = dict.fromkeys(COMMANDS.values())  # aliases share an entry
+        rows = [f"  {usage:<21}  {meaning}" for usage, meaning in unique_entries]
         return "\n".join([*rows, _HELP_PASSAGES, *([_HELP_KEYS] if self.is_interactive else [])])
 
     def do_file(self, argument: str) -> str:

@@ -122,23 +122,23 @@ def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
     """Return the stored row of each row of a decoder tensor, `[rows]`; None for the same order."""
     if spec.rope.kind == "proportional":  # stored in the half layout, unrotated pairs as well
         return None
-    head_order = _head_order(spec)
-    if not _QUERY_OR_KEY.fullmatch(name) or head_order == list(range(spec.head_dim)):
+    element_order = _element_order(spec)
+    if not _QUERY_OR_KEY.fullmatch(name) or element_order == list(range(spec.head_dim)):
         return None
     rows_by_head = torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, spec.head_dim)
-    return rows_by_head[:, head_order].flatten()
+    return rows_by_head[:, element_order].flatten()
 
 
-def _head_order(spec: ModelSpec) -> list[int]:
+def _element_order(spec: ModelSpec) -> list[int]:
     """Return the stored element of each element of a head in the half layout."""
     # Pairs with frequency 0 are not rotated.
-    half, pairs = spec.head_dim // 2, sum(map(bool, spec.rope.inverse_frequencies))
-    rotated, unrotated = list(range(2 * pairs)), list(range(2 * pairs, spec.head_dim))
+    half, pair_count = spec.head_dim // 2, sum(map(bool, spec.rope.inverse_frequencies))
+    rotated, unrotated = list(range(2 * pair_count)), list(range(2 * pair_count, spec.head_dim))
     if FAMILIES[spec.architecture].interleaved_rope:
         first, second = rotated[::2], rotated[1::2]
     else:
-        first, second = rotated[:pairs], rotated[pairs:]
-    return [*first, *unrotated[: half - pairs], *second, *unrotated[half - pairs :]]
+        first, second = rotated[:pair_count], rotated[pair_count:]
+    return [*first, *unrotated[: half - pair_count], *second, *unrotated[half - pair_count :]]
 
 
 def _with_decoder_names(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
