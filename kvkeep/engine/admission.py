@@ -63,7 +63,7 @@ class Admission:
             if callable(request):
                 length_before = len(record.live.tokens)
                 request = request(record)
-                record.note_truncation(length_before)
+                record.lower_token_counts(length_before)
             self._check_prompt(request, session_length=len(record.live.tokens))
         try:
             samplings = samplings or [request.sampling]
@@ -171,7 +171,7 @@ class Admission:
                 on_end(record.live, prefilled_tokens, len(generation.generated))
             except Exception:  # the generation is complete: an error of its caller changes nothing
                 _log.exception("on_end of a generation in session %r failed", record.name)
-            record.note_truncation(length_before)
+            record.lower_token_counts(length_before)
         record.activity = "idle"
         record.reserved_bytes = 0
         if not record.named and record.live.cache.cells == 0:

@@ -152,8 +152,11 @@ class SessionRecord:
         step = prefill_step_at(self.live.prefill_step, token_count)
         return token_count // step * step
 
-    def note_truncation(self, length_before: int) -> None:
-        """Lower the token counts if tokens were removed; the new last one was evaluated alone."""
+    def lower_token_counts(self, length_before: int) -> None:
+        """Lower `step_aligned_tokens` and `sampled_length` if tokens were removed.
+
+        The logits of the new last token were computed by evaluating that token alone.
+        """
         length = len(self.live.tokens)
         if length >= length_before:
             return

@@ -123,7 +123,7 @@ class SessionOperations:
         finally:
             record.activity = "idle"
         record.mark_changed("" if kind in _CELL_PRESERVING else kind)
-        record.note_truncation(length_before)
+        record.lower_token_counts(length_before)
         added_tokens = len(record.live.tokens) - length_before
         self._operation_log.add(record, kind, added_tokens, time.perf_counter() - start)
         return result
@@ -144,7 +144,7 @@ class SessionOperations:
         fork.parent, fork.first_edit = record.name, record.first_edit
         fork.step_aligned_tokens = record.step_aligned_tokens
         fork.sampled_length = record.sampled_length
-        fork.note_truncation(len(record.live.tokens))
+        fork.lower_token_counts(len(record.live.tokens))
         self._operation_log.add(fork, "fork")
         return fork
 
@@ -222,8 +222,8 @@ class BorrowedSessions:
         """Remove a hold."""
         record.hold_count = max(0, record.hold_count - 1)
 
-    def adopt(self, name: str, owner: str) -> SessionRecord | None:
-        """Make a session of this engine a borrowed one, add a hold, and return it, if it exists."""
+    def mark_borrowed(self, name: str, owner: str) -> SessionRecord | None:
+        """Mark a session that was created here, before it is committed, and hold it; return it."""
         record = self._registry.get(name, owner)
         if record is not None:
             record.borrowed, record.hold_count = True, record.hold_count + 1

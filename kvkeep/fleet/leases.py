@@ -210,7 +210,7 @@ class SessionLeases:
     async def _engine_record(self, leased: LeasedSession) -> SessionRecord:
         """Return the engine's session, which the route may have just created. Raises StoreError."""
         if leased.record is None:
-            leased.record = await self._call_engine(self._borrowed.adopt, *leased.key)
+            leased.record = await self._call_engine(self._borrowed.mark_borrowed, *leased.key)
         if leased.record is None:
             raise StoreError(f"session {leased.key.name!r} was removed; retry the request")
         return leased.record
