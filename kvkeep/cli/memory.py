@@ -184,7 +184,7 @@ class PrefixOptions:
         help="Secret shared by all users of a prefix cache in an object store.",
     )
 
-    def open_store(self, model: "Model") -> "PrefixCache | None":
+    def open_prefix_cache(self, model: "Model") -> "PrefixCache | None":
         """Open the prefix cache. Returns None if it is off, or with a warning if that fails."""
         if not self.prefix_cache:
             return None

@@ -50,8 +50,8 @@ class Sampling:
     min_p: only tokens with at least this fraction of the largest probability (arXiv:2407.01082).
     repetition_penalty: divides positive and multiplies negative logits of tokens that occur in
         the last `repetition_window` (CTRL, arXiv:1909.05858); 1 is off.
-    presence_penalty: has_subtracted_penalty from the logits of tokens that occur in that window.
-    frequency_penalty: has_subtracted_penalty once for each occurrence in that window.
+    presence_penalty: subtracted from the logits of tokens that occur in that window.
+    frequency_penalty: subtracted once for each occurrence in that window.
     seed: the same seed gives the same tokens; None takes one from the system.
     stop: `Session.stream` ends before the first of these strings.
     logit_bias: pairs of a token id and a number that is added to its logit.

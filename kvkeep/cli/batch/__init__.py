@@ -91,7 +91,7 @@ def _open_engine(
     from kvkeep.engine import Engine, Limits
 
     use_prefixes = uses_prefix_cache(settings.memory, settings.prefixes.prefix_cache)
-    store = settings.prefixes.open_store(model) if use_prefixes else None
+    store = settings.prefixes.open_prefix_cache(model) if use_prefixes else None
     return Engine(
         model,
         settings=settings.memory.settings(model),

@@ -118,7 +118,8 @@ def _open_conversation(
         memory.require_room_for_chat(model)
         keep = _tokens_to_keep(memory, model, system)
         opened = OpenedSession(
-            model, memory.new_session(model, keep, session_options.prefixes.open_store(model))
+            model,
+            memory.new_session(model, keep, session_options.prefixes.open_prefix_cache(model)),
         )
     else:
         opened = resume(source, memory, progress)
