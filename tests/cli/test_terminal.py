@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pexpect import ExceptionPexpect
 from timeouts import PATIENCE
 
 from kvkeep import Snapshot, load_model
@@ -49,7 +50,10 @@ def chat(tiny: list[str], own_home: Path) -> Iterator[Chat]:
 
     yield call
     for each in begun:
-        each.process.close(force=True)
+        try:
+            each.process.close(force=True)
+        except ExceptionPexpect:  # a killed process takes a while to end on a busy machine
+            each.process.wait()
 
 
 def said(terminal: Terminal, command: str, answer: str) -> str:
