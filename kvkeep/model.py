@@ -49,7 +49,7 @@ class Model(LoadedModel):
         if its calibration is missing.
         """
         validation.instance("snapshot", snapshot, Snapshot)
-        return Session.from_snapshot(self, snapshot, store, calibration)
+        return Session.restored(self, snapshot, store, calibration)
 
     def chat(
         self, system: str | None = None, snapshot: Snapshot | None = None, **settings: Any

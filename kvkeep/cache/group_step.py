@@ -21,7 +21,7 @@ from kvkeep.cache.view import View
 
 
 class RowView(NamedTuple):
-    """What one query sees of a segment of its cache."""
+    """A query's view of a segment of its cache."""
 
     cache_index: int
     row: int  # of the query at one of its positions; see `shared_views`

@@ -196,7 +196,7 @@ class SessionWriter:
 
     @property
     def save_outcome(self) -> str:
-        """What the last save wrote, for the closing line; "" if there was nothing to save."""
+        """A report of the last save, for the closing line; "" if nothing had to be saved."""
         if self.is_unsaved:
             return f"{self.label} not saved"
         if self.saved_bytes is None:

@@ -112,7 +112,7 @@ class Admission:
             self.cache_misses[owner].appendleft(explain(prompt, match, next(_miss_numbers)))
         reuse, source_record = match.to_reuse(prompt), match.record
         if source_record and match.resumes_session and not source_record.named:
-            source_record.live.reset_sampler()  # a seed gives the same tokens as in a new session
+            source_record.live.draw_anew()  # a seed gives the same tokens as in a new session
             return source_record, reuse
         record = self._registry.add(match.build_session(empty_session), owner, named=False)
         record.parent = reuse.session

@@ -1,4 +1,4 @@
-"""What an engine does to sessions, by name, and to sessions borrowed from a shared store."""
+"""Operations on an engine's sessions by name, and on those borrowed from a shared store."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ class SessionOperations:
         target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
         match = best_match(prompt, self._registry.owned_by(owner), empty_session, target)
         if match.resumes_session and match.record is target:
-            target.live.reset_sampler()  # a seed gives the same tokens as in a new session
+            target.live.draw_anew()  # a seed gives the same tokens as in a new session
             return match.reused_tokens
         session = match.build_session(empty_session)
         record = existing or self._registry.add(session, owner, name)

@@ -37,7 +37,7 @@ def calibrate(
     model: LoadedModel,
     ids: Sequence[int],
     progress: Progress | None = None,
-    unfinished_path: Path | None = None,
+    unfinished: Path | None = None,
 ) -> Calibration:
     """Evaluate text and measure the statistics that compression methods use.
 
@@ -47,7 +47,7 @@ def calibrate(
     Args:
         ids: some ten thousand tokens, of the kind of text that the model will be used with.
         progress: called after each step with its number of tokens; see `count_calibration_tokens`.
-        unfinished_path: a file for partial results, from which an interrupted run is resumed. The
+        unfinished: a file for partial results, from which an interrupted run is resumed. The
             result is bit-identical on the same machine.
 
     Raises InvalidArgument for too few tokens, StoreError if the file cannot be written or read.
@@ -60,20 +60,20 @@ def calibrate(
     hasher.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
     digest = hasher.hexdigest()  # of model and text, on which the sums depend
     sums = CalibrationSums(layout)
-    if unfinished_path is not None:
-        sums = CalibrationSums.resume(unfinished_path, digest, layout, len(parts))
+    if unfinished is not None:
+        sums = CalibrationSums.resume(unfinished, digest, layout, len(parts))
     progress(sum(part.evaluated_tokens for part in parts[: sums.parts_done]))
     for part in parts[sums.parts_done :]:
         part.measure(model, ids, sums, progress)
         sums.parts_done += 1
-        if unfinished_path is not None:
-            sums.save(unfinished_path, digest)
+        if unfinished is not None:
+            sums.save(unfinished, digest)
     surrogate_weights = sums.training.weights()  # of a linear regression
     surrogate = Surrogate.from_weights(surrogate_weights)
     statistics = replace(sums.query_sums.statistics(), surrogate=surrogate)
     r_squared = sums.held_out.r_squared(surrogate_weights)
-    if unfinished_path is not None:
-        unfinished_path.unlink(missing_ok=True)
+    if unfinished is not None:
+        unfinished.unlink(missing_ok=True)
     return Calibration(statistics, model.fingerprint.to_dict(), model.name, len(ids), r_squared)
 
 

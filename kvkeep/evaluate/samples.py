@@ -56,7 +56,7 @@ class Placement:
         return [first, *rng.sample(other_positions, count - 1)]
 
     def draw_ascending(self, index: int, position_count: int, count: int, rng: Random) -> list[int]:
-        """As `draw`, in ascending order; the first position leaves room for the others."""
+        """Return ascending positions as `draw` does; the first leaves room for the others."""
         if self == ANYWHERE:
             return sorted(rng.sample(range(position_count), count))
         first = min(self._draw_first(index, position_count, rng), position_count - count)

@@ -18,25 +18,25 @@ from kvkeep.policies.base import Policy, require_valid, window_cell_count
 class Full(Policy):
     """A memory of everything, which takes no more tokens than `max_kv_size`.
 
-    trained_length: how many positions the model was trained for; the budget if that is larger.
+    trained: how many positions the model was trained for; the budget if that is larger.
     """
 
     name: ClassVar[str] = "full"
     allows_compression: ClassVar[bool] = True  # by `Session.compress`
 
-    trained_length: int = field(default=0, repr=False)
+    trained: int = field(default=0, repr=False)
 
     def for_model(self, trained_length: int) -> Self:
-        return replace(super().for_model(trained_length), trained_length=trained_length)
+        return replace(super().for_model(trained_length), trained=trained_length)
 
     def room(self, cache: KVCache) -> int | None:
         """Return how many more tokens fit the budget and the model's trained distance.
 
         The n-th new token sees the oldest cell from `reach + n - 1` positions away, and the model
-        was trained for distances up to `trained_length - 1`. The two bounds differ after
+        was trained for distances up to `trained - 1`. The two bounds differ after
         compression, which leaves fewer cells at the same distances.
         """
-        max_reach = max(self.trained_length, self.max_kv_size)
+        max_reach = max(self.trained, self.max_kv_size)
         return min(self.max_kv_size - cache.cells, max_reach - cache.reach)
 
     def open(self, cache: KVCache, token_count: int, following_count: int = 0) -> int:

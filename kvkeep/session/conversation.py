@@ -91,7 +91,7 @@ class Conversation:
 
     @property
     def notes(self) -> dict[str, str | None]:
-        """What a snapshot of the session saves of the conversation beside spans and tokens."""
+        """The conversation's part of a snapshot's notes, beside spans and tokens."""
         return {"system": self.system}
 
     @property

@@ -193,7 +193,7 @@ class Session(SessionEdits):
             state.truncate_spans(len(state.memory.tokens))
 
     @computes_in_worker
-    def reset_sampler(self) -> None:
+    def draw_anew(self) -> None:
         """Reset the sampler: the next tokens are drawn as in a new session with their seed."""
         with session_transaction([self.core]) as (state,):
             state.sampler = Sampler()
@@ -307,7 +307,7 @@ class Session(SessionEdits):
 
     @classmethod
     @computes_in_worker
-    def from_snapshot(
+    def restored(
         cls,
         model: LoadedModel,
         snapshot: Snapshot,

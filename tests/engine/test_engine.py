@@ -104,7 +104,7 @@ def test_the_next_turn_continues_the_same_session(engine: Engine, smollm2: Model
     session.feed(prompt)
     written = tuple(session.next_token(DRAWN) for _ in range(COUNT))
     session.feed(more)
-    session.reset_sampler()
+    session.draw_anew()
     first = engine.generate(request(prompt))
     assert tuple(token for token, _ in token_logprobs(first)) == written
     second = engine.generate(request(prompt + written + more))

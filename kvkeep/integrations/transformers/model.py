@@ -72,7 +72,7 @@ class TransformersModel(Model):
 
     @cached_property
     def path(self) -> ComputePath:
-        """What computes the layers, and why the compiled kernels do not."""
+        """The executor of the layers, and the reason why no compiled kernel runs."""
         return ComputePath(
             "transformers", {"the compiled kernels": "run only with kvkeep's own models"}
         )

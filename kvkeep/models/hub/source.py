@@ -93,7 +93,7 @@ def local_folder(model: str) -> Path | None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a model comes from. slug, name, source: as in `LocalModel`."""
+    """The origin of a model. slug, name, source: as in `LocalModel`."""
 
     slug: str
     name: str

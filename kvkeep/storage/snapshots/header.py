@@ -144,7 +144,7 @@ def _checked_header(
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """What a list of sessions shows of a snapshot file."""
+    """The facts of a snapshot file that lists of sessions show."""
 
     model: str
     policy: str
