@@ -109,6 +109,8 @@ class GeneratedToken:
     text: str  # "" while a stop string or a character may continue
     logprob: TokenLogprob | None = None  # of the token itself, if requested
     top_logprobs: Sequence[TokenLogprob] = ()  # of the most likely tokens, if requested
+    # The text, with the ids of control tokens (which have no text) in their places.
+    pieces: Sequence[str | int] = ()
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,9 @@ class Generation(Iterator[GenerationEvent]):
             self.finish("eos")
             return
         stream = self._text_stream
-        text = stream.push(token)
-        self._emit(GeneratedToken(token, text, *self._reported_logprobs(token)))
+        pieces = stream.push_pieces(token)
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        self._emit(GeneratedToken(token, text, *self._reported_logprobs(token), pieces))
         if stream.stopped:
             self.finish("stop")
         elif request.sampling.complete:  # its grammar allows no further token

@@ -16,7 +16,7 @@ from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import ToolCall, Tools, validate_tools
+from kvkeep.server.tools import ParsedCall, Tools, validate_tools
 
 router = APIRouter()
 _STOP_REASONS = {
@@ -133,7 +133,7 @@ async def _stream_events(
     yield _event("message_stop")
 
 
-def _block_events(text: str, calls: Sequence[ToolCall]) -> Iterator[bytes]:
+def _block_events(text: str, calls: Sequence[ParsedCall]) -> Iterator[bytes]:
     """Yield the events of complete content blocks: the text, unless it is empty, and the calls."""
     blocks = [(_EMPTY_TEXT_BLOCK, {"type": "text_delta", "text": text})] if text else []
     for call in calls:
@@ -145,7 +145,7 @@ def _block_events(text: str, calls: Sequence[ToolCall]) -> Iterator[bytes]:
         yield _event("content_block_stop", index=index)
 
 
-def _stop_fields(finished: Finished, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def _stop_fields(finished: Finished, calls: Sequence[ParsedCall]) -> dict[str, Any]:
     reason = "tool_use" if calls and finished.reason != "length" else _STOP_REASONS[finished.reason]
     return {"stop_reason": reason, "stop_sequence": finished.stop}
 
@@ -159,7 +159,7 @@ def _usage(usage: Usage, output_tokens: int) -> dict[str, int]:
     }
 
 
-def _tool_use(call: ToolCall) -> dict[str, Any]:
+def _tool_use(call: ParsedCall) -> dict[str, Any]:
     """Return a call as a content block; arguments that are not JSON become an empty input."""
     try:
         arguments = json.loads(call.arguments)

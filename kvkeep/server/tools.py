@@ -23,7 +23,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ParsedCall:
     name: str  # of the tool
     arguments: str  # JSON
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
@@ -86,7 +86,7 @@ class Tools:
             plain_messages.insert(0, {"role": "system", "content": description})
         return plain_messages, None
 
-    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+    def parse(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Split generated text into its text outside of calls, and its calls of known tools."""
         if not self:
             return text, []
@@ -96,7 +96,7 @@ class Tools:
         bare_calls = self._parse_calls(text.strip())
         return ("", bare_calls) if bare_calls else (text, [])
 
-    def _parse_calls(self, text: str) -> list[ToolCall]:
+    def _parse_calls(self, text: str) -> list[ParsedCall]:
         """Parse JSON as one call or a list. Returns [] unless all are calls of known tools."""
         try:
             value = json.loads(text)
@@ -130,14 +130,14 @@ def validate_tools(entries: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
     return tools
 
 
-def _parse_call(value: Any) -> ToolCall | None:
+def _parse_call(value: Any) -> ParsedCall | None:
     """Parse one call: Hermes and Mistral write "arguments", Llama "parameters"."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(value["name"], arguments)
+    return ParsedCall(value["name"], arguments)
 
 
 def _template_supports_tools(tokenizer: TextCodec) -> bool:

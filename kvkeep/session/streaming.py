@@ -15,6 +15,7 @@ class TextStream:
     """
 
     def __init__(self, codec: TextCodec, stop: tuple[str, ...], context: Sequence[int] = ()):
+        self._codec = codec
         self._pieces = codec.piece_stream(skip_special=True)
         for token in context[-CONTEXT_TOKENS:]:
             self._pieces.push(token)
@@ -28,7 +29,18 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Append a token; return the text that is now certain."""
-        return self._release(self._pieces.push(token))
+        return "".join(p for p in self.push_pieces(token) if isinstance(p, str))
+
+    def push_pieces(self, token: int) -> list[str | int]:
+        """Append a token; return the text that is now certain, and a control token's id after it.
+
+        A stop string does not reach across a control token.
+        """
+        released = self._release(self._pieces.push(token))
+        if not self._codec.is_control(token) or self.stopped:
+            return [released] if released else []
+        released, self._held = released + self._held, ""
+        return [released, token] if released else [token]
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the tokens."""

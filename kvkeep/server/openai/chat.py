@@ -18,7 +18,7 @@ from kvkeep.server.openai import usage
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import ToolCall, Tools, validate_tools
+from kvkeep.server.tools import ParsedCall, Tools, validate_tools
 
 router = APIRouter()
 _MAX_MESSAGES = 10_000
@@ -197,5 +197,5 @@ class _ChatOutput:
         return sse_event({**fields, **extra})
 
 
-def _finish_reason(reason: str, calls: Sequence[ToolCall]) -> str:
+def _finish_reason(reason: str, calls: Sequence[ParsedCall]) -> str:
     return "tool_calls" if calls and reason != "length" else usage.FINISH_REASONS[reason]

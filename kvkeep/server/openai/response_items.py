@@ -11,7 +11,7 @@ from kvkeep.engine import Finished
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
-from kvkeep.server.tools import ToolCall, Tools, validate_tools
+from kvkeep.server.tools import ParsedCall, Tools, validate_tools
 
 ID_PATTERN = r"^resp_[0-9a-f]{24}$"
 _STATUSES = {"eos": "completed", "stop": "completed", "length": "incomplete", "full": "incomplete"}
@@ -86,7 +86,7 @@ def _input_message(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def output_items(item_id: str, text: str, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def output_items(item_id: str, text: str, calls: Sequence[ParsedCall]) -> list[dict[str, Any]]:
     """Return the generated text and calls as items. item_id: of the message with the text."""
     items = [message_item(item_id, text)] if text or not calls else []
     for call in calls:

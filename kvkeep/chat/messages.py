@@ -1,0 +1,178 @@
+"""The normal form of a conversation, which every API is translated to and from.
+
+In normal form a message has one of four roles; neighbours have different roles, and a message has
+no two text parts in a row. Tool results are messages of role "tool", tied to their call by its id.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+_BETWEEN_MESSAGES = "\n\n"  # between the texts of merged messages
+
+
+@dataclass(frozen=True)
+class TextPart:
+    text: str
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """Content that no text model takes, such as an image. It is rendered as a placeholder."""
+
+    kind: str  # "image", "audio", "video" or "file"
+    name: str = ""  # of the file, if the client states it
+
+    @property
+    def placeholder(self) -> str:
+        return f"[{self.kind} {self.name} omitted]" if self.name else f"[{self.kind} omitted]"
+
+
+@dataclass(frozen=True)
+class ReasoningPart:
+    """What the model wrote before its answer, for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the assistant made."""
+
+    id: str
+    name: str
+    # `{"input": text}` of a custom tool. Text that is not a JSON object is `{"": text}`.
+    arguments: Mapping[str, Any]
+    kind: Literal["function", "custom"] = "function"
+    namespace: str = ""  # of the tool, in the Responses API
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.name))
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The result of the call with this id."""
+
+    call_id: str
+    content: tuple[TextPart | MediaPart, ...] = ()
+    is_error: bool = False
+    kind: Literal["function", "custom"] = "function"  # of the call
+
+
+Part = TextPart | MediaPart | ReasoningPart | ToolCall | ToolResult
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Role
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The texts, with placeholders for other content; without reasoning and calls."""
+        return content_text(part for part in self.parts if isinstance(part, (TextPart, MediaPart)))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningPart))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [part for part in self.parts if isinstance(part, ToolCall)]
+
+    @property
+    def results(self) -> list[ToolResult]:
+        return [part for part in self.parts if isinstance(part, ToolResult)]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that the model may call.
+
+    A custom tool takes text: the model sees a function with one parameter, "input".
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"type": "object", "properties": {}}
+    )
+    kind: Literal["function", "custom"] = "function"
+    namespace: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which tools the model may and must call.
+
+    mode: "auto" for any or none, "none", or "required" for at least one. names: the allowed tools,
+    None for all of them.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and the tools that the model may call in its answer."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice()
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that `choice` allows."""
+        if self.choice.mode == "none":
+            return ()
+        names = self.choice.names
+        return tuple(tool for tool in self.tools if names is None or tool.name in names)
+
+
+def content_text(content: Iterable[TextPart | MediaPart]) -> str:
+    """Return the joined texts, with placeholders for other content."""
+    return "".join(
+        part.text if isinstance(part, TextPart) else part.placeholder for part in content
+    )
+
+
+def normalized(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return messages in normal form: neighbours of one role merged, neighbouring texts joined.
+
+    Texts of one message are joined as they are, and those of merged messages by an empty line.
+    Empty texts are dropped; a message without any content stays, as a turn of its own.
+    """
+    result: list[Message] = []
+    for message in messages:
+        parts = _joined(message.parts)
+        if result and result[-1].role == message.role:
+            last_parts = result.pop().parts
+            both_text = last_parts and parts and _is_text(last_parts[-1]) and _is_text(parts[0])
+            between = (TextPart(_BETWEEN_MESSAGES),) if both_text else ()
+            parts = _joined((*last_parts, *between, *parts))
+        result.append(Message(message.role, parts))
+    return tuple(result)
+
+
+def _is_text(part: Part) -> bool:
+    return isinstance(part, (TextPart, MediaPart))
+
+
+def _joined(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Return the parts with neighbouring texts joined, and without empty texts and reasoning."""
+    result: list[Part] = []
+    for part in parts:
+        if isinstance(part, (TextPart, ReasoningPart)):
+            if not part.text:
+                continue
+            if result and type(result[-1]) is type(part):
+                result.append(type(part)(result.pop().text + part.text))  # type: ignore[union-attr]
+                continue
+        result.append(part)
+    return tuple(result)
