@@ -101,6 +101,8 @@ class Tool:
     )
     kind: Literal["function", "custom"] = "function"
     namespace: str = ""
+    # Described in the conversation, where it refers to the tool, and not before it.
+    deferred: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)
