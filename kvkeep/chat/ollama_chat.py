@@ -1,0 +1,198 @@
+"""Conversations in the form of Ollama's API, to and from the normal form.
+
+A message of the API has one thinking, text and list of images and of calls: their order is lost,
+and so are names of media, media other than images, marks of errors, and the choice of tools.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvkeep.chat.messages import (
+    Chat,
+    MediaPart,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolResult,
+    content_text,
+    normalized,
+)
+from kvkeep.chat.output import parse_arguments
+from kvkeep.errors import InvalidArgument
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+def parse_chat(messages: Any, tools: Any = None) -> Chat:
+    """Return the conversation of a request's `messages` and `tools`. Raises InvalidArgument."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument(f"messages must be a list of messages; found {messages!r:.100}")
+    calls = list[ToolCall]()  # that have no result yet
+    result = []
+    for index, entry in enumerate(messages):
+        where = f"messages[{index}]"
+        role = _ROLES.get(str(entry.get("role"))) if isinstance(entry, Mapping) else None
+        if role is None:
+            raise InvalidArgument(
+                f"{where}.role must be one of {', '.join(_ROLES)}; found {entry!r:.100}"
+            )
+        content: tuple[Part, ...] = _parse_content(entry, where)
+        if role == "tool":
+            content = (ToolResult(_call_id(entry, where, calls), _parse_content(entry, where)),)
+        elif role == "assistant":
+            new_calls = _parse_calls(entry, where, index)
+            calls += new_calls
+            content = (ReasoningPart(_text(entry, "thinking", where)), *content, *new_calls)
+        result.append(Message(role, content))
+    return Chat(normalized(result), parse_tools(tools))
+
+
+def parse_tools(entries: Any) -> tuple[Tool, ...]:
+    """Return the tools of a request. Raises InvalidArgument."""
+    return tuple(
+        _parse_tool(entry, f"tools[{index}]") for index, entry in enumerate(_list(entries, "tools"))
+    )
+
+
+def format_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the API's form. A message of results becomes one message for each."""
+    result = []
+    names = {call.id: call.name for message in messages for call in message.calls}
+    for message in messages:
+        if message.role != "tool":
+            result.append(_format_message(message))
+        for part in message.results:
+            ids = {"tool_name": names.get(part.call_id, ""), "tool_call_id": part.call_id}
+            result.append({"role": "tool", **_format_content(part.content), **ids})
+    return result
+
+
+def format_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+            },
+        }
+        for tool in tools
+    ]
+
+
+def _format_message(message: Message) -> dict[str, Any]:
+    content = [part for part in message.parts if isinstance(part, (TextPart, MediaPart))]
+    fields = {"role": message.role, **_format_content(content)}
+    if message.reasoning:
+        fields["thinking"] = message.reasoning
+    if message.calls:
+        fields["tool_calls"] = [
+            format_call(call, index) for index, call in enumerate(message.calls)
+        ]
+    return fields
+
+
+def format_call(call: ToolCall, index: int) -> dict[str, Any]:
+    function = {"index": index, "name": call.name, "arguments": dict(call.arguments)}
+    return {"id": call.id, "function": function}
+
+
+def _format_content(content: Sequence[TextPart | MediaPart]) -> dict[str, Any]:
+    """Return texts, with placeholders for media other than images, and the images as no data."""
+    image_count = sum(map(_is_image, content))
+    text = content_text(part for part in content if not _is_image(part))
+    return {"content": text, "images": [""] * image_count} if image_count else {"content": text}
+
+
+def _is_image(part: TextPart | MediaPart) -> bool:
+    return isinstance(part, MediaPart) and part.kind == "image"
+
+
+def _parse_content(entry: Mapping[str, Any], where: str) -> tuple[TextPart | MediaPart, ...]:
+    """Return placeholders for the images, and the text."""
+    images = [MediaPart("image") for _ in _list(entry.get("images"), f"{where}.images")]
+    text = _text(entry, "content", where)
+    return (*images, TextPart(text)) if text else tuple(images)
+
+
+def _parse_calls(entry: Mapping[str, Any], where: str, message_index: int) -> list[ToolCall]:
+    """Return a message's calls. Those without an id get one by their place."""
+    calls = []
+    for index, call in enumerate(_list(entry.get("tool_calls"), f"{where}.tool_calls")):
+        call_where = f"{where}.tool_calls[{index}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise InvalidArgument(f"{call_where}.function must be an object; found {call!r:.100}")
+        call_id = _text(call, "id", call_where) or f"call_{message_index}_{index}"
+        arguments = function.get("arguments")
+        if not isinstance(arguments, Mapping):
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            arguments = parse_arguments(text)
+        calls.append(ToolCall(call_id, _text(function, "name", call_where), dict(arguments)))
+    return calls
+
+
+def _call_id(entry: Mapping[str, Any], where: str, calls: list[ToolCall]) -> str:
+    """Return the id of the call that a result is of, and take the call from `calls`.
+
+    Without `tool_call_id`, it is the first call of the tool `tool_name`, or else the first call.
+    """
+    call_id, name = _text(entry, "tool_call_id", where), _text(entry, "tool_name", where)
+    same_id = [call for call in calls if call.id == call_id]
+    same_name = [call for call in calls if call.name == name]
+    matches = same_id if call_id else same_name or calls
+    if matches:
+        call_id = matches[0].id
+        calls.remove(matches[0])
+    return call_id
+
+
+def _parse_tool(entry: Any, where: str) -> Tool:
+    function = entry.get("function") if isinstance(entry, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidArgument(f"{where}.function must be an object; found {entry!r:.100}")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"{where}.function.name must have 1 to 128 letters, digits, '_', '.' and '-'; "
+            f"found {name!r:.100}"
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidArgument(
+            f"{where}.function.parameters must be a JSON schema; found {parameters!r:.100}"
+        )
+    schema: dict[str, Any] = {"parameters": parameters} if parameters else {}
+    return Tool(name, _text(function, "description", where), **schema)
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InvalidArgument(f"{where} must be a list; found {value!r:.100}")
+    return value
+
+
+def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field that is text; "" if it is missing."""
+    value = fields.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{where}.{name} must be text; found {value!r:.100}")
+    return value
