@@ -77,7 +77,7 @@ class SessionMiddleware:
             if error.status >= 500:
                 _log.error("%s %s", scope["method"], scope["path"], exc_info=exception)
             event = sse_event(error.openai_body(), "error")
-            await response.fail(error.response(), event)
+            await response.fail(error.response(scope["path"]), event)
         else:
             await response.release()
 

@@ -13,6 +13,17 @@ from starlette.responses import JSONResponse
 
 from kvkeep import errors
 
+ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATHS = "/api/"  # the beginning of the paths of Ollama's API
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
 
 @dataclass
 class ApiError(Exception):
@@ -32,18 +43,26 @@ class ApiError(Exception):
         return {"error": {**fields, "code": self.code or self.status, **(self.extra or {})}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        return {"type": "error", "error": {"type": self.error_type, "message": self.message}}
+        error_type = _ANTHROPIC_TYPES.get(self.status, self.error_type)
+        return {"type": "error", "error": {"type": error_type, "message": self.message}}
 
-    def response(self, path: str = "") -> JSONResponse:
-        """Return the HTTP response. path: of the request, which decides between the forms."""
+    def ollama_body(self) -> dict[str, Any]:
+        return {"error": self.message}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """Return the body in the form of the API that the request's path belongs to."""
+        if path.startswith(ANTHROPIC_PATH):
+            return self.anthropic_body()
+        return self.ollama_body() if path.startswith(OLLAMA_PATHS) else self.openai_body()
+
+    def response(self, path: str) -> JSONResponse:
+        """Return the HTTP response. path: of the request."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        is_anthropic = path.startswith("/v1/messages")
-        body = self.anthropic_body() if is_anthropic else self.openai_body()
-        return JSONResponse(body, self.status, headers)
+        return JSONResponse(self.body(path), self.status, headers)
 
 
 def api_error_for(error: BaseException) -> ApiError:
@@ -101,7 +120,7 @@ class ErrorFields(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error in OpenAI's format; `/v1/messages` uses Anthropic's format instead."""
+    """An error in OpenAI's format; the routes of Anthropic's and Ollama's APIs use theirs."""
 
     error: ErrorFields
 

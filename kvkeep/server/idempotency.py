@@ -47,7 +47,7 @@ class IdempotencyMiddleware:
         try:
             await self._run_once(key, scope, receive, send)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
 
     async def _run_once(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a request, or repeat the response to an earlier one. Raises ApiError."""

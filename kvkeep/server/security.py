@@ -60,7 +60,7 @@ class SecurityMiddleware:
             scope = {**scope, "headers": [*other_headers, (b"content-type", b"application/json")]}
         await self._app(scope, exchange.receive_limited, exchange.send_unless_too_large)
         if exchange.must_reject:
-            await _too_large_error().response()(scope, receive, exchange.send)
+            await _too_large_error().response(scope["path"])(scope, receive, exchange.send)
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""

@@ -1,6 +1,8 @@
 """Checks on every request: host, origin, size, key; and health."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,6 +49,20 @@ def test_an_oversized_body_is_refused(server: RunningServer, chunked: bool) -> N
         response = client.post("/v1/completions", content=pieces if chunked else body)
         assert response.status_code == 413
         assert "8,000,000 bytes" in response.json()["error"]["message"]
+
+
+def test_errors_have_the_form_of_the_paths_api(server: RunningServer) -> None:
+    def refusal(path: str, content: Iterator[bytes] | bytes) -> Any:
+        return client.post(path, content=content).json()
+
+    with server.client() as client:
+        for content in (b"{", iter([b"a" * MAX_BODY_BYTES, b"a"])):
+            refused = refusal("/v1/messages", content)
+            assert refused["type"] == "error"
+            assert refused["error"].keys() == {"type", "message"}
+        assert refused["error"]["type"] == "request_too_large"
+        assert isinstance(refusal("/api/nothing", b"{")["error"], str)
+        assert refusal("/v1/completions", b"{")["error"]["type"] == "invalid_request_error"
 
 
 def test_a_validation_error_names_the_field(server: RunningServer) -> None:
