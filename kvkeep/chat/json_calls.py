@@ -1,0 +1,181 @@
+"""Calls as JSON: an object with the name and the arguments of a tool, or a list of them."""
+
+import json
+import re
+
+from kvkeep.chat.json_text import JsonText
+from kvkeep.chat.reading import AnswerReading, NotACall, Steps
+
+_NAME_KEYS = ("name", "tool_name", "function")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_NAME_BEGINNING = re.compile(r'"name"\s*:\s*"([^"]*)("?)')
+
+
+def read_json_calls(
+    reading: AnswerReading,
+    end: str | None = None,
+    needs_arguments: bool = False,
+    forced: bool = False,
+) -> Steps[None]:
+    """Read an object, several, or a list, up to what is no such object.
+
+    Objects that are no calls of known tools are text. end: the marker that ends malformed
+    arguments. needs_arguments: whether an object without arguments is no call. forced: whether an
+    object that the end of the answer cuts off is a call.
+    """
+    if (yield from reading.skip_space()) not in ("{", "["):
+        raise NotACall
+    yield from reading.take("[")
+    while (yield from reading.skip_space()) == "{":
+        if reading.call_count:
+            reading.scanner.mark()
+        try:
+            yield from _read_call(reading, end, needs_arguments)
+        except NotACall:
+            if forced and reading.scanner.closed:
+                yield from _call_without_arguments(reading)
+                return
+            yield from _rest_of_object(reading)
+        if (yield from reading.skip_space()) in (",", ";"):
+            yield from reading.take(",", ";")
+
+
+def _read_call(
+    reading: AnswerReading, end: str | None, needs_arguments: bool, nested: bool = False
+) -> Steps[None]:
+    """Read `{"name": ..., "arguments": ...}`. Raises NotACall before the call begins."""
+    calls_before, name, arguments = reading.call_count, "", None
+    yield from reading.expect("{")
+    try:
+        while True:
+            yield from reading.skip_space()
+            key = json.loads((yield from _string(reading)))
+            yield from reading.skip_space()
+            yield from reading.expect(":")
+            next_char = yield from reading.skip_space()
+            if key == "function" and next_char == "{" and not nested:
+                yield from _read_call(reading, end, needs_arguments, nested=True)
+            elif key in _NAME_KEYS and next_char == '"' and not name:
+                name = json.loads((yield from _string(reading)))
+                reading.require_tool(name)
+            elif key in _ARGUMENT_KEYS and name and reading.call_count == calls_before:
+                yield from _read_arguments(reading, name, end)
+            elif key in _ARGUMENT_KEYS and arguments is None:
+                arguments = object_text((yield from _value(reading)))
+            else:
+                yield from _value(reading)
+            yield from reading.skip_space()
+            if (yield from reading.expect(",", "}")) == "}":
+                break
+    except NotACall:
+        if reading.call_count == calls_before:
+            raise
+        return  # what follows the arguments is text
+    if reading.call_count == calls_before:
+        if arguments is None and needs_arguments:
+            raise NotACall
+        reading.require_tool(name)
+        yield from reading.whole_call(name, "{}" if arguments is None else arguments)
+    reading.scanner.mark()
+
+
+def _read_arguments(reading: AnswerReading, name: str, end: str | None) -> Steps[None]:
+    """Read the arguments of a call, which begins with them."""
+    if (yield from reading.skip_space()) != "{":
+        yield from reading.whole_call(name, object_text((yield from _value(reading))))
+        return
+    yield reading.start_call(name)
+    yield from stream_object(reading, end)
+
+
+def stream_object(reading: AnswerReading, end: str | None) -> Steps[None]:
+    """Read a JSON object as the arguments of the call that was begun, and end the call.
+
+    end: the marker before which malformed arguments end; None for the end of the answer.
+    """
+    scanner, value = reading.scanner, JsonText()
+    while not (value.done or value.failed):
+        length, text = value.push(scanner.rest)
+        scanner.advance(length)
+        if text:
+            yield reading.arguments(text)
+        if not (value.done or value.failed or (yield from reading.more())):
+            break
+    if not value.done:
+        yield from raw_arguments(reading, end)
+    yield reading.end_call(complete=value.done)
+
+
+def raw_arguments(reading: AnswerReading, end: str | None) -> Steps[None]:
+    """Read malformed arguments up to a marker, as they are."""
+    scanner, ends = reading.scanner, () if end is None else (end,)
+    while True:
+        found = scanner.find(ends)
+        length = scanner.certain_length(ends) if found is None else found[0]
+        if length:
+            yield reading.arguments(scanner.advance(length))
+        if found or not (yield from reading.more()):
+            return
+
+
+def object_text(text: str) -> str:
+    """Return the JSON object of arguments that may be null, or a string with the object.
+
+    Raises NotACall for other values.
+    """
+    try:
+        value = json.loads(text)
+        if isinstance(value, str):
+            text = value.strip() or "null"
+            value = json.loads(text)
+    except (ValueError, RecursionError):  # such as a number of thousands of digits
+        raise NotACall from None
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise NotACall
+    return text
+
+
+def _string(reading: AnswerReading) -> Steps[str]:
+    if reading.scanner.rest[:1] != '"':
+        raise NotACall
+    return (yield from _value(reading))
+
+
+def _value(reading: AnswerReading) -> Steps[str]:
+    """Read a JSON value and return its text. Raises NotACall if it is malformed."""
+    scanner, value, parts = reading.scanner, JsonText(), []
+    while not value.done:
+        length, text = value.push(scanner.rest)
+        scanner.advance(length)
+        parts.append(text)
+        if value.failed or (not value.done and not (yield from reading.more())):
+            raise NotACall
+    return scanner.plain("".join(parts))
+
+
+def _rest_of_object(reading: AnswerReading) -> Steps[None]:
+    """Read on to the end of an object that is no call; all of it is text."""
+    scanner, value = reading.scanner, JsonText()
+    written = scanner.written
+    value.push(written[written.index("{") :])
+    yield from reading.written_text()
+    while not (value.done or value.failed):
+        length, _ = value.push(scanner.rest)
+        scanner.advance(length)
+        yield from reading.written_text()
+        if not (value.done or value.failed or (yield from reading.more())):
+            break
+
+
+def _call_without_arguments(reading: AnswerReading) -> Steps[None]:
+    """Yield a call that was cut off before its arguments, if its tool is certain."""
+    match = _NAME_BEGINNING.search(reading.scanner.written)
+    written, is_whole = (match[1], match[2]) if match else ("", "")
+    names = [name for name in reading.tools if name == written or not is_whole]
+    names = [name for name in names if name.startswith(written)]
+    reading.scanner.mark()
+    if len(names) == 1:
+        yield reading.start_call(names[0])
+        yield reading.end_call(complete=False)

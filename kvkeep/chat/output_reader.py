@@ -1,0 +1,173 @@
+"""Reading of generated tokens: reasoning, text and tool calls, as they come."""
+
+from collections.abc import Callable, Generator, Sequence
+
+from kvkeep.chat.json_calls import read_json_calls
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.output import Output, OutputEvent, joined_output
+from kvkeep.chat.output_format import OutputFormat, ReasoningMarkers
+from kvkeep.chat.reading import AnswerReading, NotACall, Steps, merged
+from kvkeep.chat.scanner import SPACE, Scanner
+
+
+class OutputReader:
+    """Reads an answer, incrementally: `push` pieces of it, then `finish`.
+
+    The joined events equal `output`, and do not depend on the division into pieces. What cannot be
+    read as a call of one of the tools is text.
+    """
+
+    def __init__(
+        self,
+        output_format: OutputFormat,
+        tools: Sequence[Tool] = (),
+        new_call_id: Callable[[], str] = lambda: "",
+        starts_in_reasoning: bool = False,
+        forced: bool = False,
+        control_text: Callable[[int], str] = lambda token: "",
+    ):
+        """tools: those that may be called. new_call_id: returns an id for each call.
+
+        starts_in_reasoning: whether the prompt ends inside the reasoning. forced: whether the
+        answer was constrained to calls, which are then JSON. control_text: the text of a control
+        token's id.
+        """
+        self._scanner = Scanner(output_format.markers, output_format.control_markers, control_text)
+        self._reading = AnswerReading(self._scanner, tools, new_call_id)
+        self._format, self._forced = output_format, forced
+        self._steps: Generator[OutputEvent | None, None, None] | None
+        self._steps = self._read(starts_in_reasoning)
+        self._events: list[OutputEvent] = []
+
+    def push(self, pieces: Sequence[str | int]) -> list[OutputEvent]:
+        """Append pieces: texts, and ids of control tokens. Returns what is now certain."""
+        self._scanner.append(pieces)
+        return self._advance()
+
+    def finish(self) -> list[OutputEvent]:
+        """Return the events of what was held back, at the end of the answer."""
+        self._scanner.closed = True
+        return self._advance()
+
+    @property
+    def output(self) -> Output:
+        """The answer so far."""
+        return joined_output(self._events)
+
+    def _advance(self) -> list[OutputEvent]:
+        events = []
+        while self._steps is not None:
+            try:
+                event = next(self._steps)
+            except StopIteration:
+                self._steps = None
+                break
+            if event is None:
+                break
+            events.append(event)
+        result = merged(events)
+        self._events += result
+        return result
+
+    # Reading
+
+    def _read(self, in_reasoning: bool) -> Steps[None]:
+        """Read the answer: blocks that begin with an opener, and text between them."""
+        if in_reasoning and self._format.reasoning:
+            yield from self._read_reasoning(self._format.reasoning[0])
+        reading, scanner = self._reading, self._scanner
+        at_start = True  # no text since the start of the answer, a call or reasoning
+        while True:
+            if at_start and self._may_be_bare_call:
+                yield from reading.text(scanner.advance(_space_length(scanner.rest)))
+                if scanner.rest[:1] in ("{", "["):
+                    at_start = yield from self._read_bare_json()
+                    continue
+            markers = self._openers(at_start)
+            found = scanner.find(markers)
+            length = found[0] if found else scanner.certain_length(markers)
+            if length:
+                text = scanner.advance(length)
+                at_start = at_start and not text.strip(SPACE)
+                yield from reading.text(text)
+            elif found:
+                scanner.mark()
+                scanner.advance(found[2])
+                at_start = yield from self._read_block(found[1])
+            elif not (yield from reading.more()):
+                break
+        yield from reading.finish_text()
+
+    def _openers(self, at_start: bool) -> list[str]:
+        """Return the markers that begin a block here.
+
+        In the midst of text, a reasoning marker that is no control token is text about it.
+        """
+        control_markers = self._format.control_markers
+        openers = [
+            markers.start
+            for markers in self._format.reasoning
+            if at_start or markers.start in control_markers
+        ]
+        return openers + [form.opener for form in self._format.calls if self._reading.tools]
+
+    def _read_block(self, opener: str) -> Steps[bool]:
+        """Read a block behind its opener. Returns whether it was one, not text."""
+        for markers in self._format.reasoning:
+            if markers.start == opener:
+                yield from self._read_reasoning(markers)
+                return True
+        form = next(form for form in self._format.calls if form.opener == opener)
+        calls_before = self._reading.call_count
+        try:
+            yield from form.read(self._reading)
+        except NotACall:
+            yield from self._reading.written_text()
+        return self._reading.call_count > calls_before
+
+    @property
+    def _may_be_bare_call(self) -> bool:
+        return bool(self._reading.tools) and (self._forced or self._format.bare_json)
+
+    def _read_bare_json(self) -> Steps[bool]:
+        """Read calls without markers. Returns whether there were any."""
+        reading = self._reading
+        calls_before = reading.call_count
+        self._scanner.mark()
+        yield from read_json_calls(reading, forced=self._forced, needs_arguments=True)
+        if reading.call_count > calls_before and self._forced:
+            yield from reading.skip_space()
+            yield from reading.take("]")
+            self._scanner.mark()
+        yield from reading.written_text()
+        return reading.call_count > calls_before
+
+    def _read_reasoning(self, markers: ReasoningMarkers) -> Steps[None]:
+        """Read reasoning and its end. White space around it is dropped."""
+        reading, scanner, space, is_empty = self._reading, self._scanner, "", True
+        control_markers = self._format.control_markers
+        openers = [form.opener for form in self._format.calls if form.opener in control_markers]
+        ends = (markers.end, *openers)
+        reading.begin_reasoning()
+        while True:
+            found = scanner.find(ends)
+            length = found[0] if found else scanner.certain_length(ends)
+            if length:
+                text = space + scanner.advance(length)
+                visible = text.rstrip(SPACE)
+                space = text[len(visible) :]
+                if visible:
+                    yield reading.reasoning(visible.lstrip(SPACE) if is_empty else visible)
+                    is_empty = False
+                elif is_empty:
+                    space = ""
+            elif found:
+                if found[1] == markers.end:
+                    scanner.advance(found[2])
+                return
+            elif not (yield from reading.more()):
+                return
+
+
+def _space_length(text: str) -> int:
+    return len(text) - len(text.lstrip(SPACE))

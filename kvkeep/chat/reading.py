@@ -1,0 +1,176 @@
+"""Reading an answer as it comes: the steps that all of its forms are read with.
+
+A form is a generator. It yields an event of the output, or None to wait for more text. Since each
+step depends only on the text before it, any division of the text into pieces gives the same output.
+"""
+
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.output import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+)
+from kvkeep.chat.scanner import SPACE, Scanner
+
+T = TypeVar("T")
+Steps = Generator[OutputEvent | None, None, T]
+
+
+class NotACall(Exception):
+    """The text is not a call of a known tool in this form, and so it is text."""
+
+
+class AnswerReading:
+    """The unread text of an answer, and the state of its output."""
+
+    def __init__(self, scanner: Scanner, tools: Sequence[Tool], new_call_id: Callable[[], str]):
+        self.scanner = scanner
+        self.tools = {tool.name: tool for tool in tools}
+        self.call_count = 0
+        self._new_call_id = new_call_id
+        self._space = ""  # white space that is text only if text follows
+        self._wrote_text = self._wrote_other = False
+        self._ends_with_call = False
+
+    # Reading
+
+    def more(self) -> Steps[bool]:
+        """Wait for more text. Returns False if there will be none."""
+        if self.scanner.closed:
+            return False
+        yield None
+        return True
+
+    def skip_space(self) -> Steps[str]:
+        """Read white space; return the character after it, or "" at the end."""
+        scanner = self.scanner
+        while True:
+            scanner.advance(len(scanner.rest) - len(scanner.rest.lstrip(SPACE)))
+            if scanner.rest or not (yield from self.more()):
+                return scanner.rest[:1]
+
+    def take(self, *markers: str) -> Steps[str | None]:
+        """Read one of the markers, if it comes next, and return it."""
+        scanner = self.scanner
+        while True:
+            may_come = False
+            for marker in markers:
+                for form in scanner.forms(marker):
+                    if scanner.rest.startswith(form):
+                        scanner.advance(len(form))
+                        return marker
+                    may_come |= form.startswith(scanner.rest)
+            if not may_come or not (yield from self.more()):
+                return None
+
+    def expect(self, *markers: str) -> Steps[str]:
+        """Read one of the markers. Raises NotACall if none comes next."""
+        marker = yield from self.take(*markers)
+        if marker is None:
+            raise NotACall
+        return marker
+
+    def take_match(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read the text that a pattern matches, once more text cannot make it longer."""
+        scanner = self.scanner
+        while True:
+            match = pattern.match(scanner.rest)
+            length = match.end() if match else 0
+            if length < len(scanner.rest) or not (yield from self.more()):
+                return scanner.advance(length)
+
+    def until(self, *markers: str) -> Steps[str]:
+        """Read up to a marker, and the marker; return the text before it. Raises NotACall."""
+        scanner = self.scanner
+        while (found := scanner.find(markers)) is None:
+            if not (yield from self.more()):
+                raise NotACall
+        place, _, length = found
+        return scanner.advance(place + length)[:place]
+
+    # Output
+
+    def text(self, text: str) -> Iterator[OutputEvent]:
+        """Yield text of the answer. White space at its end waits for what follows.
+
+        It is dropped before a call or reasoning, and at the start of text after these.
+        """
+        text = self._space + self.scanner.plain(text)
+        visible = text.rstrip(SPACE)
+        self._space = text[len(visible) :]
+        if self._wrote_other and not self._wrote_text:
+            visible = visible.lstrip(SPACE)
+        if visible:
+            self._wrote_text, self._ends_with_call = True, False
+            yield TextDelta(visible)
+
+    def written_text(self) -> Iterator[OutputEvent]:
+        """Yield what was read since the mark as text."""
+        text = self.scanner.written
+        self.scanner.mark()
+        yield from self.text(text)
+
+    def finish_text(self) -> Iterator[OutputEvent]:
+        """Yield white space at the end of the answer, unless it follows a call or reasoning."""
+        if self._space and not self._ends_with_call and self._wrote_text >= self._wrote_other:
+            yield TextDelta(self._space)
+        self._space = ""
+
+    def reasoning(self, text: str) -> ReasoningDelta:
+        self._begin_other()
+        return ReasoningDelta(self.scanner.plain(text))
+
+    def begin_reasoning(self) -> None:
+        self._begin_other()
+
+    def start_call(self, name: str, call_id: str = "") -> CallStarted:
+        """Begin a call of a known tool. From now on what was read is no text."""
+        self._begin_other()
+        self._ends_with_call = True
+        self.scanner.mark()
+        self.call_count += 1
+        return CallStarted(self.call_count - 1, call_id or self._new_call_id(), name)
+
+    def arguments(self, text: str) -> CallArguments:
+        return CallArguments(self.call_count - 1, self.scanner.plain(text))
+
+    def end_call(self, complete: bool = True) -> CallEnded:
+        self.scanner.mark()
+        return CallEnded(self.call_count - 1, complete)
+
+    def whole_call(self, name: str, arguments: str, call_id: str = "") -> Iterator[OutputEvent]:
+        yield self.start_call(name, call_id)
+        yield self.arguments(arguments)
+        yield self.end_call()
+
+    def require_tool(self, name: str) -> Tool:
+        """Return a tool by name. Raises NotACall for an unknown one."""
+        if name not in self.tools:
+            raise NotACall
+        return self.tools[name]
+
+    def _begin_other(self) -> None:
+        self._space, self._wrote_other = "", True
+
+
+def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
+    """Return events with neighbouring deltas of one kind joined."""
+    result: list[OutputEvent] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            result[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            result[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
+            result[-1] = CallArguments(event.index, last.delta + event.delta)
+        else:
+            result.append(event)
+    return result

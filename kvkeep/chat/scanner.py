@@ -1,0 +1,96 @@
+"""The unread part of an answer: text in which control tokens are single characters."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+# Lone surrogates stand for control tokens: decoded text never contains them.
+_FIRST_CODE = 0xD800
+_SURROGATES = re.compile("[\ud800-\udfff]")
+SPACE = " \t\r\n"
+
+
+class Scanner:
+    """The unread part of an answer, and what was read since `mark`.
+
+    A marker, such as `<tool_call>`, is a control token in some vocabularies and plain text in
+    others. As a control token it becomes one character here, its code, so that the rest of the
+    reader works on strings. Control tokens that are no markers are dropped.
+    """
+
+    def __init__(
+        self,
+        markers: Iterable[str],
+        control_markers: Collection[str],
+        control_text: Callable[[int], str],
+    ):
+        """control_markers: those that are control tokens, and so never plain text.
+
+        control_text: the text of a control token's id.
+        """
+        self._codes = {
+            text: chr(_FIRST_CODE + index) for index, text in enumerate(dict.fromkeys(markers))
+        }
+        self._texts = {code: text for text, code in self._codes.items()}
+        self._control_markers, self._control_text = frozenset(control_markers), control_text
+        self._read, self._mark = "", 0
+        self.rest = ""
+        self.closed = False  # no more text will come
+
+    def append(self, pieces: Sequence[str | int]) -> None:
+        for piece in pieces:
+            if isinstance(piece, str):
+                self.rest += _SURROGATES.sub("\ufffd", piece)
+            else:
+                self.rest += self._codes.get(self._control_text(piece), "")
+
+    def advance(self, length: int) -> str:
+        """Read this many characters, and return them."""
+        read, self.rest = self.rest[:length], self.rest[length:]
+        self._read += read
+        return read
+
+    def mark(self) -> None:
+        """Forget what was read so far: `written` begins here."""
+        self._read = ""
+
+    @property
+    def written(self) -> str:
+        """What was read since `mark`."""
+        return self._read
+
+    def plain(self, text: str) -> str:
+        """Return a text with control tokens as their texts."""
+        return _SURROGATES.sub(lambda match: self._texts.get(match[0], ""), text)
+
+    def forms(self, marker: str) -> tuple[str, ...]:
+        """Return how a marker can look in `rest`."""
+        code = self._codes.get(marker)
+        if code is None:
+            return (marker,)
+        return (code,) if marker in self._control_markers else (code, marker)
+
+    def find(self, markers: Iterable[str]) -> tuple[int, str, int] | None:
+        """Return the place, marker and length of the first marker in `rest`."""
+        found = [
+            (place, -len(form), marker)
+            for marker in markers
+            for form in self.forms(marker)
+            if (place := self.rest.find(form)) >= 0
+        ]
+        if not found:
+            return None
+        place, negative_length, marker = min(found)
+        return place, marker, -negative_length
+
+    def certain_length(self, markers: Iterable[str]) -> int:
+        """Return the length of `rest` without an end that may begin a marker."""
+        if self.closed:
+            return len(self.rest)
+        held = 0
+        for marker in markers:
+            for form in self.forms(marker):
+                for length in range(min(len(form) - 1, len(self.rest)), held, -1):
+                    if self.rest.endswith(form[:length]):
+                        held = length
+                        break
+        return len(self.rest) - held
