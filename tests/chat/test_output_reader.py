@@ -60,7 +60,7 @@ def described(output: Output) -> list[str | tuple[str, str, bool]]:
         ),
         (
             '<tool_call>{"name": "shell", "arguments": {"a": 1',
-            [("shell", '{"a": ', False)],
+            [("shell", '{"a": 1', False)],
         ),
         (
             '{"name": "weather", "arguments": {"city": "Rome"}}',
