@@ -23,6 +23,7 @@ from kvkeep.server import anthropic
 from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion
+from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
@@ -32,6 +33,7 @@ from kvkeep.version import __version__
 _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
     *(chat, completions, responses, anthropic, completion, auxiliary),
+    ollama_models,
     *(lifecycle, generate, editing, views),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs

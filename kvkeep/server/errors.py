@@ -43,8 +43,13 @@ class ApiError(Exception):
         return {"error": {**fields, "code": self.code or self.status, **(self.extra or {})}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        error_type = _ANTHROPIC_TYPES.get(self.status, self.error_type)
-        return {"type": "error", "error": {"type": error_type, "message": self.message}}
+        """Return Anthropic's form, with its words for a prompt that is too long."""
+        error_type, message = _ANTHROPIC_TYPES.get(self.status, self.error_type), self.message
+        extra = self.extra or {}
+        if "n_prompt_tokens" in extra:
+            limit = extra["n_ctx"]
+            message = f"prompt is too long: {extra['n_prompt_tokens']} tokens > {limit} maximum"
+        return {"type": "error", "error": {"type": error_type, "message": message}}
 
     def ollama_body(self) -> dict[str, Any]:
         return {"error": self.message}

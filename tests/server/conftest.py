@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,13 @@ def running_server(
     keys: ApiKeys | None = None,
     limits: Limits = Limits(memory=1_000_000_000),  # noqa: B008 (frozen)
     edits: bool = False,
+    settings: Mapping[str, Any] = {"max_kv_size": 2048},
 ) -> Iterator[RunningServer]:
-    """Run a server. keys: accepted keys; None to need none. edits: whether the web UI may edit."""
-    engine = Engine(model, settings={"max_kv_size": 2048}, limits=limits, folder=folder)
+    """Run a server. keys: accepted keys; None to need none. edits: whether the web UI may edit.
+
+    settings: of its sessions.
+    """
+    engine = Engine(model, settings=dict(settings), limits=limits, folder=folder)
     service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
