@@ -19,10 +19,11 @@ from starlette.staticfiles import StaticFiles
 
 from kvkeep.engine import Totals
 from kvkeep.errors import KvkeepError
-from kvkeep.server import anthropic
+from kvkeep.server.anthropic import messages as anthropic
 from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion
+from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.security import SecurityMiddleware
@@ -33,7 +34,7 @@ from kvkeep.version import __version__
 _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
     *(chat, completions, responses, anthropic, completion, auxiliary),
-    ollama_models,
+    *(ollama_generation, ollama_models),
     *(lifecycle, generate, editing, views),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs

@@ -1,13 +1,16 @@
 """Messages by Anthropic's client."""
 
 import asyncio
+import json
 import time
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import anthropic
 import httpx
+import pydantic
 import pytest
-from server.conftest import RunningServer
+from server.conftest import RunningServer, running_server
 
 from kvkeep.model import Model
 
@@ -106,7 +109,9 @@ def test_a_required_tool_is_used(client: anthropic.Anthropic, streamed: bool, ch
         {"max_tokens": None},
         {"messages": [{"role": "robot", "content": "a"}]},
         {"messages": [{"role": "user", "content": 5}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"text": 5}]}]},
+        {"thinking": {"type": "perhaps"}},
+        {"output_config": {"format": {"type": "yaml"}}},
         {"temperature": 9},
         {"tools": [{"name": "no good name"}]},
         {"tool_choice": {"type": "tool", "name": "a"}},
@@ -122,6 +127,114 @@ def test_malformed_requests_are_refused_in_anthropics_form(
     assert response.status_code == 400, response.text
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_blocks_that_a_client_sends_back_are_accepted(client: anthropic.Anthropic) -> None:
+    image = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+    text_file = {"type": "text", "media_type": "text/plain", "data": "The capital is Paris."}
+    history = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "source": image},
+                {"type": "document", "title": "France", "source": text_file},
+                {"type": "text", "text": "Which city?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "?", "signature": ""}]},
+        {"role": "user", "content": ""},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}},
+                {"type": "web_search_tool_result", "tool_use_id": "a", "content": []},
+                {"type": "tool_use", "id": "b", "name": "weather", "input": {"city": "Paris"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "b",
+                    "content": [
+                        {"type": "image", "source": image},
+                        {"type": "tool_reference", "tool_name": "weather"},
+                    ],
+                }
+            ],
+        },
+    ]
+    assert create_message(client, history).usage.output_tokens
+    assert create_message(client, history, tools=[TOOL]).usage.output_tokens
+
+
+def test_an_output_format_constrains_the_answer(client: anthropic.Anthropic) -> None:
+    class City(pydantic.BaseModel):
+        city: Annotated[str, pydantic.Field(max_length=10)]
+
+    parsed = client.messages.parse(
+        model="smollm2",
+        messages=QUESTION,
+        max_tokens=60,
+        output_format=City,
+        extra_body={"temperature": 0},
+    )
+    assert parsed.parsed_output
+    assert parsed.parsed_output.city
+    schema = TOOL["input_schema"]
+    output = create_message(
+        client, max_tokens=60, extra={"output_format": {"type": "json_schema", "schema": schema}}
+    )
+    assert json.loads(output.content[0].text).keys() == {"city"}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    body = {
+        "model": "a",
+        "messages": QUESTION,
+        "max_tokens": 2,
+        "stream": streamed,
+        "tools": [search],
+        "metadata": {"user_id": "a"},
+        "context_management": {"edits": []},
+    }
+    response = httpx.post(f"{server.url}/v1/messages?beta=true", json=body)
+    assert response.status_code == 200, response.text
+    ignored = response.headers["x-kvkeep-ignored"]
+    assert "context_management" in ignored
+    assert "web_search_20250305" in ignored
+    assert "metadata" not in ignored
+
+
+def test_usage_counts_what_was_reused(client: anthropic.Anthropic) -> None:
+    messages = [{"role": "user", "content": "One two three four five six seven. " * 40}]
+    first, second = (create_message(client, messages).usage for _ in range(2))
+    assert second.cache_read_input_tokens > 0
+    assert (
+        first.input_tokens + first.cache_read_input_tokens
+        == second.input_tokens + second.cache_read_input_tokens
+    )
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    """Clients such as Claude Code compact the conversation when they read these words."""
+    settings = {"max_kv_size": 64, "policy": "full"}
+    with running_server(smollm2, tmp_path, settings=settings) as running:
+        client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
+        long_messages = [{"role": "user", "content": "One two three. " * 40}]
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 64 maximum"
+        ) as caught:
+            create_message(client, long_messages)
+        assert caught.value.type == "invalid_request_error"
+        short = [{"role": "user", "content": "Tell me a very long story."}]
+        output = create_message(client, short, max_tokens=1000)
+        assert output.stop_reason == "model_context_window_exceeded"
 
 
 def test_errors_are_raised_as_the_clients_own_types(client: anthropic.Anthropic) -> None:

@@ -1,0 +1,112 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: the assistant's next message."""
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from kvkeep.chat.output import Output
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, Usage
+from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
+from kvkeep.server.anthropic.request import CountTokensRequest, MessagesRequest
+from kvkeep.server.chat_prompt import ChatPrompt
+from kvkeep.server.errors import ApiError
+from kvkeep.server.service import ContextDep, GenerationStream
+from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
+
+router = APIRouter()
+_STOP_REASONS = {
+    "eos": "end_turn",
+    "length": "max_tokens",
+    "full": "model_context_window_exceeded",
+    "stop": "stop_sequence",
+}
+
+
+@router.post("/v1/messages", response_model=None, responses=JSON_OR_EVENTS)
+async def messages(body: MessagesRequest, context: ContextDep) -> Response:
+    """Generate the assistant's next message."""
+    prompt = await ChatPrompt.render(context, body.chat())
+    samplings = body.sampling_params().samplings(context.default_sampling)
+    request = GenerationRequest(tuple(prompt.ids), body.max_tokens)
+    stream = await prompt.start(request, samplings, body.output_schema)
+    reader = prompt.reader()
+    headers = {"X-Kvkeep-Ignored": ", ".join(body.ignored)} if body.ignored else {}
+    fields = {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": context.service.model_name,
+    }
+    if body.stream:
+        events = _stream_events(stream, fields, reader)
+        response = sse_response(events, error_event="error", error_body=ApiError.anthropic_body)
+        response.headers.update(headers)
+        return response
+    (result,) = await context.collect(stream)
+    for token in result.tokens:
+        reader.push(token.pieces)
+    reader.push([result.finished.text])
+    reader.finish()
+    output = reader.output
+    message = {**fields, "content": content_blocks(output)}
+    message |= _stop_fields(result.finished, output)
+    return JSONResponse({**message, "usage": _usage(result.finished.usage)}, headers=headers)
+
+
+async def _stream_events(
+    stream: GenerationStream, fields: dict[str, Any], reader: OutputReader
+) -> AsyncIterator[bytes]:
+    """Yield the message's start before its prefill, then its blocks as they are generated."""
+    message = {**fields, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield message_event(
+        "message_start", message={**message, "usage": _usage(stream.generations[0].usage)}
+    )
+    yield message_event("ping")
+    blocks = ContentBlockStream()
+    async for _, event in stream:
+        if isinstance(event, GeneratedToken):
+            outputs = reader.push(event.pieces)
+        elif isinstance(event, Finished):
+            outputs = [*reader.push([event.text]), *reader.finish()]
+        else:
+            continue
+        for output_event in outputs:
+            for data in blocks.push(output_event):
+                yield data
+    for data in blocks.finish():
+        yield data
+    finished = stream.results[0].finished
+    delta = _stop_fields(finished, reader.output)
+    yield message_event("message_delta", delta=delta, usage=_usage(finished.usage))
+    yield message_event("message_stop")
+
+
+def _stop_fields(finished: Finished, output: Output) -> dict[str, Any]:
+    """Return why the message ends. A call that is cut off is not to be run."""
+    calls = output.calls
+    reason = _STOP_REASONS[finished.reason]
+    if calls and all(call.complete for call in calls) and reason != "max_tokens":
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": finished.stop}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.evaluated,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.reuse.tokens,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "output_tokens": usage.generated,
+        "service_tier": "standard",
+    }
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
+    """Count the tokens of a prompt, including those of the chat template."""
+    prompt = await ChatPrompt.render(context, body.chat())
+    return {"input_tokens": len(prompt.ids)}

@@ -1,0 +1,84 @@
+"""Bodies of requests of Anthropic's API."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvkeep.chat.anthropic_messages import hosted_tools, parse_chat
+from kvkeep.chat.messages import Chat
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
+
+_StopSequence = Annotated[str, Field(max_length=1000)]
+# Fields that need no action: they do not change the answer of a server with one model.
+_HARMLESS_FIELDS = frozenset(
+    (
+        *("betas", "billing_policy", "cache_control", "diagnostics", "inference_geo", "metadata"),
+        *("service_tier", "speed", "user_profile_id", "workspace_id"),
+    )
+)
+
+
+class ThinkingConfig(RequestBody):
+    """Whether the model thinks. It does not if the field is missing, as in the hosted API."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None
+
+
+class JsonOutputFormat(RequestBody):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(RequestBody):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutputFormat | None = None
+
+
+class CountTokensRequest(RequestBody):
+    """The fields of a request that form the prompt."""
+
+    model: str = ""
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=100_000)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutputFormat | None = None  # an older place of `output_config.format`
+
+    def chat(self) -> Chat:
+        names = ("messages", "system", "tools", "tool_choice")
+        return parse_chat({name: getattr(self, name) for name in names})
+
+    @property
+    def output_schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema that the answer must follow."""
+        output_format = (self.output_config and self.output_config.format) or self.output_format
+        return output_format.json_schema if output_format else None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields and tools that are accepted and change nothing."""
+        tools = [f"tools.{tool['type']}" for tool in hosted_tools(self.tools)]
+        return [*sorted(set(self.model_extra or {}) - _HARMLESS_FIELDS), *tools]
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
+    stop_sequences: Annotated[list[_StopSequence] | None, Field(max_length=64)] = None
+    stream: bool | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }
+        if self.top_p == 0:  # only the likeliest token
+            fields |= {"top_k": 1, "top_p": None}
+        return SamplingParams(**fields, stop=self.stop_sequences)

@@ -1,0 +1,138 @@
+"""`/api/chat` and `/api/generate`: answers of Ollama's API."""
+
+from asyncio import to_thread
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from kvkeep.chat.output import OutputEvent, TextDelta
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.chat_prompt import ChatPrompt
+from kvkeep.server.generation import constrain, start_generations
+from kvkeep.server.ollama.answers import NDJSON, AnswerFormat, ndjson_response
+from kvkeep.server.ollama.request import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaRequest,
+)
+from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
+
+router = APIRouter()
+
+
+@router.post("/api/chat", response_model=None, responses=NDJSON)
+async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
+    """Generate the assistant's next message. Without messages, report that the model is loaded."""
+    answer = AnswerFormat(context.service.model_name, context.tokenizer, in_message=True)
+    if not body.messages:
+        return _loaded_response(body, answer)
+    prompt = await ChatPrompt.render(context, body.chat())
+    samplings = _options(body).samplings(context.default_sampling)
+    request = _generation_request(body, prompt.ids, context)
+    stream = await prompt.start(request, samplings, body.output_schema)
+    return await _response(body, context, answer, stream, prompt.reader())
+
+
+@router.post("/api/generate", response_model=None, responses=NDJSON)
+async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response:
+    """Answer a prompt. Without a prompt, report that the model is loaded."""
+    answer = AnswerFormat(context.service.model_name, context.tokenizer, in_message=False)
+    if body.template:
+        raise InvalidArgument(
+            "template is not supported, as the model has its own: leave it out, or send the whole "
+            "prompt with raw: true"
+        )
+    if not body.prompt and not body.suffix:
+        return _loaded_response(body, answer)
+    if body.suffix:
+        raise InvalidArgument("suffix is not supported with this model: it has no FIM tokens")
+    samplings = _options(body).samplings(context.default_sampling)
+    if not body.raw:
+        prompt = await ChatPrompt.render(context, body.chat())
+        request = _generation_request(body, [*(body.context or ()), *prompt.ids], context)
+        stream = await prompt.start(request, samplings, body.output_schema)
+        return await _response(body, context, answer, stream, prompt.reader())
+    tokenizer = context.tokenizer
+    ids = await to_thread(tokenizer.encode, body.prompt or "", special=True)
+    request = _generation_request(body, [*(body.context or tokenizer.opening_ids), *ids], context)
+    samplings = constrain(context, samplings, schema=body.output_schema)
+    return await _response(
+        body, context, answer, await start_generations(context, request, samplings), None
+    )
+
+
+def _options(body: OllamaRequest) -> OllamaOptions:
+    return body.options or OllamaOptions()
+
+
+def _generation_request(
+    body: OllamaRequest, ids: list[int], context: RequestContext
+) -> GenerationRequest:
+    max_tokens = context.service.max_tokens(_options(body).max_tokens)
+    return GenerationRequest(tuple(ids), max_tokens, logprobs=body.requested_logprobs)
+
+
+def _loaded_response(body: OllamaRequest, answer: AnswerFormat) -> Response:
+    """Return the answer to a request that only loads or unloads the model."""
+    reason = "unload" if body.keep_alive in (0, "0") else "load"
+    return JSONResponse(answer.chunk(answer.empty(), done=True, done_reason=reason))
+
+
+async def _response(
+    body: OllamaRequest,
+    context: RequestContext,
+    answer: AnswerFormat,
+    stream: GenerationStream,
+    reader: OutputReader | None,
+) -> Response:
+    """Return the answer, whole or as a stream. reader: None for plain text."""
+    headers = {"X-Kvkeep-Ignored": ", ".join(body.ignored)} if body.ignored else {}
+    if body.stream is not False:
+        chunks = _chunks(stream, answer, reader)
+        return ndjson_response(chunks, answer.chunk(answer.empty()), headers)
+    (result,) = await context.collect(stream)
+    events = list[OutputEvent]()
+    for token in result.tokens:
+        events += _read(reader, token)
+    events += _read_end(reader, result.finished)
+    fields = answer.content(events, result.tokens) or answer.empty()
+    chunk = answer.last(fields, result.finished, **_context_field(stream, answer))
+    return JSONResponse(chunk, headers=headers)
+
+
+async def _chunks(
+    stream: GenerationStream, answer: AnswerFormat, reader: OutputReader | None
+) -> AsyncGenerator[dict[str, Any]]:
+    async for _, event in stream:
+        if isinstance(event, GeneratedToken):
+            if fields := answer.content(_read(reader, event), [event]):
+                yield answer.chunk(fields)
+        elif isinstance(event, Finished):
+            if fields := answer.content(_read_end(reader, event)):
+                yield answer.chunk(fields)
+            yield answer.last(answer.empty(), event, **_context_field(stream, answer))
+
+
+def _read(reader: OutputReader | None, token: GeneratedToken) -> list[OutputEvent]:
+    if reader:
+        return reader.push(token.pieces)
+    return [TextDelta(token.text)] if token.text else []
+
+
+def _read_end(reader: OutputReader | None, finished: Finished) -> list[OutputEvent]:
+    if reader:
+        return [*reader.push([finished.text]), *reader.finish()]
+    return [TextDelta(finished.text)] if finished.text else []
+
+
+def _context_field(stream: GenerationStream, answer: AnswerFormat) -> dict[str, Any]:
+    """Return `context`, the tokens so far, which a next `/api/generate` can continue."""
+    if answer.in_message:
+        return {}
+    (generation,) = stream.generations
+    return {"context": [*generation.request.prompt, *generation.generated]}

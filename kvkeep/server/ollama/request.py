@@ -1,0 +1,107 @@
+"""Bodies of requests of Ollama's API."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvkeep.chat.messages import Chat, MediaPart, Message, TextPart, normalized
+from kvkeep.chat.ollama_chat import parse_chat
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
+
+# Options about how a model is loaded, which the server decides when it starts.
+_LOAD_OPTIONS = frozenset(
+    (
+        *(
+            "numa",
+            "num_ctx",
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+            "low_vram",
+            "f16_kv",
+            "logits_all",
+        ),
+        *(
+            "vocab_only",
+            "use_mmap",
+            "use_mlock",
+            "embedding_only",
+            "num_thread",
+            "draft_num_predict",
+        ),
+    )
+)
+_HARMLESS_FIELDS = frozenset(("truncate", "shift"))
+
+
+class OllamaOptions(SamplingParams):
+    """The `options` of a request. num_predict: -1 and -2 for no limit."""
+
+    num_predict: Annotated[int | None, Field(ge=-2, le=MAX_TOKENS)] = None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens to generate; None for no limit."""
+        return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
+
+
+class OllamaRequest(RequestBody):
+    """The fields that `/api/chat` and `/api/generate` share."""
+
+    model: str = ""
+    format: str | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    stream: bool | None = None
+    think: bool | str | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @property
+    def output_schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema that the answer must follow."""
+        if isinstance(self.format, dict):
+            return self.format
+        if self.format not in (None, "", "json"):
+            raise InvalidArgument(f'format must be "json" or a JSON schema; found {self.format!r}')
+        return ANY_OBJECT if self.format else None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that are accepted and change nothing."""
+        options = set((self.options and self.options.model_extra) or {}) - _LOAD_OPTIONS
+        fields = set(self.model_extra or {}) - _HARMLESS_FIELDS
+        return sorted([*fields, *(f"options.{name}" for name in options)])
+
+    @property
+    def requested_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class OllamaChatRequest(OllamaRequest):
+    messages: Annotated[list[dict[str, Any]] | None, Field(max_length=100_000)] = None
+    tools: list[dict[str, Any]] | None = None
+
+    def chat(self) -> Chat:
+        return parse_chat(self.messages, self.tools)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """A prompt. raw: without the chat template. context: the tokens of earlier answers."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    raw: bool | None = None
+    images: list[str] | None = None
+    context: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field()] = None
+
+    def chat(self) -> Chat:
+        images = tuple(MediaPart("image") for _ in self.images or ())
+        messages = [Message("system", (TextPart(self.system),))] if self.system else []
+        messages.append(Message("user", (*images, TextPart(self.prompt or ""))))
+        return Chat(normalized(messages))
