@@ -22,8 +22,11 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Render messages and tools, checked before, with the chat template of the model in `folder`.
+
+    template_kwargs: more variables for the template; those above have precedence.
 
     Raises UnsupportedModel without a valid template, BadModelFile if it cannot be read, and
     InvalidArgument if it refuses the messages or fails on them.
@@ -33,21 +36,24 @@ def render_chat(
     config = _tokenizer_config(folder)
     template = _compile(_find_template(folder, config, tools is not None), folder)
     try:
-        return template.render(
-            messages=[_with_reasoning(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            documents=None,
+        variables = {
+            "documents": None,
+            **(template_kwargs or {}),
+            "messages": [_with_reasoning(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
             **_special_tokens(config),
-        )
+        }
+        return template.render(variables)
     except TemplateError as error:
         raise InvalidArgument(
             f"the model's chat template rejects these messages: {error.message}"
         ) from error
     except Exception as error:  # a template is an untrusted program
         raise InvalidArgument(
-            f"the model's chat template fails on these messages ({_error_text(error)}); put "
-            f"another template in {folder / _TEMPLATE_FILE}, or leave out what it does not support"
+            f"the model's chat template fails on these messages ({_error_text(error)}); leave out "
+            f"what it does not support, or put another template ({_TEMPLATE_FILE}) into the "
+            "model's folder"
         ) from error
 
 
@@ -74,12 +80,21 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             value = fields.get(field)
             if field == "content" and value is None and fields.get("tool_calls"):
                 continue
+            if field == "content" and _is_text_parts(value):
+                continue
             if not isinstance(value, str):
                 raise InvalidArgument(
                     f"message {index} must have {field!r} as text, found {message!r}; {_EXAMPLE}"
                 )
             validation.text(f"{field!r} of message {index}", value)
     return [dict(message) for message in message_list]
+
+
+def _is_text_parts(content: Any) -> bool:
+    """Whether a content is a list of text parts, which templates of multimodal models take."""
+    return isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    )
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:

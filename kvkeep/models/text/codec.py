@@ -102,6 +102,15 @@ class TextCodec:
         """Whether a token is special, such as <|im_end|>, and so not part of generated text."""
         return token in self._control_tokens.ids
 
+    def control_text(self, token: int) -> str:
+        """Return the text of a special token in the vocabulary; "" for any other id."""
+        return (self.tokenizer.id_to_token(token) or "") if self.is_control(token) else ""
+
+    @property
+    def control_texts(self) -> frozenset[str]:
+        """The texts of all special tokens."""
+        return frozenset(map(self.control_text, self._control_tokens.ids))
+
     def decode_continuation(self, ids: Sequence[int]) -> str:
         """Return the text of tokens that follow others: with the first one's leading space."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
@@ -115,6 +124,7 @@ class TextCodec:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatText:
         """Render messages with the model's chat template; feed the result, or `encode` it.
 
@@ -123,14 +133,18 @@ class TextCodec:
 
         messages: each with "role" and "content". add_generation_prompt: end with the opening of
         the assistant's turn. tools: JSON schemas of functions that the model may call; templates
-        without tool support ignore them.
+        without tool support ignore them. template_kwargs: more variables for the template, such as
+        `enable_thinking`.
 
         Raises UnsupportedModel if the model has no template, InvalidArgument for messages or tools
         that are malformed or that the template refuses.
         """
         guarded_messages = self._control_tokens.with_placeholders(checked_messages(messages))
         guarded_tools = self._control_tokens.with_placeholders(checked_tools(tools))
-        rendered = render_chat(self.folder, guarded_messages, add_generation_prompt, guarded_tools)
+        guarded_kwargs = self._control_tokens.with_placeholders(template_kwargs or {})
+        rendered = render_chat(
+            self.folder, guarded_messages, add_generation_prompt, guarded_tools, guarded_kwargs
+        )
         return self._control_tokens.chat_text(validation.text("the chat", rendered))
 
     def encode_unfinished_chat(

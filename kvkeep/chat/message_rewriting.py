@@ -1,0 +1,167 @@
+"""Rewriting of messages that a chat template cannot render into ones that it can."""
+
+import json
+from collections.abc import Iterable, Sequence
+
+from kvkeep.chat.messages import (
+    Message,
+    Part,
+    ReasoningPart,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolResult,
+    content_text,
+    normalized,
+)
+from kvkeep.chat.output import arguments_text
+from kvkeep.chat.template_traits import TemplateTraits
+
+_BETWEEN_TEXTS = "\n\n"
+
+
+def rewrite_messages(
+    messages: Sequence[Message], tools: Sequence[Tool], traits: TemplateTraits
+) -> tuple[tuple[Message, ...], list[str]]:
+    """Return messages that a template with these traits renders, and what was changed, in words.
+
+    tools: those of the request. Calls and results that the template cannot render become text in
+    the form of Hermes models: https://github.com/NousResearch/Hermes-Function-Calling. A template
+    without a system role gets the system text before the first user's text.
+    """
+    warnings: list[str] = []
+    result = list(messages)
+    if tools and not traits.tools:
+        result = _with_description(result, tools)
+        warnings.append("tools: described in the system text, as the chat template knows none")
+    has_calls = any(message.calls or message.results for message in result)
+    takes_calls = traits.calls and (traits.calls_without_tools or bool(tools and traits.tools))
+    if has_calls and not takes_calls:
+        result = [_with_calls_as_text(message) for message in result]
+        warnings.append("messages: calls and results are text, as the chat template knows none")
+    elif has_calls:
+        if not traits.parallel_calls:
+            result = _one_call_each(result)
+        if traits.text_with_calls == "dropped" and any(m.calls and m.text for m in result):
+            warnings.append("messages: the chat template leaves out the text beside calls")
+    for applies, rewrite, warning in (
+        (not traits.system_midway, _without_later_system, "a later system message is a user's"),
+        (not traits.system, _without_system, "the system text is part of the first user message"),
+        (not traits.assistant_first, _user_first, "an empty user message precedes the assistant's"),
+        (not traits.user_after_result, _text_in_result, "text after a result is part of it"),
+    ):
+        if applies and (rewritten := rewrite(list(normalized(result)))) is not None:
+            result = rewritten
+            warnings.append(f"messages: {warning}, as the chat template requires")
+    return normalized(result), warnings
+
+
+def tool_description(tools: Sequence[Tool]) -> str:
+    """Describe tools, and how to call them, for a system message."""
+    functions = "\n".join(json.dumps(function_fields(tool), ensure_ascii=False) for tool in tools)
+    call = '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
+    return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{call}"
+
+
+def function_fields(tool: Tool) -> dict[str, object]:
+    """Return a tool as a function of OpenAI's API."""
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+
+
+def _with_description(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
+    description = TextPart(tool_description(tools))
+    if messages[0].role != "system":
+        return [Message("system", (description,)), *messages]
+    first = messages[0]
+    between = (TextPart(_BETWEEN_TEXTS),) if first.parts else ()
+    return [Message("system", (*first.parts, *between, description)), *messages[1:]]
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    if message.role == "tool":
+        texts = [
+            f"<tool_response>\n{content_text(result.content)}\n</tool_response>"
+            for result in message.results
+        ]
+        return Message("user", (TextPart("\n".join(texts)),))
+    return Message(message.role, tuple(_call_as_text(message.parts)))
+
+
+def _call_as_text(parts: Iterable[Part]) -> Iterable[Part]:
+    """Yield the parts with calls as text, each in lines of its own."""
+    has_text = False
+    for part in parts:
+        if isinstance(part, ToolCall):
+            call = f'{{"name": {json.dumps(part.name)}, "arguments": {arguments_text(part)}}}'
+            start = "\n" if has_text else ""
+            yield TextPart(f"{start}<tool_call>\n{call}\n</tool_call>")
+        else:
+            yield part
+        has_text = has_text or not isinstance(part, ReasoningPart)
+
+
+def _one_call_each(messages: list[Message]) -> list[Message]:
+    """Put each call into a message of its own, with its result behind it."""
+    result: list[Message] = []
+    results = {part.call_id: part for message in messages for part in message.results}
+    moved: set[str] = set()
+    for message in messages:
+        if message.role == "tool":
+            left = tuple(part for part in message.results if part.call_id not in moved)
+            result += [Message("tool", (part,)) for part in left]
+            continue
+        calls = message.calls
+        if len(calls) < 2:
+            result.append(message)
+            continue
+        others = tuple(part for part in message.parts if not isinstance(part, ToolCall))
+        for index, call in enumerate(calls):
+            result.append(Message("assistant", (*(others if index == 0 else ()), call)))
+            if call.id in results:
+                result.append(Message("tool", (results[call.id],)))
+                moved.add(call.id)
+    return result
+
+
+def _without_later_system(messages: list[Message]) -> list[Message] | None:
+    """Make system messages behind the first one users' messages; None if there are none."""
+    if not any(message.role == "system" for message in messages[1:]):
+        return None
+    return [
+        Message("user", (TextPart(f"<system>\n{message.text}\n</system>"),))
+        if index and message.role == "system"
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _without_system(messages: list[Message]) -> list[Message] | None:
+    """Put the system text before the first user's text; None if there is none."""
+    if messages[0].role != "system":
+        return None
+    return [Message("user", messages[0].parts), *messages[1:]]
+
+
+def _user_first(messages: list[Message]) -> list[Message] | None:
+    """Put an empty user message before the assistant's, if that comes first; else None."""
+    start = 1 if messages[0].role == "system" else 0
+    if start == len(messages) or messages[start].role == "user":
+        return None
+    return [*messages[:start], Message("user"), *messages[start:]]
+
+
+def _text_in_result(messages: list[Message]) -> list[Message] | None:
+    """Append users' texts right behind results to the last result; None if there are none."""
+    result: list[Message] = []
+    for message in messages:
+        last = result[-1] if result else None
+        if message.role == "user" and last is not None and last.results:
+            *before, tool_result = last.results
+            content = (*tool_result.content, TextPart(_BETWEEN_TEXTS + message.text))
+            appended = ToolResult(
+                tool_result.call_id, content, tool_result.is_error, tool_result.kind
+            )
+            result[-1] = Message("tool", (*before, appended))
+        else:
+            result.append(message)
+    return result if len(result) < len(messages) else None

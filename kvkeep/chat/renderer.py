@@ -1,0 +1,220 @@
+"""Rendering of conversations as prompts, by the model's chat template and what it can render."""
+
+import hashlib
+import re
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from kvkeep.chat.message_rewriting import function_fields, rewrite_messages
+from kvkeep.chat.messages import Chat, Message, ToolCall, ToolResult, content_text
+from kvkeep.chat.output import arguments_text
+from kvkeep.chat.output_format import OutputFormat, detect_format
+from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
+from kvkeep.errors import InvalidArgument, UnsupportedModel
+from kvkeep.models.text.chat_template import template_source
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.control_tokens import ChatText
+
+# Marks in a rendering where the unfinished message ends. Letters only: no template trims it.
+_CONTINUATION_MARK = "kvkeepgoeson"
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_EFFORTS_WITHOUT_REASONING = ("none",)
+
+
+@dataclass(frozen=True)
+class RenderOptions:
+    """Options of one rendering.
+
+    continue_final: whether the prompt ends inside the last message, which the model continues; None
+    for "if it is the assistant's". reasoning_effort: such as "low", for templates that have it;
+    "none" for no reasoning. enable_thinking: whether the model reasons, None for the template's
+    default. template_kwargs: more variables for the template.
+    """
+
+    continue_final: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def variables(self) -> dict[str, Any]:
+        """Return the template's variables."""
+        result: dict[str, Any] = {}
+        enable_thinking = self.enable_thinking
+        if self.reasoning_effort is not None:
+            if self.reasoning_effort in _EFFORTS_WITHOUT_REASONING:
+                enable_thinking = False if enable_thinking is None else enable_thinking
+            else:
+                result["reasoning_effort"] = self.reasoning_effort
+        if enable_thinking is not None:
+            result |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
+        return {**result, **self.template_kwargs}
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A conversation as a prompt.
+
+    starts_in_reasoning: whether the prompt ends where reasoning has begun. warnings: what had to be
+    changed for the template, in words.
+    """
+
+    text: ChatText
+    ids: list[int]
+    starts_in_reasoning: bool
+    warnings: tuple[str, ...] = ()
+
+
+class ChatRenderer:
+    """Renders conversations with a model's chat template.
+
+    What the template cannot render is rewritten: see `rewrite_messages`. Only the template writes
+    control tokens, never the text of a message.
+    """
+
+    def __init__(self, codec: TextCodec):
+        self._codec = codec
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What the template can render. Raises UnsupportedModel if the model has none."""
+        return probe_template(self._codec)
+
+    @cached_property
+    def output_format(self) -> OutputFormat:
+        """The format in which the model writes its answers."""
+        try:
+            source = template_source(self._codec.folder)
+        except UnsupportedModel:
+            source = ""
+        return detect_format(source, self._codec.control_texts)
+
+    def render(self, chat: Chat, options: RenderOptions = RenderOptions()) -> RenderedPrompt:
+        """Render a conversation, up to where the model's answer begins or continues.
+
+        Raises UnsupportedModel without a template, and InvalidArgument for a conversation that the
+        template refuses, or whose last message it cannot continue.
+        """
+        tools = chat.callable_tools
+        listed = tuple(tool for tool in tools if not tool.deferred)
+        messages, warnings = rewrite_messages(chat.messages, listed, self.traits)
+        names = {call.id: call.name for message in messages for call in message.calls}
+        entries = [entry for message in messages for entry in self._entries(message, names)]
+        functions = [{"type": "function", "function": function_fields(tool)} for tool in listed]
+        no_tools: list[dict[str, Any]] | None = [] if self.traits.empty_tools else None
+        template_tools = functions if functions and self.traits.tools else no_tools
+        rendering = _Rendering(self._codec, template_tools, options.variables())
+        last = messages[-1]
+        continued = options.continue_final
+        if continued is None:
+            continued = last.role == "assistant" and not last.calls
+        if continued:
+            text = self._render_unfinished(rendering, entries, last)
+        else:
+            text = rendering.render(entries)
+        ids = self._codec.encode(text)
+        return RenderedPrompt(text, ids, self._ends_in_reasoning(text), tuple(warnings))
+
+    def new_call_id(self) -> str:
+        """Return an id for a call, in the form that the template takes."""
+        if self.traits.short_ids:
+            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+    def _render_unfinished(
+        self, rendering: "_Rendering", entries: list[dict[str, Any]], last: Message
+    ) -> ChatText:
+        """Render a conversation that ends inside the assistant's last message."""
+        if last.role != "assistant" or last.calls:
+            raise InvalidArgument("to continue the last message, it must be the assistant's text")
+        text = last.text
+        marked = {**entries[-1], "content": self._content(text + _CONTINUATION_MARK)}
+        try:
+            rendered = rendering.render([*entries[:-1], marked], generation_prompt=False)
+        except InvalidArgument:
+            rendered = ChatText("", "")
+        before_mark, mark, _ = rendered.rpartition(_CONTINUATION_MARK)
+        keeps_reasoning = not last.reasoning or last.reasoning.strip() in before_mark
+        if mark and before_mark.endswith(text) and keeps_reasoning and (text or not last.reasoning):
+            sealed = rendered.sealed.rpartition(_CONTINUATION_MARK)[0]
+            return ChatText(before_mark, sealed)
+        # The template changes or drops the text: it follows where the answer would begin.
+        if len(entries) == 1:
+            raise InvalidArgument("the model's chat template cannot continue this first message")
+        prompt = rendering.render(entries[:-1])
+        return prompt + self._reasoning_text(prompt, last) + text
+
+    def _reasoning_text(self, prompt: str, message: Message) -> str:
+        """Return a message's reasoning with its markers, as an answer to the prompt begins."""
+        if not message.reasoning or not self.output_format.reasoning:
+            return ""
+        markers = self.output_format.reasoning[0]
+        start = "" if self._ends_in_reasoning(prompt) else f"{markers.start}\n"
+        end = f"\n{markers.end}\n\n" if message.text else ""
+        return f"{start}{message.reasoning}{end}"
+
+    def _ends_in_reasoning(self, prompt: str) -> bool:
+        end = prompt.rstrip()
+        return any(end.endswith(markers.start) for markers in self.output_format.reasoning)
+
+    def _entries(self, message: Message, names: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return a message in the form of templates; one for each result.
+
+        names: of the calls' tools, by id.
+        """
+        if message.role == "tool":
+            return [self._result_entry(result, names) for result in message.results]
+        content = self._content(message.text)
+        entry: dict[str, Any] = {"role": message.role, "content": content}
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        if not message.calls:
+            return [entry]
+        calls = {"tool_calls": [self._call_entry(call) for call in message.calls]}
+        if not message.text or self.traits.text_with_calls != "before":
+            plan = {"tool_plan": message.text} if message.text else {}  # Command R's field
+            return [{**entry, **calls, **plan}]
+        text_entry = {"role": message.role, "content": content}
+        return [text_entry, {**entry, "content": self._content(""), **calls}]
+
+    def _result_entry(self, result: ToolResult, names: Mapping[str, str]) -> dict[str, Any]:
+        name = {"name": names[result.call_id]} if result.call_id in names else {}
+        content = self._content(content_text(result.content))
+        call_id = self._template_id(result.call_id)
+        return {"role": "tool", "content": content, "tool_call_id": call_id, **name}
+
+    def _call_entry(self, call: ToolCall) -> dict[str, Any]:
+        as_text = self.traits.arguments == "text"
+        arguments = arguments_text(call) if as_text else dict(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": self._template_id(call.id), "type": "function", "function": function}
+
+    def _content(self, text: str) -> Any:
+        return text_part_list(text) if self.traits.text_parts else text
+
+    def _template_id(self, call_id: str) -> str:
+        """Return a call's id in the form that the template takes; the same for the same id."""
+        if not self.traits.short_ids or _SHORT_ID.fullmatch(call_id):
+            return call_id
+        number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8])
+        characters = []
+        for _ in range(9):
+            number, index = divmod(number, len(_ID_CHARACTERS))
+            characters.append(_ID_CHARACTERS[index])
+        return "".join(characters)
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """The parts of a rendering that do not depend on the messages."""
+
+    codec: TextCodec
+    tools: list[dict[str, Any]] | None
+    variables: Mapping[str, Any]
+
+    def render(self, entries: list[dict[str, Any]], generation_prompt: bool = True) -> ChatText:
+        return self.codec.chat(entries, generation_prompt, self.tools, self.variables)
