@@ -4,6 +4,7 @@ from collections import Counter
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from kvkeep.session.default_sampling import model_sampling
 from kvkeep.session.sampling import Sampling
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint
 from kvkeep.version import __version__
+
+if TYPE_CHECKING:
+    from kvkeep.chat.renderer import ChatRenderer
 
 
 class LoadedModel:
@@ -52,6 +56,13 @@ class LoadedModel:
         The fingerprint covers only `spec.eos_token_ids`, so that older snapshots stay valid.
         """
         return end_token_ids(self.spec, self.text)
+
+    @cached_property
+    def renderer(self) -> "ChatRenderer":
+        """Renders whole conversations as prompts, with tools, for this model's template."""
+        from kvkeep.chat.renderer import ChatRenderer
+
+        return ChatRenderer(self.text)
 
     @cached_property
     def default_sampling(self) -> Sampling:

@@ -1,0 +1,99 @@
+"""From a conversation to generations, for all chat APIs: prompt, constraint, reader of the answer."""
+
+from asyncio import to_thread
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvkeep.chat.messages import Chat, Tool
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.grammar import Grammar
+from kvkeep.server.service import RequestContext
+from kvkeep.session.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """A conversation with its prompt, ready for generations."""
+
+    chat: Chat
+    prompt: RenderedPrompt
+    renderer: ChatRenderer
+    context: RequestContext
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt.ids
+
+    @property
+    def forced(self) -> bool:
+        """Whether the model must call a tool."""
+        return self.chat.choice.mode == "required"
+
+    def constrain(
+        self,
+        samplings: Sequence[Sampling],
+        schema: Mapping[str, Any] | None = None,
+        grammar: str | None = None,
+    ) -> list[Sampling]:
+        """Constrain samplings to a forced call, or to a JSON schema or GBNF grammar, if given.
+
+        Each gets a constraint of its own. Raises InvalidArgument for an invalid schema or grammar,
+        or for a combination of them.
+        """
+        if self.forced:
+            schema = forced_call_schema(self.chat.callable_tools)
+        if schema is not None and grammar:
+            raise InvalidArgument(
+                "a grammar cannot be combined with a schema or a required tool call"
+            )
+        if schema is None and not grammar:
+            return list(samplings)
+        model = self.context.service.model
+        return [
+            replace(
+                sampling,
+                constraint=Grammar.from_schema(model, schema)
+                if schema is not None
+                else Grammar.from_gbnf(model, grammar or ""),
+            )
+            for sampling in samplings
+        ]
+
+    def new_reader(self) -> OutputReader:
+        """Return a reader for one generation's answer."""
+        return OutputReader(
+            self.renderer.output_format,
+            self.chat.callable_tools,
+            self.renderer.new_call_id,
+            self.prompt.starts_in_reasoning,
+            self.forced,
+            self.context.tokenizer.control_text,
+        )
+
+
+async def chat_input(
+    context: RequestContext,
+    chat: Chat,
+    options: RenderOptions = RenderOptions(),  # noqa: B008 (frozen)
+) -> ChatInput:
+    """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`."""
+    renderer = context.service.model.renderer
+    prompt = await to_thread(renderer.render, chat, options)  # a long text would block the loop
+    return ChatInput(chat, prompt, renderer, context)
+
+
+def forced_call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return the JSON schema of a forced call: bare JSON with a name and arguments."""
+    call_schemas = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return {"anyOf": call_schemas}
