@@ -1,4 +1,4 @@
-"""From a conversation to generations, for all chat APIs: prompt, constraint, reader of the answer."""
+"""Prompt, constraint and reading of the answer of a conversation, for all chat APIs."""
 
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
