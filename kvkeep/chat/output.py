@@ -124,6 +124,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 def arguments_text(call: ToolCall) -> str:
     """Return a call's arguments as JSON text, or the text that was not a JSON object."""
-    if call.arguments.keys() == {""}:
-        return str(call.arguments[""])
+    text = call.arguments.get("")
+    if isinstance(text, str) and parse_arguments(text) == call.arguments:
+        return text
     return json.dumps(call.arguments, ensure_ascii=False)

@@ -1,0 +1,37 @@
+"""Fields of JSON objects, checked; errors name their place and show the beginning of the value."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvkeep.errors import InvalidArgument
+
+
+def expect_mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """Return a value that is an object. Raises InvalidArgument for others."""
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{where} must be an object; found {value!r:.100}")
+    return value
+
+
+def optional_list(value: Any, where: str) -> list[Any]:
+    """Return a value that is a list; [] for None. Raises InvalidArgument for others."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InvalidArgument(f"{where} must be a list; found {value!r:.100}")
+    return value
+
+
+def optional_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value that is an object; an empty one for others."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def optional_text(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field that is text; "" if it is missing or null. Raises InvalidArgument."""
+    value = fields.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{where}.{name} must be text; found {value!r:.100}")
+    return value
