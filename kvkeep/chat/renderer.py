@@ -15,9 +15,9 @@ from kvkeep.chat.output import arguments_text
 from kvkeep.chat.output_format import OutputFormat, detect_format
 from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
 from kvkeep.errors import InvalidArgument, UnsupportedModel
-from kvkeep.models.text.chat_template import template_source
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.control_tokens import ChatText
+from kvkeep.models.text.template_files import template_source
 
 # Marks in a rendering where the unfinished message ends. Letters only: no template trims it.
 _CONTINUATION_MARK = "kvkeepgoeson"

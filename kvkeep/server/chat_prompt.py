@@ -10,8 +10,8 @@ from kvkeep.chat.output_format import detect_format
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import UnsupportedModel
-from kvkeep.models.text.chat_template import template_source
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.template_files import template_source
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.service import GenerationStream, RequestContext
 from kvkeep.server.tools import Tools

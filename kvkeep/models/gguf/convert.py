@@ -22,6 +22,7 @@ from kvkeep.models.gguf.vocabulary import special_token
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.config import spec_from_config
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.text.template_files import ADDITIONAL_FOLDER, TEMPLATE_FILE
 from kvkeep.models.weights.checkpoint import decoder_name, decoder_shapes, rope_row_order
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
@@ -32,6 +33,7 @@ from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.storage.files.atomic import write_atomic
 
 _CHUNK_WEIGHTS = 1 << 24  # how many weights are converted at a time
+_TEMPLATE_KEY = re.compile(r"tokenizer\.chat_template(\.(?P<name>[A-Za-z0-9_-]+))?")
 _UNQUANTISED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -48,15 +50,16 @@ def convert(gguf_path: Path, folder: Path, progress: bool) -> None:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_tensors(spec, decoder_shapes(spec, shapes), gguf_path)
     tokenizer = build_tokenizer(file)
-    chat_template = file.string("tokenizer.chat_template", "")
+    chat_templates = _chat_templates(file)
 
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(converted_path(folder), tensors, spec, progress)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
     _write_json(folder / "generation_config.json", generation_config(file))
-    if chat_template:
-        write_atomic(folder / "chat_template.jinja", chat_template.encode())
+    for path, template in chat_templates.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        write_atomic(folder / path, template.encode())
     _write_json(folder / "config.json", config)
 
 
@@ -176,6 +179,17 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         **{name: token for name, token in tokens.items() if token is not None},
     }
+
+
+def _chat_templates(file: GgufFile) -> dict[str, str]:
+    """Return the chat templates by their paths in a model's folder: the default, and named ones."""
+    templates = {}
+    for key in file.metadata:
+        match = _TEMPLATE_KEY.fullmatch(key)
+        if match and (template := file.string(key)):
+            name = match["name"]
+            templates[f"{ADDITIONAL_FOLDER}/{name}.jinja" if name else TEMPLATE_FILE] = template
+    return templates
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
-from kvkeep.models.spec.config_fields import read_json
-from kvkeep.storage.files.text import ENCODING
+from kvkeep.models.text.template_files import TEMPLATE_FILE, template_source, tokenizer_config
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 _EXAMPLE = 'a message is {"role": "user", "content": "..."}'
-_TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
 def render_chat(
@@ -33,8 +31,7 @@ def render_chat(
     """
     from jinja2 import TemplateError
 
-    config = _tokenizer_config(folder)
-    template = _compile(_find_template(folder, config, tools is not None), folder)
+    template = _compile(template_source(folder, with_tools=tools is not None))
     try:
         variables = {
             "documents": None,
@@ -42,7 +39,7 @@ def render_chat(
             "messages": [_with_reasoning(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
-            **_special_tokens(config),
+            **_special_tokens(tokenizer_config(folder)),
         }
         return template.render(variables)
     except TemplateError as error:
@@ -52,18 +49,9 @@ def render_chat(
     except Exception as error:  # a template is an untrusted program
         raise InvalidArgument(
             f"the model's chat template fails on these messages ({_error_text(error)}); leave out "
-            f"what it does not support, or put another template ({_TEMPLATE_FILE}) into the "
+            f"what it does not support, or put another template ({TEMPLATE_FILE}) into the "
             "model's folder"
         ) from error
-
-
-def template_source(folder: Path) -> str:
-    """Return the chat template of the model in `folder`. Raises UnsupportedModel without one."""
-    return _find_template(folder, _tokenizer_config(folder), with_tools=False)
-
-
-def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
-    return read_json(folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).exists() else {}
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -123,29 +111,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) -> str:
-    """Return the source of the template, or with tools of the one for tools if there are two."""
-    if (folder / _TEMPLATE_FILE).exists():
-        try:
-            return (folder / _TEMPLATE_FILE).read_text(encoding=ENCODING)
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadModelFile(
-                f"{folder / _TEMPLATE_FILE} cannot be read ({error}); fetch the model again"
-            ) from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        by_name = {str(e.get("name")): e.get("template") for e in template if isinstance(e, dict)}
-        template = by_name.get("tool_use" if with_tools and "tool_use" in by_name else "default")
-    if not isinstance(template, str):
-        raise UnsupportedModel(
-            f"the model in {folder} has no chat template ({_TEMPLATE_FILE}, or chat_template in "
-            f"{_CONFIG_FILE}); use it without a chat template, use its instruct version, or put a "
-            "template there"
-        )
-    return template
-
-
-def _compile(source: str, folder: Path) -> "Template":
+def _compile(source: str) -> "Template":
     from jinja2 import TemplateSyntaxError
 
     from kvkeep.models.text.sandbox import compile_template
@@ -157,8 +123,8 @@ def _compile(source: str, folder: Path) -> "Template":
     except Exception as error:  # Python rejects the code that jinja generated
         reason = _error_text(error)
     raise UnsupportedModel(
-        f"the chat template in {folder} cannot be rendered ({reason}); put another in "
-        f"{folder / _TEMPLATE_FILE}"
+        f"the model's chat template cannot be rendered ({reason}); put another {TEMPLATE_FILE} "
+        "into its folder"
     )
 
 
@@ -170,7 +136,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, dict):
             text = text.get("content")
         if text is not None and not isinstance(text, str):
-            raise BadModelFile(f"{_CONFIG_FILE}: {name} must be text, found {text!r}")
+            raise BadModelFile(f"tokenizer_config.json: {name} must be text, found {text!r}")
         # Templates write them unconditionally; an absent one must not render as "None".
         texts[name] = text or ""
     return texts

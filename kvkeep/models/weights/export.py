@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.errors import InvalidArgument, ModelError, StoreError
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.text.template_files import ADDITIONAL_FOLDER
 from kvkeep.models.weights.checkpoint import decoder_names_by_stored_name, rope_row_order
 from kvkeep.models.weights.packed import converted_file, load_converted
 from kvkeep.models.weights.packed_file import byte_progress_bar
@@ -61,6 +62,8 @@ def export(
                 is_conversion_file = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
                 if path.is_file() and not is_conversion_file:
                     shutil.copy(path, partial_folder)
+                elif path.name == ADDITIONAL_FOLDER:
+                    shutil.copytree(path, partial_folder / path.name)
             write_tensors(partial_folder / "model.safetensors", entries, chunks(), {"format": "pt"})
     except (OSError, StoreError) as error:
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path, Query
 from pydantic import Field
 
 from kvkeep.errors import NoSuchSession, UnsupportedModel
-from kvkeep.models.text.chat_template import template_source
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.template_files import template_source
 from kvkeep.server.generation import normalize_messages
 from kvkeep.server.schemas import RequestBody, TokenId
 from kvkeep.server.service import ContextDep, RequestContext

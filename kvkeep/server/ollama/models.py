@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.text.chat_template import template_source
+from kvkeep.models.text.template_files import template_source
 from kvkeep.server.errors import ApiError
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, Service
