@@ -12,8 +12,9 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, Usage
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.request import CountTokensRequest, MessagesRequest
-from kvkeep.server.chat_prompt import ChatPrompt
+from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
+from kvkeep.server.generation import start_generations
 from kvkeep.server.service import ContextDep, GenerationStream
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
@@ -29,11 +30,12 @@ _STOP_REASONS = {
 @router.post("/v1/messages", response_model=None, responses=JSON_OR_EVENTS)
 async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     """Generate the assistant's next message."""
-    prompt = await ChatPrompt.render(context, body.chat())
+    prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = body.sampling_params().samplings(context.default_sampling)
     request = GenerationRequest(tuple(prompt.ids), body.max_tokens)
-    stream = await prompt.start(request, samplings, body.output_schema)
-    reader = prompt.reader()
+    samplings = prompt.constrain(samplings, body.output_schema)
+    stream = await start_generations(context, request, samplings)
+    reader = prompt.new_reader()
     headers = {"X-Kvkeep-Ignored": ", ".join(body.ignored)} if body.ignored else {}
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",
@@ -108,5 +110,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
     """Count the tokens of a prompt, including those of the chat template."""
-    prompt = await ChatPrompt.render(context, body.chat())
+    prompt = await chat_input(context, body.chat(), body.render_options())
     return {"input_tokens": len(prompt.ids)}

@@ -7,16 +7,27 @@ from pydantic import Field
 
 from kvkeep.chat.anthropic_messages import hosted_tools, parse_chat
 from kvkeep.chat.messages import Chat
+from kvkeep.chat.renderer import RenderOptions
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 
 _StopSequence = Annotated[str, Field(max_length=1000)]
 # Fields that need no action: they do not change the answer of a server with one model.
 _HARMLESS_FIELDS = frozenset(
-    (
-        *("betas", "billing_policy", "cache_control", "diagnostics", "inference_geo", "metadata"),
-        *("service_tier", "speed", "user_profile_id", "workspace_id"),
-    )
+    [
+        "betas",
+        "billing_policy",
+        "cache_control",
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    ]
 )
+# Efforts beyond those that templates know.
+_EFFORTS = {"xhigh": "high", "max": "high"}
 
 
 class ThinkingConfig(RequestBody):
@@ -51,6 +62,20 @@ class CountTokensRequest(RequestBody):
     def chat(self) -> Chat:
         names = ("messages", "system", "tools", "tool_choice")
         return parse_chat({name: getattr(self, name) for name in names})
+
+    def render_options(self) -> RenderOptions:
+        """Return how the model thinks; not at all before JSON, which the constraint begins with."""
+        thinking = self.thinking.type if self.thinking else "disabled"
+        effort = self.output_config.effort if self.output_config else None
+        if self.output_schema is not None or (self.tool_choice or {}).get("type") in (
+            "any",
+            "tool",
+        ):
+            thinking = "disabled"
+        return RenderOptions(
+            enable_thinking=None if thinking == "adaptive" else thinking == "enabled",
+            reasoning_effort=_EFFORTS.get(effort or "", effort),
+        )
 
     @property
     def output_schema(self) -> Mapping[str, Any] | None:

@@ -11,7 +11,7 @@ from kvkeep.chat.output import OutputEvent, TextDelta
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.chat_prompt import ChatPrompt
+from kvkeep.server.chat_input import chat_input
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ollama.answers import NDJSON, AnswerFormat, ndjson_response
 from kvkeep.server.ollama.request import (
@@ -31,11 +31,12 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
     answer = AnswerFormat(context.service.model_name, context.tokenizer, in_message=True)
     if not body.messages:
         return _loaded_response(body, answer)
-    prompt = await ChatPrompt.render(context, body.chat())
+    prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = _options(body).samplings(context.default_sampling)
     request = _generation_request(body, prompt.ids, context)
-    stream = await prompt.start(request, samplings, body.output_schema)
-    return await _response(body, context, answer, stream, prompt.reader())
+    samplings = prompt.constrain(samplings, body.output_schema)
+    stream = await start_generations(context, request, samplings)
+    return await _response(body, context, answer, stream, prompt.new_reader())
 
 
 @router.post("/api/generate", response_model=None, responses=NDJSON)
@@ -53,17 +54,17 @@ async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response
         raise InvalidArgument("suffix is not supported with this model: it has no FIM tokens")
     samplings = _options(body).samplings(context.default_sampling)
     if not body.raw:
-        prompt = await ChatPrompt.render(context, body.chat())
+        prompt = await chat_input(context, body.chat(), body.render_options())
         request = _generation_request(body, [*(body.context or ()), *prompt.ids], context)
-        stream = await prompt.start(request, samplings, body.output_schema)
-        return await _response(body, context, answer, stream, prompt.reader())
+        samplings = prompt.constrain(samplings, body.output_schema)
+        stream = await start_generations(context, request, samplings)
+        return await _response(body, context, answer, stream, prompt.new_reader())
     tokenizer = context.tokenizer
     ids = await to_thread(tokenizer.encode, body.prompt or "", special=True)
     request = _generation_request(body, [*(body.context or tokenizer.opening_ids), *ids], context)
     samplings = constrain(context, samplings, schema=body.output_schema)
-    return await _response(
-        body, context, answer, await start_generations(context, request, samplings), None
-    )
+    stream = await start_generations(context, request, samplings)
+    return await _response(body, context, answer, stream, None)
 
 
 def _options(body: OllamaRequest) -> OllamaOptions:

@@ -7,32 +7,28 @@ from pydantic import Field
 
 from kvkeep.chat.messages import Chat, MediaPart, Message, TextPart, normalized
 from kvkeep.chat.ollama_chat import parse_chat
+from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 
 # Options about how a model is loaded, which the server decides when it starts.
 _LOAD_OPTIONS = frozenset(
-    (
-        *(
-            "numa",
-            "num_ctx",
-            "num_batch",
-            "num_gpu",
-            "main_gpu",
-            "low_vram",
-            "f16_kv",
-            "logits_all",
-        ),
-        *(
-            "vocab_only",
-            "use_mmap",
-            "use_mlock",
-            "embedding_only",
-            "num_thread",
-            "draft_num_predict",
-        ),
-    )
+    [
+        "numa",
+        "num_ctx",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "low_vram",
+        "f16_kv",
+        "logits_all",
+        "vocab_only",
+        "use_mmap",
+        "use_mlock",
+        "embedding_only",
+        "num_thread",
+    ]
 )
 _HARMLESS_FIELDS = frozenset(("truncate", "shift"))
 
@@ -68,6 +64,14 @@ class OllamaRequest(RequestBody):
         if self.format not in (None, "", "json"):
             raise InvalidArgument(f'format must be "json" or a JSON schema; found {self.format!r}')
         return ANY_OBJECT if self.format else None
+
+    def render_options(self) -> RenderOptions:
+        """Return how the model thinks; not at all before JSON, which the constraint begins with."""
+        if self.output_schema is not None:
+            return RenderOptions(enable_thinking=False)
+        if isinstance(self.think, str):
+            return RenderOptions(enable_thinking=True, reasoning_effort=self.think)
+        return RenderOptions(enable_thinking=self.think)
 
     @property
     def ignored(self) -> list[str]:
