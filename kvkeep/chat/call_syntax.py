@@ -1,13 +1,21 @@
 """The forms in which models write calls of tools, by the marker that begins them."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from kvkeep.chat.json_calls import read_json_calls
+from kvkeep.chat.gemma_calls import read_gemma_call
+from kvkeep.chat.json_calls import object_text, read_json_calls, read_json_value, stream_object
+from kvkeep.chat.python_calls import read_python_calls
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
+from kvkeep.chat.tagged_calls import FUNCTION, GLM_MARKERS, read_function_tag, read_glm_call
 
+_NAME = re.compile(r"[\w.:-]{1,256}")
+_ID = re.compile(r"\w{1,64}")
 _TAG, _TAG_END = "<tool_call>", "</tool_call>"
+_FENCE = "```"
 
 
 @dataclass(frozen=True)
@@ -23,23 +31,175 @@ class CallForm:
     read: Callable[[AnswerReading], Steps[None]]
 
 
-def _read_tagged(reading: AnswerReading) -> Steps[None]:
-    """Read `<tool_call>` with JSON."""
-    calls_before = reading.call_count
-    if (yield from reading.skip_space()) not in ("{", "["):
+def _close_block(reading: AnswerReading, calls_before: int, *ends: str) -> Steps[None]:
+    """Read the end of a block, if it comes. All is text if the block had no calls."""
+    scanner = reading.scanner
+    if reading.call_count == calls_before:
         raise NotACall
-    yield from read_json_calls(reading, _TAG_END)
+    if scanner.written.strip(SPACE + "]},;"):
+        yield from reading.written_text()
+    while (char := (yield from reading.skip_space())) and char in "]}":
+        scanner.advance(1)
+    if not (yield from reading.take(*ends)):
+        yield from reading.written_text()
+
+
+def _read_tagged(reading: AnswerReading) -> Steps[None]:
+    """Read `<tool_call>` with JSON, with Qwen3-Coder's tags, or with GLM's."""
+    calls_before = reading.call_count
+    char = yield from reading.skip_space()
+    if char in ("{", "["):
+        yield from read_json_calls(reading, (_TAG_END,))
+    elif char == "<":
+        yield from reading.expect(FUNCTION)
+        yield from read_function_tag(reading, _TAG_END)
+    else:
+        yield from read_glm_call(reading, _TAG_END)
     yield from _close_block(reading, calls_before, _TAG_END)
 
 
-def _close_block(reading: AnswerReading, calls_before: int, end: str) -> Steps[None]:
-    """Read the end of a block, with brackets before it. It is text if the block had no calls."""
-    if reading.call_count == calls_before:
-        raise NotACall
-    while (char := (yield from reading.skip_space())) and char in "]}":
-        reading.scanner.advance(1)
-    if not (yield from reading.take(end)) and reading.scanner.written.strip(SPACE):
-        raise NotACall
+def _read_bare_function_tag(reading: AnswerReading) -> Steps[None]:
+    """Read `<function=name>` that no `<tool_call>` stands before."""
+    calls_before = reading.call_count
+    yield from read_function_tag(reading, _TAG_END)
+    yield from _close_block(reading, calls_before, _TAG_END)
 
 
-TAGGED = CallForm(_TAG, (_TAG_END,), _read_tagged)
+def _read_json(reading: AnswerReading, *ends: str) -> Steps[None]:
+    """Read JSON up to one of the markers, which may be missing."""
+    calls_before = reading.call_count
+    yield from read_json_calls(reading, ends)
+    yield from _close_block(reading, calls_before, *ends)
+
+
+def _read_mistral(reading: AnswerReading) -> Steps[None]:
+    """Read `[TOOL_CALLS]` with a list of JSON objects, or `name[CALL_ID]id[ARGS]{...}`."""
+    calls_before = reading.call_count
+    if (yield from reading.skip_space()) in ("{", "["):
+        yield from read_json_calls(reading)
+        yield from _close_block(reading, calls_before)
+        return
+    name = yield from reading.take_match(_NAME)
+    call_id = ""
+    marker = yield from reading.take("[CALL_ID]", "[ARGS]")
+    if marker == "[CALL_ID]":
+        call_id = yield from reading.take_match(_ID)
+        yield from reading.expect("[ARGS]")
+    reading.require_tool(name)
+    yield from _read_arguments(reading, name, call_id)
+
+
+def _read_arguments(
+    reading: AnswerReading, name: str, call_id: str = "", ends: tuple[str, ...] = ()
+) -> Steps[None]:
+    """Read the JSON arguments of a known tool, or null."""
+    char = yield from reading.skip_space()
+    if char == "{":
+        yield reading.start_call(name, call_id)
+        yield from stream_object(reading, ends)
+    elif not char:
+        yield reading.start_call(name, call_id)
+        yield reading.end_call(complete=False)
+    else:
+        arguments = object_text((yield from read_json_value(reading)))
+        yield from reading.whole_call(name, arguments, call_id)
+
+
+_DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+
+
+def _read_deepseek(reading: AnswerReading, in_call: bool = False) -> Steps[None]:
+    """Read DeepSeek's calls, up to the end of their block. in_call: whether a call has begun."""
+    calls_before = reading.call_count
+    begin, end = _DEEPSEEK_CALL
+    if not in_call:
+        yield from reading.skip_space()
+        yield from reading.expect(begin)
+    while True:
+        yield from _read_deepseek_call(reading)
+        yield from reading.skip_space()
+        yield from reading.take(end)
+        reading.scanner.mark()
+        yield from reading.skip_space()
+        if not (yield from reading.take(begin)):
+            break
+    yield from _close_block(reading, calls_before, _DEEPSEEK[1])
+
+
+def _read_deepseek_call(reading: AnswerReading) -> Steps[None]:
+    """Read `name<｜tool▁sep｜>{...}`, or `function<｜tool▁sep｜>name`, a line and fenced JSON."""
+    yield from reading.skip_space()
+    name = yield from reading.take_match(_NAME)
+    yield from reading.skip_space()
+    yield from reading.expect(_DEEPSEEK_SEPARATOR)
+    is_fenced = (yield from reading.skip_space()) not in ("{", "")
+    if is_fenced:
+        name = yield from reading.take_match(_NAME)
+        yield from reading.skip_space()
+        yield from reading.expect("```json")
+    reading.require_tool(name)
+    yield from _read_arguments(reading, name, ends=(_DEEPSEEK_CALL[1],))
+    if is_fenced:
+        yield from reading.skip_space()
+        yield from reading.take(_FENCE)
+
+
+def _read_python(reading: AnswerReading, *ends: str) -> Steps[None]:
+    """Read calls written as in Python."""
+    calls_before = reading.call_count
+    yield from read_python_calls(reading)
+    yield from _close_block(reading, calls_before, *ends)
+
+
+def _read_gemma(reading: AnswerReading, quote: str, end: str) -> Steps[None]:
+    calls_before = reading.call_count
+    yield from read_gemma_call(reading, quote)
+    yield from _close_block(reading, calls_before, end)
+
+
+def _read_action(reading: AnswerReading) -> Steps[None]:
+    """Read the fenced JSON behind `Action:`."""
+    calls_before = reading.call_count
+    yield from reading.skip_space()
+    yield from reading.expect("```json")
+    yield from read_json_calls(reading, (_FENCE,))
+    yield from _close_block(reading, calls_before, _FENCE)
+
+
+def _read_fenced_json(reading: AnswerReading) -> Steps[None]:
+    """Read JSON in a code block, which must have arguments to be a call."""
+    calls_before = reading.call_count
+    yield from read_json_calls(reading, (_FENCE,), needs_arguments=True)
+    yield from _close_block(reading, calls_before, _FENCE)
+
+
+def _json_form(opener: str, *ends: str) -> CallForm:
+    return CallForm(opener, ends, lambda reading: _read_json(reading, *ends))
+
+
+def _python_form(opener: str, *ends: str) -> CallForm:
+    return CallForm(opener, ends, lambda reading: _read_python(reading, *ends))
+
+
+def _gemma_form(opener: str, end: str, quote: str) -> CallForm:
+    return CallForm(opener, (end, quote), partial(_read_gemma, quote=quote, end=end))
+
+
+TAGGED = CallForm(_TAG, (_TAG_END, *GLM_MARKERS), _read_tagged)
+FUNCTION_TAG = CallForm(FUNCTION, (), _read_bare_function_tag)
+PYTHON_TAG = _json_form("<|python_tag|>", "<|eom_id|>")
+MISTRAL = CallForm("[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), _read_mistral)
+GRANITE = _json_form("<|tool_call|>", "<|/tool_call|>", _TAG_END)
+COMMAND = _json_form("<|START_ACTION|>", "<|END_ACTION|>")
+ACTION = CallForm("Action:", (), _read_action)
+DEEPSEEK = CallForm(
+    _DEEPSEEK[0], (_DEEPSEEK[1], *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR), _read_deepseek
+)
+DEEPSEEK_CALL = CallForm(_DEEPSEEK_CALL[0], (), partial(_read_deepseek, in_call=True))
+OLMO = _python_form("<function_calls>", "</function_calls>")
+TOOL_CODE = _python_form("```tool_code", _FENCE)
+FENCED_JSON = CallForm("```json", (), _read_fenced_json)
+GEMMA = _gemma_form("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = _gemma_form("<start_function_call>", "<end_function_call>", "<escape>")

@@ -13,24 +13,25 @@ _NAME_BEGINNING = re.compile(r'"name"\s*:\s*"([^"]*)("?)')
 
 def read_json_calls(
     reading: AnswerReading,
-    end: str | None = None,
+    ends: tuple[str, ...] = (),
     needs_arguments: bool = False,
     forced: bool = False,
 ) -> Steps[None]:
     """Read an object, several, or a list, up to what is no such object.
 
-    Objects that are no calls of known tools are text. end: the marker that ends malformed
+    Objects that are no calls of known tools are text. ends: markers that end malformed
     arguments. needs_arguments: whether an object without arguments is no call. forced: whether an
     object that the end of the answer cuts off is a call.
     """
+    calls_before = reading.call_count
     if (yield from reading.skip_space()) not in ("{", "["):
         raise NotACall
-    yield from reading.take("[")
+    is_list = yield from reading.take("[")
     while (yield from reading.skip_space()) == "{":
         if reading.call_count:
             reading.scanner.mark()
         try:
-            yield from _read_call(reading, end, needs_arguments)
+            yield from _read_call(reading, ends, needs_arguments)
         except NotACall:
             if forced and reading.scanner.closed:
                 yield from _call_without_arguments(reading)
@@ -38,10 +39,12 @@ def read_json_calls(
             yield from _rest_of_object(reading)
         if (yield from reading.skip_space()) in (",", ";"):
             yield from reading.take(",", ";")
+    if is_list and (yield from reading.take("]")) and reading.call_count > calls_before:
+        reading.scanner.mark()
 
 
 def _read_call(
-    reading: AnswerReading, end: str | None, needs_arguments: bool, nested: bool = False
+    reading: AnswerReading, ends: tuple[str, ...], needs_arguments: bool, nested: bool = False
 ) -> Steps[None]:
     """Read `{"name": ..., "arguments": ...}`. Raises NotACall before the call begins."""
     calls_before, name, arguments = reading.call_count, "", None
@@ -54,16 +57,16 @@ def _read_call(
             yield from reading.expect(":")
             next_char = yield from reading.skip_space()
             if key == "function" and next_char == "{" and not nested:
-                yield from _read_call(reading, end, needs_arguments, nested=True)
+                yield from _read_call(reading, ends, needs_arguments, nested=True)
             elif key in _NAME_KEYS and next_char == '"' and not name:
                 name = json.loads((yield from _string(reading)))
                 reading.require_tool(name)
             elif key in _ARGUMENT_KEYS and name and reading.call_count == calls_before:
-                yield from _read_arguments(reading, name, end)
+                yield from _read_arguments(reading, name, ends)
             elif key in _ARGUMENT_KEYS and arguments is None:
-                arguments = object_text((yield from _value(reading)))
+                arguments = object_text((yield from read_json_value(reading)))
             else:
-                yield from _value(reading)
+                yield from read_json_value(reading)
             yield from reading.skip_space()
             if (yield from reading.expect(",", "}")) == "}":
                 break
@@ -79,19 +82,19 @@ def _read_call(
     reading.scanner.mark()
 
 
-def _read_arguments(reading: AnswerReading, name: str, end: str | None) -> Steps[None]:
+def _read_arguments(reading: AnswerReading, name: str, ends: tuple[str, ...]) -> Steps[None]:
     """Read the arguments of a call, which begins with them."""
     if (yield from reading.skip_space()) != "{":
-        yield from reading.whole_call(name, object_text((yield from _value(reading))))
+        yield from reading.whole_call(name, object_text((yield from read_json_value(reading))))
         return
     yield reading.start_call(name)
-    yield from stream_object(reading, end)
+    yield from stream_object(reading, ends)
 
 
-def stream_object(reading: AnswerReading, end: str | None) -> Steps[None]:
+def stream_object(reading: AnswerReading, ends: tuple[str, ...]) -> Steps[None]:
     """Read a JSON object as the arguments of the call that was begun, and end the call.
 
-    end: the marker before which malformed arguments end; None for the end of the answer.
+    ends: markers before which malformed arguments end, besides the end of the answer.
     """
     scanner, value = reading.scanner, JsonText()
     while not (value.done or value.failed):
@@ -102,13 +105,13 @@ def stream_object(reading: AnswerReading, end: str | None) -> Steps[None]:
         if not (value.done or value.failed or (yield from reading.more())):
             break
     if not value.done:
-        yield from raw_arguments(reading, end)
+        yield from raw_arguments(reading, ends)
     yield reading.end_call(complete=value.done)
 
 
-def raw_arguments(reading: AnswerReading, end: str | None) -> Steps[None]:
-    """Read malformed arguments up to a marker, as they are."""
-    scanner, ends = reading.scanner, () if end is None else (end,)
+def raw_arguments(reading: AnswerReading, ends: tuple[str, ...]) -> Steps[None]:
+    """Read malformed arguments up to a marker or the end, as they are."""
+    scanner = reading.scanner
     while True:
         found = scanner.find(ends)
         length = scanner.certain_length(ends) if found is None else found[0]
@@ -140,10 +143,10 @@ def object_text(text: str) -> str:
 def _string(reading: AnswerReading) -> Steps[str]:
     if reading.scanner.rest[:1] != '"':
         raise NotACall
-    return (yield from _value(reading))
+    return (yield from read_json_value(reading))
 
 
-def _value(reading: AnswerReading) -> Steps[str]:
+def read_json_value(reading: AnswerReading) -> Steps[str]:
     """Read a JSON value and return its text. Raises NotACall if it is malformed."""
     scanner, value, parts = reading.scanner, JsonText(), []
     while not value.done:
@@ -158,13 +161,16 @@ def _value(reading: AnswerReading) -> Steps[str]:
 def _rest_of_object(reading: AnswerReading) -> Steps[None]:
     """Read on to the end of an object that is no call; all of it is text."""
     scanner, value = reading.scanner, JsonText()
-    written = scanner.written
-    value.push(written[written.index("{") :])
+    written = scanner.written[scanner.written.index("{") :]
+    length, _ = value.push(written)
+    unread = written[length:]  # needs what follows to be understood
     yield from reading.written_text()
     while not (value.done or value.failed):
-        length, _ = value.push(scanner.rest)
-        scanner.advance(length)
-        yield from reading.written_text()
+        length, _ = value.push(unread + scanner.rest)
+        if length >= len(unread):
+            scanner.advance(length - len(unread))
+            unread = ""
+            yield from reading.written_text()
         if not (value.done or value.failed or (yield from reading.more())):
             break
 

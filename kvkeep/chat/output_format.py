@@ -3,52 +3,139 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from kvkeep.chat.call_syntax import TAGGED, CallForm
+from kvkeep.chat import call_syntax as forms
+from kvkeep.chat.call_syntax import CallForm
+from kvkeep.chat.channels import CHANNEL_MARKERS
 from kvkeep.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
-class ReasoningMarkers:
-    """The markers around the reasoning."""
+class BlockMarkers:
+    """The markers around a part of the answer, and a label behind the first one."""
 
     start: str
     end: str
+    label: str = ""
+
+
+_THINK = BlockMarkers("<think>", "</think>")
 
 
 @dataclass(frozen=True)
 class OutputFormat:
     """A format of answers.
 
-    bare_json: whether a JSON object that is the whole answer may be a call. control_markers: those
-    that are control tokens of the vocabulary; their text is no marker.
+    reasoning: the markers around it; the first ones are those that the model writes.
+    wrappers: markers around the text, which are left out.
+    bare_json: whether a JSON object that is the whole answer may be a call.
+    channels: whether the answer is messages in channels.
+    control_markers: the markers that are control tokens, so that their text is no marker.
     """
 
     name: str
-    reasoning: tuple[ReasoningMarkers, ...] = (ReasoningMarkers("<think>", "</think>"),)
-    calls: tuple[CallForm, ...] = ()
+    reasoning: tuple[BlockMarkers, ...] = (_THINK,)
+    calls: tuple[CallForm, ...] = (forms.TAGGED,)
+    wrappers: tuple[BlockMarkers, ...] = ()
     bare_json: bool = False
+    channels: bool = False
     control_markers: frozenset[str] = frozenset()
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers, each once."""
-        result = [text for markers in self.reasoning for text in (markers.start, markers.end)]
+        if self.channels:
+            return CHANNEL_MARKERS
+        result = list(self.silent_markers)
         for form in self.calls:
             result += [form.opener, *form.markers]
         return tuple(dict.fromkeys(result))
 
+    @property
+    def silent_markers(self) -> tuple[str, ...]:
+        """Markers that are never part of the text, if they are control tokens."""
+        if self.channels:
+            return ()
+        pairs = (*self.reasoning, *self.wrappers)
+        return tuple(text for pair in pairs for text in (pair.start, pair.end))
 
-FORMATS = {
-    form.name: form
-    for form in (
-        OutputFormat("plain"),
-        OutputFormat("hermes", calls=(TAGGED,)),
-    )
-}
+
+_COMMAND_WRAPPERS = (
+    BlockMarkers("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    BlockMarkers("<|START_TEXT|>", "<|END_TEXT|>"),
+)
+_GRANITE_REASONING = BlockMarkers("Here is my thought process:", "Here is my response:")
+_FORMATS = (
+    OutputFormat("plain", calls=()),
+    OutputFormat("hermes"),
+    OutputFormat("qwen3-coder", calls=(forms.TAGGED, forms.FUNCTION_TAG)),
+    OutputFormat("glm"),
+    OutputFormat("llama3", calls=(forms.PYTHON_TAG, forms.TAGGED), bare_json=True),
+    OutputFormat(
+        "mistral",
+        reasoning=(BlockMarkers("[THINK]", "[/THINK]"), _THINK),
+        calls=(forms.MISTRAL, forms.TAGGED),
+    ),
+    OutputFormat(
+        "harmony",
+        reasoning=(BlockMarkers("<|channel|>analysis<|message|>", "<|end|>"),),
+        calls=(),
+        channels=True,
+    ),
+    OutputFormat("gemma3", calls=(forms.TOOL_CODE, forms.FENCED_JSON, forms.TAGGED)),
+    OutputFormat(
+        "gemma4",
+        reasoning=(BlockMarkers("<|channel>", "<channel|>", "thought"), _THINK),
+        calls=(forms.GEMMA, forms.TAGGED),
+    ),
+    OutputFormat("function-gemma", calls=(forms.FUNCTION_GEMMA, forms.TAGGED)),
+    OutputFormat("deepseek", calls=(forms.DEEPSEEK, forms.DEEPSEEK_CALL, forms.TAGGED)),
+    OutputFormat(
+        "command-r7b",
+        reasoning=(BlockMarkers("<|START_THINKING|>", "<|END_THINKING|>"), _THINK),
+        calls=(forms.COMMAND, forms.TAGGED),
+        wrappers=_COMMAND_WRAPPERS,
+    ),
+    OutputFormat("command-r", calls=(forms.ACTION, forms.TAGGED), wrappers=_COMMAND_WRAPPERS),
+    OutputFormat(
+        "granite",
+        reasoning=(_THINK, _GRANITE_REASONING),
+        calls=(forms.GRANITE, forms.TAGGED),
+        wrappers=(BlockMarkers("<response>", "</response>"),),
+    ),
+    OutputFormat("olmo3", calls=(forms.OLMO, forms.TAGGED)),
+)
+FORMATS = {output_format.name: output_format for output_format in _FORMATS}
+
+# The first of these whose texts are all in a template, or all control tokens, is the format.
+# Forms that models with various templates write come last.
+_BY_TEMPLATE = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|tool_call>",)),
+    ("gemma4", ("<|channel>",)),
+    ("function-gemma", ("<start_function_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("mistral", ("[THINK]",)),
+    ("command-r7b", ("<|START_ACTION|>",)),
+    ("command-r7b", ("<|START_THINKING|>",)),
+    ("command-r", ("<|CHATBOT_TOKEN|>", "Action:")),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("qwen3-coder", ("<function=", "<parameter=")),
+    ("glm", ("<arg_key>",)),
+    ("olmo3", ("<function_calls>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("granite", ("<|start_of_role|>",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ("<|start_header_id|>", '"parameters"')),
+    ("gemma3", ("<start_of_turn>",)),
+)
+_BY_CONTROL_TOKENS = ("harmony", "gemma4", "function-gemma", "mistral", "command-r7b", "deepseek")
 
 
 def format_by_name(name: str, control_texts: Collection[str] = ()) -> OutputFormat:
-    """Return a format. Raises InvalidArgument for an unknown name."""
+    """Return a format. control_texts: the texts of the vocabulary's control tokens.
+
+    Raises InvalidArgument for an unknown name.
+    """
     if name not in FORMATS:
         raise InvalidArgument(f"output format {name!r} is unknown; known: {', '.join(FORMATS)}")
     markers = FORMATS[name].markers
@@ -59,6 +146,14 @@ def detect_format(template_source: str, control_texts: Collection[str]) -> Outpu
     """Return the format of the answers of a model.
 
     template_source: of its chat template, "" without one. control_texts: the texts of its special
-    tokens. Models whose template knows no tools are told to call them in Hermes' form.
+    tokens. Models whose template knows no tools are told to call them in Hermes' form, which is
+    read in all formats but channels.
     """
-    return format_by_name("hermes", control_texts)
+    texts = frozenset(control_texts)
+    for name, signs in _BY_TEMPLATE:
+        if all(sign in template_source for sign in signs):
+            return format_by_name(name, texts)
+    for name, signs in _BY_TEMPLATE:
+        if name in _BY_CONTROL_TOKENS and texts.issuperset(signs):
+            return format_by_name(name, texts)
+    return format_by_name("hermes", texts)

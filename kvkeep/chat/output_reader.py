@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Generator, Sequence
 
+from kvkeep.chat.channels import read_channels
 from kvkeep.chat.json_calls import read_json_calls
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import Output, OutputEvent, joined_output
-from kvkeep.chat.output_format import OutputFormat, ReasoningMarkers
+from kvkeep.chat.output_format import BlockMarkers, OutputFormat
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps, merged
 from kvkeep.chat.scanner import SPACE, Scanner
 
@@ -38,6 +39,7 @@ class OutputReader:
         self._steps: Generator[OutputEvent | None, None, None] | None
         self._steps = self._read(starts_in_reasoning)
         self._events: list[OutputEvent] = []
+        self._open_wrappers: list[BlockMarkers] = []
 
     def push(self, pieces: Sequence[str | int]) -> list[OutputEvent]:
         """Append pieces: texts, and ids of control tokens. Returns what is now certain."""
@@ -72,9 +74,17 @@ class OutputReader:
     # Reading
 
     def _read(self, in_reasoning: bool) -> Steps[None]:
-        """Read the answer: blocks that begin with an opener, and text between them."""
-        if in_reasoning and self._format.reasoning:
-            yield from self._read_reasoning(self._format.reasoning[0])
+        in_reasoning = in_reasoning and bool(self._format.reasoning)
+        if self._format.channels:
+            yield from read_channels(self._reading, in_reasoning, self._forced)
+        else:
+            if in_reasoning:
+                yield from self._read_reasoning(self._format.reasoning[0])
+            yield from self._read_blocks()
+        yield from self._reading.finish_text()
+
+    def _read_blocks(self) -> Steps[None]:
+        """Read blocks that begin with an opener, and text between them."""
         reading, scanner = self._reading, self._scanner
         at_start = True  # no text since the start of the answer, a call or reasoning
         while True:
@@ -83,7 +93,7 @@ class OutputReader:
                 if scanner.rest[:1] in ("{", "["):
                     at_start = yield from self._read_bare_json()
                     continue
-            markers = self._openers(at_start)
+            markers = self._markers(at_start)
             found = scanner.find(markers)
             length = found[0] if found else scanner.certain_length(markers)
             if length:
@@ -93,31 +103,35 @@ class OutputReader:
             elif found:
                 scanner.mark()
                 scanner.advance(found[2])
-                at_start = yield from self._read_block(found[1])
+                at_start = yield from self._read_block(found[1], at_start)
             elif not (yield from reading.more()):
-                break
-        yield from reading.finish_text()
+                return
 
-    def _openers(self, at_start: bool) -> list[str]:
-        """Return the markers that begin a block here.
+    def _markers(self, at_start: bool) -> list[str]:
+        """Return the markers that are none of text here.
 
         In the midst of text, a reasoning marker that is no control token is text about it.
         """
         control_markers = self._format.control_markers
-        openers = [
-            markers.start
-            for markers in self._format.reasoning
-            if at_start or markers.start in control_markers
-        ]
-        return openers + [form.opener for form in self._format.calls if self._reading.tools]
+        blocks = (*self._format.reasoning, *self._format.wrappers)
+        markers = [block.start for block in blocks if at_start or block.start in control_markers]
+        markers += [block.end for block in self._format.wrappers if block in self._open_wrappers]
+        return markers + [form.opener for form in self._format.calls if self._reading.tools]
 
-    def _read_block(self, opener: str) -> Steps[bool]:
-        """Read a block behind its opener. Returns whether it was one, not text."""
-        for markers in self._format.reasoning:
-            if markers.start == opener:
-                yield from self._read_reasoning(markers)
+    def _read_block(self, marker: str, at_start: bool) -> Steps[bool]:
+        """Read what begins with a marker. Returns whether it was no text."""
+        for block in self._format.reasoning:
+            if block.start == marker:
+                yield from self._read_reasoning(block)
                 return True
-        form = next(form for form in self._format.calls if form.opener == opener)
+        for block in self._format.wrappers:
+            if marker == block.start:
+                self._open_wrappers.append(block)
+                return at_start
+            if marker == block.end:
+                self._open_wrappers.remove(block)
+                return at_start
+        form = next(form for form in self._format.calls if form.opener == marker)
         calls_before = self._reading.call_count
         try:
             yield from form.read(self._reading)
@@ -134,35 +148,26 @@ class OutputReader:
         reading = self._reading
         calls_before = reading.call_count
         self._scanner.mark()
-        yield from read_json_calls(reading, forced=self._forced, needs_arguments=True)
-        if reading.call_count > calls_before and self._forced:
-            yield from reading.skip_space()
-            yield from reading.take("]")
-            self._scanner.mark()
+        yield from read_json_calls(reading, needs_arguments=True, forced=self._forced)
         yield from reading.written_text()
         return reading.call_count > calls_before
 
-    def _read_reasoning(self, markers: ReasoningMarkers) -> Steps[None]:
-        """Read reasoning and its end. White space around it is dropped."""
-        reading, scanner, space, is_empty = self._reading, self._scanner, "", True
+    def _read_reasoning(self, block: BlockMarkers) -> Steps[None]:
+        """Read reasoning and its end. A control token that begins calls ends it too."""
+        reading, scanner = self._reading, self._scanner
         control_markers = self._format.control_markers
         openers = [form.opener for form in self._format.calls if form.opener in control_markers]
-        ends = (markers.end, *openers)
+        ends = (block.end, *openers)
         reading.begin_reasoning()
+        if block.label and (yield from reading.skip_space()):
+            yield from reading.take(block.label)
         while True:
             found = scanner.find(ends)
             length = found[0] if found else scanner.certain_length(ends)
             if length:
-                text = space + scanner.advance(length)
-                visible = text.rstrip(SPACE)
-                space = text[len(visible) :]
-                if visible:
-                    yield reading.reasoning(visible.lstrip(SPACE) if is_empty else visible)
-                    is_empty = False
-                elif is_empty:
-                    space = ""
+                yield from reading.reasoning_text(scanner.advance(length))
             elif found:
-                if found[1] == markers.end:
+                if found[1] == block.end:
                     scanner.advance(found[2])
                 return
             elif not (yield from reading.more()):

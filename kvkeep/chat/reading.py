@@ -38,6 +38,7 @@ class AnswerReading:
         self._space = ""  # white space that is text only if text follows
         self._wrote_text = self._wrote_other = False
         self._ends_with_call = False
+        self._reasoning_space, self._reasoning_is_empty = "", True
 
     # Reading
 
@@ -56,19 +57,26 @@ class AnswerReading:
             if scanner.rest or not (yield from self.more()):
                 return scanner.rest[:1]
 
-    def take(self, *markers: str) -> Steps[str | None]:
-        """Read one of the markers, if it comes next, and return it."""
+    def comes_next(self, *markers: str) -> Steps[tuple[str, int] | None]:
+        """Return the marker that comes next and its length; None if none of them does."""
         scanner = self.scanner
         while True:
             may_come = False
             for marker in markers:
                 for form in scanner.forms(marker):
                     if scanner.rest.startswith(form):
-                        scanner.advance(len(form))
-                        return marker
+                        return marker, len(form)
                     may_come |= form.startswith(scanner.rest)
             if not may_come or not (yield from self.more()):
                 return None
+
+    def take(self, *markers: str) -> Steps[str | None]:
+        """Read one of the markers, if it comes next, and return it."""
+        found = yield from self.comes_next(*markers)
+        if found is None:
+            return None
+        self.scanner.advance(found[1])
+        return found[0]
 
     def expect(self, *markers: str) -> Steps[str]:
         """Read one of the markers. Raises NotACall if none comes next."""
@@ -123,12 +131,20 @@ class AnswerReading:
             yield TextDelta(self._space)
         self._space = ""
 
-    def reasoning(self, text: str) -> ReasoningDelta:
-        self._begin_other()
-        return ReasoningDelta(self.scanner.plain(text))
-
     def begin_reasoning(self) -> None:
         self._begin_other()
+        self._reasoning_space, self._reasoning_is_empty = "", True
+
+    def reasoning_text(self, text: str) -> Iterator[OutputEvent]:
+        """Yield text of the reasoning, without white space at its start and end."""
+        text = self._reasoning_space + self.scanner.plain(text)
+        if self._reasoning_is_empty:
+            text = text.lstrip(SPACE)
+        visible = text.rstrip(SPACE)
+        self._reasoning_space = text[len(visible) :]
+        if visible:
+            self._reasoning_is_empty = False
+            yield ReasoningDelta(visible)
 
     def start_call(self, name: str, call_id: str = "") -> CallStarted:
         """Begin a call of a known tool. From now on what was read is no text."""
@@ -139,7 +155,8 @@ class AnswerReading:
         return CallStarted(self.call_count - 1, call_id or self._new_call_id(), name)
 
     def arguments(self, text: str) -> CallArguments:
-        return CallArguments(self.call_count - 1, self.scanner.plain(text))
+        """Return a part of a call's arguments. text: JSON, with control tokens only in strings."""
+        return CallArguments(self.call_count - 1, self.scanner.plain(text, in_json=True))
 
     def end_call(self, complete: bool = True) -> CallEnded:
         self.scanner.mark()

@@ -1,5 +1,6 @@
 """The unread part of an answer: text in which control tokens are single characters."""
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -22,17 +23,18 @@ class Scanner:
         markers: Iterable[str],
         control_markers: Collection[str],
         control_text: Callable[[int], str],
+        silent: Collection[str] = (),
     ):
         """control_markers: those that are control tokens, and so never plain text.
 
-        control_text: the text of a control token's id.
+        control_text: the text of a control token's id. silent: markers that have no text.
         """
         self._codes = {
             text: chr(_FIRST_CODE + index) for index, text in enumerate(dict.fromkeys(markers))
         }
-        self._texts = {code: text for text, code in self._codes.items()}
+        self._texts = {code: "" if text in silent else text for text, code in self._codes.items()}
         self._control_markers, self._control_text = frozenset(control_markers), control_text
-        self._read, self._mark = "", 0
+        self._read = ""
         self.rest = ""
         self.closed = False  # no more text will come
 
@@ -58,9 +60,12 @@ class Scanner:
         """What was read since `mark`."""
         return self._read
 
-    def plain(self, text: str) -> str:
-        """Return a text with control tokens as their texts."""
-        return _SURROGATES.sub(lambda match: self._texts.get(match[0], ""), text)
+    def plain(self, text: str, in_json: bool = False) -> str:
+        """Return a text with control tokens as their texts. in_json: inside strings of JSON."""
+        texts = self._texts
+        if in_json:
+            texts = {code: json.dumps(text)[1:-1] for code, text in texts.items()}
+        return _SURROGATES.sub(lambda match: texts.get(match[0], ""), text)
 
     def forms(self, marker: str) -> tuple[str, ...]:
         """Return how a marker can look in `rest`."""

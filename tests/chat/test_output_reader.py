@@ -1,12 +1,21 @@
 """Answers are read as they were written, in any division into pieces."""
 
 import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
+from chat.written_answers import FORMS, format_of, written_answers
+from chat.written_answers import TOOLS as WRITTEN_TOOLS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import Output, joined_output
-from kvkeep.chat.output_format import format_by_name
+from kvkeep.chat.output_format import OutputFormat, format_by_name
 from kvkeep.chat.output_reader import OutputReader
 
 TOOLS = [Tool("weather"), Tool("shell")]
@@ -82,3 +91,142 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_call(size: int) -> None:
         assert name == "weather"
         assert '{"city": "Rome"}'.startswith(arguments)
         assert complete == (arguments == '{"city": "Rome"}')
+
+
+CASES = [(name, tokens) for name in FORMS for tokens in (False, True)]
+
+
+def read_pieces(
+    pieces: Sequence[str | int],
+    output_format: OutputFormat,
+    cuts: Iterable[int] = (),
+    starts_in_reasoning: bool = False,
+    forced: bool = False,
+) -> Output:
+    """Read characters and control tokens that are divided at some places."""
+    numbers = itertools.count()
+    reader = OutputReader(
+        output_format,
+        WRITTEN_TOOLS,
+        lambda: f"call_{next(numbers)}",
+        starts_in_reasoning,
+        forced,
+        control_text=lambda token: output_format.markers[token],
+    )
+    events = []
+    for start, end in itertools.pairwise([0, *sorted(cuts), len(pieces)]):
+        events += reader.push(joined(pieces[start:end]))
+    events += reader.finish()
+    assert joined_output(events) == reader.output
+    return reader.output
+
+
+def joined(pieces: Sequence[str | int]) -> list[str | int]:
+    """Join neighbouring characters."""
+    result: list[str | int] = []
+    for is_text, group in itertools.groupby(pieces, key=lambda piece: isinstance(piece, str)):
+        items = list(group)
+        result += ["".join(map(str, items))] if is_text else items
+    return result
+
+
+def parts_of(output: Output) -> list[tuple[str, Any]]:
+    result: list[tuple[str, Any]] = []
+    for part in output.parts:
+        if hasattr(part, "arguments"):
+            assert part.complete
+            result.append(("call", (part.name, json.loads(part.arguments))))
+        else:
+            kind = "reasoning" if type(part).__name__ == "ReasoningPart" else "text"
+            result.append((kind, part.text.strip()))
+    return result
+
+
+def check_written(name: str, tokens: bool, data: st.DataObject) -> None:
+    form = FORMS[name]
+    answer = data.draw(written_answers(form))
+    output_format = format_of(form, tokens)
+    pieces = answer.pieces(output_format)
+    whole = read_pieces(pieces, output_format)
+    assert parts_of(whole) == list(answer.parts)
+    cuts = data.draw(st.lists(st.integers(0, len(pieces)), max_size=12))
+    assert read_pieces(pieces, output_format, cuts) == whole
+    assert read_pieces(pieces, output_format, range(len(pieces))) == whole
+
+
+@pytest.mark.parametrize(("name", "tokens"), CASES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_an_answer_in_any_form_is_read_as_it_was_written(
+    name: str, tokens: bool, data: st.DataObject
+) -> None:
+    check_written(name, tokens, data)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("name", "tokens"), CASES)
+@settings(max_examples=300)
+@given(data=st.data())
+def test_many_answers_in_any_form_are_read_as_they_were_written(
+    name: str, tokens: bool, data: st.DataObject
+) -> None:
+    check_written(name, tokens, data)
+
+
+_GARBAGE = (
+    *("{", "}", "[", "]", '"', ",", ":", "\\", "(", ")", "=", ">", "\n", " ", "```", "```json\n"),
+    *("weather", "run_shell(", "assistant", " to=functions.weather", "text", "call:weather{"),
+    *('{"name": "weather", ', '"arguments": ', '"parameters": {"a": 1', "<function=weather>"),
+    *("<parameter=text>\n", "\n</parameter>", "</function>", "json", "final", "analysis"),
+)
+
+
+@st.composite
+def garbage(draw: st.DrawFn, output_format: OutputFormat) -> list[str | int]:
+    """Markers, parts of calls, and words `w0.`, `w1.` and so on."""
+    words = st.integers(0, 9).map(lambda number: f"w{number}.")
+    markers = st.sampled_from(output_format.markers)
+    result: list[str | int] = []
+    for item in draw(st.lists(markers | st.sampled_from(_GARBAGE) | words, max_size=25)):
+        if item in output_format.control_markers:
+            result.append(output_format.markers.index(item))
+        else:
+            result += item
+    return result
+
+
+def check_garbage(name: str, tokens: bool, data: st.DataObject) -> None:
+    """Neither an error nor a lost word, and the same in all divisions."""
+    output_format = format_of(FORMS[name], tokens)
+    pieces = data.draw(garbage(output_format))
+    starts_in_reasoning = data.draw(st.booleans())
+    forced = data.draw(st.booleans())
+    whole = read_pieces(pieces, output_format, (), starts_in_reasoning, forced)
+    cuts = data.draw(st.lists(st.integers(0, len(pieces)), max_size=12))
+    for places in (cuts, range(len(pieces))):
+        divided = read_pieces(pieces, output_format, places, starts_in_reasoning, forced)
+        assert divided == whole
+    for call in whole.calls:
+        if call.complete:
+            assert isinstance(json.loads(call.arguments), dict)
+    if not output_format.channels and not forced:  # headers of channels have words
+        read_words = "".join(
+            part.text if hasattr(part, "text") else part.id + part.arguments for part in whole.parts
+        )
+        written = re.findall(r"w\d\.", "".join(map(str, pieces)))
+        assert Counter(re.findall(r"w\d\.", read_words)) >= Counter(written)
+
+
+@pytest.mark.parametrize(("name", "tokens"), CASES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> None:
+    check_garbage(name, tokens, data)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("name", "tokens"), CASES)
+@settings(max_examples=300)
+@given(data=st.data())
+def test_much_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> None:
+    check_garbage(name, tokens, data)

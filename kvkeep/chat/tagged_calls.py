@@ -1,0 +1,204 @@
+"""Calls whose arguments are tagged texts: those of Qwen3-Coder and of GLM.
+
+A value's tags do not tell its type: the tool's schema does.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvkeep.chat.json_text import JsonText
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.python_calls import json_string_part
+from kvkeep.chat.reading import AnswerReading, NotACall, Steps
+from kvkeep.chat.scanner import SPACE
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+GLM_MARKERS = (_KEY, _KEY_END, _VALUE, _VALUE_END)
+_LABEL = re.compile(r"[^<>\n\ud800-\udfff]{0,256}")
+_JSON_TYPES: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_TYPES_BY_CHAR = {
+    '"': "string",
+    "[": "array",
+    "{": "object",
+    "t": "boolean",
+    "f": "boolean",
+    "n": "null",
+}
+_MAX_DEPTH = 20  # of references and alternatives in a schema
+
+
+def read_function_tag(reading: AnswerReading, end: str) -> Steps[None]:
+    """Read `name>`, `<parameter=key>value</parameter>` for each argument, and `</function>`.
+
+    end: the marker behind the function.
+    """
+    name = (yield from reading.take_match(_LABEL)).strip(SPACE)
+    yield from reading.expect(">")
+    tool = reading.require_tool(name)
+    yield reading.start_call(name)
+    opening, is_whole = "{", False
+    while (yield from reading.skip_space()):
+        if (yield from reading.take(_PARAMETER, FUNCTION_END)) != _PARAMETER:
+            is_whole = True
+            break
+        key = (yield from reading.take_match(_LABEL)).strip(SPACE)
+        yield from reading.take(">")
+        yield reading.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+        opening = ", "
+        followers = (_PARAMETER, FUNCTION_END, end)
+        yield from _read_value(reading, value_types(tool, key), _PARAMETER_END, followers, "\n")
+    yield from _end_object(reading, opening, is_whole)
+
+
+def read_glm_call(reading: AnswerReading, end: str) -> Steps[None]:
+    """Read `name` and `<arg_key>key</arg_key><arg_value>value</arg_value>` for each argument.
+
+    end: the marker behind the call, which is not read.
+    """
+    name = (yield from reading.take_match(_LABEL)).strip(SPACE)
+    tool = reading.require_tool(name)
+    at_end = not (yield from reading.skip_space())
+    if not (at_end or (yield from reading.comes_next(_KEY, end))):
+        raise NotACall
+    yield reading.start_call(name)
+    opening = "{"
+    while (yield from reading.skip_space()) and (yield from reading.take(_KEY)):
+        key = (yield from reading.take_match(_LABEL)).strip(SPACE)
+        yield from reading.take(_KEY_END)
+        yield from reading.skip_space()
+        yield from reading.take(_VALUE)
+        yield reading.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+        opening = ", "
+        yield from _read_value(reading, value_types(tool, key), _VALUE_END, (_KEY, end))
+    yield from _end_object(reading, opening, is_whole=bool(reading.scanner.rest))
+
+
+def _end_object(reading: AnswerReading, opening: str, is_whole: bool) -> Steps[None]:
+    if is_whole:
+        yield reading.arguments("{}" if opening == "{" else "}")
+    yield reading.end_call(complete=is_whole)
+
+
+def _read_value(
+    reading: AnswerReading,
+    types: frozenset[str],
+    end: str,
+    followers: tuple[str, ...],
+    newline: str = "",
+) -> Steps[None]:
+    """Read a value up to its end tag, and yield it as JSON.
+
+    types: that the value may have; empty if unknown. followers: an end tag before anything else is
+    part of the value. newline: left out at both ends, if it is there.
+    """
+    if newline:
+        yield from reading.take(newline)
+    is_text, parts = types == {"string"}, []
+    if is_text:
+        yield reading.arguments('"')
+    while True:
+        length, end_length = _value_length(reading, end, followers, newline)
+        text = reading.scanner.plain(reading.scanner.advance(length))
+        if text and is_text:
+            yield reading.arguments(json_string_part(text))
+        parts.append(text)
+        if end_length:
+            reading.scanner.advance(end_length)
+            break
+        if not (yield from reading.more()):
+            if not is_text:
+                yield reading.arguments("".join(parts))
+            return
+    yield reading.arguments('"' if is_text else _typed_value("".join(parts), types))
+
+
+def _value_length(
+    reading: AnswerReading, end: str, followers: tuple[str, ...], newline: str
+) -> tuple[int, int]:
+    """Return the certain length of a value at the start of the rest, and of the end behind it.
+
+    The latter is 0 if the end is not found.
+    """
+    scanner = reading.scanner
+    follower_forms = [form for marker in followers for form in scanner.forms(marker)]
+    start = 0
+    while True:
+        found = [
+            (place, form)
+            for form in scanner.forms(end)
+            if (place := scanner.rest.find(form, start)) >= 0
+        ]
+        if not found:
+            break
+        place, form = min(found)
+        before = place - (scanner.rest[:place].endswith(newline) and len(newline))
+        behind = scanner.rest[place + len(form) :].lstrip(SPACE)
+        if behind.startswith(tuple(follower_forms)) or (scanner.closed and not behind):
+            return before, place + len(form) - before
+        if not scanner.closed and any(form.startswith(behind) for form in follower_forms):
+            return before, 0  # what follows may come
+        start = place + 1
+    length = scanner.certain_length((end,))
+    if not scanner.closed and scanner.rest[:length].endswith(newline):
+        length -= len(newline)
+    return length, 0
+
+
+def _typed_value(text: str, types: frozenset[str]) -> str:
+    """Return a value as JSON: of one of the types if it can be, otherwise text."""
+    value = JsonText()
+    stripped = text.strip(SPACE)
+    length, json_text = value.push(stripped + " ")
+    if value.done and length >= len(stripped):
+        value_type = _TYPES_BY_CHAR.get(json_text.strip(SPACE)[0], "number")
+        if value_type != "string" and (not types or value_type in types):
+            return json_text.strip(SPACE)
+        if value_type == "string" and types and "string" not in types:
+            return json_text.strip(SPACE)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def value_types(tool: Tool, key: str) -> frozenset[str]:
+    """Return the JSON types that an argument may have by the tool's schema; empty if unknown.
+
+    Integers are numbers.
+    """
+    properties = tool.parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return _schema_types(schema, tool.parameters, _MAX_DEPTH)
+
+
+def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = root
+        for step in reference[2:].split("/"):
+            target = target.get(step) if isinstance(target, Mapping) else None
+        return _schema_types(target, root, depth - 1)
+    types = schema.get("type")
+    if isinstance(types, (str, list)):
+        names = (
+            [types] if isinstance(types, str) else [name for name in types if isinstance(name, str)]
+        )
+        return frozenset("number" if name == "integer" else name for name in names)
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list):
+            alternatives = [_schema_types(item, root, depth - 1) for item in schema[keyword]]
+            return frozenset().union(*alternatives) if all(alternatives) else frozenset()
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    values = [*values, *([schema["const"]] if "const" in schema else [])]
+    return frozenset(_JSON_TYPES.get(type(value), "") for value in values)
