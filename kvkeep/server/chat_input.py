@@ -10,8 +10,9 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import Grammar
+from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.server.service import RequestContext
-from kvkeep.session.sampling import Sampling
+from kvkeep.session.sampling import Constraint, Sampling
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ class ChatInput:
         samplings: Sequence[Sampling],
         schema: Mapping[str, Any] | None = None,
         grammar: str | None = None,
+        reasoning_budget: int | None = None,
     ) -> list[Sampling]:
         """Constrain samplings to a forced call, or to a JSON schema or GBNF grammar, if given.
 
-        Each gets a constraint of its own. Raises InvalidArgument for an invalid schema or grammar,
-        or for a combination of them.
+        The answer is constrained, and not the reasoning before it. reasoning_budget: the most
+        tokens of reasoning; None for any number. Each sampling gets a constraint of its own. Raises
+        InvalidArgument for an invalid schema or grammar, or for a combination of them.
         """
         if self.forced:
             schema = forced_call_schema(self.chat.callable_tools)
@@ -49,18 +52,24 @@ class ChatInput:
             raise InvalidArgument(
                 "a grammar cannot be combined with a schema or a required tool call"
             )
-        if schema is None and not grammar:
-            return list(samplings)
         model = self.context.service.model
-        return [
-            replace(
-                sampling,
-                constraint=Grammar.from_schema(model, schema)
-                if schema is not None
-                else Grammar.from_gbnf(model, grammar or ""),
+        result = []
+        for sampling in samplings:
+            answer: Constraint | None = None
+            if schema is not None:
+                answer = Grammar.from_schema(model, schema)
+            elif grammar:
+                answer = Grammar.from_gbnf(model, grammar)
+            constraint = reasoning_constraint(
+                self.context.tokenizer,
+                self.renderer.output_format,
+                self.prompt.starts_in_reasoning,
+                reasoning_budget,
+                answer,
+                model.end_token_ids,
             )
-            for sampling in samplings
-        ]
+            result.append(replace(sampling, constraint=constraint))
+        return result
 
     def new_reader(self) -> OutputReader:
         """Return a reader for one generation's answer."""

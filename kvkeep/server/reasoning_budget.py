@@ -1,0 +1,161 @@
+"""Reasoning before an answer: its budget in tokens, and constraints of the answer alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvkeep.chat.output_format import OutputFormat
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.session.sampling import Constraint
+
+# "opening": where reasoning may begin. "reasoning": inside it. "answer": behind it.
+_Phase = Literal["opening", "reasoning", "answer"]
+_FINAL_CHANNEL, _NEXT_MESSAGE = "<|channel|>final<|message|>", "<|start|>assistant"
+_TAIL_BYTES = 400  # more than a marker has, and a token behind it
+_CONTENT_START = b"<|message|>"
+
+
+class ReasoningConstraint:
+    """A constraint that ends the reasoning after some tokens, and constrains what follows it.
+
+    Example: the budget is 2 and `</think>` ends the reasoning. Two tokens are free, such as "Let"
+    and " me", the next one must be `</think>`, and from then on the answer's constraint holds. With
+    such a constraint the text cannot end inside the reasoning.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        output_format: OutputFormat,
+        starts_in_reasoning: bool,
+        budget: int | None,
+        answer: Constraint | None,
+        end_token_ids: Sequence[int],
+    ):
+        """budget: tokens of reasoning; None for any number, 0 for none. answer: its constraint."""
+        markers = output_format.reasoning[0]
+        self._codec, self._channels = codec, output_format.channels
+        self._start, self._end = markers.start, markers.end
+        self._budget, self._answer, self._end_ids = budget, answer, list(end_token_ids)
+        self._forced: list[int] = []  # ids that must come next
+        self._after_forced: Callable[[], None] = self._begin_answer
+        self._phase: _Phase = "opening"
+        self._text = b""  # the last of it since the phase began
+        self._token_count = 0  # of reasoning
+        if starts_in_reasoning:
+            self._begin_reasoning()
+        elif self._channels and answer is not None:
+            if budget == 0:
+                self._force(_FINAL_CHANNEL, self._begin_answer)
+            else:
+                self._force(self._start, self._begin_reasoning)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer's constraint allows no further token."""
+        return self._phase == "answer" and bool(getattr(self._answer, "complete", False))
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return the logits of the tokens that may come next."""
+        if self._forced:
+            mask = torch.full_like(logits, -torch.inf)
+            mask[self._forced[0]] = 0.0
+            return mask
+        if self._phase == "reasoning":
+            return logits if self._answer is None else _without(logits, self._end_ids)
+        if self._phase == "opening" and not self._channels:
+            return self._masked_opening(logits)
+        return logits if self._answer is None else self._answer.masked(logits)
+
+    def accept(self, token: int) -> None:
+        """Follow a sampled token."""
+        if self._forced:
+            self._forced.pop(0)
+            if not self._forced:
+                self._after_forced()
+        elif self._phase == "answer":
+            self._accept_in_answer(token)
+        else:
+            self._text = (self._text + self._codec.token_bytes(token))[-_TAIL_BYTES:]
+            if self._phase == "reasoning":
+                self._follow_reasoning()
+            elif self._start.encode() in self._text:
+                self._begin_reasoning()
+            elif self._channels:
+                if _CONTENT_START in self._text:
+                    self._begin_answer()
+            elif self._answer is not None or self._text.strip():
+                self._begin_answer()
+                self._accept_in_answer(token)
+
+    def _masked_opening(self, logits: Tensor) -> Tensor:
+        """Allow the marker of the reasoning, unless the budget is 0, besides the answer."""
+        opening_id = self._codec.encode(self._start, special=True)[0]
+        if self._budget == 0:
+            logits = _without(logits, [opening_id])
+        if self._answer is None:
+            return logits
+        masked = self._answer.masked(logits).clone()
+        masked[opening_id] = logits[opening_id]
+        return masked
+
+    def _follow_reasoning(self) -> None:
+        self._token_count += 1
+        if self._end.encode() in self._text:
+            self._end_reasoning()
+        elif self._token_count == self._budget:
+            self._force(self._end, self._end_reasoning)
+
+    def _begin_reasoning(self) -> None:
+        self._phase, self._text = "reasoning", b""
+        if self._budget == 0:
+            self._force(self._end, self._end_reasoning)
+
+    def _end_reasoning(self) -> None:
+        self._begin_answer()
+        if self._channels and self._answer is not None:
+            self._force(_NEXT_MESSAGE + _FINAL_CHANNEL, self._begin_answer)
+
+    def _begin_answer(self) -> None:
+        self._phase, self._text = "answer", b""
+
+    def _accept_in_answer(self, token: int) -> None:
+        if self._answer is not None:
+            self._answer.accept(token)
+
+    def _force(self, text: str, after: Callable[[], None]) -> None:
+        """Force the tokens of a text, and call `after` behind them."""
+        self._forced, self._after_forced = self._codec.encode(text, special=True), after
+
+
+def reasoning_constraint(
+    codec: TextCodec,
+    output_format: OutputFormat,
+    starts_in_reasoning: bool,
+    budget: int | None,
+    answer: Constraint | None,
+    end_token_ids: Sequence[int],
+) -> Constraint | None:
+    """Return a constraint for an answer that may begin with reasoning; None if there is none.
+
+    Arguments are those of `ReasoningConstraint`. A model whose vocabulary does not have the marker
+    of the reasoning, and whose prompt does not have it either, does not reason.
+    """
+    if not output_format.reasoning or (budget is None and answer is None):
+        return answer
+    is_known = len(codec.encode(output_format.reasoning[0].start, special=True)) == 1
+    if not (starts_in_reasoning or is_known or output_format.channels):
+        return answer
+    return ReasoningConstraint(
+        codec, output_format, starts_in_reasoning, budget, answer, end_token_ids
+    )
+
+
+def _without(logits: Tensor, ids: list[int]) -> Tensor:
+    """Return logits with -inf for some ids; those beyond the logits are left out."""
+    result = logits.clone()
+    for token in ids:
+        result[token : token + 1] = -torch.inf
+    return result

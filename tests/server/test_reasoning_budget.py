@@ -1,0 +1,109 @@
+"""Reasoning ends after its budget, and a grammar holds for what follows it."""
+
+import json
+
+import pytest
+import torch
+
+from kvkeep.chat.output_format import OutputFormat, format_by_name
+from kvkeep.model import Model
+from kvkeep.server.grammar import Grammar
+from kvkeep.server.reasoning_budget import ReasoningConstraint, reasoning_constraint
+from kvkeep.session.sampling import Constraint, Sampling
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+HERMES = format_by_name("hermes")
+
+
+def constraint(
+    model: Model, budget: int | None, answer: Constraint | None = None, inside: bool = True
+) -> ReasoningConstraint:
+    return ReasoningConstraint(model.text, HERMES, inside, budget, answer, model.end_token_ids)
+
+
+def generate(model: Model, constraint: ReasoningConstraint, count: int) -> str:
+    session = model.session(512)
+    session.feed("Once upon a time")
+    return "".join(session.stream(count, sampling=Sampling(constraint=constraint)))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_reasoning_ends_after_its_budget(smollm2: Model, budget: int) -> None:
+    text = generate(smollm2, constraint(smollm2, budget), 40)
+    reasoning, marker, answer = text.partition("</think>")
+    assert marker
+    assert answer
+    assert len(smollm2.text.encode(reasoning)) <= budget
+    assert (reasoning == "") == (budget == 0)
+
+
+def test_a_schema_holds_for_the_answer_behind_the_reasoning(smollm2: Model) -> None:
+    answer = Grammar.from_schema(smollm2, SCHEMA)
+    text = generate(smollm2, constraint(smollm2, 6, answer), 60)
+    reasoning, _, rest = text.partition("</think>")
+    assert "{" not in reasoning
+    assert json.loads(rest) == {"a": 1}
+
+
+def test_end_tokens_are_forbidden_in_reasoning_before_a_constrained_answer(smollm2: Model) -> None:
+    logits = torch.zeros(smollm2.text.vocab_size)
+    answer = Grammar.from_schema(smollm2, SCHEMA)
+    masked = constraint(smollm2, None, answer).masked(logits)
+    assert all(masked[token] == -torch.inf for token in smollm2.end_token_ids)
+    assert constraint(smollm2, 3).masked(logits) is logits
+
+
+def channel_text(constraint: ReasoningConstraint, model: Model, text: str) -> str:
+    """Follow a text, and forced tokens wherever there are any; return all of them."""
+    logits, result = torch.zeros(model.text.vocab_size), []
+    queue = model.text.encode(text)
+    for _ in range(200):
+        masked = constraint.masked(logits)
+        allowed = (masked > -torch.inf).nonzero().flatten().tolist()
+        if len(allowed) == 1:
+            token = allowed[0]
+        elif queue:
+            token = queue.pop(0)
+        else:
+            break
+        result.append(token)
+        constraint.accept(token)
+    return model.text.decode(result)
+
+
+def test_channels_are_written_before_a_constrained_answer(smollm2: Model) -> None:
+    """For gpt-oss: the analysis, then the final channel, whose content is the answer."""
+    harmony = format_by_name("harmony")
+    answer = Grammar.from_schema(smollm2, {"const": "x"})
+
+    def written(budget: int | None, text: str) -> str:
+        ids = smollm2.end_token_ids
+        return channel_text(
+            ReasoningConstraint(smollm2.text, harmony, False, budget, answer, ids), smollm2, text
+        )
+
+    final = "<|channel|>final<|message|>"
+    expected = f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{final}"
+    assert written(None, "Hm<|end|>").startswith(expected)
+    assert written(1, "H").startswith(expected.replace("Hm", "H"))
+    assert written(0, "").startswith(final)
+
+
+@pytest.mark.parametrize(
+    ("output_format", "inside", "budget", "constrained"),
+    [
+        (format_by_name("hermes"), False, 5, False),  # SmolLM2 has no token `<think>`
+        (format_by_name("hermes"), True, 5, True),
+        (format_by_name("hermes"), True, None, False),
+        (format_by_name("harmony"), False, 0, True),
+    ],
+)
+def test_only_models_that_reason_are_constrained(
+    smollm2: Model, output_format: OutputFormat, inside: bool, budget: int | None, constrained: bool
+) -> None:
+    ids = smollm2.end_token_ids
+    result = reasoning_constraint(smollm2.text, output_format, inside, budget, None, ids)
+    assert (result is not None) == constrained
+    answer = Grammar.from_schema(smollm2, SCHEMA)
+    result = reasoning_constraint(smollm2.text, output_format, inside, budget, answer, ids)
+    assert isinstance(result, ReasoningConstraint) == (inside or output_format.channels)
