@@ -53,7 +53,7 @@ class ServingOptions:
     allow_origin: tuple[str, ...] = option(
         metavar="URL",
         multiple=True,
-        help="Accept browser requests from this origin (CORS); repeatable.",
+        help="Accept browser requests from this origin (CORS); repeatable; *: from any.",
     )
     alias: str | None = option(
         metavar="NAME", show_default="its own", help="Model name in API responses."

@@ -29,6 +29,7 @@ from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
 from kvkeep.server.sessions import editing, generate, lifecycle, views
+from kvkeep.server.transport import TransportMiddleware
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
@@ -39,6 +40,8 @@ _API_MODULES = (
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 _EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)
+# Headers of responses that browsers may show to pages of allowed origins.
+EXPOSED_HEADERS = ("X-Kvkeep-Ignored", "X-Kvkeep-Warning", "Retry-After", "ETag")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _router, _page_router = APIRouter(), APIRouter(include_in_schema=False)
 
@@ -75,10 +78,14 @@ def application(
     app.mount("/page", StaticFiles(directory=_PAGE_FOLDER))
     for error_type in (*_EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
-    inner_app = middleware(app)
+    inner_app: Any = TransportMiddleware(middleware(app))
     if origins:
         inner_app = CORSMiddleware(
-            inner_app, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+            inner_app,
+            allow_origins=list(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
         )
     return SecurityMiddleware(inner_app, service, hosts, origins)
 

@@ -3,6 +3,7 @@
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvkeep.engine import GenerationRequest
@@ -90,12 +91,21 @@ def constrain(
 
 
 async def start_generations(
-    context: RequestContext, request: GenerationRequest, samplings: list[Sampling]
+    context: RequestContext,
+    request: GenerationRequest,
+    samplings: list[Sampling],
+    patience: float | None = None,
 ) -> GenerationStream:
-    """Start a generation for each sampling. Raises llama.cpp's error if the prompt does not fit."""
-    stream, submit_many = GenerationStream(len(samplings)), context.engine.submit_many
+    """Start a generation for each sampling. Raises llama.cpp's error if the prompt does not fit.
+
+    patience: see `RequestContext.start`.
+    """
+    stream = GenerationStream(len(samplings))
+    submit = partial(
+        context.engine.submit_many, request, samplings, context.owner, stream.listeners
+    )
     try:
-        await stream.start(submit_many(request, samplings, context.owner, stream.listeners))
+        await context.start(stream, submit, patience)
     except ContextFull as error:
         raise context_size_error(str(error), len(request.prompt), context.service) from error
     return stream

@@ -20,6 +20,8 @@ from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 
+# Longer than clients keep idle connections, such as aiohttp for 15 s; as servers do by default.
+IDLE_CONNECTION_SECONDS = 75
 _BACKLOG = 512  # connections that wait to be accepted
 
 
@@ -66,6 +68,7 @@ def run_server(
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=max(1, round(options["grace"])),
         lifespan="off",
     )

@@ -10,9 +10,10 @@ from starlette.types import Message, Receive, Scope, Send
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import Service
 
-MAX_BODY_BYTES = 8_000_000
+MAX_BODY_BYTES = 64_000_000  # of a request, after decompression too
 PAGE_PREFIX = "/page/"  # static files of the web UI, which hold no user's data
 PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
+ANY_ORIGIN = "*"
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _READ_ONLY_POST_PATHS = frozenset(("/v1/prefix/explain",))
 _CSP = b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
@@ -60,18 +61,19 @@ class SecurityMiddleware:
             scope = {**scope, "headers": [*other_headers, (b"content-type", b"application/json")]}
         await self._app(scope, exchange.receive_limited, exchange.send_unless_too_large)
         if exchange.must_reject:
-            await _too_large_error().response(scope["path"])(scope, receive, exchange.send)
+            await too_large_error().response(scope["path"])(scope, receive, exchange.send)
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""
         host, origin = _without_port(headers.get("host", "")), headers.get("origin")
-        if host.lower() not in self._hosts:
+        without_host = not host and scope.get("http_version") == "1.0"  # no browser sends that
+        if host.lower() not in self._hosts and not without_host:
             advice = "start the server with --allow-host to allow it"
             raise ApiError(421, f"host {host!r} is not allowed; {advice}", code="host")
         if origin is None:  # not a browser
             return
         from_web_ui = origin.partition("://")[2] == headers.get("host")
-        if not from_web_ui and origin not in self._origins:
+        if not from_web_ui and not {origin, ANY_ORIGIN} & self._origins:
             message = f"origin {origin} is not allowed; start the server with --allow-origin"
             raise ApiError(403, message, "permission_error", "origin")
         is_read_only = scope["method"] in _SAFE_METHODS or scope["path"] in _READ_ONLY_POST_PATHS
@@ -94,10 +96,11 @@ def _check_content_length(content_length: str) -> None:
     if not (content_length.isascii() and content_length.isdigit()):
         raise ApiError(400, "Content-Length must be a number")
     if len(content_length) > 12 or int(content_length) > MAX_BODY_BYTES:
-        raise _too_large_error()
+        raise too_large_error()
 
 
-def _too_large_error() -> ApiError:
+def too_large_error() -> ApiError:
+    """Return the error for a body that is too large."""
     return ApiError(413, f"a request can have at most {MAX_BODY_BYTES:,} bytes", code="too_large")
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from asyncio import wrap_future
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,12 @@ from kvkeep.engine import (
 )
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.admission_queue import AdmissionQueue
 from kvkeep.server.keys import ApiKeys
 from kvkeep.session.sampling import Sampling
 
 T = TypeVar("T")
+Submission = Callable[[], Future[list[Generation]]]
 _StreamEvent = PrefillProgress | GeneratedToken | Finished
 
 
@@ -43,6 +45,7 @@ class Service:
     closing: bool = False  # the server is shutting down: streams of operations end
     status_counts: Counter[int] = field(default_factory=Counter)  # HTTP responses by status
     allow_edit: bool = False  # the web UI may change sessions
+    admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 
@@ -90,8 +93,20 @@ class RequestContext:
         """Start a generation in a session by name. Arguments and errors as of `Engine.submit`."""
         stream = GenerationStream(1)
         (listener,) = stream.listeners
-        await stream.start(self.engine.submit(request, name, self.owner, listener, revision))
+        submit = partial(self.engine.submit, request, name, self.owner, listener, revision)
+        await self.start(stream, submit)
         return stream
+
+    async def start(
+        self, stream: "GenerationStream", submit: Submission, patience: float | None = None
+    ) -> None:
+        """Wait in the admission queue, and start the stream's generations.
+
+        patience: seconds after which it returns although they have not started: iterating over the
+        stream then waits for that. Raises as `submit`.
+        """
+        admission = self.service.admission_queue.admit(self.owner, submit)
+        await stream.start(admission, patience)
 
     async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
         """Wait for all results. A failure, which is raised, or a disconnect cancels all streams."""
@@ -135,7 +150,8 @@ class GenerationStream:
     def __init__(self, generation_count: int):
         # One for each generation, called in the engine's thread.
         self.listeners = [partial(self._enqueue, index) for index in range(generation_count)]
-        self.generations: list[Generation] = []
+        self.generations: list[Generation] = []  # empty until they are admitted
+        self._admission: asyncio.Task[list[Generation]] | None = None
         self.results = [GenerationResult() for _ in range(generation_count)]
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
@@ -152,18 +168,25 @@ class GenerationStream:
         self._wake_scheduled = False
         self._events_available.set()
 
-    async def start(self, submission: Future[list[Generation]]) -> None:
-        """Wait until the engine has admitted the generations. submission: by `Engine.submit`."""
+    async def start(
+        self, admission: Coroutine[Any, Any, list[Generation]], patience: float | None = None
+    ) -> None:
+        """Wait until the engine has admitted the generations, for `patience` seconds at most."""
+        self._admission = asyncio.create_task(admission)
         try:
-            self.generations = await wrap_future(submission)
+            await asyncio.wait([self._admission], timeout=patience)
         except asyncio.CancelledError:
-            submission.add_done_callback(_cancel_generations)
+            self._admission.cancel()
             raise
+        if self._admission.done():
+            self.generations = self._admission.result()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, _StreamEvent]]:
         """Yield (generation index, event). Raises the first failure. Stopping cancels the rest."""
         finished_count = 0
         try:
+            if self._admission is not None and not self.generations:
+                self.generations = await self._admission
             while finished_count < len(self.generations):
                 await self._events_available.wait()
                 self._events_available.clear()
@@ -189,10 +212,7 @@ class GenerationStream:
             pass
 
     def cancel(self) -> None:
+        if self._admission is not None:
+            self._admission.cancel()
         for generation in self.generations:
             generation.cancel()
-
-
-def _cancel_generations(submission: Future[list[Generation]]) -> None:
-    for generation in submission.result() if submission.exception() is None else ():
-        generation.cancel()

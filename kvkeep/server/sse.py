@@ -1,14 +1,19 @@
 """Server-sent events: their wire form (HTML standard), and their OpenAPI descriptions."""
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
+from starlette.types import Message, Send
 
 from kvkeep.server.errors import ApiError, api_error_for
 
 DONE = b"data: [DONE]\n\n"  # the last event of a stream of OpenAI's API
+_COMMENT = b": keepalive\n\n"
+_FIRST_SILENCE_SECONDS, _SILENCE_SECONDS = 1.0, 5.0
 _EVENT_STREAM_CONTENT: dict[str, Any] = {"text/event-stream": {}}
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Server-sent events.", "content": _EVENT_STREAM_CONTENT}
@@ -32,8 +37,12 @@ def sse_response(
     events: AsyncIterator[bytes],
     error_event: str | None = None,
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.openai_body,
+    keepalive: bytes = _COMMENT,
 ) -> StreamingResponse:
-    """Return a streaming response. error_event, error_body: type and data of an error's event."""
+    """Return a streaming response. error_event, error_body: type and data of an error's event.
+
+    keepalive: what is sent while there are no events.
+    """
 
     async def events_or_error() -> AsyncIterator[bytes]:
         try:
@@ -43,4 +52,61 @@ def sse_response(
             yield sse_event(error_body(api_error_for(error)), error_event)
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # for proxies
-    return StreamingResponse(events_or_error(), media_type="text/event-stream", headers=headers)
+    return KeepaliveResponse(
+        events_or_error(), keepalive, media_type="text/event-stream", headers=headers
+    )
+
+
+class KeepaliveResponse(StreamingResponse):
+    """A streaming response that sends something after a second, and after each 5 s of silence.
+
+    Clients and proxies would otherwise give up during a long prefill.
+    """
+
+    def __init__(self, content: AsyncIterator[bytes], keepalive: bytes, **options: Any):
+        """content: each item must be a whole event, since keepalives are sent between items."""
+        super().__init__(content, **options)
+        self._keepalive = keepalive
+        self._last_sent = 0.0  # time of the event loop
+
+    async def stream_response(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def send_and_note(message: Message) -> None:
+            await send(message)
+            self._last_sent = loop.time()
+
+        keepalives: asyncio.Task[None] | None = None
+
+        async def send_and_keep_alive(message: Message) -> None:
+            nonlocal keepalives
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                await _cancelled(keepalives)  # nothing may follow the end
+                keepalives = None
+            await send_and_note(message)
+            if message["type"] == "http.response.start":
+                keepalives = asyncio.create_task(self._send_keepalives(send_and_note))
+
+        try:
+            await super().stream_response(send_and_keep_alive)
+        finally:
+            await _cancelled(keepalives)
+
+    async def _send_keepalives(self, send: Send) -> None:
+        loop, first_silence = asyncio.get_running_loop(), _FIRST_SILENCE_SECONDS
+        while True:
+            silence = loop.time() - self._last_sent
+            if silence < first_silence:
+                await asyncio.sleep(first_silence - silence)
+                continue
+            first_silence = _SILENCE_SECONDS
+            body = {"type": "http.response.body", "body": self._keepalive, "more_body": True}
+            await send(body)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task, if there is one, and wait for its end."""
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

@@ -48,7 +48,7 @@ def test_an_oversized_body_is_refused(server: RunningServer, chunked: bool) -> N
     with server.client() as client:
         response = client.post("/v1/completions", content=pieces if chunked else body)
         assert response.status_code == 413
-        assert "8,000,000 bytes" in response.json()["error"]["message"]
+        assert "64,000,000 bytes" in response.json()["error"]["message"]
 
 
 def test_errors_have_the_form_of_the_paths_api(server: RunningServer) -> None:

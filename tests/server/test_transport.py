@@ -1,0 +1,212 @@
+"""HTTP features below the APIs: HEAD, compressed bodies, keepalives, queues, old clients."""
+
+import asyncio
+import gzip
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+from starlette.responses import StreamingResponse
+
+from kvkeep.engine import Limits
+from kvkeep.model import Model
+from kvkeep.server import sse
+from kvkeep.server.lifecycle import IDLE_CONNECTION_SECONDS
+from kvkeep.server.security import MAX_BODY_BYTES
+from kvkeep.server.sse import KeepaliveResponse
+from tests.server.conftest import RunningServer, running_server
+
+COMPLETION = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
+COMPRESS = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstandard.compress}
+
+
+def test_head_answers_as_get_without_a_body(server: RunningServer) -> None:
+    with server.client() as client:
+        for path in ("/", "/health", "/v1/models"):
+            head, get = client.head(path), client.get(path)
+            assert head.status_code == 200
+            assert head.content == b""
+            assert head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.parametrize("encoding", COMPRESS)
+def test_request_bodies_may_be_compressed(server: RunningServer, encoding: str) -> None:
+    body = COMPRESS[encoding](json.dumps(COMPLETION).encode())
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    with server.client() as client:
+        plain = client.post("/v1/completions", json=COMPLETION).json()
+        compressed = client.post("/v1/completions", content=body, headers=headers)
+    assert compressed.status_code == 200
+    assert compressed.json()["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("encoding", COMPRESS)
+def test_a_body_that_decompresses_to_too_much_is_refused(
+    server: RunningServer, encoding: str
+) -> None:
+    bomb = COMPRESS[encoding](b" " * (MAX_BODY_BYTES + 1))
+    assert len(bomb) < 200_000
+    headers = {"Content-Encoding": encoding}
+    with server.client() as client:
+        response = client.post("/v1/completions", content=bomb, headers=headers)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("gzip", b"not gzip", 400),
+        ("gzip", gzip.compress(b'{"prompt": "a"}')[:-9], 400),
+        ("zstd", b"not zstd", 400),
+        ("br", b"{}", 415),
+    ],
+)
+def test_other_encodings_and_damaged_bodies_are_refused(
+    server: RunningServer, encoding: str, body: bytes, status: int
+) -> None:
+    with server.client() as client:
+        response = client.post(
+            "/v1/completions", content=body, headers={"Content-Encoding": encoding}
+        )
+    assert response.status_code == status
+    assert "error" in response.json()
+
+
+def test_http_1_0_without_a_host_is_answered(server: RunningServer) -> None:
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b'{"status":"ok"}')
+
+
+def test_idle_connections_outlive_those_of_clients() -> None:
+    assert IDLE_CONNECTION_SECONDS == 75
+
+
+async def _sent_messages(response: StreamingResponse) -> list[bytes]:
+    """Return the bodies that a response sends."""
+    bodies: list[bytes] = []
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, object]) -> None:
+        body = message.get("body")
+        if isinstance(body, bytes):
+            bodies.append(body)
+
+    await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    return bodies
+
+
+def test_silence_is_filled_with_keepalives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "_FIRST_SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "_SILENCE_SECONDS", 0.1)
+
+    async def events() -> AsyncIterator[bytes]:
+        await asyncio.sleep(0.4)
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\n"
+
+    bodies = asyncio.run(_sent_messages(KeepaliveResponse(events(), b": keepalive\n\n")))
+    count = bodies.count(b": keepalive\n\n")
+    assert 2 <= count <= 5
+    assert bodies[count:] == [b"data: 1\n\n", b"data: 2\n\n", b""]
+
+
+def test_events_without_silence_have_no_keepalives() -> None:
+    async def events() -> AsyncIterator[bytes]:
+        for number in range(100):
+            yield b"%d" % number
+
+    bodies = asyncio.run(_sent_messages(KeepaliveResponse(events(), b"keepalive")))
+    assert b"keepalive" not in bodies
+
+
+def test_requests_beyond_the_limit_wait_for_room(smollm2: Model, tmp_path: Path) -> None:
+    limits = Limits(memory=1_000_000_000, running_per_owner=2)
+    with running_server(smollm2, tmp_path, limits=limits) as server, server.client() as client:
+
+        def complete(number: int) -> int:
+            body = {**COMPLETION, "prompt": f"Number {number}", "max_tokens": 8}
+            return client.post("/v1/completions", json=body).status_code
+
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(complete, range(8))) == {200}
+
+
+def test_a_full_queue_refuses_with_a_time_to_retry(smollm2: Model, tmp_path: Path) -> None:
+    limits = Limits(memory=1_000_000_000, running_per_owner=1)
+    with running_server(smollm2, tmp_path, limits=limits) as server, server.client() as client:
+        queue = server.service.admission_queue
+        queue.patience, queue.max_waiting = 0.1, 1
+        long_request = {**COMPLETION, "max_tokens": 1_000, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=long_request) as stream:
+            lines = stream.iter_lines()  # closes the stream once it is deleted
+            next(lines)
+            response = client.post("/v1/completions", json=COMPLETION)
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_waiting_request_is_dropped_when_its_client_hangs_up(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    limits = Limits(memory=1_000_000_000, running_per_owner=1)
+    with running_server(smollm2, tmp_path, limits=limits) as server, server.client() as client:
+        long_request = {**COMPLETION, "max_tokens": 1_000, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=long_request) as running:
+            lines = running.iter_lines()  # closes the stream once it is deleted
+            next(lines)
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json={**long_request, "prompt": "b"}, timeout=0.5)
+        with server.client() as other:  # both are cancelled: there is room at once
+            start = time.monotonic()
+            assert other.post("/v1/completions", json=COMPLETION).status_code == 200
+            assert time.monotonic() - start < 20
+
+
+def test_any_origin_may_be_allowed(smollm2: Model, tmp_path: Path) -> None:
+    from kvkeep.server.app import LOCAL_HOSTS, application
+
+    with running_server(smollm2, tmp_path) as server:
+        app = application(server.service, LOCAL_HOSTS, ["*"])
+        headers = {"Origin": "https://example.org", "Host": "127.0.0.1"}
+
+        async def get() -> httpx.Response:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as local:
+                return await local.get("/v1/models", headers=headers)
+
+        response = asyncio.run(get())
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "*"
+        with server.client() as client:
+            assert client.get("/v1/models", headers=headers).status_code == 403
+
+
+def test_streams_of_many_threads_end(server: RunningServer) -> None:
+    def stream() -> str:
+        body = {**COMPLETION, "stream": True}
+        with server.client() as client, client.stream("POST", "/v1/completions", json=body) as s:
+            return list(s.iter_lines())[-2]
+
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda: results.append(stream())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == ["data: [DONE]"] * 4
