@@ -14,6 +14,10 @@ from kvkeep.server.service import GenerationStream, RequestContext, Service
 from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
 
+# Seconds that a stream waits for admission before it begins, with keepalives; errors are then
+# events of the stream.
+STREAM_PATIENCE = 1.0
+
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with plain text and the roles of templates. Raises InvalidArgument."""
@@ -98,7 +102,7 @@ async def start_generations(
 ) -> GenerationStream:
     """Start a generation for each sampling. Raises llama.cpp's error if the prompt does not fit.
 
-    patience: see `RequestContext.start`.
+    patience: see `RequestContext.start`; for streams, `STREAM_PATIENCE`.
     """
     stream = GenerationStream(len(samplings))
     submit = partial(

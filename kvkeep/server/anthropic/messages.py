@@ -16,9 +16,10 @@ from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import start_generations
 from kvkeep.server.service import ContextDep, GenerationStream
-from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
+from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
+_PING = sse_event({"type": "ping"}, "ping")
 _STOP_REASONS = {
     "eos": "end_turn",
     "length": "max_tokens",
@@ -45,7 +46,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     }
     if body.stream:
         events = _stream_events(stream, fields, reader)
-        response = sse_response(events, error_event="error", error_body=ApiError.anthropic_body)
+        response = sse_response(events, "error", ApiError.anthropic_body, keepalive=_PING)
         response.headers.update(headers)
         return response
     (result,) = await context.collect(stream)

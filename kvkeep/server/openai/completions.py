@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, TokenLogprob
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import start_generations
+from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.openai import usage
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationStream
@@ -49,7 +49,8 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
         tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
     )
     samplings = body.samplings(context.default_sampling, body.n)
-    stream = await start_generations(context, request, samplings)
+    patience = STREAM_PATIENCE if body.stream else None
+    stream = await start_generations(context, request, samplings, patience)
     fields = {**usage.completion_fields("cmpl", context.service), "object": "text_completion"}
     echo_text = tokenizer.decode(ids) if body.echo else ""
     if body.stream:
