@@ -7,6 +7,7 @@ whose names begin with the namespace's.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvkeep.chat.fields import expect_mapping, optional_list, optional_mapping, optional_text
@@ -15,6 +16,7 @@ from kvkeep.chat.output import parse_arguments
 from kvkeep.errors import InvalidArgument
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+TOOL_SEARCH = "tool_search"  # a tool, by the client or the server, that finds deferred tools
 _OWN_TYPES = ("function", "custom", "namespace")
 _TEXT: dict[str, Any] = {"type": "string"}
 _NUMBER: dict[str, Any] = {"type": "integer"}
@@ -53,12 +55,22 @@ CLIENT_TOOLS: Mapping[str, Tool] = {
 
 
 def parse_tools(entries: Any, where: str = "tools") -> tuple[Tool, ...]:
-    """Return the tools that the model can be offered. Raises InvalidArgument."""
+    """Return the tools that the model can be offered. Raises InvalidArgument.
+
+    Those with `defer_loading` are deferred if the client runs a search for them.
+    """
     tools: dict[str, Tool] = {}
+    deferring = TOOL_SEARCH in client_types(entries)
     for index, entry in enumerate(optional_list(entries, where)):
         for tool in _parse_entry(entry, f"{where}[{index}]"):
-            tools.setdefault(tool.name, tool)
+            deferred = tool.deferred and deferring
+            tools.setdefault(tool.name, replace(tool, deferred=deferred))
     return tuple(tools.values())
+
+
+def client_types(entries: Any) -> list[str]:
+    """Return the types of the tools that the client runs, and that are no functions."""
+    return [kind for kind in map(_client_type, optional_list(entries, "tools")) if kind]
 
 
 def parse_functions(entries: Any) -> tuple[Tool, ...]:
@@ -72,12 +84,12 @@ def parse_functions(entries: Any) -> tuple[Tool, ...]:
 
 def hosted_tools(entries: Any) -> list[str]:
     """Return the types of the tools that only OpenAI's servers can run."""
-    kinds = (optional_mapping(entry).get("type") for entry in optional_list(entries, "tools"))
-    return [
-        kind
-        for kind in kinds
-        if isinstance(kind, str) and kind not in _OWN_TYPES and kind not in CLIENT_TOOLS
+    kinds = [
+        optional_mapping(entry).get("type")
+        for entry in optional_list(entries, "tools")
+        if not _client_type(entry)
     ]
+    return [kind for kind in kinds if isinstance(kind, str) and kind not in _OWN_TYPES]
 
 
 def parse_choice(value: Any, tools: Sequence[Tool], where: str = "tool_choice") -> ToolChoice:
@@ -102,7 +114,7 @@ def parse_choice(value: Any, tools: Sequence[Tool], where: str = "tool_choice") 
         )
     if kind in ("auto", "none", "required"):
         return parse_choice(kind, tools, where)
-    if kind not in ("function", "custom") and kind not in CLIENT_TOOLS:
+    if kind not in ("function", "custom", TOOL_SEARCH, *CLIENT_TOOLS):
         return ToolChoice()
     return ToolChoice("required", _existing([_chosen_name(choice, tools)], tools, where))
 
@@ -149,23 +161,33 @@ def _parse_entry(entry: Any, where: str) -> Iterator[Tool]:
             kind = expect_mapping(member, member_where).get("type", "function")
             if kind in ("function", "custom"):
                 yield _parse_tool(member, kind, member_where, namespace)
+    elif _client_type(entry) == TOOL_SEARCH:
+        yield _parse_tool({**entry, "name": TOOL_SEARCH}, "function", where)
     elif kind in CLIENT_TOOLS:
         yield CLIENT_TOOLS[kind]
+
+
+def _client_type(entry: Any) -> str:
+    """Return an entry's type if it is a tool that the client runs, and no function."""
+    kind = optional_mapping(entry).get("type")
+    if kind == TOOL_SEARCH and entry.get("execution") == "client":
+        return TOOL_SEARCH
+    return kind if isinstance(kind, str) and kind in CLIENT_TOOLS else ""
 
 
 def _parse_tool(entry: Any, kind: Any, where: str, namespace: str = "") -> Tool:
     fields = expect_mapping(entry, where)
     name = joined_name(namespace, _parse_name(fields, where))
     description = optional_text(fields, "description", where)
+    deferred = bool(fields.get("defer_loading"))
     if kind == "custom":
         parameters = custom_parameters(fields.get("format"))
-        return Tool(name, description, parameters, "custom", namespace)
+        return Tool(name, description, parameters, "custom", namespace, deferred)
     schema = fields.get("parameters")
     if schema is not None:
         expect_mapping(schema, f"{where}.parameters")
-    return Tool(
-        name, description, namespace=namespace, **({"parameters": schema} if schema else {})
-    )
+    fields = {"parameters": schema} if schema else {}
+    return Tool(name, description, namespace=namespace, deferred=deferred, **fields)
 
 
 def _parse_name(fields: Mapping[str, Any], where: str) -> str:

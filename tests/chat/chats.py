@@ -1,5 +1,6 @@
 """Strategies for conversations in normal form."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from kvkeep.chat.messages import (
     Chat,
     MediaPart,
     Message,
+    Part,
     ReasoningPart,
     TextPart,
     Tool,
@@ -16,6 +18,7 @@ from kvkeep.chat.messages import (
     ToolResult,
     normalized,
 )
+from kvkeep.chat.openai_tools import custom_parameters, joined_name
 
 TEXTS = st.text(max_size=12)
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,10}", fullmatch=True)
@@ -75,3 +78,39 @@ def choices(tools: tuple[Tool, ...]) -> st.SearchStrategy[ToolChoice]:
         return free
     forced = st.sampled_from([ToolChoice("required", (tool.name,)) for tool in tools])
     return free | st.just(ToolChoice("required")) | forced
+
+
+@st.composite
+def chats_with_custom_tools(draw: st.DrawFn, namespaces: bool = False) -> Chat:
+    """Draw a conversation in which calls whose ids begin with "c", and some tools, are custom.
+
+    namespaces: whether calls whose ids begin with "n", and some tools, are in namespaces.
+    """
+    chat, custom_ids, messages = draw(chats(("image", "audio", "video", "file"))), set(), []
+    for message in chat.messages:
+        parts: list[Part] = []
+        for part in message.parts:
+            if isinstance(part, ToolCall) and part.id.startswith("c"):
+                custom_ids.add(part.id)
+                part = replace(part, kind="custom", arguments={"input": draw(TEXTS)})
+            elif isinstance(part, ToolCall) and part.id.startswith("n") and namespaces:
+                namespace = draw(NAMES)
+                name = joined_name(namespace, part.name)
+                part = replace(part, name=name, namespace=namespace)
+            elif isinstance(part, ToolResult) and part.call_id in custom_ids:
+                part = replace(part, kind="custom")
+            parts.append(part)
+        messages.append(Message(message.role, tuple(parts)))
+    tools: list[Tool] = []
+    for tool in chat.tools:
+        if draw(st.booleans()):
+            tool = replace(tool, kind="custom", parameters=custom_parameters())
+        if namespaces and draw(st.booleans()):
+            namespace = draw(NAMES)
+            tool = replace(tool, namespace=namespace, name=joined_name(namespace, tool.name))
+        tools.append(tool)
+    choice = ToolChoice(chat.choice.mode)
+    if tools and draw(st.booleans()):
+        mode: Any = draw(st.sampled_from(["auto", "required"]))
+        choice = ToolChoice(mode, tuple(tool.name for tool in tools))
+    return Chat(tuple(messages), tuple(tools), choice)

@@ -1,13 +1,11 @@
 """Conversations in the form of OpenAI's Chat Completions API."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from chat.chats import TEXTS, chats
+from chat.chats import chats_with_custom_tools
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvkeep.chat.messages import (
     Chat,
@@ -26,35 +24,7 @@ from kvkeep.chat.openai_tools import custom_parameters, hosted_tools, parse_choi
 from kvkeep.chat.output import GeneratedCall, Output
 from kvkeep.errors import InvalidArgument
 
-MEDIA = ("image", "audio", "video", "file")
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-
-
-@st.composite
-def chats_with_custom_tools(draw: st.DrawFn, media: tuple[str, ...] = MEDIA) -> Chat:
-    """Draw a conversation in which calls whose ids begin with "c", and some tools, are custom."""
-    chat, custom_ids, messages = draw(chats(media=media)), set(), []
-    for message in chat.messages:
-        parts: list[Part] = []
-        for part in message.parts:
-            if isinstance(part, ToolCall) and part.id.startswith("c"):
-                custom_ids.add(part.id)
-                part = replace(part, kind="custom", arguments={"input": draw(TEXTS)})
-            elif isinstance(part, ToolResult) and part.call_id in custom_ids:
-                part = replace(part, kind="custom")
-            parts.append(part)
-        messages.append(Message(message.role, tuple(parts)))
-    tools = [
-        Tool(tool.name, tool.description, custom_parameters(), "custom")
-        if draw(st.booleans())
-        else tool
-        for tool in chat.tools
-    ]
-    choice = chat.choice
-    if tools and draw(st.booleans()):
-        mode = draw(st.sampled_from(["auto", "required"]))
-        choice = ToolChoice(mode, tuple(tool.name for tool in tools))  # type: ignore[arg-type]
-    return Chat(tuple(messages), tuple(tools), choice)
 
 
 def assert_round_trip(chat: Chat) -> None:
