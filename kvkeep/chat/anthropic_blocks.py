@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
+from kvkeep.chat.fields import optional_mapping, optional_text
 from kvkeep.chat.messages import (
     MediaPart,
+    Message,
     Part,
     ReasoningPart,
     TextPart,
@@ -18,8 +20,9 @@ from kvkeep.chat.messages import (
     ToolCall,
     ToolResult,
     content_text,
+    normalized,
 )
-from kvkeep.chat.output import parse_arguments
+from kvkeep.chat.openai_content import parse_argument_value
 from kvkeep.errors import InvalidArgument
 
 # Fields that only the hosted API can read.
@@ -40,13 +43,13 @@ def parse_blocks(content: Any, where: str, tools: _ToolsByName) -> list[Part]:
         block_where = f"{where}[{index}]"
         block_type = _block_type(block, block_where)
         if block_type == "thinking":
-            parts.append(ReasoningPart(_text(block, "thinking", block_where)))
+            parts.append(ReasoningPart(optional_text(block, "thinking", block_where)))
         elif block_type == "redacted_thinking":
             continue  # it has no text
         elif block_type.endswith("tool_use"):
-            name = _text(block, "name", block_where) or block_type.removesuffix("_tool_use")
-            call_id = _text(block, "id", block_where)
-            parts.append(ToolCall(call_id, name, _arguments(block.get("input"))))
+            name = optional_text(block, "name", block_where) or block_type.removesuffix("_tool_use")
+            call_id = optional_text(block, "id", block_where)
+            parts.append(ToolCall(call_id, name, parse_argument_value(block.get("input"))))
         elif block_type.endswith("tool_result"):
             parts.append(_tool_result(block, block_where, tools))
         else:
@@ -61,15 +64,14 @@ def parse_content(
 
     Arguments as of `parse_blocks`.
     """
-    result: list[TextPart | MediaPart] = []
-    for index, block in enumerate(_block_list(content, where)):
-        for part in _content_parts(block, f"{where}[{index}]", tools):
-            last = result[-1] if result else None
-            if isinstance(part, TextPart) and isinstance(last, TextPart):
-                result[-1] = TextPart(last.text + part.text)
-            elif part != TextPart(""):
-                result.append(part)
-    return tuple(result)
+    blocks = enumerate(_block_list(content, where))
+    parts = [
+        part
+        for index, block in blocks
+        for part in _content_parts(block, f"{where}[{index}]", tools)
+    ]
+    (message,) = normalized([Message("tool", tuple(parts))])
+    return tuple(part for part in message.parts if isinstance(part, (TextPart, MediaPart)))
 
 
 def format_parts(parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -115,22 +117,6 @@ def _block_type(block: Any, where: str) -> str:
     raise InvalidArgument(f"{where} must be a block with a type; found {block!r:.100}")
 
 
-def _text(block: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field that is text; "" if it is missing."""
-    value = block.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise InvalidArgument(f"{where}.{name} must be text; found {value!r:.100}")
-    return value
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return parse_arguments(value if isinstance(value, str) else json.dumps(value))
-
-
 def _content_parts(block: Any, where: str, tools: _ToolsByName) -> list[TextPart | MediaPart]:
     """Return the parts of a block that is neither a call, a result nor thinking."""
     block_type = _block_type(block, where)
@@ -150,9 +136,9 @@ def _content_parts(block: Any, where: str, tools: _ToolsByName) -> list[TextPart
             content = parse_content(block.get("content"), f"{where}.content", tools)
             return _element("search_result", attributes, content)
         case "tool_reference":
-            return [TextPart(_reference_text(_text(block, "tool_name", where), tools))]
+            return [TextPart(_reference_text(optional_text(block, "tool_name", where), tools))]
         case "container_upload":
-            return [MediaPart("file", _text(block, "file_id", where))]
+            return [MediaPart("file", optional_text(block, "file_id", where))]
         case "compaction":  # a summary of what was before
             return list(parse_content(block.get("content"), f"{where}.content", tools))
     return [TextPart(f"[{block_type} omitted]")]
@@ -162,7 +148,7 @@ def _document(
     block: Mapping[str, Any], where: str, tools: _ToolsByName
 ) -> list[TextPart | MediaPart]:
     """Return a document: its text as an element, or a placeholder if it is not text."""
-    source = _mapping(block.get("source"))
+    source = optional_mapping(block.get("source"))
     source_type = source.get("type")
     if source_type == "text":
         content: tuple[TextPart | MediaPart, ...] = (TextPart(str(source.get("data") or "")),)
@@ -186,7 +172,7 @@ def _element(
 
 def _source_name(block: Mapping[str, Any]) -> str:
     """Return the URL or the file id of an image or a document; "" for data."""
-    source = _mapping(block.get("source"))
+    source = optional_mapping(block.get("source"))
     name = source.get("file_id") or source.get("url") or ""
     return name if isinstance(name, str) and not name.startswith("data:") else ""
 
@@ -201,7 +187,7 @@ def _reference_text(name: str, tools: _ToolsByName) -> str:
 
 
 def _tool_result(block: Mapping[str, Any], where: str, tools: _ToolsByName) -> ToolResult:
-    call_id, content = _text(block, "tool_use_id", where), block.get("content")
+    call_id, content = optional_text(block, "tool_use_id", where), block.get("content")
     if block["type"] in ("tool_result", "mcp_tool_result"):
         parts = parse_content(content, f"{where}.content", tools)
         return ToolResult(call_id, parts, is_error=bool(block.get("is_error")))
@@ -215,7 +201,7 @@ def _items(content: Any) -> list[Any]:
 
 
 def _is_error(item: Any) -> bool:
-    return str(_mapping(item).get("type")).endswith("_error")
+    return str(optional_mapping(item).get("type")).endswith("_error")
 
 
 def _server_result_text(item: Any, tools: _ToolsByName) -> str:
@@ -225,9 +211,9 @@ def _server_result_text(item: Any, tools: _ToolsByName) -> str:
     if not isinstance(item, Mapping):
         return json.dumps(item, ensure_ascii=False)
     if isinstance(references := item.get("tool_references"), list):
-        names = [str(_mapping(reference).get("tool_name")) for reference in references]
+        names = [str(optional_mapping(reference).get("tool_name")) for reference in references]
         return "".join(_reference_text(name, tools) for name in names).removesuffix("\n")
-    document = _mapping(item.get("content"))
+    document = optional_mapping(item.get("content"))
     if document.get("type") == "document":
         text = content_text(_document(document, "content", tools))
         return f"{item.get('url') or ''}\n{text}".strip()
@@ -239,7 +225,3 @@ def _server_result_text(item: Any, tools: _ToolsByName) -> str:
     if fields.keys() == {"text"}:
         return str(fields["text"])
     return json.dumps(fields, ensure_ascii=False) if fields else ""
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from kvkeep.chat.anthropic_blocks import format_parts, parse_blocks
+from kvkeep.chat.fields import expect_mapping, optional_list, optional_mapping, optional_text
 from kvkeep.chat.messages import (
     Chat,
     Message,
@@ -71,16 +72,12 @@ def parse_tools(entries: Any) -> tuple[Tool, ...]:
 
 def hosted_tools(entries: Any) -> list[Mapping[str, Any]]:
     """Return the tools that the hosted API defines, such as its web search."""
-    if entries is None:
-        return []
-    if not isinstance(entries, list):
-        raise InvalidArgument(f"tools must be a list of tools; found {entries!r:.100}")
-    return [entry for entry in entries if _is_hosted(entry)]
+    return [entry for entry in optional_list(entries, "tools") if _is_hosted(entry)]
 
 
 def allows_parallel_calls(tool_choice: Any) -> bool:
     """Whether the model may make several calls in one answer."""
-    return not (isinstance(tool_choice, Mapping) and tool_choice.get("disable_parallel_tool_use"))
+    return not optional_mapping(tool_choice).get("disable_parallel_tool_use")
 
 
 def format_chat(chat: Chat) -> dict[str, Any]:
@@ -117,7 +114,7 @@ def format_output(output: Output) -> list[dict[str, Any]]:
 
 def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Message]:
     """Return an entry as messages: one for each run of parts of one role."""
-    role = entry.get("role") if isinstance(entry, Mapping) else None
+    role = optional_mapping(entry).get("role")
     if role not in _ROLES:
         raise InvalidArgument(f"{where}: role must be user or assistant; found {role!r:.100}")
     parts = parse_blocks(entry.get("content"), f"{where}.content", tools)
@@ -134,25 +131,23 @@ def _part_role(part: Part, message_role: Role) -> Role:
 
 
 def _is_hosted(entry: Any) -> bool:
-    kind = entry.get("type") if isinstance(entry, Mapping) else None
+    kind = optional_mapping(entry).get("type")
     return isinstance(kind, str) and kind not in ("custom", "function")
 
 
 def _parse_tool(entry: Any, where: str, deferring: bool) -> Tool:
-    name = entry.get("name") if isinstance(entry, Mapping) else None
+    name = optional_mapping(entry).get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidArgument(
             f"{where}.name must have 1 to 128 letters, digits, '_', '.' and '-'; "
             f"found {name!r:.100}"
         )
-    description, schema = entry.get("description"), entry.get("input_schema")
-    if description is not None and not isinstance(description, str):
-        raise InvalidArgument(f"{where}.description must be text; found {description!r:.100}")
-    if schema is not None and not isinstance(schema, Mapping):
-        raise InvalidArgument(f"{where}.input_schema must be a JSON schema; found {schema!r:.100}")
+    description, schema = optional_text(entry, "description", where), entry.get("input_schema")
+    if schema is not None:
+        expect_mapping(schema, f"{where}.input_schema")
     fields: dict[str, Any] = {"parameters": schema} if schema else {}
     deferred = deferring and bool(entry.get("defer_loading"))
-    return Tool(name, description or "", deferred=deferred, **fields)
+    return Tool(name, description, deferred=deferred, **fields)
 
 
 def _format_tool(tool: Tool) -> dict[str, Any]:
@@ -165,7 +160,7 @@ def _format_tool(tool: Tool) -> dict[str, Any]:
 def _parse_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
     if value is None:
         return ToolChoice()
-    kind = value.get("type") if isinstance(value, Mapping) else None
+    kind = optional_mapping(value).get("type")
     if not isinstance(kind, str) or kind not in _MODES:
         raise InvalidArgument(
             f"tool_choice.type must be auto, any, tool or none; found {value!r:.100}"

@@ -4,11 +4,10 @@ A message of the API has one thinking, text and list of images and of calls: the
 and so are names of media, media other than images, marks of errors, and the choice of tools.
 """
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvkeep.chat.fields import optional_list, optional_text
 from kvkeep.chat.messages import (
     Chat,
     MediaPart,
@@ -23,10 +22,10 @@ from kvkeep.chat.messages import (
     content_text,
     normalized,
 )
-from kvkeep.chat.output import parse_arguments
+from kvkeep.chat.openai_content import parse_argument_value
+from kvkeep.chat.openai_tools import parse_tools
 from kvkeep.errors import InvalidArgument
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ROLES: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -55,16 +54,9 @@ def parse_chat(messages: Any, tools: Any = None) -> Chat:
         elif role == "assistant":
             new_calls = _parse_calls(entry, where, index)
             calls += new_calls
-            content = (ReasoningPart(_text(entry, "thinking", where)), *content, *new_calls)
+            content = (ReasoningPart(optional_text(entry, "thinking", where)), *content, *new_calls)
         result.append(Message(role, content))
     return Chat(normalized(result), parse_tools(tools))
-
-
-def parse_tools(entries: Any) -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises InvalidArgument."""
-    return tuple(
-        _parse_tool(entry, f"tools[{index}]") for index, entry in enumerate(_list(entries, "tools"))
-    )
 
 
 def format_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -124,25 +116,22 @@ def _is_image(part: TextPart | MediaPart) -> bool:
 
 def _parse_content(entry: Mapping[str, Any], where: str) -> tuple[TextPart | MediaPart, ...]:
     """Return placeholders for the images, and the text."""
-    images = [MediaPart("image") for _ in _list(entry.get("images"), f"{where}.images")]
-    text = _text(entry, "content", where)
+    images = [MediaPart("image") for _ in optional_list(entry.get("images"), f"{where}.images")]
+    text = optional_text(entry, "content", where)
     return (*images, TextPart(text)) if text else tuple(images)
 
 
 def _parse_calls(entry: Mapping[str, Any], where: str, message_index: int) -> list[ToolCall]:
     """Return a message's calls. Those without an id get one by their place."""
     calls = []
-    for index, call in enumerate(_list(entry.get("tool_calls"), f"{where}.tool_calls")):
+    for index, call in enumerate(optional_list(entry.get("tool_calls"), f"{where}.tool_calls")):
         call_where = f"{where}.tool_calls[{index}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise InvalidArgument(f"{call_where}.function must be an object; found {call!r:.100}")
-        call_id = _text(call, "id", call_where) or f"call_{message_index}_{index}"
-        arguments = function.get("arguments")
-        if not isinstance(arguments, Mapping):
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            arguments = parse_arguments(text)
-        calls.append(ToolCall(call_id, _text(function, "name", call_where), dict(arguments)))
+        call_id = optional_text(call, "id", call_where) or f"call_{message_index}_{index}"
+        arguments = parse_argument_value(function.get("arguments"))
+        calls.append(ToolCall(call_id, optional_text(function, "name", call_where), arguments))
     return calls
 
 
@@ -151,7 +140,10 @@ def _call_id(entry: Mapping[str, Any], where: str, calls: list[ToolCall]) -> str
 
     Without `tool_call_id`, it is the first call of the tool `tool_name`, or else the first call.
     """
-    call_id, name = _text(entry, "tool_call_id", where), _text(entry, "tool_name", where)
+    call_id, name = (
+        optional_text(entry, "tool_call_id", where),
+        optional_text(entry, "tool_name", where),
+    )
     same_id = [call for call in calls if call.id == call_id]
     same_name = [call for call in calls if call.name == name]
     matches = same_id if call_id else same_name or calls
@@ -159,40 +151,3 @@ def _call_id(entry: Mapping[str, Any], where: str, calls: list[ToolCall]) -> str
         call_id = matches[0].id
         calls.remove(matches[0])
     return call_id
-
-
-def _parse_tool(entry: Any, where: str) -> Tool:
-    function = entry.get("function") if isinstance(entry, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise InvalidArgument(f"{where}.function must be an object; found {entry!r:.100}")
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidArgument(
-            f"{where}.function.name must have 1 to 128 letters, digits, '_', '.' and '-'; "
-            f"found {name!r:.100}"
-        )
-    parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise InvalidArgument(
-            f"{where}.function.parameters must be a JSON schema; found {parameters!r:.100}"
-        )
-    schema: dict[str, Any] = {"parameters": parameters} if parameters else {}
-    return Tool(name, _text(function, "description", where), **schema)
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise InvalidArgument(f"{where} must be a list; found {value!r:.100}")
-    return value
-
-
-def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field that is text; "" if it is missing."""
-    value = fields.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise InvalidArgument(f"{where}.{name} must be text; found {value!r:.100}")
-    return value

@@ -103,7 +103,7 @@ def test_images_are_placeholders_before_the_text() -> None:
             None,
             r"messages\[0\]\.tool_calls\[0\]\.function",
         ),
-        ([QUESTION], [{"type": "function"}], r"tools\[0\]\.function"),
+        ([QUESTION], [{"type": "function"}], r"tools\[0\]\.name"),
         ([QUESTION], [{"function": {"name": "no good"}}], r"tools\[0\]\.function\.name"),
     ],
     ids=repr,

@@ -7,9 +7,10 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from kvkeep.chat.output import Output
+from kvkeep.chat.anthropic_messages import allows_parallel_calls
+from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, Usage
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Usage
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.request import CountTokensRequest, MessagesRequest
 from kvkeep.server.chat_input import chat_input
@@ -36,8 +37,10 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     request = GenerationRequest(tuple(prompt.ids), body.max_tokens)
     samplings = prompt.constrain(samplings, body.output_schema)
     stream = await start_generations(context, request, samplings)
-    reader = prompt.new_reader()
-    headers = {"X-Kvkeep-Ignored": ", ".join(body.ignored)} if body.ignored else {}
+    answer = _AnswerReader(prompt.new_reader(), allows_parallel_calls(body.tool_choice))
+    headers = {"request-id": f"req_{secrets.token_hex(12)}"}
+    if body.ignored:
+        headers["X-Kvkeep-Ignored"] = ", ".join(body.ignored)
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
@@ -45,23 +48,21 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         "model": context.service.model_name,
     }
     if body.stream:
-        events = _stream_events(stream, fields, reader)
+        events = _stream_events(stream, fields, answer)
         response = sse_response(events, "error", ApiError.anthropic_body, keepalive=_PING)
         response.headers.update(headers)
         return response
     (result,) = await context.collect(stream)
     for token in result.tokens:
-        reader.push(token.pieces)
-    reader.push([result.finished.text])
-    reader.finish()
-    output = reader.output
-    message = {**fields, "content": content_blocks(output)}
-    message |= _stop_fields(result.finished, output)
+        answer.push(token)
+    answer.push(result.finished)
+    message = {**fields, "content": content_blocks(answer.output)}
+    message |= _stop_fields(result.finished, answer.output)
     return JSONResponse({**message, "usage": _usage(result.finished.usage)}, headers=headers)
 
 
 async def _stream_events(
-    stream: GenerationStream, fields: dict[str, Any], reader: OutputReader
+    stream: GenerationStream, fields: dict[str, Any], answer: "_AnswerReader"
 ) -> AsyncIterator[bytes]:
     """Yield the message's start before its prefill, then its blocks as they are generated."""
     message = {**fields, "content": [], "stop_reason": None, "stop_sequence": None}
@@ -71,28 +72,50 @@ async def _stream_events(
     yield message_event("ping")
     blocks = ContentBlockStream()
     async for _, event in stream:
-        if isinstance(event, GeneratedToken):
-            outputs = reader.push(event.pieces)
-        elif isinstance(event, Finished):
-            outputs = [*reader.push([event.text]), *reader.finish()]
-        else:
-            continue
-        for output_event in outputs:
-            for data in blocks.push(output_event):
-                yield data
+        if not isinstance(event, PrefillProgress):
+            for output_event in answer.push(event):
+                for data in blocks.push(output_event):
+                    yield data
     for data in blocks.finish():
         yield data
     finished = stream.results[0].finished
-    delta = _stop_fields(finished, reader.output)
+    delta = _stop_fields(finished, answer.output)
     yield message_event("message_delta", delta=delta, usage=_usage(finished.usage))
     yield message_event("message_stop")
 
 
+class _AnswerReader:
+    """Reads a generation's events. Without parallel calls, the answer ends with its first call."""
+
+    def __init__(self, reader: OutputReader, parallel_calls: bool):
+        self._reader, self._parallel_calls = reader, parallel_calls
+        self._events: list[OutputEvent] = []
+
+    def push(self, event: GeneratedToken | Finished) -> list[OutputEvent]:
+        if isinstance(event, GeneratedToken):
+            events = self._reader.push(event.pieces)
+        else:
+            events = [*self._reader.push([event.text]), *self._reader.finish()]
+        result = []
+        for output_event in events:
+            if self._parallel_calls or not isinstance(self._last_event, CallEnded):
+                result.append(output_event)
+                self._events.append(output_event)
+        return result
+
+    @property
+    def _last_event(self) -> OutputEvent | None:
+        return self._events[-1] if self._events else None
+
+    @property
+    def output(self) -> Output:
+        return joined_output(self._events)
+
+
 def _stop_fields(finished: Finished, output: Output) -> dict[str, Any]:
     """Return why the message ends. A call that is cut off is not to be run."""
-    calls = output.calls
-    reason = _STOP_REASONS[finished.reason]
-    if calls and all(call.complete for call in calls) and reason != "max_tokens":
+    reason, calls = _STOP_REASONS[finished.reason], output.calls
+    if calls and all(call.complete for call in calls) and finished.reason in ("eos", "stop"):
         reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": finished.stop}
 
