@@ -10,17 +10,17 @@ from starlette.responses import JSONResponse, Response
 from kvkeep.chat.anthropic_messages import allows_parallel_calls
 from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Usage
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.request import CountTokensRequest, MessagesRequest
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
-from kvkeep.server.generation import start_generations
+from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.service import ContextDep, GenerationStream
-from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
+from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = APIRouter()
-_PING = sse_event({"type": "ping"}, "ping")
+_PING = message_event("ping")
 _STOP_REASONS = {
     "eos": "end_turn",
     "length": "max_tokens",
@@ -35,8 +35,11 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = body.sampling_params().samplings(context.default_sampling)
     request = GenerationRequest(tuple(prompt.ids), body.max_tokens)
-    samplings = prompt.constrain(samplings, body.output_schema)
-    stream = await start_generations(context, request, samplings)
+    samplings = prompt.constrain(
+        samplings, body.output_schema, reasoning_budget=body.reasoning_budget
+    )
+    patience = STREAM_PATIENCE if body.stream else None
+    stream = await start_generations(context, request, samplings, patience)
     answer = _AnswerReader(prompt.new_reader(), allows_parallel_calls(body.tool_choice))
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     if body.ignored:
@@ -48,7 +51,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         "model": context.service.model_name,
     }
     if body.stream:
-        events = _stream_events(stream, fields, answer)
+        events = _stream_events(stream, len(prompt.ids), fields, answer)
         response = sse_response(events, "error", ApiError.anthropic_body, keepalive=_PING)
         response.headers.update(headers)
         return response
@@ -62,14 +65,15 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
 
 
 async def _stream_events(
-    stream: GenerationStream, fields: dict[str, Any], answer: "_AnswerReader"
+    stream: GenerationStream, prompt_tokens: int, fields: dict[str, Any], answer: "_AnswerReader"
 ) -> AsyncIterator[bytes]:
     """Yield the message's start before its prefill, then its blocks as they are generated."""
+    # A prompt that waits for admission may be reused in part: the last usage is the right one.
+    waiting = Usage(prompt_tokens, 0, Reuse(), 0.0, 0.0, 0.0)
+    usage = _usage(stream.generations[0].usage if stream.generations else waiting)
     message = {**fields, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield message_event(
-        "message_start", message={**message, "usage": _usage(stream.generations[0].usage)}
-    )
-    yield message_event("ping")
+    yield message_event("message_start", message={**message, "usage": usage})
+    yield _PING
     blocks = ContentBlockStream()
     async for _, event in stream:
         if not isinstance(event, PrefillProgress):

@@ -64,18 +64,22 @@ class CountTokensRequest(RequestBody):
         return parse_chat({name: getattr(self, name) for name in names})
 
     def render_options(self) -> RenderOptions:
-        """Return how the model thinks; not at all before JSON, which the constraint begins with."""
         thinking = self.thinking.type if self.thinking else "disabled"
         effort = self.output_config.effort if self.output_config else None
-        if self.output_schema is not None or (self.tool_choice or {}).get("type") in (
-            "any",
-            "tool",
-        ):
-            thinking = "disabled"
         return RenderOptions(
             enable_thinking=None if thinking == "adaptive" else thinking == "enabled",
             reasoning_effort=_EFFORTS.get(effort or "", effort),
         )
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """The most tokens of thinking; None for any number.
+
+        Without the field `thinking`, a model that cannot answer without thinking may think.
+        """
+        if self.thinking is None:
+            return None
+        return 0 if self.thinking.type == "disabled" else self.thinking.budget_tokens
 
     @property
     def output_schema(self) -> Mapping[str, Any] | None:

@@ -1,9 +1,7 @@
 """Answers of `/api/chat` and `/api/generate`: whole, or as lines of JSON (NDJSON)."""
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +22,7 @@ from kvkeep.engine import Finished, GeneratedToken, Usage
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import api_error_for
 from kvkeep.server.openai.usage import logprobs_entry
+from kvkeep.server.sse import KeepaliveResponse
 
 NDJSON: dict[int | str, dict[str, Any]] = {
     200: {
@@ -32,7 +31,6 @@ NDJSON: dict[int | str, dict[str, Any]] = {
     }
 }
 _DONE_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
-_KEEPALIVE_SECONDS = 5.0
 
 
 @dataclass
@@ -116,33 +114,22 @@ def _durations(usage: Usage) -> dict[str, int]:
 
 
 def ndjson_response(
-    chunks: AsyncGenerator[dict[str, Any]], keepalive: dict[str, Any], headers: dict[str, str]
+    chunks: AsyncIterator[dict[str, Any]], keepalive: dict[str, Any], headers: dict[str, str]
 ) -> StreamingResponse:
-    """Return a streaming response. keepalive: sent at once and whenever nothing is, for a while."""
+    """Return a streaming response. keepalive: sent at once, and while there are no chunks."""
 
     async def lines() -> AsyncIterator[bytes]:
         yield _line(keepalive)
-        next_chunk = asyncio.ensure_future(anext(chunks))
         try:
-            while True:
-                done, _ = await asyncio.wait([next_chunk], timeout=_KEEPALIVE_SECONDS)
-                if not done:
-                    yield _line(keepalive)
-                    continue
-                yield _line(next_chunk.result())
-                next_chunk = asyncio.ensure_future(anext(chunks))
-        except StopAsyncIteration:
-            return
+            async for chunk in chunks:
+                yield _line(chunk)
         except Exception as error:  # the status is already sent
             yield _line(api_error_for(error).ollama_body())
-        finally:
-            next_chunk.cancel()
-            with suppress(BaseException):
-                await next_chunk
-            await chunks.aclose()
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
-    return StreamingResponse(lines(), media_type="application/x-ndjson", headers=headers)
+    return KeepaliveResponse(
+        lines(), _line(keepalive), media_type="application/x-ndjson", headers=headers
+    )
 
 
 def _line(fields: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """`/api/chat` and `/api/generate`: answers of Ollama's API."""
 
 from asyncio import to_thread
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -34,8 +34,10 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = _options(body).samplings(context.default_sampling)
     request = _generation_request(body, prompt.ids, context)
-    samplings = prompt.constrain(samplings, body.output_schema)
-    stream = await start_generations(context, request, samplings)
+    samplings = prompt.constrain(
+        samplings, body.output_schema, reasoning_budget=body.reasoning_budget
+    )
+    stream = await start_generations(context, request, samplings, body.patience)
     return await _response(body, context, answer, stream, prompt.new_reader())
 
 
@@ -56,14 +58,16 @@ async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response
     if not body.raw:
         prompt = await chat_input(context, body.chat(), body.render_options())
         request = _generation_request(body, [*(body.context or ()), *prompt.ids], context)
-        samplings = prompt.constrain(samplings, body.output_schema)
-        stream = await start_generations(context, request, samplings)
+        samplings = prompt.constrain(
+            samplings, body.output_schema, reasoning_budget=body.reasoning_budget
+        )
+        stream = await start_generations(context, request, samplings, body.patience)
         return await _response(body, context, answer, stream, prompt.new_reader())
     tokenizer = context.tokenizer
     ids = await to_thread(tokenizer.encode, body.prompt or "", special=True)
     request = _generation_request(body, [*(body.context or tokenizer.opening_ids), *ids], context)
     samplings = constrain(context, samplings, schema=body.output_schema)
-    stream = await start_generations(context, request, samplings)
+    stream = await start_generations(context, request, samplings, body.patience)
     return await _response(body, context, answer, stream, None)
 
 
@@ -108,7 +112,7 @@ async def _response(
 
 async def _chunks(
     stream: GenerationStream, answer: AnswerFormat, reader: OutputReader | None
-) -> AsyncGenerator[dict[str, Any]]:
+) -> AsyncIterator[dict[str, Any]]:
     async for _, event in stream:
         if isinstance(event, GeneratedToken):
             if fields := answer.content(_read(reader, event), [event]):

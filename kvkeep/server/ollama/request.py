@@ -9,6 +9,7 @@ from kvkeep.chat.messages import Chat, MediaPart, Message, TextPart, normalized
 from kvkeep.chat.ollama_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
+from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 
@@ -66,12 +67,14 @@ class OllamaRequest(RequestBody):
         return ANY_OBJECT if self.format else None
 
     def render_options(self) -> RenderOptions:
-        """Return how the model thinks; not at all before JSON, which the constraint begins with."""
-        if self.output_schema is not None:
-            return RenderOptions(enable_thinking=False)
         if isinstance(self.think, str):
             return RenderOptions(enable_thinking=True, reasoning_effort=self.think)
         return RenderOptions(enable_thinking=self.think)
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """The most tokens of thinking; None for any number."""
+        return 0 if self.think is False else None
 
     @property
     def ignored(self) -> list[str]:
@@ -79,6 +82,11 @@ class OllamaRequest(RequestBody):
         options = set((self.options and self.options.model_extra) or {}) - _LOAD_OPTIONS
         fields = set(self.model_extra or {}) - _HARMLESS_FIELDS
         return sorted([*fields, *(f"options.{name}" for name in options)])
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds to wait for admission before the stream begins, which is the default."""
+        return None if self.stream is False else STREAM_PATIENCE
 
     @property
     def requested_logprobs(self) -> int | None:
