@@ -23,6 +23,7 @@ from kvkeep.server.anthropic import messages as anthropic
 from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion
+from kvkeep.server.notices import NoticesMiddleware
 from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, responses
@@ -78,7 +79,7 @@ def application(
     app.mount("/page", StaticFiles(directory=_PAGE_FOLDER))
     for error_type in (*_EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
-    inner_app: Any = TransportMiddleware(middleware(app))
+    inner_app: Any = TransportMiddleware(middleware(NoticesMiddleware(app)))
     if origins:
         inner_app = CORSMiddleware(
             inner_app,

@@ -27,6 +27,7 @@ from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.admission_queue import AdmissionQueue
 from kvkeep.server.keys import ApiKeys
+from kvkeep.server.notices import Notices
 from kvkeep.session.sampling import Sampling
 
 T = TypeVar("T")
@@ -82,6 +83,10 @@ class RequestContext:
     @property
     def default_sampling(self) -> Sampling:
         return self.service.model.default_sampling
+
+    @property
+    def notices(self) -> Notices:
+        return Notices.of(self.http_request.scope)
 
     async def inspect(self, name: str, function: Callable[[SessionRecord], T]) -> T:
         """Return `function(record)` of a session by name, called in the engine's thread."""

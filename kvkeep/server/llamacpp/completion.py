@@ -13,6 +13,7 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, start_generations
+from kvkeep.server.ignored_fields import LLAMACPP_RULES
 from kvkeep.server.llamacpp.auxiliary import NUM_SLOTS, slot_session_name
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, logprobs_entry
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, Bias, RequestBody, SamplingParams, TokenId
@@ -101,6 +102,7 @@ async def completion(
     body: LlamaCompletionRequest, context: ContextDep
 ) -> Response | dict[str, Any] | list[dict[str, Any]]:
     """Complete a prompt, or each of several."""
+    LLAMACPP_RULES.check(body, context.notices)
     prompts = await to_thread(body.encode_prompts, context.tokenizer)
     if not all(prompts):
         raise InvalidArgument("the prompt is empty")

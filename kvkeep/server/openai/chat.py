@@ -14,6 +14,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import constrain, prompt_ids, start_generations
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.ignored_fields import CHAT_RULES
 from kvkeep.server.openai import usage
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
@@ -86,6 +87,7 @@ class ChatRequest(CompletionParams):
 @router.post("/chat/completions", response_model=None, include_in_schema=False)
 async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message, in `n` choices."""
+    CHAT_RULES.check(body, context.notices)
     schema, tools = body.output_schema(), body.validate_tools()
     ids = await prompt_ids(context, body.messages, tools, body.continue_final)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

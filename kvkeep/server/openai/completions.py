@@ -12,6 +12,7 @@ from starlette.responses import Response
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, TokenLogprob
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
+from kvkeep.server.ignored_fields import COMPLETION_RULES
 from kvkeep.server.openai import usage
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationStream
@@ -42,6 +43,7 @@ class CompletionRequest(CompletionParams):
 @router.post("/v1/completions", response_model=None, responses=JSON_OR_EVENTS)
 async def completions(body: CompletionRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Continue a prompt, in `n` choices."""
+    COMPLETION_RULES.check(body, context.notices)
     tokenizer = context.tokenizer
     ids = await to_thread(body.encode_prompt, tokenizer)
     limit = context.service.max_tokens(body.max_tokens)

@@ -20,6 +20,7 @@ from kvkeep.engine import GenerationRequest, PrefillProgress
 from kvkeep.errors import KvkeepError, NoSuchSession
 from kvkeep.server.errors import ApiError, api_error_for
 from kvkeep.server.generation import constrain, context_size_error, prompt_ids
+from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.openai import response_items as items
 from kvkeep.server.openai.response_items import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
@@ -47,6 +48,7 @@ class _PendingResponse:
 @router.post("/responses", response_model=None, include_in_schema=False)
 async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate a response, optionally continuing an earlier one."""
+    RESPONSES_RULES.check(body, context.notices)
     pending = await _start(body, context)
     if body.stream:
         return sse_response(_events(pending, context))

@@ -21,6 +21,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.generation import normalize_messages
+from kvkeep.server.ignored_fields import SESSION_RULES
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream
@@ -79,6 +80,7 @@ class TurnRequest(SamplingParams):
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
 async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
+    SESSION_RULES.check(body, context.notices)
     ids = await to_thread(body.encode, context.tokenizer, generation_prompt=False)
     if not ids:
         raise InvalidArgument("nothing to prefill: send text, tokens or messages")
@@ -89,6 +91,7 @@ async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, A
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
 async def generate(body: GenerateRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill the input, if there is any, and generate."""
+    SESSION_RULES.check(body, context.notices)
     ids = await to_thread(body.encode, context.tokenizer, generation_prompt=True)
     (sampling,) = body.samplings(context.default_sampling)
     request = GenerationRequest(
@@ -103,6 +106,7 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
 
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
+    SESSION_RULES.check(body, context.notices)
     (sampling,) = body.samplings(context.default_sampling)
     request = partial(_turn_request, context.service.model, body, sampling)
     return await _run(request, context, body.stream)
