@@ -57,7 +57,7 @@ class Admission:
         if session_name is None:
             assert isinstance(request, GenerationRequest)
             self._check_prompt(request, session_length=0)
-            record, reuse = self._session_for_prompt(request.prompt, owner)
+            record, reuse = self._session_for_prompt(request, owner)
         else:
             record, reuse = self._registry.load_idle(session_name, owner, revision), Reuse()
             if callable(request):
@@ -72,7 +72,10 @@ class Admission:
             new_tokens = None if max_tokens is None else len(prompt) + max_tokens
             self._registry.reserve(record, new_tokens, len(samplings))
             remaining_prompt = prompt[reuse.tokens :]
-            feeding = record.live.feeding(remaining_prompt) if remaining_prompt else None
+            feeding = None
+            if remaining_prompt:
+                top_logprobs = request.prompt_logprobs
+                feeding = record.live.feeding(remaining_prompt, top_logprobs=top_logprobs)
             first, *followers = [
                 Generation(replace(request, sampling=sampling), record, listener)
                 for sampling, listener in zip(samplings, listeners, strict=True)
@@ -104,9 +107,13 @@ class Admission:
 
     # A session for a request
 
-    def _session_for_prompt(self, prompt: Sequence[int], owner: str) -> tuple[SessionRecord, Reuse]:
+    def _session_for_prompt(
+        self, request: GenerationRequest, owner: str
+    ) -> tuple[SessionRecord, Reuse]:
         """Return an unnamed session for a prompt, and the part of the prompt that it holds."""
-        empty_session = self._new_session(owner)
+        prompt, empty_session = request.prompt, self._new_session(owner)
+        if request.prompt_logprobs is not None:  # of all tokens, so that all are evaluated
+            return self._registry.add(empty_session, owner, named=False), Reuse()
         match = best_match(prompt, self._registry.owned_by(owner), empty_session)
         if not match.resumes_session:
             self.cache_misses[owner].appendleft(explain(prompt, match, next(_miss_numbers)))

@@ -19,6 +19,7 @@ from kvkeep.engine.reuse import Reuse
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.scoring import TokenScores
 from kvkeep.session.session import GREEDY, Session
 from kvkeep.session.streaming import TextStream
 
@@ -39,6 +40,9 @@ class GenerationRequest:
     ignore_eos: bool = False  # continue after an end token
     logprobs: int | None = None  # likely tokens to report; 0: the generated one alone; None: none
     priority: int = 0  # greater is sooner; a prompt that waits gains on those that came later
+    # As `logprobs`, for the prompt's tokens, in `PrefillProgress`. Nothing is reused then.
+    prompt_logprobs: int | None = None
+    end_tokens: tuple[int, ...] = ()  # beside the model's
     # Called in the engine's thread when the generation has ended in any way, with the session, the
     # number of prefilled prompt tokens, and the number of generated tokens.
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
@@ -47,6 +51,7 @@ class GenerationRequest:
         validation.optional_integer("max_tokens", self.max_tokens, 0)
         validation.instance("sampling", self.sampling, Sampling)
         validation.optional_integer("logprobs", self.logprobs, 0)
+        validation.optional_integer("prompt_logprobs", self.prompt_logprobs, 0)
         validation.integer("priority", self.priority)
         if not self.prompt and self.max_tokens == 0:
             raise InvalidArgument("the request has neither a prompt nor tokens to generate")
@@ -91,6 +96,7 @@ class PrefillProgress:
     total: int
     reuse: Reuse
     seconds: float  # since the request was submitted
+    scores: TokenScores | None = None  # of the step's tokens, if requested
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class Finished:
     text: str  # the rest, which was held back
     usage: Usage
     stop: str | None = None  # the stop string that ended it
+    end_token: GeneratedToken | None = None  # that ended it; it has no text
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,7 @@ class Generation(Iterator[GenerationEvent]):
         self._feeding: Feeding | None = None
         self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
         self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
+        self._end_token: GeneratedToken | None = None
         self._submit_time = time.perf_counter()
         self._prefill_start: float | None = None
         self._prefill_end: float | None = None
@@ -209,7 +217,7 @@ class Generation(Iterator[GenerationEvent]):
             self.reuse = replace(self.reuse, tokens=self.reuse.tokens + step.tokens, source="store")
         if self._step_aligned:
             self.record.step_aligned_tokens = self.record.end_of_last_step(len(session.tokens))
-        self._emit_progress()
+        self._emit_progress(step.scores)
         if not self.prefill_remaining:
             self._feeding, self.phase = None, "decode"
             self._prefill_end = time.perf_counter()
@@ -232,7 +240,9 @@ class Generation(Iterator[GenerationEvent]):
         """Report a sampled token, and end the generation if it was the last."""
         self.generated.append(token)
         request, model = self.request, self.record.live.core.model
-        if token in model.end_token_ids and not request.ignore_eos:
+        end_tokens = (*model.end_token_ids, *request.end_tokens)
+        if token in end_tokens and not request.ignore_eos:
+            self._end_token = GeneratedToken(token, "", *self._reported_logprobs(token))
             self.finish("eos")
             return
         stream = self._text_stream
@@ -251,7 +261,10 @@ class Generation(Iterator[GenerationEvent]):
         stream = self._text_stream
         held_back_text = stream.flush()
         reason = "stop" if stream.stopped else reason
-        self._end(Finished(reason, held_back_text, self.usage, stream.matched_stop), reason)
+        finished = Finished(
+            reason, held_back_text, self.usage, stream.matched_stop, self._end_token
+        )
+        self._end(finished, reason)
 
     def fail(self, error: BaseException) -> None:
         """End with `Failed`."""
@@ -288,10 +301,10 @@ class Generation(Iterator[GenerationEvent]):
         except Exception:  # the listener is gone; other generations must not suffer from it
             self.cancelled = True
 
-    def _emit_progress(self) -> None:
+    def _emit_progress(self, scores: TokenScores | None = None) -> None:
         total = len(self.request.prompt)
         done, seconds = total - self.prefill_remaining, time.perf_counter() - self._submit_time
-        self._emit(PrefillProgress(done, total, self.reuse, seconds))
+        self._emit(PrefillProgress(done, total, self.reuse, seconds, scores))
 
     def _reported_logprobs(self, token: int) -> tuple[TokenLogprob | None, Sequence[TokenLogprob]]:
         """Return the log-probabilities of a sampled token and of the most likely tokens."""

@@ -1,5 +1,6 @@
 """From an API request to generations: the prompt, constraints on the output, and submission."""
 
+import itertools
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -104,14 +105,30 @@ async def start_generations(
 
     patience: see `RequestContext.start`; for streams, `STREAM_PATIENCE`.
     """
-    stream = GenerationStream(len(samplings))
-    submit = partial(
-        context.engine.submit_many, request, samplings, context.owner, stream.listeners
-    )
+    return await start_batch(context, [request], samplings, patience)
+
+
+async def start_batch(
+    context: RequestContext,
+    requests: Sequence[GenerationRequest],
+    samplings: list[Sampling],
+    patience: float | None = None,
+) -> GenerationStream:
+    """Start a generation of each request for each sampling; those of the first request come first.
+
+    Raises as `start_generations`, and then none of them goes on.
+    """
+    count, submit_many = len(samplings), context.engine.submit_many
+    stream = GenerationStream(len(requests) * count)
+    submissions = [
+        partial(submit_many, request, samplings, context.owner, stream.listeners[first:][:count])
+        for first, request in zip(itertools.count(0, count), requests, strict=False)
+    ]
     try:
-        await context.start(stream, submit, patience)
+        await context.start(stream, submissions, patience)
     except ContextFull as error:
-        raise context_size_error(str(error), len(request.prompt), context.service) from error
+        num_prompt_tokens = max(len(request.prompt) for request in requests)
+        raise context_size_error(str(error), num_prompt_tokens, context.service) from error
     return stream
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from asyncio import wrap_future
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from kvkeep.server.admission_queue import AdmissionQueue
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.notices import Notices
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.scoring import TokenScores
 
 T = TypeVar("T")
 Submission = Callable[[], Future[list[Generation]]]
@@ -99,19 +100,32 @@ class RequestContext:
         stream = GenerationStream(1)
         (listener,) = stream.listeners
         submit = partial(self.engine.submit, request, name, self.owner, listener, revision)
-        await self.start(stream, submit)
+        await self.start(stream, [submit])
         return stream
 
     async def start(
-        self, stream: "GenerationStream", submit: Submission, patience: float | None = None
+        self,
+        stream: "GenerationStream",
+        submissions: Sequence[Submission],
+        patience: float | None = None,
     ) -> None:
         """Wait in the admission queue, and start the stream's generations.
 
         patience: seconds after which it returns although they have not started: iterating over the
-        stream then waits for that. Raises as `submit`.
+        stream then waits for that. If a submission fails, which is raised, all are cancelled.
         """
-        admission = self.service.admission_queue.admit(self.owner, submit)
-        await stream.start(admission, patience)
+        await stream.start(self._admit(submissions), patience)
+
+    async def _admit(self, submissions: Sequence[Submission]) -> list[Generation]:
+        generations: list[Generation] = []
+        try:
+            for submit in submissions:
+                generations += await self.service.admission_queue.admit(self.owner, submit)
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        return generations
 
     async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
         """Wait for all results. A failure, which is raised, or a disconnect cancels all streams."""
@@ -147,6 +161,13 @@ class GenerationResult:
     text: str = ""
     tokens: list[GeneratedToken] = field(default_factory=list)
     finished: Finished = field(init=False)  # set once the generation has ended
+    prompt_scores: list[TokenScores] = field(default_factory=list)  # by step, if requested
+
+    @property
+    def sampled_tokens(self) -> list[GeneratedToken]:
+        """All sampled tokens, with the end token, if one ended the generation."""
+        end_token = self.finished.end_token
+        return [*self.tokens, end_token] if end_token else self.tokens
 
 
 class GenerationStream:
@@ -207,6 +228,8 @@ class GenerationStream:
                         result.text += event.text
                         result.finished = event
                         finished_count += 1
+                    elif event.scores is not None:
+                        result.prompt_scores.append(event.scores)
                     yield index, event
         finally:
             self.cancel()

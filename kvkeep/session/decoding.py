@@ -1,7 +1,6 @@
-"""Sampling tokens from a session, streaming their text, and scoring given tokens."""
+"""Sampling tokens from a session, and streaming their text."""
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,12 +9,10 @@ from torch import Tensor
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
-from kvkeep.session.evaluation import StepTransaction, evaluate_step
+from kvkeep.session.evaluation import StepTransaction
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.streaming import TextStream
-
-_MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
 
 
 @computes_in_worker
@@ -113,37 +110,3 @@ def _failure_reason(error: BaseException) -> str:
     if isinstance(error, ContextFull):
         return "full"
     return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
-
-
-@computes_in_worker
-def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> Tensor:
-    """Evaluate one step of a prompt; return the log probabilities of its tokens, `[n]` float64.
-
-    The first token of a session has NaN. done: how many of the ids are evaluated. sampled: whether
-    to evaluate one token only, as if the model had chosen it: by a decode step.
-    """
-    with session_transaction([core]) as (state,):
-        last_hidden = state.memory.hidden
-        state.keep_first_prompt(len(ids))
-        size = 1 if sampled else core.prefill_step
-        hidden = evaluate_step(state.memory, ids, done, size, sampled).hidden
-        targets = ids[done : done + len(hidden)]
-        if last_hidden is not None:
-            preceding_hidden = torch.cat((last_hidden, hidden[:-1]))
-            return _log_probabilities(state.memory, preceding_hidden, targets)
-        first_nan = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
-        return torch.cat((first_nan, _log_probabilities(state.memory, hidden[:-1], targets[1:])))
-
-
-@torch.inference_mode()
-def _log_probabilities(memory: Memory, hidden: Tensor, targets: Sequence[int]) -> Tensor:
-    """Return log probabilities, `[n]` float64, of targets after `hidden: [n, hidden_size]`."""
-    target_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
-    log_probabilities = [torch.empty(0, dtype=torch.float64, device="cpu")]
-    for first in range(0, len(targets), _MAX_LOGITS_ROWS):
-        rows = slice(first, first + _MAX_LOGITS_ROWS)
-        logits = memory.decoder.logits(hidden[rows])
-        target_logits = logits.gather(1, target_ids[rows, None])[:, 0]
-        # Converted on the CPU: not every device has float64.
-        log_probabilities.append(target_logits.cpu().double() - logits.logsumexp(-1).cpu().double())
-    return torch.cat(log_probabilities)

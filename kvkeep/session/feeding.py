@@ -17,6 +17,7 @@ from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_step
 from kvkeep.session.memory import Memory
+from kvkeep.session.scoring import TokenScores, score_tokens
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 
@@ -34,12 +35,14 @@ class FeedStep:
     """One step of a prompt that is committed to the session.
 
     tokens: in this step. done, total: of the prompt. reused: whether a prefix store had the tokens.
+    scores: the log probabilities of the tokens, if they were asked for.
     """
 
     tokens: int
     done: int
     total: int
     reused: bool = False
+    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,16 @@ class Feeding(Iterator[FeedStep]):
     total: tokens of the prompt. done: how many of them are in the session.
     """
 
-    def __init__(self, core: SessionCore, ids: list[int], seconds: float = 0.0):
-        """seconds: spent on the prompt before its first step."""
+    def __init__(
+        self,
+        core: SessionCore,
+        ids: list[int],
+        seconds: float = 0.0,
+        top_logprobs: int | None = None,
+    ):
+        """seconds: spent on the prompt before its first step. top_logprobs: see `feeding`."""
         self.total, self.done = len(ids), 0
+        self._top_logprobs = top_logprobs
         self._core, self._ids = core, ids
         self._seconds, self._closed = seconds, False
         self._prefix = _StoredPrefix(None, core.model)
@@ -96,20 +106,20 @@ class Feeding(Iterator[FeedStep]):
         """
         if self._closed or self.done == self.total:
             raise StopIteration
-        started, done_before = time.perf_counter(), self.done
+        started, done_before, scores = time.perf_counter(), self.done, None
         try:
-            if not self.done:
+            if not self.done and self._top_logprobs is None:
                 self._load_prefix()
             reused = self.done > done_before
             if not reused:
                 size = size or self._core.prefill_step
-                self._evaluate(size)
+                scores = self._evaluate(size)
                 self._prefix.store_blocks(self._core.memory, min(self.total - self.done, size))
         finally:
             self._seconds += time.perf_counter() - started
         if self.done == self.total and self._seconds > _TRIM_AFTER_SECONDS:
             trim_memory()
-        return FeedStep(self.done - done_before, self.done, self.total, reused)
+        return FeedStep(self.done - done_before, self.done, self.total, reused, scores)
 
     def _load_prefix(self) -> None:
         """Load a first prompt's prefix from the prefix store; Ctrl-C may interrupt the reading."""
@@ -126,19 +136,25 @@ class Feeding(Iterator[FeedStep]):
                 core.state = state
                 self._advance(prefix.num_reused)
 
-    def _evaluate(self, size: int) -> None:
+    def _evaluate(self, size: int) -> TokenScores | None:
         """Evaluate one step of at most `size` tokens, and commit it to the session."""
-        core = self._core
+        core, scores = self._core, None
         if core.memory.tokens is not self._tokens_after_step:
             self._prefix.prefix_cache = None  # the session was changed meanwhile: no first prompt
         core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
             with session_transaction([core]) as (state,):
                 state.keep_first_prompt(self.total)
+                last_hidden = state.memory.hidden
                 result = evaluate_step(state.memory, self._ids, self.done, size)
+                if self._top_logprobs is not None:
+                    targets = self._ids[self.done : self.done + len(result.hidden)]
+                    scored = (last_hidden, result.hidden, targets, self._top_logprobs)
+                    scores = score_tokens(state.memory.decoder, *scored)
             self._advance(result.hidden.shape[0])
         self._peak_cells = max(self._peak_cells, result.peak_cells)
         self._compressions += result.compressions
+        return scores
 
     def _advance(self, count: int) -> None:
         """Note that `count` more tokens are in the session, and what its tokens are then."""

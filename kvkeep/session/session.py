@@ -37,6 +37,7 @@ from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
+from kvkeep.session.scoring import score_step
 from kvkeep.session.snapshots import restore_state, take_snapshot
 from kvkeep.session.spans import Span, TokenRange, TokenStatus, token_statuses
 from kvkeep.storage.prefixes.block import PrefixCache
@@ -101,16 +102,25 @@ class Session(SessionEdits):
                 progress(step.tokens)
         return feeding.report
 
-    def feeding(self, prompt: str | Sequence[int], special: bool = False) -> Feeding:
+    def feeding(
+        self,
+        prompt: str | Sequence[int],
+        special: bool = False,
+        top_logprobs: int | None = None,
+    ) -> Feeding:
         """Return an iterator that evaluates a prompt as `feed` does, one step at a time.
 
             for step in session.feeding(prompt):
                 print(step.done, "of", step.total)
 
+        top_logprobs: compute the tokens' log probabilities as `score` does, and those of so many of
+            the most likely tokens (`FeedStep.scores`). Nothing is read from the prefix cache then.
+
         A prompt that `feed` would refuse is refused at once.
         """
         started, ids = time.perf_counter(), self.core.encode_prompt(prompt, special)
-        return Feeding(self.core, ids, time.perf_counter() - started)
+        top_logprobs = validation.optional_integer("top_logprobs", top_logprobs, 0)
+        return Feeding(self.core, ids, time.perf_counter() - started, top_logprobs)
 
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Sample a token, even an end token, evaluate it and append it to the context.
@@ -156,7 +166,7 @@ class Session(SessionEdits):
         written = validation.flag("written", written)
         done, scores = 0, list[Tensor]()
         while done < len(ids):
-            scores.append(decoding.score_step(self.core, ids, done, written))
+            scores.append(score_step(self.core, ids, done, written))
             count = len(scores[-1])
             done += count
             if progress:

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from kvkeep.engine import GeneratedToken, TokenLogprob
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.openai.completions import CompletionLogprobs
+from kvkeep.server.openai.completion_logprobs import CompletionLogprobs
 
 PROMPT = "The capital of France is"
 
@@ -63,7 +63,14 @@ def test_max_tokens_may_be_zero(client: openai.OpenAI) -> None:
         {"prompt": [-1]},
         {"prompt": [10**6]},
         {"prompt": [10**30]},
-        {"prompt": ["a", "b"]},
+        {"prompt": [""]},
+        {"prompt": ["a", []]},
+        {"prompt": ["a"] * 65},
+        {"prompt": ["a"] * 33, "n": 2},
+        {"prompt": "a", "n": 2, "best_of": 1},
+        {"prompt": "a", "best_of": 2, "stream": True},
+        {"prompt": "a", "echo": True, "suffix": "b"},
+        {"prompt": "def f(x):\n", "suffix": "\n    return y\n"},
         {"prompt": None},
         {"prompt": "a", "n": 1000},
         {"prompt": "a", "logprobs": 1000},
@@ -99,6 +106,107 @@ def test_an_empty_prompt_is_refused_before_a_stream_starts(
         assert "nothing to continue" in params.json()["error"]["message"]
 
 
+def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(
+    client: openai.OpenAI, smollm2: Model
+) -> None:
+    """Also when its cells are cached, over several prefill steps, and for each of its choices."""
+    text = " ".join(f"Item {number} is the square of {number * number}." for number in range(25))
+    session = smollm2.session(2048, prefill_step=128)
+    expected = session.score(text).tolist()
+    assert len(expected) > 2 * 128
+    prompts = [text, smollm2.text.encode(text)]
+    results = [complete(client, prompt, echo=True, logprobs=3, max_tokens=0) for prompt in prompts]
+    results += [complete(client, text, echo=True, logprobs=3, max_tokens=2, n=2)]
+    choices = [choice for result in results for choice in result.choices]
+    assert [choice.text[: len(text)] for choice in choices] == [text] * 4
+    for logprobs in (choice.logprobs for choice in choices):
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1 : len(expected)] == expected[1:]
+        tops = logprobs.top_logprobs[1:]
+        assert all(3 <= len(top) <= 4 for top in tops)
+        assert all(
+            top[token] == logprob
+            for top, token, logprob in zip(
+                tops, logprobs.tokens[1:], logprobs.token_logprobs[1:], strict=True
+            )
+        )
+        assert "".join(logprobs.tokens[: len(expected)]) == text
+        for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+            assert choices[-1].text.startswith(token, offset) or offset >= len(text)
+    assert len(choices[-1].logprobs.tokens) == len(expected) + 2
+    assert results[0].choices[0].finish_reason == "length"
+
+
+def test_a_stream_echoes_the_prompt_and_its_log_probabilities(client: openai.OpenAI) -> None:
+    params = {"echo": True, "logprobs": 2, "max_tokens": 3, "n": 2, "temperature": 1, "seed": 1}
+    expected = complete(client, [PROMPT, "Once upon"], **params).choices
+    choices = [c.choices[0] for c in complete(client, [PROMPT, "Once upon"], stream=True, **params)]
+    assert len(expected) == 4
+    for whole in expected:
+        parts = [choice for choice in choices if choice.index == whole.index]
+        assert "".join(part.text for part in parts) == whole.text
+        entries = [part.logprobs for part in parts if part.logprobs]
+        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [item for entry in entries for item in getattr(entry, field)]
+            assert joined == getattr(whole.logprobs, field)
+
+
+def test_several_prompts_get_the_choices_that_each_gets_alone(
+    client: openai.OpenAI, smollm2: Model
+) -> None:
+    prompts = [PROMPT, "Once upon a time", "2 + 2 ="]
+    alone = [complete(client, prompt, max_tokens=5) for prompt in prompts]
+    expected = [result.choices[0].text for result in alone]
+    for batch in (prompts, [smollm2.text.encode(prompt) for prompt in prompts]):
+        result = complete(client, batch, max_tokens=5)
+        assert [choice.text for choice in result.choices] == expected
+        assert [choice.index for choice in result.choices] == [0, 1, 2]
+        assert result.usage.prompt_tokens == sum(r.usage.prompt_tokens for r in alone)
+        assert result.usage.completion_tokens == 15
+
+
+def test_best_of_returns_the_choices_of_the_highest_mean_log_probability(
+    client: openai.OpenAI,
+) -> None:
+    params = {"temperature": 1.5, "seed": 3, "max_tokens": 4}
+    candidates = complete(client, n=5, logprobs=0, **params).choices
+    means = {
+        choice.text: sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+        for choice in candidates
+    }
+    best = sorted(means, key=means.__getitem__, reverse=True)
+    result = complete(client, n=2, best_of=5, **params)
+    assert [choice.text for choice in result.choices] == best[:2]
+    assert all(choice.logprobs is None for choice in result.choices)
+    assert result.usage.completion_tokens == 20
+
+
+def test_the_end_token_has_a_log_probability_and_no_text(
+    client: openai.OpenAI, smollm2: Model
+) -> None:
+    end = smollm2.end_token_ids[0]
+    bias = {str(end): 100}
+    logprobs = complete(client, logprobs=1, max_tokens=1, echo=True, logit_bias=bias).choices[0]
+    assert logprobs.finish_reason == "stop"
+    assert logprobs.text == PROMPT
+    assert logprobs.logprobs.tokens[-1] == smollm2.text.decode([end])
+    assert logprobs.logprobs.text_offset[-1] == len(PROMPT)
+    chunks = complete(client, logprobs=1, max_tokens=1, logit_bias=bias, stream=True)
+    tokens = [c.choices[0].logprobs.tokens for c in chunks if c.choices[0].logprobs]
+    assert tokens == [logprobs.logprobs.tokens[-1:]]
+
+
+def test_null_stands_for_the_default(server: RunningServer) -> None:
+    names = ["suffix", "max_tokens", "n", "best_of", "stream", "echo", "logprobs", "stop", "seed"]
+    names += ["temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"]
+    names += ["stream_options", "user"]
+    with server.client() as client:
+        body = {"prompt": PROMPT, **dict.fromkeys(names)}
+        response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] <= 16
+
+
 @pytest.mark.parametrize("prompt", ["Emoji: 🎉 🎊 🎈 ", PROMPT])
 def test_top_tokens_have_unique_names_and_offsets_match_the_text(
     client: openai.OpenAI, prompt: str
@@ -106,10 +214,12 @@ def test_top_tokens_have_unique_names_and_offsets_match_the_text(
     """Also with tokens that are parts of characters, and with the prompt echoed."""
     response = complete(client, prompt, logprobs=20, echo=True, max_tokens=12)
     text, logprobs = response.choices[0].text, response.choices[0].logprobs
-    assert all(len(top) == 20 for top in logprobs.top_logprobs)
-    names = [*logprobs.tokens, *(name for top in logprobs.top_logprobs for name in top)]
+    tops = logprobs.top_logprobs[1:]
+    assert all(len(top) >= 20 for top in tops)
+    names = [*logprobs.tokens, *(name for top in tops for name in top)]
     assert any(name.startswith("bytes:") for name in names)
-    assert logprobs.text_offset[0] == len(prompt)
+    assert logprobs.text_offset[0] == 0
+    assert len(prompt) in logprobs.text_offset
     for name, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert name.startswith("bytes:") or text.startswith(name, offset)
     chunks = complete(client, prompt, logprobs=20, echo=True, max_tokens=12, stream=True)

@@ -1,88 +1,213 @@
-"""`/v1/completions`: the continuation of a text."""
+"""`/v1/completions`: the continuation of a text, or what belongs between two texts."""
 
-import codecs
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, TokenLogprob
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
+from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import STREAM_PATIENCE, start_generations
+from kvkeep.models.text.fill_in_middle import FillInMiddle
+from kvkeep.server.generation import STREAM_PATIENCE, start_batch
 from kvkeep.server.ignored_fields import COMPLETION_RULES
 from kvkeep.server.openai import usage
+from kvkeep.server.openai.completion_logprobs import (
+    CompletionLogprobs,
+    EncodedPrompt,
+    joined_entries,
+)
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, TokenId
-from kvkeep.server.service import ContextDep, GenerationStream
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
+_DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
+_Count = Annotated[int | None, Field(ge=1, le=MAX_BATCH)]
 
 
 class CompletionRequest(CompletionParams):
-    """A request. prompt: a text, token ids, or a list of one of them."""
+    """A request.
 
-    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(max_length=1)]
-    max_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = 16
-    n: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 1
-    stream: bool = False
-    echo: bool = False
+    prompt: a text, token ids, or a list of texts and lists of token ids, each of which gets `n`
+    choices. max_tokens: -1 for no limit. suffix: what comes after the generated text, for models
+    that can fill in the middle. best_of: choices to generate; the `n` with the highest mean log
+    probability are returned. echo: begin each choice with its prompt, also in `logprobs`.
+    """
+
+    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(max_length=MAX_BATCH)]
+    suffix: str | None = None
+    max_tokens: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = _DEFAULT_MAX_TOKENS
+    n: _Count = None
+    best_of: _Count = None
+    stream: bool | None = None
+    echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
-    def encode_prompt(self, tokenizer: TextCodec) -> list[int]:
+    @property
+    def choice_count(self) -> int:
+        """The choices of one prompt that are returned."""
+        return self.n or 1
+
+    @property
+    def sample_count(self) -> int:
+        """The choices of one prompt that are generated."""
+        return self.best_of or self.choice_count
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens to generate; None for no limit."""
+        limit = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return None if limit < 0 else limit
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return each prompt. Raises InvalidArgument for fields that exclude each other."""
         prompt: Any = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return [*tokenizer.opening_ids, *tokenizer.encode(prompt)]
-        return list(prompt)
+        is_single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        prompts = [prompt] if is_single else prompt
+        if self.sample_count < self.choice_count:
+            raise InvalidArgument(
+                f"best_of must be n or more: found best_of {self.best_of} and n {self.n}"
+            )
+        if self.stream and self.sample_count > self.choice_count:
+            raise InvalidArgument("best_of greater than n cannot be streamed: leave stream out")
+        if self.echo and self.suffix:
+            raise InvalidArgument("echo and suffix cannot be combined: leave one of them out")
+        if len(prompts) * self.sample_count > MAX_BATCH:
+            raise InvalidArgument(
+                f"a request can generate at most {MAX_BATCH} choices; found {len(prompts)} prompts "
+                f"with {self.sample_count} each: send several requests"
+            )
+        return prompts
+
+    def encode_prompts(self, tokenizer: TextCodec) -> list[EncodedPrompt]:
+        """Encode each prompt. Raises UnsupportedModel for a suffix that the model cannot take."""
+        prompts = [EncodedPrompt.of(prompt, tokenizer) for prompt in self.prompts()]
+        if not self.suffix:
+            return prompts
+        fim, result = FillInMiddle.of(tokenizer), []
+        for given, prompt in zip(self.prompts(), prompts, strict=True):
+            opening = len(tokenizer.opening_ids) if isinstance(given, str) else 0
+            ids = fim.prompt(tokenizer, prompt.ids[opening:], self.suffix)
+            result.append(EncodedPrompt(ids, "", ()))
+        return result
+
+    def generation_requests(
+        self, prompts: Sequence[EncodedPrompt], tokenizer: TextCodec, max_tokens: int
+    ) -> list[GenerationRequest]:
+        logprobs = self.logprobs
+        if logprobs is None and self.sample_count > self.choice_count:
+            logprobs = 0  # to choose by
+        return [
+            GenerationRequest(
+                tuple(prompt.ids),
+                max_tokens,
+                ignore_eos=self.ignore_eos,
+                logprobs=logprobs,
+                prompt_logprobs=self.logprobs if self.echo else None,
+                end_tokens=FillInMiddle.of(tokenizer).end_ids if self.suffix else (),
+            )
+            for prompt in prompts
+        ]
 
 
 @router.post("/v1/completions", response_model=None, responses=JSON_OR_EVENTS)
 async def completions(body: CompletionRequest, context: ContextDep) -> Response | dict[str, Any]:
-    """Continue a prompt, in `n` choices."""
+    """Continue prompts, each in `n` choices."""
     COMPLETION_RULES.check(body, context.notices)
-    tokenizer = context.tokenizer
-    ids = await to_thread(body.encode_prompt, tokenizer)
-    limit = context.service.max_tokens(body.max_tokens)
-    request = GenerationRequest(
-        tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
-    )
-    samplings = body.samplings(context.default_sampling, body.n)
+    tokenizer, service = context.tokenizer, context.service
+    prompts = await to_thread(body.encode_prompts, tokenizer)
+    limit = service.max_tokens(body.token_limit)
+    requests = body.generation_requests(prompts, tokenizer, limit)
+    samplings = body.samplings(context.default_sampling, body.sample_count)
     patience = STREAM_PATIENCE if body.stream else None
-    stream = await start_generations(context, request, samplings, patience)
-    fields = {**usage.completion_fields("cmpl", context.service), "object": "text_completion"}
-    echo_text = tokenizer.decode(ids) if body.echo else ""
+    stream = await start_batch(context, requests, samplings, patience)
+    fields = {**usage.completion_fields("cmpl", service), "object": "text_completion"}
+    output = _CompletionOutput(body, prompts, tokenizer, fields)
     if body.stream:
-        return sse_response(_stream_events(stream, fields, body, echo_text, tokenizer))
-    choices, results = [], await context.collect(stream)
-    for index, result in enumerate(results):
-        logprobs = CompletionLogprobs(tokenizer, len(echo_text)).entry(result.tokens)
-        choices.append(_choice(index, echo_text + result.text, result.finished, logprobs))
-    return {**fields, "choices": choices, **usage.usage_and_timings(results)}
+        return sse_response(output.events(stream))
+    return output.response(await context.collect(stream))
 
 
-async def _stream_events(
-    stream: GenerationStream,
-    fields: dict[str, Any],
-    body: CompletionRequest,
-    echo_text: str,
-    tokenizer: TextCodec,
-) -> AsyncIterator[bytes]:
-    logprobs = [CompletionLogprobs(tokenizer, len(echo_text)) for _ in range(body.n)]
-    for index in range(body.n if echo_text else 0):
-        yield sse_event({**fields, "choices": [_choice(index, echo_text)]})
-    async for index, event in stream:
-        if isinstance(event, Finished):
-            yield sse_event({**fields, "choices": [_choice(index, event.text, event)]})
-        elif isinstance(event, GeneratedToken) and (event.text or event.logprob):
-            choice = _choice(index, event.text, logprobs=logprobs[index].entry([event]))
-            yield sse_event({**fields, "choices": [choice]})
-    if body.streams_usage:
-        yield sse_event({**fields, "choices": [], "usage": usage.openai_usage(stream.results)})
-    yield DONE
+@dataclass(frozen=True)
+class _CompletionOutput:
+    """The choices of a response, whole or in chunks."""
+
+    body: CompletionRequest
+    prompts: list[EncodedPrompt]
+    tokenizer: TextCodec
+    fields: dict[str, Any]  # of every chunk
+
+    def response(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """Return the whole response. results: of all prompts, in their order."""
+        by_prompt = self._by_prompt(results)
+        choices: list[dict[str, Any]] = []
+        for prompt, candidates in zip(self.prompts, by_prompt, strict=True):
+            best = sorted(candidates, key=_mean_logprob, reverse=True)
+            kept = best if self.body.best_of else candidates
+            for result in kept[: self.body.choice_count]:
+                choices.append(self._choice(len(choices), prompt, result, candidates[0]))
+        timings = usage.llamacpp_timings(results[0].finished.usage)
+        total = usage.total_usage(by_prompt)
+        return {**self.fields, "choices": choices, "usage": total, "timings": timings}
+
+    def _choice(
+        self, index: int, prompt: EncodedPrompt, result: GenerationResult, first: GenerationResult
+    ) -> dict[str, Any]:
+        """Return a choice. first: the prompt's first result, which has the prompt's scores."""
+        text, logprobs, echo = result.text, None, None
+        offset = len(prompt.text) if self.body.echo else 0
+        formatter = CompletionLogprobs(self.tokenizer, offset)
+        if self.body.logprobs is not None:
+            echo = formatter.prompt_entry(prompt, first.prompt_scores) if self.body.echo else None
+            logprobs = joined_entries(echo, formatter.entry(result.sampled_tokens))
+        if self.body.echo:
+            text = prompt.text + text
+        return _choice(index, text, result.finished, logprobs)
+
+    async def events(self, stream: GenerationStream) -> AsyncIterator[bytes]:
+        body, count, prompts = self.body, self.body.choice_count, self.prompts
+        offsets = [len(prompt.text) if body.echo else 0 for prompt in prompts]
+        formatters = [
+            CompletionLogprobs(self.tokenizer, offset) for offset in offsets for _ in range(count)
+        ]
+        not_echoed = set(range(len(formatters))) if body.echo else set[int]()
+        async for index, event in stream:
+            if not isinstance(event, (Finished, GeneratedToken)):
+                continue
+            formatter, prompt = formatters[index], prompts[index // count]
+            if index in not_echoed:
+                not_echoed.remove(index)
+                scores, logprobs = stream.results[index // count * count].prompt_scores, None
+                if body.logprobs is not None:
+                    logprobs = formatter.prompt_entry(prompt, scores)
+                yield self._event(_choice(index, prompt.text, logprobs=logprobs))
+            if isinstance(event, Finished):
+                end_token = [event.end_token] if event.end_token else []
+                yield self._event(_choice(index, event.text, event, formatter.entry(end_token)))
+            elif event.text or event.logprob:
+                logprobs = formatter.entry([event])
+                yield self._event(_choice(index, event.text, logprobs=logprobs))
+        if body.streams_usage:
+            total = usage.total_usage(self._by_prompt(stream.results))
+            yield sse_event({**self.fields, "choices": [], "usage": total})
+        yield DONE
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return sse_event({**self.fields, "choices": [choice]})
+
+    def _by_prompt(self, results: Sequence[GenerationResult]) -> list[Sequence[GenerationResult]]:
+        count = self.body.sample_count
+        return [results[first : first + count] for first in range(0, len(results), count)]
+
+
+def _mean_logprob(result: GenerationResult) -> float:
+    logprobs = [event.logprob.logprob for event in result.sampled_tokens if event.logprob]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
 def _choice(
@@ -90,51 +215,3 @@ def _choice(
 ) -> dict[str, Any]:
     reason = usage.FINISH_REASONS[finished.reason] if finished else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-class CompletionLogprobs:
-    """The log probabilities of one choice's tokens, in the form of completions.
-
-    Offsets count characters of the choice's whole text, also in a stream. Tokens that share a
-    character have the offset at which it begins.
-    """
-
-    def __init__(self, tokenizer: TextCodec, offset: int = 0):
-        """offset: characters of the choice's text before its first token: those of an echo."""
-        self._tokenizer, self._offset = tokenizer, offset
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def entry(self, sampled_tokens: Sequence[GeneratedToken]) -> dict[str, Any] | None:
-        """Return the choice's field `logprobs` for its next tokens; None if they have none."""
-        logprobs = [event.logprob for event in sampled_tokens if event.logprob is not None]
-        if not logprobs:
-            return None
-        return {
-            "tokens": [self._token_text(token_logprob.token) for token_logprob in logprobs],
-            "token_logprobs": [token_logprob.logprob for token_logprob in logprobs],
-            "top_logprobs": [self._top_by_text(event.top_logprobs) for event in sampled_tokens],
-            "text_offset": [self._advance_offset(event.token) for event in sampled_tokens],
-        }
-
-    def _top_by_text(self, top_logprobs: Sequence[TokenLogprob]) -> dict[str, float]:
-        """Map texts to log probabilities; a text that is taken is replaced by the token's id."""
-        logprobs_by_text: dict[str, float] = {}
-        for top in top_logprobs:
-            text = self._token_text(top.token)
-            text = f"token_id:{top.token}" if text in logprobs_by_text else text
-            logprobs_by_text[text] = top.logprob
-        return logprobs_by_text
-
-    def _token_text(self, token: int) -> str:
-        token_bytes = self._tokenizer.token_bytes(token)
-        try:
-            return token_bytes.decode()
-        except UnicodeDecodeError:
-            return f"bytes:{token_bytes.decode(errors='backslashreplace')}"
-
-    def _advance_offset(self, token: int) -> int:
-        """Return the token's offset, and move on to that of the next token."""
-        offset = self._offset
-        if not self._tokenizer.is_control(token):  # control tokens are not part of the text
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
-        return offset

@@ -35,6 +35,15 @@ def openai_usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
     }
 
 
+def total_usage(results_by_prompt: Sequence[Sequence[GenerationResult]]) -> dict[str, Any]:
+    """Return the usage of all generations of several prompts, each of which counts once."""
+    usages = [openai_usage(results) for results in results_by_prompt]
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    total: dict[str, Any] = {name: sum(usage[name] for usage in usages) for name in names}
+    cached_tokens = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    return {**total, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
 def llamacpp_timings(usage: Usage) -> dict[str, Any]:
     prefill_ms, decode_ms = 1000 * usage.prefill_seconds, 1000 * usage.decode_seconds
     evaluated, generated = usage.evaluated, usage.generated
