@@ -58,6 +58,12 @@ class ServingOptions:
     alias: str | None = option(
         metavar="NAME", show_default="its own", help="Model name in API responses."
     )
+    context_policy: str = option(
+        type=click.Choice(("slide", "refuse")),
+        default="slide",
+        help="For prompts longer than the context: evict their oldest tokens, or refuse them, upon "
+        "which agents compact.",
+    )
     grace: float = option(
         metavar="SECONDS",
         type=click.FloatRange(0, 3600),

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 
 from kvkeep import errors
 
+CONTEXT_LENGTH_CODE = "context_length_exceeded"
 ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATHS = "/api/"  # the beginning of the paths of Ollama's API
 _ANTHROPIC_TYPES = {
@@ -86,7 +87,8 @@ def api_error_for(error: BaseException) -> ApiError:
         case errors.InvalidArgument() | errors.UnsupportedModel():
             return ApiError(400, message)
         case errors.ContextFull():
-            return ApiError(400, message, "exceed_context_size_error")
+            message = f"the request exceeds the available context size: {message}"
+            return ApiError(400, message, "exceed_context_size_error", CONTEXT_LENGTH_CODE)
         case errors.Busy():
             return ApiError(409, message, "conflict_error", "session_busy")
         case errors.WrongRevision():

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.server.errors import ApiError
 from kvkeep.server.grammar import Grammar
-from kvkeep.server.service import GenerationStream, RequestContext, Service
+from kvkeep.server.overflow import overflow_error, require_prompt_fits
+from kvkeep.server.service import GenerationStream, RequestContext
 from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
 
@@ -101,7 +101,7 @@ async def start_generations(
     samplings: list[Sampling],
     patience: float | None = None,
 ) -> GenerationStream:
-    """Start a generation for each sampling. Raises llama.cpp's error if the prompt does not fit.
+    """Start a generation for each sampling. Raises ApiError if the prompt does not fit.
 
     patience: see `RequestContext.start`; for streams, `STREAM_PATIENCE`.
     """
@@ -118,6 +118,8 @@ async def start_batch(
 
     Raises as `start_generations`, and then none of them goes on.
     """
+    longest = max(len(request.prompt) for request in requests)
+    require_prompt_fits(context.service, longest)
     count, submit_many = len(samplings), context.engine.submit_many
     stream = GenerationStream(len(requests) * count)
     submissions = [
@@ -127,12 +129,5 @@ async def start_batch(
     try:
         await context.start(stream, submissions, patience)
     except ContextFull as error:
-        num_prompt_tokens = max(len(request.prompt) for request in requests)
-        raise context_size_error(str(error), num_prompt_tokens, context.service) from error
+        raise overflow_error(context.service, longest) from error
     return stream
-
-
-def context_size_error(message: str, num_prompt_tokens: int, service: Service) -> ApiError:
-    """Return llama.cpp's error for a prompt that does not fit."""
-    extra = {"n_prompt_tokens": num_prompt_tokens, "n_ctx": service.context_size}
-    return ApiError(400, message, "exceed_context_size_error", extra=extra)

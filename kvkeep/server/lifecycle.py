@@ -60,7 +60,14 @@ def run_server(
     listener = _listen(options["host"], options["port"])
     host, port = listener.getsockname()[:2]
     name = options["alias"] or Path(engine.model.name).name
-    service = Service(engine, name, keys, int(time.time()), allow_edit=options["allow_edit"])
+    service = Service(
+        engine,
+        name,
+        keys,
+        int(time.time()),
+        allow_edit=options["allow_edit"],
+        context_policy=options["context_policy"],
+    )
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
     app = application(service, hosts, options["allow_origin"], middleware)
     config = uvicorn.Config(

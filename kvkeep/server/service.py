@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
@@ -47,6 +47,8 @@ class Service:
     closing: bool = False  # the server is shutting down: streams of operations end
     status_counts: Counter[int] = field(default_factory=Counter)  # HTTP responses by status
     allow_edit: bool = False  # the web UI may change sessions
+    # Whether prompts longer than the context are refused; see `kvkeep.server.overflow`.
+    context_policy: Literal["slide", "refuse"] = "slide"
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)

@@ -17,13 +17,14 @@ from fastapi import APIRouter, Path
 from starlette.responses import Response
 
 from kvkeep.engine import GenerationRequest, PrefillProgress
-from kvkeep.errors import KvkeepError, NoSuchSession
+from kvkeep.errors import ContextFull, KvkeepError, NoSuchSession
 from kvkeep.server.errors import ApiError, api_error_for
-from kvkeep.server.generation import constrain, context_size_error, prompt_ids
+from kvkeep.server.generation import constrain, prompt_ids
 from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.openai import response_items as items
 from kvkeep.server.openai.response_items import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
+from kvkeep.server.overflow import overflow_error, require_prompt_fits
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import Tools
@@ -102,13 +103,9 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     ids = await prompt_ids(context, [*body.system_messages(), *messages], tools)
     (sampling,) = constrain(context, body.samplings(context.default_sampling), tools, schema)
     context_size = service.context_size
+    require_prompt_fits(service, len(ids))
     if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > context_size:
-        raise context_size_error(
-            f"the prompt has {len(ids)} tokens and the session holds {context_size}, which does "
-            'not fit with truncation "disabled"',
-            len(ids),
-            service,
-        )
+        raise overflow_error(service, len(ids))
     if body.previous_response_id is not None:
         fork = engine.fork(body.previous_response_id, owner, new_name=response_id, notes={})
         await wrap_future(fork)
@@ -117,6 +114,9 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         max_tokens = service.max_tokens(body.max_output_tokens)
         request = GenerationRequest(tuple(ids[cached_tokens:]), max_tokens, sampling)
         stream = await context.generate(request, response_id)
+    except ContextFull as error:
+        await _discard(response_id, context)
+        raise overflow_error(service, len(ids)) from error
     except BaseException:
         await _discard(response_id, context)
         raise
