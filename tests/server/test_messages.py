@@ -11,6 +11,7 @@ import httpx
 import pydantic
 import pytest
 from server.conftest import RunningServer, running_server
+from server.scripted import write_answers
 
 from kvkeep.model import Model
 
@@ -284,3 +285,53 @@ def test_the_async_client_gets_the_same_text_whole_and_streamed(server: RunningS
 
     first, other = asyncio.run(talk())
     assert first == other
+
+
+THINKS_AND_CALLS = """<think>
+Which city?
+</think>
+
+Let me see.
+<tool_call>
+{"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {"city": "<Oslo>"}}
+</tool_call>"""
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_thinking_text_and_calls_are_blocks(
+    client: anthropic.Anthropic, smollm2: Model, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    def answer(**extra: Any) -> Any:
+        params: Any = {"model": "a", "messages": QUESTION, "max_tokens": 200, "tools": [TOOL]}
+        thinking = {"type": "enabled", "budget_tokens": 100}
+        params |= {"thinking": thinking, **extra}
+        if not streamed:
+            return client.messages.create(**params)
+        with client.messages.stream(**params) as stream:
+            return stream.get_final_message()
+
+    write_answers(monkeypatch, smollm2, THINKS_AND_CALLS)
+    message = answer()
+    thinking, text, *calls = message.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "Which city?")
+    assert thinking.signature
+    assert (text.type, text.text.strip()) == ("text", "Let me see.")
+    assert [call.input for call in calls] == [{"city": "Rome"}, {"city": "<Oslo>"}]
+    assert len({call.id for call in calls}) == 2
+    assert message.stop_reason == "tool_use"
+    single = answer(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block.type for block in single.content] == ["thinking", "text", "tool_use"]
+    cut = answer(max_tokens=message.usage.output_tokens - 10)
+    assert [block.type for block in cut.content] == [block.type for block in message.content]
+    assert cut.stop_reason == "max_tokens"
+    monkeypatch.undo()
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "Rain"} for call in calls]
+    history = [
+        *QUESTION,
+        {"role": "assistant", "content": [block.model_dump() for block in message.content]},
+        {"role": "user", "content": results},
+    ]
+    assert create_message(client, history, tools=[TOOL]).usage.output_tokens

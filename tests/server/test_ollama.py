@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from server.conftest import RunningServer
+from server.scripted import write_answers
 
 from kvkeep.model import Model
 
@@ -163,3 +164,50 @@ def test_what_is_ignored_is_named(server: RunningServer) -> None:
     response = post(server, "chat", messages=[QUESTION], options=options, stream=False, odd=1)
     assert response.headers["x-kvkeep-ignored"] == "odd, options.mirostat"
     assert "x-kvkeep-ignored" not in post(server, "chat", messages=[QUESTION]).headers
+
+
+def test_thinking_text_and_calls_are_fields_of_the_message(
+    server: RunningServer, smollm2: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    text = f"<think>\nWhich city?\n</think>\n\nLet me see.\n{call}\n{call}"
+    write_answers(monkeypatch, smollm2, text)
+    body: Any = {"messages": [QUESTION], "tools": [TOOL], "options": {"num_predict": 200}}
+    message = whole(server, "chat", **body)["message"]
+    assert message["thinking"] == "Which city?"
+    assert message["content"].strip() == "Let me see."
+    functions = [call["function"] for call in message["tool_calls"]]
+    weather = {"name": "weather", "arguments": {"city": "Rome"}}
+    assert functions == [{"index": 0, **weather}, {"index": 1, **weather}]
+    parts = [chunk["message"] for chunk in chunks(server, "chat", **body)]
+    assert "".join(part.get("thinking", "") for part in parts) == message["thinking"]
+    assert "".join(part["content"] for part in parts) == message["content"]
+    streamed = [call["function"] for part in parts for call in part.get("tool_calls", ())]
+    assert streamed == functions
+
+
+def test_a_call_that_was_cut_off_is_text(
+    server: RunningServer, smollm2: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome and Oslo"}}'
+    write_answers(monkeypatch, smollm2, call)
+    count = len(smollm2.text.encode(call)) - 4
+    options = {"num_predict": count}
+    answer = whole(server, "chat", messages=[QUESTION], tools=[TOOL], options=options)
+    assert "tool_calls" not in answer["message"]
+    assert "Rome" in answer["message"]["content"]
+    assert answer["done_reason"] == "length"
+
+
+def test_ollamas_package_chats_lists_and_calls(server: RunningServer) -> None:
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(host=server.url)
+    assert [entry.model for entry in client.list().models] == ["smollm2"]
+    assert client.show("smollm2").details.family == "llama"
+    body: Any = {"model": "smollm2", "messages": [QUESTION], "options": GREEDY}
+    answer = client.chat(**body)
+    assert answer.message.content == "".join(
+        chunk.message.content for chunk in client.chat(**body, stream=True)
+    )
+    with pytest.raises(ollama.ResponseError, match="kvkeep pull"):
+        client.pull("other")
