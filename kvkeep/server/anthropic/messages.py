@@ -12,7 +12,7 @@ from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
-from kvkeep.server.anthropic.request import CountTokensRequest, MessagesRequest
+from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
@@ -32,6 +32,8 @@ _STOP_REASONS = {
 @router.post("/v1/messages", response_model=None, responses=JSON_OR_EVENTS)
 async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     """Generate the assistant's next message."""
+    MESSAGES_RULES.check(body, context.notices)
+    context.notices.ignore(*body.hosted_tools)
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = body.sampling_params().samplings(context.default_sampling)
     request = GenerationRequest(tuple(prompt.ids), body.max_tokens)
@@ -42,8 +44,6 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     stream = await start_generations(context, request, samplings, patience)
     answer = _AnswerReader(prompt.new_reader(), allows_parallel_calls(body.tool_choice))
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
-    if body.ignored:
-        headers["X-Kvkeep-Ignored"] = ", ".join(body.ignored)
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",

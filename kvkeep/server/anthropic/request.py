@@ -8,20 +8,18 @@ from pydantic import Field
 from kvkeep.chat.anthropic_messages import hosted_tools, parse_chat
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.renderer import RenderOptions
+from kvkeep.server.ignored_fields import FieldRules
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 
 _StopSequence = Annotated[str, Field(max_length=1000)]
-# Fields that need no action: they do not change the answer of a server with one model.
-_HARMLESS_FIELDS = frozenset(
-    [
+MESSAGES_RULES = FieldRules(
+    harmless=[
         "betas",
         "billing_policy",
-        "cache_control",
         "diagnostics",
         "inference_geo",
-        "metadata",
-        "service_tier",
         "speed",
+        "thinking.display",
         "user_profile_id",
         "workspace_id",
     ]
@@ -88,10 +86,9 @@ class CountTokensRequest(RequestBody):
         return output_format.json_schema if output_format else None
 
     @property
-    def ignored(self) -> list[str]:
-        """The fields and tools that are accepted and change nothing."""
-        tools = [f"tools.{tool['type']}" for tool in hosted_tools(self.tools)]
-        return [*sorted(set(self.model_extra or {}) - _HARMLESS_FIELDS), *tools]
+    def hosted_tools(self) -> list[str]:
+        """The types of the tools that only the hosted API can run."""
+        return [str(tool["type"]) for tool in hosted_tools(self.tools)]
 
 
 class MessagesRequest(CountTokensRequest):

@@ -114,7 +114,7 @@ def _durations(usage: Usage) -> dict[str, int]:
 
 
 def ndjson_response(
-    chunks: AsyncIterator[dict[str, Any]], keepalive: dict[str, Any], headers: dict[str, str]
+    chunks: AsyncIterator[dict[str, Any]], keepalive: dict[str, Any]
 ) -> StreamingResponse:
     """Return a streaming response. keepalive: sent at once, and while there are no chunks."""
 
@@ -126,7 +126,7 @@ def ndjson_response(
         except Exception as error:  # the status is already sent
             yield _line(api_error_for(error).ollama_body())
 
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return KeepaliveResponse(
         lines(), _line(keepalive), media_type="application/x-ndjson", headers=headers
     )

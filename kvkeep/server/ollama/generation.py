@@ -15,6 +15,7 @@ from kvkeep.server.chat_input import chat_input
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ollama.answers import NDJSON, AnswerFormat, ndjson_response
 from kvkeep.server.ollama.request import (
+    OLLAMA_RULES,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
@@ -29,6 +30,7 @@ router = APIRouter()
 async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
     """Generate the assistant's next message. Without messages, report that the model is loaded."""
     answer = AnswerFormat(context.service.model_name, context.tokenizer, in_message=True)
+    OLLAMA_RULES.check(body, context.notices)
     if not body.messages:
         return _loaded_response(body, answer)
     prompt = await chat_input(context, body.chat(), body.render_options())
@@ -45,6 +47,7 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
 async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response:
     """Answer a prompt. Without a prompt, report that the model is loaded."""
     answer = AnswerFormat(context.service.model_name, context.tokenizer, in_message=False)
+    OLLAMA_RULES.check(body, context.notices)
     if body.template:
         raise InvalidArgument(
             "template is not supported, as the model has its own: leave it out, or send the whole "
@@ -96,10 +99,9 @@ async def _response(
     reader: OutputReader | None,
 ) -> Response:
     """Return the answer, whole or as a stream. reader: None for plain text."""
-    headers = {"X-Kvkeep-Ignored": ", ".join(body.ignored)} if body.ignored else {}
     if body.stream is not False:
         chunks = _chunks(stream, answer, reader)
-        return ndjson_response(chunks, answer.chunk(answer.empty()), headers)
+        return ndjson_response(chunks, answer.chunk(answer.empty()))
     (result,) = await context.collect(stream)
     events = list[OutputEvent]()
     for token in result.tokens:
@@ -107,7 +109,7 @@ async def _response(
     events += _read_end(reader, result.finished)
     fields = answer.content(events, result.tokens) or answer.empty()
     chunk = answer.last(fields, result.finished, **_context_field(stream, answer))
-    return JSONResponse(chunk, headers=headers)
+    return JSONResponse(chunk)
 
 
 async def _chunks(

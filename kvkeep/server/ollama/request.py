@@ -11,27 +11,17 @@ from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.ignored_fields import FieldRules
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 
 # Options about how a model is loaded, which the server decides when it starts.
-_LOAD_OPTIONS = frozenset(
-    [
-        "numa",
-        "num_ctx",
-        "num_batch",
-        "num_gpu",
-        "main_gpu",
-        "low_vram",
-        "f16_kv",
-        "logits_all",
-        "vocab_only",
-        "use_mmap",
-        "use_mlock",
-        "embedding_only",
-        "num_thread",
-    ]
+_LOAD_OPTIONS = (
+    *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all"),
+    *("vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread"),
 )
-_HARMLESS_FIELDS = frozenset(("truncate", "shift"))
+OLLAMA_RULES = FieldRules(
+    harmless=["truncate", "shift", *(f"options.{name}" for name in _LOAD_OPTIONS)]
+)
 
 
 class OllamaOptions(SamplingParams):
@@ -75,13 +65,6 @@ class OllamaRequest(RequestBody):
     def reasoning_budget(self) -> int | None:
         """The most tokens of thinking; None for any number."""
         return 0 if self.think is False else None
-
-    @property
-    def ignored(self) -> list[str]:
-        """The fields that are accepted and change nothing."""
-        options = set((self.options and self.options.model_extra) or {}) - _LOAD_OPTIONS
-        fields = set(self.model_extra or {}) - _HARMLESS_FIELDS
-        return sorted([*fields, *(f"options.{name}" for name in options)])
 
     @property
     def patience(self) -> float | None:
