@@ -9,7 +9,7 @@ from kvkeep.chat.messages import Chat, Tool
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.grammar import Grammar
+from kvkeep.server.grammar import Grammar, moved_schema
 from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
@@ -99,10 +99,13 @@ def forced_call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     call_schemas = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters},
+            "properties": {
+                "name": {"const": tool.name},
+                "arguments": moved_schema(tool.parameters, f"#/anyOf/{index}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for index, tool in enumerate(tools)
     ]
     return {"anyOf": call_schemas}

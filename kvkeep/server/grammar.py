@@ -17,6 +17,11 @@ from kvkeep.model import Model
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _MAX_CHARACTERS = 200_000  # characters of a schema or grammar
+# Keywords by which an object may have properties beside those of its `properties`.
+_OPENING_KEYS = {
+    *("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"),
+    *("propertyNames", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas"),
+}
 _SUBSTITUTE_EOS = "<|kvkeep stands in for the end of the text|>"
 
 
@@ -36,9 +41,9 @@ class Grammar:
 
     @classmethod
     def from_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
-        """Compile a JSON schema. Raises InvalidArgument for an unsupported one."""
+        """Compile a JSON schema, with its objects closed. Raises InvalidArgument."""
         try:
-            schema_json = json.dumps(schema)
+            schema_json = json.dumps(close_objects(schema))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"the schema is not JSON: {error}") from error
         if len(schema_json) > _MAX_CHARACTERS:
@@ -89,6 +94,58 @@ class Grammar:
     def accept(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+
+
+def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema whose objects have no properties but their own, unless it says otherwise.
+
+    A model would invent more properties where `additionalProperties` is missing, a small one
+    without end. llama.cpp closes such objects, too. Parts that are merged with others stay open.
+    """
+    return schema if _merges_schemas(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema and those in its parts with their objects closed."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(members := schema.get(key), Mapping):
+            result[key] = {name: _closed(member) for name, member in members.items()}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(members := schema.get(key), list) and "properties" not in schema:
+            result[key] = [_closed(member) for member in members]
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            result[key] = _closed(schema[key])
+    if isinstance(schema.get("properties"), Mapping) and not _OPENING_KEYS & schema.keys():
+        result["additionalProperties"] = False
+    return result
+
+
+def moved_schema(schema: Any, place: str) -> Any:
+    """Return a schema as a part of another, at the JSON pointer `place`, with its `$ref`s moved."""
+    if isinstance(schema, list):
+        return [moved_schema(member, place) for member in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result = {key: moved_schema(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        result["$ref"] = place + reference.removeprefix("#")
+    return result
+
+
+def _merges_schemas(schema: Any) -> bool:
+    """Whether `allOf` joins several schemas anywhere: properties of one are extra to another."""
+    if isinstance(schema, list):
+        return any(map(_merges_schemas, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    parts = schema.get("allOf")
+    merged = isinstance(parts, list) and len(parts) > 1
+    return merged or any(map(_merges_schemas, schema.values()))
 
 
 @lru_cache(maxsize=4)
