@@ -26,11 +26,13 @@ from kvkeep.chat.openai_tools import TOOL_SEARCH, custom_input, own_name, parse_
 from kvkeep.chat.output import GeneratedCall, Output, arguments_text, parse_arguments
 from kvkeep.errors import InvalidArgument
 
-ID_PREFIXES = {
+_ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
     "function_call": "fc",
+    "function_call_output": "fco",
     "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "local_shell_call": "lsh",
     "shell_call": "sh",
     "apply_patch_call": "apc",
@@ -131,7 +133,7 @@ def format_output(
 
 def new_item_id(item_type: str) -> str:
     """Return an id for an item of this type."""
-    return f"{ID_PREFIXES[item_type]}_{secrets.token_hex(12)}"
+    return f"{_ID_PREFIXES.get(item_type, 'item')}_{secrets.token_hex(12)}"
 
 
 def output_message(text: str) -> dict[str, Any]:

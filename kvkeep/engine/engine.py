@@ -160,6 +160,10 @@ class Engine(AbstractContextManager["Engine"]):
         """Remove a session, and cancel its generation."""
         return self.call(lambda: self._discard(self._registry.find(name, owner)))
 
+    def remove_name(self, name: str, owner: str = "0") -> Future[None]:
+        """Cancel a session's generation and make it unnamed; its cells serve the next prompts."""
+        return self.call(lambda: self._remove_name(self._registry.find(name, owner)))
+
     def shared_bytes(self, record: SessionRecord) -> int:
         """Return the bytes that it shares with other sessions. Call it in the engine's thread."""
         return self._registry.shared_bytes(record)
@@ -223,11 +227,18 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _discard(self, record: SessionRecord) -> None:
         """Cancel a session's generation, and remove the session."""
+        self._cancel_generation(record)
+        self._registry.remove(record)
+
+    def _remove_name(self, record: SessionRecord) -> None:
+        self._cancel_generation(record)
+        self._registry.remove_name(record)
+
+    def _cancel_generation(self, record: SessionRecord) -> None:
         for generation in self._scheduler.running:
             if generation.record is record:
                 generation.cancel()
         self._scheduler.end_cancelled()
-        self._registry.remove(record)
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
         """Create an empty session with the owner's prefix store. settings: replace the engine's."""

@@ -103,7 +103,7 @@ class SessionRegistry:
             self.policy.require_session_slot(self.owned_by(owner))
         if not is_valid_owner(owner):
             raise InvalidArgument(f"an owner must be 1 to 64 of a-z and 0-9; found {owner!r}")
-        name = name or f"s-{secrets.token_hex(8)}"
+        name = name or _new_name()
         file = None
         if named and self._folder is not None:
             file = SessionFile(SessionFolder(self._folder / owner), name)
@@ -126,6 +126,23 @@ class SessionRegistry:
         record.session, record.removed = None, True
         if record.file is not None:
             record.file.remove()
+
+    def remove_name(self, record: SessionRecord) -> None:
+        """Make a session unnamed and delete its file. An empty one is removed. Raises Busy."""
+        session = record.session
+        self.remove(record)
+        if session is not None and session.cache.cells:
+            unnamed = replace(
+                record,
+                name=_new_name(),
+                named=False,
+                file=None,
+                session=session,
+                notes={},
+                pinned=False,
+                removed=False,
+            )
+            self._records[unnamed.owner, unnamed.name] = unnamed
 
     # Within the memory limit
 
@@ -299,3 +316,7 @@ class SessionSaver:
             record.mark_saved(revision)
         else:  # tried again when it has changed, or when it is evicted
             _log.error("session %r could not be saved: %s", record.name, error)
+
+
+def _new_name() -> str:
+    return f"s-{secrets.token_hex(8)}"

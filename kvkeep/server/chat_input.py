@@ -91,6 +91,7 @@ async def chat_input(
     """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`."""
     renderer = context.service.model.renderer
     prompt = await to_thread(renderer.render, chat, options)  # a long text would block the loop
+    context.notices.warn(*prompt.warnings)
     return ChatInput(chat, prompt, renderer, context)
 
 

@@ -89,6 +89,75 @@ def test_a_response_with_store_false_is_not_found(
     assert created.id not in names
 
 
+@pytest.mark.parametrize("ending", ["not stored", "hung up"])
+def test_the_next_prompt_reuses_the_cells_of_a_response_that_is_not_kept(
+    client: openai.OpenAI, server: RunningServer, ending: str
+) -> None:
+    question = {"role": "user", "content": f"Count to 50. ({ending}) " + "one two three " * 60}
+    if ending == "not stored":
+        first = create(client, [question], store=False)
+        turns, reused_at_least = [question, *first.output], first.usage.total_tokens - 1
+    else:
+        stream = create(client, [question], stream=True, max_output_tokens=1000)
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                break
+        stream.close()
+        while server.service.engine.totals().result().running:
+            time.sleep(0.01)
+        turns, reused_at_least = [question], 128
+    after = create(client, [*turns, {"role": "user", "content": "Thanks."}], store=False)
+    assert after.usage.input_tokens_details.cached_tokens >= reused_at_least
+
+
+def test_input_items_are_listed_in_pages_and_can_be_referred_to(client: openai.OpenAI) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    question = {"type": "input_text", "text": QUESTION}
+    first = create(client, [{"role": "user", "content": [image, question]}])
+    second = create(client, "And of Italy?", previous_response_id=first.id)
+    items = client.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in items] == ["message"] * 3
+    assert items[0].content[0].image_url == ""  # type: ignore[union-attr]
+    assert items[1].id == first.output[0].id
+    page = client.responses.input_items.list(second.id, order="asc", limit=1, after=items[0].id)
+    assert (page.data, page.has_more) == ([items[1]], True)
+    newest = client.responses.input_items.list(second.id).data
+    assert newest == items[::-1]
+    references = [{"type": "item_reference", "id": item.id} for item in items]
+    assert create(client, references).output_text == second.output_text
+
+
+def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
+    include: Any = ["message.output_text.logprobs"]
+    whole = create(client, include=include, top_logprobs=2).output[0].content[0]
+    assert "".join(token.token for token in whole.logprobs).startswith(whole.text)
+    assert all(len(token.top_logprobs) == 2 for token in whole.logprobs)
+    events = list(create(client, include=include, top_logprobs=2, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [token.token for event in deltas for token in event.logprobs]
+    assert streamed == [token.token for token in whole.logprobs]
+
+
+def test_hosted_tools_are_skipped(client: openai.OpenAI) -> None:
+    expected = create(client)
+    tools: Any = [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}]
+    assert create(client, tools=tools).output_text == expected.output_text
+
+
+def test_calls_of_a_namespace_are_given_back_in_it(client: openai.OpenAI) -> None:
+    member = {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+    }
+    tools: Any = [{"type": "namespace", "name": "sky", "description": "", "tools": [member]}]
+    params = {"tools": tools, "tool_choice": "required", "max_output_tokens": 60}
+    (call,) = create(client, "How is the weather?", **params).output
+    assert (call.name, call.namespace) == ("weather", "sky")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
+    assert create(client, [{"role": "user", "content": "?"}, call, result], tools=tools).output
+
+
 def test_json_schema_and_required_tool_are_followed(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
@@ -152,7 +221,9 @@ def test_cancelling_or_disconnecting_ends_the_generation(
         {"max_output_tokens": 0},
         {"text": {"format": {"type": "json_schema"}}},
         {"text": {"format": {"type": "xml"}}},
-        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "namespace"}]},
+        {"tool_choice": "required"},
+        {"input": [{"type": "item_reference", "id": "msg_0"}]},
         {"truncation": "some"},
     ],
     ids=repr,

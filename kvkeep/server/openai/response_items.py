@@ -1,140 +1,283 @@
-"""Requests and items of OpenAI's responses: messages, tool calls and their results."""
+"""Items of a response: their generation and the events of their streaming; the response object."""
 
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from pydantic import Field
+from pydantic_core import from_json
 
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.openai_responses import (
+    format_generated_call,
+    new_item_id,
+    output_message,
+    reasoning_item,
+)
+from kvkeep.chat.openai_tools import client_types
+from kvkeep.chat.output import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    GeneratedCall,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+)
 from kvkeep.engine import Finished
-from kvkeep.errors import InvalidArgument
-from kvkeep.server.grammar import ANY_OBJECT
-from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
-from kvkeep.server.tools import ParsedCall, Tools, validate_tools
+from kvkeep.server.openai.response_request import ResponsesRequest
 
-ID_PATTERN = r"^resp_[0-9a-f]{24}$"
+ItemEvent = tuple[str, dict[str, Any]]  # type and fields
 _STATUSES = {"eos": "completed", "stop": "completed", "length": "incomplete", "full": "incomplete"}
+_ARGUMENT_EVENTS = {
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+_ARGUMENT_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
-class TextOptions(RequestBody):
-    format: dict[str, Any] | None = None
+class ResponseItems:
+    """The items of a response as they are generated, one open at a time.
+
+    Text of white space alone, before or between other items, is left out. Without parallel calls,
+    the response ends with its first call.
+    """
+
+    def __init__(self, request: ResponsesRequest, tools: Sequence[Tool]):
+        """tools: those that the model may call."""
+        self.items: list[dict[str, Any]] = []  # the last one may be open
+        self._tools, self._client_types = tools, client_types(request.tools)
+        self._summarizes = request.summarizes_reasoning
+        self._single_call = request.parallel_tool_calls is False
+        self._open_type = ""  # of the open item; "" if there is none
+        self._text = ""  # of the open message or reasoning, or the arguments of the open call
+        self._space = ""  # text that is left out unless more text follows
+        self._call = GeneratedCall("", "", "")  # the open one
+        self._sent_input = ""  # of the open custom call
+        self._ended = False  # by the only call
+        self._logprobs: list[dict[str, Any]] = []  # of the open message
+
+    def push(self, event: OutputEvent, logprobs: Sequence[Any] = ()) -> Iterator[ItemEvent]:
+        """Yield the events of a part of the answer. logprobs: of its tokens."""
+        if self._ended:
+            return
+        match event:
+            case TextDelta():
+                yield from self._push_text(event.text, logprobs)
+            case ReasoningDelta():
+                yield from self._push_reasoning(event.text)
+            case CallStarted():
+                yield from self._start_call(event)
+            case CallArguments():
+                self._text += event.delta
+                yield from self._argument_delta(event.delta)
+            case CallEnded():
+                yield from self._end_call(event.complete)
+                self._ended = self._single_call
+
+    def finish(self, status: str) -> Iterator[ItemEvent]:
+        """Yield the last events. An item that `status` "incomplete" cut off is so itself."""
+        if not self.items:
+            yield from self._open("message", output_message(""))
+            if self._space:
+                yield from self._text_delta(self._space, ())
+        if self._open_type in _ARGUMENT_FIELDS:
+            yield from self._end_call(complete=False)
+        yield from self._close(status)
+
+    # Text and reasoning
+
+    def _push_text(self, text: str, logprobs: Sequence[Any]) -> Iterator[ItemEvent]:
+        if self._open_type != "message":
+            text, self._space = self._space + text, ""
+            if not text.strip():
+                self._space = text
+                return
+            yield from self._close()
+            yield from self._open("message", output_message(""))
+        yield from self._text_delta(text, logprobs)
+
+    def _text_delta(self, text: str, logprobs: Sequence[Any]) -> Iterator[ItemEvent]:
+        self._text += text
+        self._logprobs += logprobs
+        yield self._event("output_text.delta", content_index=0, delta=text, logprobs=[*logprobs])
+
+    def _push_reasoning(self, text: str) -> Iterator[ItemEvent]:
+        if self._open_type != "reasoning":
+            yield from self._close()
+            yield from self._open("reasoning", self._reasoning_item(""))
+        self._text += text
+        name, index = self._reasoning_names()
+        yield self._event(f"{name}.delta", **index, delta=text)
+
+    def _reasoning_names(self) -> tuple[str, dict[str, int]]:
+        """Return the name of the events of reasoning's text, and the field with its index."""
+        if self._summarizes:
+            return "reasoning_summary_text", {"summary_index": 0}
+        return "reasoning_text", {"content_index": 0}
+
+    def _reasoning_item(self, text: str) -> dict[str, Any]:
+        item = reasoning_item(text)
+        if not self._summarizes:
+            return item
+        return {**item, "summary": [{"type": "summary_text", "text": text}], "content": []}
+
+    # Calls
+
+    def _start_call(self, event: CallStarted) -> Iterator[ItemEvent]:
+        yield from self._close()
+        self._call, self._text, self._sent_input = GeneratedCall(event.id, event.name, ""), "", ""
+        item = self._format_call()
+        self._open_type = item["type"]
+        if self._open_type in _ARGUMENT_FIELDS:
+            item[_ARGUMENT_FIELDS[self._open_type]] = ""
+            yield self._add(item)
+
+    def _format_call(self) -> dict[str, Any]:
+        return format_generated_call(self._call, self._tools, self._client_types)
+
+    def _argument_delta(self, delta: str) -> Iterator[ItemEvent]:
+        if self._open_type == "custom_tool_call":
+            delta = self._input_delta(_partial_input(self._text))
+        if delta and self._open_type in _ARGUMENT_EVENTS:
+            yield self._event(f"{_ARGUMENT_EVENTS[self._open_type]}.delta", delta=delta)
+
+    def _input_delta(self, text: str) -> str:
+        """Return what a custom tool's input has in addition to what was sent."""
+        if not text.startswith(self._sent_input):
+            return ""
+        delta = text[len(self._sent_input) :]
+        self._sent_input = text
+        return delta
+
+    def _end_call(self, complete: bool) -> Iterator[ItemEvent]:
+        self._call = GeneratedCall(self._call.id, self._call.name, self._text, complete)
+        item, item_type = self._format_call(), self._open_type
+        if item_type not in _ARGUMENT_FIELDS:
+            yield self._add(item)
+        else:
+            item["id"] = self.items[-1]["id"]
+            self.items[-1] = item
+            field, event = _ARGUMENT_FIELDS[item_type], _ARGUMENT_EVENTS[item_type]
+            if item_type == "custom_tool_call" and not complete:
+                item["input"] = self._sent_input
+            if item_type == "custom_tool_call" and (delta := self._input_delta(item["input"])):
+                yield self._event(f"{event}.delta", delta=delta)
+            yield self._event(f"{event}.done", name=item["name"], **{field: item[field]})
+        self._open_type = ""
+        yield self._item_event("done")
+
+    # The open item
+
+    def _open(self, item_type: str, item: dict[str, Any]) -> Iterator[ItemEvent]:
+        self._open_type, self._text, self._logprobs = item_type, "", []
+        empty_lists: dict[str, Any] = {
+            field: [] for field in ("content", "summary") if field in item
+        }
+        yield self._add({**item, **empty_lists})
+        if item.get("summary"):
+            (part,) = item["summary"]
+            yield self._event("reasoning_summary_part.added", summary_index=0, part=part)
+        else:
+            (part,) = item["content"]
+            yield self._event("content_part.added", content_index=0, part=part)
+
+    def _add(self, item: dict[str, Any]) -> ItemEvent:
+        """Append an item as it begins."""
+        item = {"id": new_item_id(item["type"]), **item, "status": "in_progress"}
+        self.items.append(item)
+        return self._item_event("added")
+
+    def _close(self, status: str = "completed") -> Iterator[ItemEvent]:
+        """End the open message or reasoning."""
+        self._space = ""
+        if self._open_type == "message":
+            item = output_message(self._text)
+            (part,) = item["content"]
+            part["logprobs"] = self._logprobs
+            fields = {"text": self._text, "logprobs": self._logprobs}
+            yield self._event("output_text.done", content_index=0, **fields)
+            yield self._event("content_part.done", content_index=0, part=part)
+        elif self._open_type == "reasoning":
+            item = self._reasoning_item(self._text)
+            name, index = self._reasoning_names()
+            yield self._event(f"{name}.done", **index, text=self._text)
+            part = (item["summary"] or item["content"])[0]
+            part_event = "reasoning_summary_part" if self._summarizes else "content_part"
+            yield self._event(f"{part_event}.done", **index, part=part)
+        else:
+            return
+        self._open_type = ""
+        self.items[-1] = {"id": self.items[-1]["id"], **item, "status": status}
+        yield self._item_event("done")
+
+    def _item_event(self, name: str) -> ItemEvent:
+        fields = {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+        return f"response.output_item.{name}", fields
+
+    def _event(self, name: str, /, **fields: Any) -> ItemEvent:
+        """Return an event of the last item."""
+        location = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return f"response.{name}", {**location, **fields}
 
 
-class ResponsesRequest(SamplingParams):
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS)] = None
-    store: bool | None = None
-    stream: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
-    return_progress: bool = False
-    timings_per_token: bool = False
-
-    def validate_tools(self) -> Tools:
-        """Validate the tools. In chats, a function's fields are one level deeper than here."""
-        entries = []
-        for tool in self.tools or ():
-            fields = ("name", "description", "parameters")
-            function = {key: tool[key] for key in fields if tool.get(key) is not None}
-            entries.append({"type": tool.get("type"), "function": function})
-        return validate_tools(entries, self.tool_choice)
-
-    def text_format(self) -> dict[str, Any]:
-        return (self.text.format if self.text else None) or {"type": "text"}
-
-    def output_schema(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that the output must follow; None for any text."""
-        text_format = self.text_format()
-        format_type, schema = text_format.get("type"), text_format.get("schema")
-        if format_type == "json_schema" and not isinstance(schema, dict):
-            raise InvalidArgument("text.format.schema must be a JSON schema")
-        if format_type not in ("text", "json_object", "json_schema"):
-            raise InvalidArgument(f"text.format.type {format_type!r} is not supported")
-        return {"text": None, "json_object": ANY_OBJECT, "json_schema": schema}[format_type]
-
-    def system_messages(self) -> list[dict[str, Any]]:
-        return [{"role": "system", "content": self.instructions}] if self.instructions else []
-
-    def input_messages(self) -> list[dict[str, Any]]:
-        """Return the input as chat messages. Raises InvalidArgument for unknown items."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        if not self.input:
-            raise InvalidArgument("input must be text, or a list of items")
-        return [_input_message(index, item) for index, item in enumerate(self.input)]
+def _partial_input(arguments: str) -> str:
+    """Return the text in the beginning of a custom call's arguments."""
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return ""
+    text = value.get("input") if isinstance(value, Mapping) else None
+    return text if isinstance(text, str) else ""
 
 
-def _input_message(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
-    item_type = item.get("type", "message")
-    if item_type == "message":
-        return {"role": item.get("role"), "content": item.get("content")}
-    if item_type == "function_call":
-        function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", "{}"))}
-        call = {"type": "function", "id": item.get("call_id"), "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if item_type == "function_call_output":
-        return {"role": "tool", "content": str(item.get("output", ""))}
-    raise InvalidArgument(
-        f"input[{index}] must be a message, a function_call or a function_call_output; "
-        f"found {item_type or item!r}"
-    )
+def final_fields(finished: Finished, prepared_tokens: int, reasoning_tokens: int) -> dict[str, Any]:
+    """Return status and usage.
 
-
-def output_items(item_id: str, text: str, calls: Sequence[ParsedCall]) -> list[dict[str, Any]]:
-    """Return the generated text and calls as items. item_id: of the message with the text."""
-    items = [message_item(item_id, text)] if text or not calls else []
-    for call in calls:
-        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id}
-        fields = {"status": "completed", "name": call.name, "arguments": call.arguments}
-        items.append({**item, **fields})
-    return items
-
-
-def message_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
-    content = [text_part(text)] if status == "completed" else []
-    fields = {"id": item_id, "type": "message", "role": "assistant", "status": status}
-    return {**fields, "content": content}
-
-
-def text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
-
-
-def final_fields(finished: Finished, cached_tokens: int) -> dict[str, Any]:
-    """Return status and usage. cached_tokens: first ones of the prompt, not in `finished.usage`."""
-    status, prompt_tokens = _STATUSES[finished.reason], cached_tokens + finished.usage.prompt
+    prepared_tokens: first ones of the prompt that the session held, not in `finished.usage`.
+    """
+    status, usage = status_of(finished), finished.usage
+    prompt_tokens = prepared_tokens + usage.prompt
     incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    usage = {
-        "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached_tokens},
-        "output_tokens": finished.usage.generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt_tokens + finished.usage.generated,
+    return {
+        "status": status,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "incomplete_details": incomplete_details,
+        "usage": {
+            "input_tokens": prompt_tokens,
+            "input_tokens_details": {"cached_tokens": prepared_tokens + usage.reuse.tokens},
+            "output_tokens": usage.generated,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": prompt_tokens + usage.generated,
+        },
     }
-    return {"status": status, "incomplete_details": incomplete_details, "usage": usage}
+
+
+def status_of(finished: Finished) -> str:
+    return _STATUSES[finished.reason]
 
 
 def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[str, Any]:
     """Return the response object of a request that has just begun."""
     fields = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
+    fields |= {"max_tool_calls", "top_logprobs"}
+    options = body.reasoning
     return {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
+        "background": False,
         "error": None,
         "incomplete_details": None,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
-        "parallel_tool_calls": True,
-        "store": body.store is not False,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {
+            "effort": options.effort if options else None,
+            "summary": options.summary if options else None,
+        },
+        "store": body.stores,
         "text": {"format": body.text_format()},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],

@@ -1,48 +1,52 @@
 """`/v1/responses`: stored responses that others can continue.
 
 A response is a session of the engine. A response that continues it is a fork, so any number may.
-The fork keeps the longest prefix of the new prompt that the parent holds.
+The fork keeps the longest prefix of the new prompt that the parent holds. A response that is not
+stored, or that ends early, leaves an unnamed session, whose cells the owner's next prompt reuses.
 """
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 from asyncio import wrap_future
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
-from kvkeep.engine import GenerationRequest, PrefillProgress
-from kvkeep.errors import ContextFull, KvkeepError, NoSuchSession
-from kvkeep.server.errors import ApiError, api_error_for
-from kvkeep.server.generation import constrain, prompt_ids
+from kvkeep.chat.openai_responses import parse_chat
+from kvkeep.chat.openai_tools import hosted_tools
+from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
+from kvkeep.errors import ContextFull, KvkeepError
+from kvkeep.server.chat_input import ChatInput, chat_input
+from kvkeep.server.errors import api_error_for
+from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
-from kvkeep.server.openai import response_items as items
-from kvkeep.server.openai.response_items import ID_PATTERN, ResponsesRequest
+from kvkeep.server.openai import stored_items
+from kvkeep.server.openai.response_items import ResponseItems, final_fields, new_response
+from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
+from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
 from kvkeep.server.overflow import overflow_error, require_prompt_fits
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
-from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import Tools
+from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
+from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = APIRouter()
 _ResponseId = Annotated[str, Path(alias="response", pattern=ID_PATTERN)]
-_RESPONSE_NOTE, _MESSAGES_NOTE = "response", "messages"  # keys of a session's notes
 
 
 @dataclass
 class _PendingResponse:
     request: ResponsesRequest
-    response: dict[str, Any]  # the response object so far; its id is the session's name
-    messages: list[dict[str, Any]]  # the conversation that it answers
-    cached_tokens: int  # first tokens of the prompt that the session held already
+    response: dict[str, Any]  # the response object so far
+    items: list[dict[str, Any]]  # the conversation that it answers
+    session_name: str | None  # None for an unnamed session
+    prepared_tokens: int  # first tokens of the prompt that the session held already
     stream: GenerationStream
-    tools: Tools
-    message_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    reading: ResponseReading
 
 
 @router.post("/v1/responses", response_model=None, responses=JSON_OR_EVENTS)
@@ -50,36 +54,48 @@ class _PendingResponse:
 async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate a response, optionally continuing an earlier one."""
     RESPONSES_RULES.check(body, context.notices)
+    context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
     pending = await _start(body, context)
     if body.stream:
         return sse_response(_events(pending, context))
     try:
         (result,) = await context.collect(pending.stream)
+        pending.reading.push_all([*result.tokens, result.finished])
+        return await _complete(pending, result.finished, context)
     except BaseException:
-        await _discard(pending.response["id"], context)
+        await asyncio.shield(_abandon(pending, context))
         raise
-    return await _complete(pending, result, context)
 
 
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: ResponsesRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of the prompt without evaluating it."""
-    tools = body.validate_tools()
-    messages = [*body.system_messages(), *await _conversation(body, context)]
-    ids = await prompt_ids(context, messages, tools)
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+    _, prompt = await _prompt(body, context)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
 @router.get("/v1/responses/{response}")
 async def retrieve(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
     """Return a stored response."""
-    return dict((await _stored_notes(response_id, context))[_RESPONSE_NOTE])
+    return await stored_items.stored_response(response_id, context)
+
+
+@router.get("/v1/responses/{response}/input_items")
+async def input_items(
+    response_id: _ResponseId,
+    context: ContextDep,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """List the items that a stored response answered, with those of earlier responses."""
+    return await stored_items.input_page(response_id, after, limit, order == "desc", context)
 
 
 @router.delete("/v1/responses/{response}")
 async def delete(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
     """Delete a stored response; responses that continue it are kept."""
-    await _stored_notes(response_id, context)
+    await stored_items.stored_response(response_id, context)
     await wrap_future(context.engine.delete(response_id, context.owner))
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -94,132 +110,131 @@ async def cancel(response_id: _ResponseId, context: ContextDep) -> dict[str, Any
     return {**pending.response, "status": "cancelled"}
 
 
+async def _prompt(
+    body: ResponsesRequest, context: RequestContext
+) -> tuple[list[dict[str, Any]], ChatInput]:
+    """Return the items that the response answers, and the prompt."""
+    items = await stored_items.conversation(body.input, body.previous_response_id, context)
+    chat = parse_chat(
+        {**body.model_dump(include={"instructions", "tools", "tool_choice"}), "input": items}
+    )
+    return items, await chat_input(context, chat, body.render_options())
+
+
 async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingResponse:
-    """Fork the previous response's session, if any, and submit the prompt in it."""
-    service, engine, owner = context.service, context.engine, context.owner
-    tools, schema = body.validate_tools(), body.output_schema()
-    response_id = f"resp_{secrets.token_hex(12)}"
-    messages = await _conversation(body, context)
-    ids = await prompt_ids(context, [*body.system_messages(), *messages], tools)
-    (sampling,) = constrain(context, body.samplings(context.default_sampling), tools, schema)
-    context_size = service.context_size
-    require_prompt_fits(service, len(ids))
-    if body.truncation == "disabled" and len(ids) + (body.max_output_tokens or 1) > context_size:
-        raise overflow_error(service, len(ids))
-    if body.previous_response_id is not None:
-        fork = engine.fork(body.previous_response_id, owner, new_name=response_id, notes={})
-        await wrap_future(fork)
+    """Prepare the response's session, and start the generation in it."""
+    service, owner, schema = context.service, context.owner, body.output_schema()
+    items, prompt = await _prompt(body, context)
+    (sampling,) = prompt.constrain(body.samplings(context.default_sampling), schema)
+    require_prompt_fits(service, len(prompt.ids))
+    context_length = len(prompt.ids) + (body.max_output_tokens or 1)
+    if body.truncation == "disabled" and context_length > service.context_size:
+        raise overflow_error(service, len(prompt.ids))
+    response = new_response(f"resp_{secrets.token_hex(12)}", body, service.model_name)
+    name = response["id"] if body.stores or body.previous_response_id else None
     try:
-        cached_tokens = await wrap_future(engine.prepare(ids, response_id, owner))
-        max_tokens = service.max_tokens(body.max_output_tokens)
-        request = GenerationRequest(tuple(ids[cached_tokens:]), max_tokens, sampling)
-        stream = await context.generate(request, response_id)
-    except ContextFull as error:
-        await _discard(response_id, context)
-        raise overflow_error(service, len(ids)) from error
-    except BaseException:
-        await _discard(response_id, context)
+        prepared_tokens = await _prepare(body, name, prompt.ids, context) if name else 0
+        request = GenerationRequest(
+            tuple(prompt.ids[prepared_tokens:]),
+            service.max_tokens(body.max_output_tokens),
+            sampling,
+            logprobs=body.logprob_count,
+        )
+        stream = await _submit(request, name, STREAM_PATIENCE if body.stream else None, context)
+    except BaseException as error:
+        if name:
+            await asyncio.shield(_remove_name(name, context))
+        if isinstance(error, ContextFull):
+            raise overflow_error(service, len(prompt.ids)) from error
         raise
-    response = items.new_response(response_id, body, service.model_name)
-    pending = _PendingResponse(body, response, messages, cached_tokens, stream, tools)
-    service.pending_responses[owner, response_id] = pending
+    response_items = ResponseItems(body, prompt.chat.callable_tools)
+    reading = ResponseReading(prompt.new_reader(), response_items, context.tokenizer)
+    pending = _PendingResponse(body, response, items, name, prepared_tokens, stream, reading)
+    service.pending_responses[owner, response["id"]] = pending
     return pending
 
 
+async def _prepare(
+    body: ResponsesRequest, name: str, ids: list[int], context: RequestContext
+) -> int:
+    """Create the response's session, a fork of the previous response's if there is one.
+
+    Returns how many of the prompt's first tokens it holds.
+    """
+    engine, owner, previous_name = context.engine, context.owner, body.previous_response_id
+    if previous_name is not None:
+        await wrap_future(engine.fork(previous_name, owner, new_name=name, notes={}))
+    return await wrap_future(engine.prepare(ids, name, owner))
+
+
+async def _submit(
+    request: GenerationRequest, name: str | None, patience: float | None, context: RequestContext
+) -> GenerationStream:
+    stream = GenerationStream(1)
+    (listener,) = stream.listeners
+    submit = partial(context.engine.submit, request, name, context.owner, listener)
+    await context.start(stream, [submit], patience)
+    return stream
+
+
 async def _complete(
-    pending: _PendingResponse, result: GenerationResult, context: RequestContext
+    pending: _PendingResponse, finished: Finished, context: RequestContext
 ) -> dict[str, Any]:
-    """Return the complete response; store it in its session's notes unless `store` is false."""
-    text, calls = pending.tools.parse(result.text)
-    output = items.output_items(pending.message_id, text, calls)
-    final_fields = items.final_fields(result.finished, pending.cached_tokens)
-    response = {**pending.response, "output": output, **final_fields}
-    response_id = response["id"]
-    context.service.pending_responses.pop((context.owner, response_id), None)
-    if not response["store"]:
-        await _discard(response_id, context)
-        return response
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = [call.openai_entry() for call in calls]
-    notes = {_RESPONSE_NOTE: response, _MESSAGES_NOTE: [*pending.messages, message]}
-    await wrap_future(context.engine.set_notes(response_id, context.owner, notes))
+    """Return the complete response; store it unless `store` is false."""
+    reading, prepared_tokens = pending.reading, pending.prepared_tokens
+    fields = final_fields(finished, prepared_tokens, reading.reasoning_tokens)
+    response = {**pending.response, "output": reading.output, **fields}
+    if pending.request.stores:
+        await stored_items.store_response(response, pending.items, context)
+        context.service.pending_responses.pop((context.owner, response["id"]), None)
+    else:
+        await _abandon(pending, context)
     return response
 
 
 async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIterator[bytes]:
-    """Yield text as it is generated; with tools, all items at the end, once calls are parsed."""
-    sequence_numbers, completed, request = itertools.count(), False, pending.request
-    message_id, streams_text = pending.message_id, not pending.tools
-    generation, result = pending.stream.generations[0], pending.stream.results[0]
-    location = {"item_id": message_id, "output_index": 0, "content_index": 0}
-
-    def encode(event_type: str, **data: Any) -> bytes:
-        fields = {"type": event_type, "sequence_number": next(sequence_numbers), **data}
-        return sse_event(fields, event_type)
-
+    """Yield the events of a stream."""
+    encode, request, completed = EventEncoder().encode, pending.request, False
+    reading, stream, response = pending.reading, pending.stream, pending.response
     try:
-        yield encode("response.created", response=pending.response)
-        yield encode("response.in_progress", response=pending.response)
-        if streams_text:
-            empty_item = items.message_item(message_id, "", "in_progress")
-            yield encode("response.output_item.added", output_index=0, item=empty_item)
-            yield encode("response.content_part.added", **location, part=items.text_part(""))
-        async for _, event in pending.stream:
+        yield encode("response.created", response=response)
+        yield encode("response.in_progress", response=response)
+        async for _, event in stream:
             if isinstance(event, PrefillProgress):
                 if request.return_progress:
                     progress = {"prompt_progress": llamacpp_progress(event)}
-                    yield encode("response.in_progress", response=pending.response, **progress)
-            elif event.text and streams_text:
-                delta: dict[str, Any] = {"delta": event.text, "logprobs": []}
-                if request.timings_per_token:
-                    delta["timings"] = llamacpp_timings(generation.usage)
-                yield encode("response.output_text.delta", **location, **delta)
-        response = await _complete(pending, result, context)
+                    yield encode("response.in_progress", response=response, **progress)
+                continue
+            timings = {}
+            if request.timings_per_token:
+                timings = {"timings": llamacpp_timings(stream.generations[0].usage)}
+            for event_type, fields in reading.push(event):
+                yield encode(event_type, **fields, **timings)
+        finished = stream.results[0].finished
+        response = await _complete(pending, finished, context)
         completed = True
-        if streams_text:
-            yield encode("response.output_text.done", **location, text=result.text, logprobs=[])
-            part = items.text_part(result.text)
-            yield encode("response.content_part.done", **location, part=part)
-        for index, item in enumerate(response["output"]):
-            if not streams_text:
-                yield encode("response.output_item.added", output_index=index, item=item)
-            yield encode("response.output_item.done", output_index=index, item=item)
-        timings = llamacpp_timings(result.finished.usage)
-        yield encode(f"response.{response['status']}", response=response, timings=timings)
-    except Exception as error:  # the status is already sent: the last event reports the error
+        timings = {"timings": llamacpp_timings(finished.usage)}
+        yield encode(f"response.{response['status']}", response=response, **timings)
+    except Exception as error:  # the status is already sent: the last events report the error
         api_error = api_error_for(error)
-        fields = {"message": api_error.message, "param": api_error.param}
-        yield encode("error", code=api_error.error_type, **fields)
+        code = str(api_error.code or api_error.error_type)
+        yield encode("error", code=code, message=api_error.message, param=api_error.param)
+        failure = {"code": code, "message": api_error.message}
+        failed = {**response, "status": "failed", "error": failure, "output": reading.output}
+        yield encode("response.failed", response=failed)
     finally:
         if not completed:
-            await asyncio.shield(_discard(pending.response["id"], context))
+            await asyncio.shield(_abandon(pending, context))
 
 
-async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, Any]:
-    """Return the notes with a finished response. Raises ApiError (404) if there is none."""
-    try:
-        record = await wrap_future(context.engine.find(response_id, context.owner))
-    except NoSuchSession:
-        message = f"there is no response {response_id!r}"
-        raise ApiError(404, message, "not_found_error") from None
-    if _RESPONSE_NOTE not in record.notes:
-        raise ApiError(404, f"response {response_id!r} is still in progress", "not_found_error")
-    return record.notes
+async def _abandon(pending: _PendingResponse, context: RequestContext) -> None:
+    """Cancel a response if it is still in progress, and make its session unnamed."""
+    context.service.pending_responses.pop((context.owner, pending.response["id"]), None)
+    pending.stream.cancel()
+    if pending.session_name is not None:
+        await _remove_name(pending.session_name, context)
 
 
-async def _conversation(body: ResponsesRequest, context: RequestContext) -> list[dict[str, Any]]:
-    """Return the conversation with the request's input, without system messages."""
-    if body.previous_response_id is None:
-        return body.input_messages()
-    notes = await _stored_notes(body.previous_response_id, context)
-    return [*notes[_MESSAGES_NOTE], *body.input_messages()]
-
-
-async def _discard(response_id: str, context: RequestContext) -> None:
-    """Remove a response's session, and cancel its generation if it is still running."""
-    pending = context.service.pending_responses.pop((context.owner, response_id), None)
-    if pending is not None:
-        pending.stream.cancel()
+async def _remove_name(name: str, context: RequestContext) -> None:
     with contextlib.suppress(KvkeepError):
-        await wrap_future(context.engine.discard(response_id, context.owner))
+        await wrap_future(context.engine.remove_name(name, context.owner))

@@ -1,0 +1,84 @@
+"""Bodies of requests of OpenAI's Responses API."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvkeep.chat.renderer import RenderOptions
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
+
+ID_PATTERN = r"^resp_[0-9a-f]{24}$"
+_LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+_EFFORTS = {"minimal": "low", "xhigh": "high"}  # that templates do not know
+
+
+class TextOptions(RequestBody):
+    format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(RequestBody):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None  # an older name of `summary`
+
+
+class ResponsesRequest(SamplingParams):
+    input: str | list[dict[str, Any]]
+    instructions: str | list[dict[str, Any]] | None = None
+    previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS)] = None
+    max_tool_calls: int | None = None  # of hosted tools, which there are none of
+    store: bool | None = None
+    stream: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_progress: bool = False
+    timings_per_token: bool = False
+
+    @property
+    def stores(self) -> bool:
+        """Whether the response is kept for later requests."""
+        return self.store is not False
+
+    @property
+    def logprob_count(self) -> int | None:
+        """Return how many likely tokens are reported beside each token; None for no report."""
+        wanted = self.top_logprobs or _LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if wanted else None
+
+    @property
+    def summarizes_reasoning(self) -> bool:
+        """Whether clients expect reasoning as a summary, which is then the reasoning itself."""
+        options = self.reasoning or ReasoningOptions()
+        return bool(options.summary or options.generate_summary)
+
+    def render_options(self) -> RenderOptions:
+        effort = self.reasoning.effort if self.reasoning else None
+        return RenderOptions(
+            reasoning_effort=_EFFORTS.get(effort or "", effort),
+            template_kwargs=self.chat_template_kwargs or {},
+        )
+
+    def text_format(self) -> dict[str, Any]:
+        return (self.text.format if self.text else None) or {"type": "text"}
+
+    def output_schema(self) -> Mapping[str, Any] | None:
+        """Return the JSON schema that the output must follow; None for any text."""
+        text_format = self.text_format()
+        format_type, schema = text_format.get("type"), text_format.get("schema")
+        if format_type == "json_schema" and not isinstance(schema, dict):
+            raise InvalidArgument("text.format.schema must be a JSON schema")
+        if format_type not in ("text", "json_object", "json_schema"):
+            raise InvalidArgument(f"text.format.type {format_type!r:.100} is not supported")
+        return {"text": None, "json_object": ANY_OBJECT, "json_schema": schema}[format_type]

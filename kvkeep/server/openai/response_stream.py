@@ -1,0 +1,64 @@
+"""Reading of a response's generation: its items, and the events of its stream."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvkeep.chat.output import OutputEvent, ReasoningDelta, TextDelta
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.engine import Finished, GeneratedToken
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.openai.response_items import ItemEvent, ResponseItems, status_of
+from kvkeep.server.openai.usage import logprobs_entry
+from kvkeep.server.sse import sse_event
+
+
+class ResponseReading:
+    """Reads the tokens of a response, and makes its items of them."""
+
+    def __init__(self, reader: OutputReader, items: ResponseItems, codec: TextCodec):
+        self.reasoning_tokens = 0
+        self._reader, self._items, self._codec = reader, items, codec
+        self._tokens: list[GeneratedToken] = []  # whose text was not read so far
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """The items so far."""
+        return self._items.items
+
+    def push(self, event: GeneratedToken | Finished) -> Iterator[ItemEvent]:
+        """Yield the events of the stream that follow from the generation's next event."""
+        if isinstance(event, GeneratedToken):
+            self._tokens.append(event)
+            yield from self._push_outputs(self._reader.push(event.pieces))
+        else:
+            yield from self._push_outputs(self._reader.push([event.text]))
+            yield from self._push_outputs(self._reader.finish())
+            yield from self._items.finish(status_of(event))
+
+    def push_all(self, events: Iterable[GeneratedToken | Finished]) -> None:
+        """Read a whole generation."""
+        for event in events:
+            deque(self.push(event), maxlen=0)
+
+    def _push_outputs(self, events: list[OutputEvent]) -> Iterator[ItemEvent]:
+        for event in events:
+            tokens, self._tokens = self._tokens, []
+            if isinstance(event, ReasoningDelta):
+                self.reasoning_tokens += len(tokens)
+            logprobs = []
+            if isinstance(event, TextDelta):
+                logprobs = [logprobs_entry(self._codec, token) for token in tokens if token.logprob]
+            yield from self._items.push(event, logprobs)
+
+
+class EventEncoder:
+    """Encodes the events of one stream, numbered from 0."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def encode(self, event_type: str, **fields: Any) -> bytes:
+        data = {"type": event_type, "sequence_number": next(self._numbers), **fields}
+        return sse_event(data, event_type)

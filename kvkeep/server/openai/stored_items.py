@@ -1,0 +1,128 @@
+"""Stored responses: the notes of their sessions, their items, and conversations that go on."""
+
+from asyncio import wrap_future
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvkeep.chat.openai_chat import parse_messages
+from kvkeep.chat.openai_responses import format_messages, input_items, new_item_id
+from kvkeep.errors import NoSuchSession
+from kvkeep.server.errors import ApiError
+from kvkeep.server.service import RequestContext
+
+_RESPONSE_NOTE, _ITEMS_NOTE = "response", "input_items"  # keys of a session's notes
+_MESSAGES_NOTE = "messages"  # the conversation as chat messages, by earlier versions
+# Objects with the data of a file, which is not stored, and the fields of the data.
+_FILE_TYPES = frozenset(
+    ("computer_screenshot", "image_generation_call", "input_audio", "input_file", "input_image")
+)
+_DATA_FIELDS = frozenset(("data", "file_data", "result"))
+
+
+async def store_response(
+    response: Mapping[str, Any], items: Sequence[Mapping[str, Any]], context: RequestContext
+) -> None:
+    """Store a response and the items that it answers in the notes of its session."""
+    stored = [_stored_item(item) for item in items]
+    notes = {_RESPONSE_NOTE: dict(response), _ITEMS_NOTE: stored}
+    await wrap_future(context.engine.set_notes(response["id"], context.owner, notes))
+
+
+async def stored_response(response_id: str, context: RequestContext) -> dict[str, Any]:
+    """Return a stored response. Raises ApiError (404) if there is none."""
+    return dict((await _stored_notes(response_id, context))[_RESPONSE_NOTE])
+
+
+async def conversation(
+    value: Any, previous_id: str | None, context: RequestContext
+) -> list[dict[str, Any]]:
+    """Return the items that a response answers, references resolved.
+
+    value: the request's input. previous_id: of the response that it continues. Raises ApiError
+    (404) if there is none of this id, InvalidArgument for an input that is no list of items.
+    """
+    items = input_items(value)
+    if previous_id is not None:
+        items = [*await _items_through(previous_id, context), *items]
+    if not any(map(_is_reference, items)):
+        return items
+    records = await wrap_future(context.engine.sessions(context.owner))
+    stored = {item["id"]: item for record in records for item in _stored_items(record.notes)}
+    return [stored.get(item["id"], item) if _is_reference(item) else item for item in items]
+
+
+async def input_page(
+    response_id: str, after: str | None, limit: int, descending: bool, context: RequestContext
+) -> dict[str, Any]:
+    """Return a page of the items that a response answered. after: id of the item before it."""
+    notes = await _stored_notes(response_id, context)
+    items = list(notes.get(_ITEMS_NOTE, ()))
+    if descending:
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(400, f"after: response {response_id!r} has no item {after!r:.100}")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(items),
+    }
+
+
+async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, Any]:
+    """Return the notes with a finished response. Raises ApiError (404) if there is none."""
+    try:
+        record = await wrap_future(context.engine.find(response_id, context.owner))
+    except NoSuchSession:
+        message = f"there is no response {response_id!r}"
+        raise ApiError(404, message, "not_found_error") from None
+    if _RESPONSE_NOTE not in record.notes:
+        raise ApiError(404, f"response {response_id!r} is still in progress", "not_found_error")
+    return record.notes
+
+
+async def _items_through(response_id: str, context: RequestContext) -> list[dict[str, Any]]:
+    """Return the conversation up to and with a stored response."""
+    notes = await _stored_notes(response_id, context)
+    if _ITEMS_NOTE not in notes and _MESSAGES_NOTE in notes:
+        return format_messages(parse_messages(notes[_MESSAGES_NOTE]))
+    return _stored_items(notes)
+
+
+def _stored_items(notes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the items of a response in a session's notes: those that it answers, and its own."""
+    if _ITEMS_NOTE not in notes:
+        return []
+    return [*notes[_ITEMS_NOTE], *notes[_RESPONSE_NOTE]["output"]]
+
+
+def _is_reference(item: Mapping[str, Any]) -> bool:
+    item_type = item.get("type") or ("message" if "role" in item else "item_reference")
+    return item_type == "item_reference" and isinstance(item.get("id"), str)
+
+
+def _stored_item(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an item with an id, and without the data of images and files."""
+    item_type = item.get("type") or "message"
+    return {
+        **_without_data(item),
+        "type": item_type,
+        "id": item.get("id") or new_item_id(item_type),
+    }
+
+
+def _without_data(value: Any, in_file: bool = False) -> Any:
+    """Return a JSON value without the base64 data of files. in_file: whether it is part of one."""
+    if isinstance(value, list):
+        return [_without_data(entry, in_file) for entry in value]
+    if not isinstance(value, Mapping):
+        return "" if in_file and isinstance(value, str) and value.startswith("data:") else value
+    in_file = in_file or value.get("type") in _FILE_TYPES
+    return {
+        key: "" if in_file and key in _DATA_FIELDS else _without_data(entry, in_file)
+        for key, entry in value.items()
+    }
