@@ -167,7 +167,7 @@ def _parse_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
         )
     choice = ToolChoice(_MODES[kind])
     if kind == "tool":
-        choice = ToolChoice("required", (value.get("name"),))
+        choice = ToolChoice("required", (str(value.get("name")),))
     names = [tool.name for tool in tools]
     if choice.mode == "required" and not set(choice.names or names) & set(names):
         raise InvalidArgument(f"tool_choice: there is no such tool; the tools are {names}")

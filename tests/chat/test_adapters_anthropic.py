@@ -1,11 +1,13 @@
 """Conversations in Anthropic's form."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from chat.chats import chats
+from chat.chats import JSON_VALUES, chats
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvkeep.chat.anthropic_messages import (
     format_chat,
@@ -302,3 +304,26 @@ def test_an_answer_is_content_blocks() -> None:
     assert format_output(Output()) == [{"type": "text", "text": ""}]
     message = {"role": "assistant", "content": format_output(output)}
     assert parsed(message) == (output.message(),)
+
+
+ODD_VALUES = JSON_VALUES | st.sampled_from(["text", "image", "user", "tool_result", "any", "tool"])
+FIELDS = ["type", "role", "content", "text", "source", "input", "name", "id", "title", "thinking"]
+ODD_OBJECTS = st.recursive(
+    ODD_VALUES,
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@given(messages=ODD_OBJECTS, system=ODD_OBJECTS, tools=ODD_OBJECTS, choice=ODD_OBJECTS)
+def test_any_json_is_parsed_or_refused(messages: Any, system: Any, tools: Any, choice: Any) -> None:
+    for body in (
+        {"messages": messages},
+        {"messages": [{"role": "user", "content": messages}], "system": system},
+        {"messages": [{"role": "user", "content": [messages]}], "tools": tools},
+        {"messages": [{"role": "user", "content": ""}], "tools": [TOOL], "tool_choice": choice},
+    ):
+        with suppress(InvalidArgument):
+            hash(parse_chat(body).messages)

@@ -2,6 +2,7 @@
 
 from asyncio import to_thread
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,6 +12,8 @@ from kvkeep.chat.output import OutputEvent, TextDelta
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ollama.answers import NDJSON, AnswerFormat, ndjson_response
@@ -55,10 +58,8 @@ async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response
         )
     if not body.prompt and not body.suffix:
         return _loaded_response(body, answer)
-    if body.suffix:
-        raise InvalidArgument("suffix is not supported with this model: it has no FIM tokens")
     samplings = _options(body).samplings(context.default_sampling)
-    if not body.raw:
+    if not body.raw and not body.suffix:
         prompt = await chat_input(context, body.chat(), body.render_options())
         request = _generation_request(body, [*(body.context or ()), *prompt.ids], context)
         samplings = prompt.constrain(
@@ -66,12 +67,25 @@ async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response
         )
         stream = await start_generations(context, request, samplings, body.patience)
         return await _response(body, context, answer, stream, prompt.new_reader())
-    tokenizer = context.tokenizer
-    ids = await to_thread(tokenizer.encode, body.prompt or "", special=True)
-    request = _generation_request(body, [*(body.context or tokenizer.opening_ids), *ids], context)
+    ids, end_tokens = await to_thread(_plain_prompt, body, context.tokenizer)
+    request = replace(_generation_request(body, ids, context), end_tokens=end_tokens)
     samplings = constrain(context, samplings, schema=body.output_schema)
     stream = await start_generations(context, request, samplings, body.patience)
     return await _response(body, context, answer, stream, None)
+
+
+def _plain_prompt(
+    body: OllamaGenerateRequest, tokenizer: TextCodec
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return a prompt without a chat template, and the tokens that end its answer.
+
+    With a suffix, the model fills in the middle. Raises UnsupportedModel if it cannot.
+    """
+    text = body.prompt or ""
+    if body.suffix:
+        fim = FillInMiddle.of(tokenizer)
+        return fim.prompt(tokenizer, tokenizer.encode(text), body.suffix), fim.end_ids
+    return [*(body.context or tokenizer.opening_ids), *tokenizer.encode(text, special=True)], ()
 
 
 def _options(body: OllamaRequest) -> OllamaOptions:

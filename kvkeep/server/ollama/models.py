@@ -54,7 +54,7 @@ async def running_models(context: ContextDep) -> dict[str, Any]:
 async def show(body: ShowRequest, context: ContextDep) -> dict[str, Any]:
     """Describe the model."""
     service = context.service
-    spec, name = service.model.spec, body.model or body.name
+    spec, name = service.model.spec, body.name or body.model
     if name.removesuffix(_TAG) != service.model_name.removesuffix(_TAG):
         raise _no_model_error(name, service)
     try:
