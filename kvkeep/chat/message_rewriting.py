@@ -45,8 +45,15 @@ def rewrite_messages(
         if traits.text_with_calls == "dropped" and any(m.calls and m.text for m in result):
             warnings.append("messages: the chat template leaves out the text beside calls")
     for applies, rewrite, warning in (
+        (
+            takes_calls and not traits.lone_results,
+            _lone_results_as_text,
+            "a result without a call is a user's",
+        ),
+        (not traits.empty_answer, _without_empty_answers, "an empty answer is a space"),
         (not traits.system_midway, _without_later_system, "a later system message is a user's"),
         (not traits.system, _without_system, "the system text is part of the first user message"),
+        (not traits.system_alone, _user_after_system, "an empty user message is at the end"),
         (not traits.assistant_first, _user_first, "an empty user message precedes the assistant's"),
         (not traits.user_after_result, _text_in_result, "text after a result is part of it"),
     ):
@@ -79,12 +86,41 @@ def _with_description(messages: list[Message], tools: Sequence[Tool]) -> list[Me
 
 def _with_calls_as_text(message: Message) -> Message:
     if message.role == "tool":
-        texts = [
-            f"<tool_response>\n{content_text(result.content)}\n</tool_response>"
-            for result in message.results
-        ]
-        return Message("user", (TextPart("\n".join(texts)),))
+        return _results_as_text(message.results)
     return Message(message.role, tuple(_call_as_text(message.parts)))
+
+
+def _results_as_text(results: Iterable[ToolResult]) -> Message:
+    texts = [
+        f"<tool_response>\n{content_text(result.content)}\n</tool_response>" for result in results
+    ]
+    return Message("user", (TextPart("\n".join(texts)),))
+
+
+def _lone_results_as_text(messages: list[Message]) -> list[Message] | None:
+    """Make results whose call is not before them users' texts; None if there are none."""
+    result: list[Message] = []
+    known_ids: set[str] = set()
+    for message in messages:
+        known_ids.update(call.id for call in message.calls)
+        lone = [part for part in message.results if part.call_id not in known_ids]
+        if lone:
+            others = tuple(part for part in message.results if part.call_id in known_ids)
+            result += [Message("tool", others)] if others else []
+            message = _results_as_text(lone)
+        result.append(message)
+    return None if result == messages else result
+
+
+def _without_empty_answers(messages: list[Message]) -> list[Message] | None:
+    """Put a space into empty messages of the assistant; None if there are none."""
+    result = [
+        Message("assistant", (*message.parts, TextPart(" ")))
+        if message.role == "assistant" and not message.text and not message.calls
+        else message
+        for message in messages
+    ]
+    return None if result == messages else result
 
 
 def _call_as_text(parts: Iterable[Part]) -> Iterable[Part]:
@@ -140,6 +176,12 @@ def _without_system(messages: list[Message]) -> list[Message] | None:
     if messages[0].role != "system":
         return None
     return [Message("user", messages[0].parts), *messages[1:]]
+
+
+def _user_after_system(messages: list[Message]) -> list[Message] | None:
+    """Put an empty user message behind the system's, if that is all; else None."""
+    is_alone = [message.role for message in messages] == ["system"]
+    return [*messages, Message("user")] if is_alone else None
 
 
 def _user_first(messages: list[Message]) -> list[Message] | None:

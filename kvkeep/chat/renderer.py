@@ -13,6 +13,7 @@ from kvkeep.chat.message_rewriting import function_fields, rewrite_messages
 from kvkeep.chat.messages import Chat, Message, ToolCall, ToolResult, content_text
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.output_format import OutputFormat, detect_format
+from kvkeep.chat.prefill import open_reasoning, write_prefill
 from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
 from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
@@ -88,7 +89,7 @@ class ChatRenderer:
     def output_format(self) -> OutputFormat:
         """The format in which the model writes its answers."""
         try:
-            source = template_source(self._codec.folder)
+            source = template_source(self._codec.folder, with_tools=True)
         except UnsupportedModel:
             source = ""
         return detect_format(source, self._codec.control_texts)
@@ -113,11 +114,12 @@ class ChatRenderer:
         if continued is None:
             continued = last.role == "assistant" and not last.calls
         if continued:
-            text = self._render_unfinished(rendering, entries, last)
+            text, in_reasoning = self._render_unfinished(rendering, entries, last)
         else:
             text = rendering.render(entries)
+            in_reasoning = open_reasoning(self.output_format, text) is not None
         ids = self._codec.encode(text)
-        return RenderedPrompt(text, ids, self._ends_in_reasoning(text), tuple(warnings))
+        return RenderedPrompt(text, ids, in_reasoning, tuple(warnings))
 
     def new_call_id(self) -> str:
         """Return an id for a call, in the form that the template takes."""
@@ -127,39 +129,44 @@ class ChatRenderer:
 
     def _render_unfinished(
         self, rendering: "_Rendering", entries: list[dict[str, Any]], last: Message
-    ) -> ChatText:
-        """Render a conversation that ends inside the assistant's last message."""
+    ) -> tuple[ChatText, bool]:
+        """Render a conversation that ends inside the assistant's last message.
+
+        Returns whether it ends in reasoning too.
+        """
         if last.role != "assistant" or last.calls:
             raise InvalidArgument("to continue the last message, it must be the assistant's text")
-        text = last.text
-        marked = {**entries[-1], "content": self._content(text + _CONTINUATION_MARK)}
-        try:
-            rendered = rendering.render([*entries[:-1], marked], generation_prompt=False)
-        except InvalidArgument:
-            rendered = ChatText("", "")
-        before_mark, mark, _ = rendered.rpartition(_CONTINUATION_MARK)
-        keeps_reasoning = not last.reasoning or last.reasoning.strip() in before_mark
-        if mark and before_mark.endswith(text) and keeps_reasoning and (text or not last.reasoning):
-            sealed = rendered.sealed.rpartition(_CONTINUATION_MARK)[0]
-            return ChatText(before_mark, sealed)
-        # The template changes or drops the text: it follows where the answer would begin.
+        as_written = self._render_before_mark(rendering, entries, last)
+        if as_written is not None:
+            return as_written, open_reasoning(self.output_format, as_written) is not None
         if len(entries) == 1:
             raise InvalidArgument("the model's chat template cannot continue this first message")
         prompt = rendering.render(entries[:-1])
-        return prompt + self._reasoning_text(prompt, last) + text
+        if not last.text and not last.reasoning:
+            return prompt, open_reasoning(self.output_format, prompt) is not None
+        return write_prefill(self._codec, self.output_format, prompt, last)
 
-    def _reasoning_text(self, prompt: str, message: Message) -> str:
-        """Return a message's reasoning with its markers, as an answer to the prompt begins."""
-        if not message.reasoning or not self.output_format.reasoning:
-            return ""
-        markers = self.output_format.reasoning[0]
-        start = "" if self._ends_in_reasoning(prompt) else f"{markers.start}\n"
-        end = f"\n{markers.end}\n\n" if message.text else ""
-        return f"{start}{message.reasoning}{end}"
+    def _render_before_mark(
+        self, rendering: "_Rendering", entries: list[dict[str, Any]], last: Message
+    ) -> ChatText | None:
+        """Render up to the end of the last message's text; None if the template changes it."""
+        states_reasoning = last.text.lstrip().startswith(self._reasoning_starts)
+        if not last.text or states_reasoning:  # templates move, strip or drop reasoning
+            return None
+        marked = {**entries[-1], "content": self._content(last.text + _CONTINUATION_MARK)}
+        try:
+            rendered = rendering.render([*entries[:-1], marked], generation_prompt=False)
+        except InvalidArgument:
+            return None
+        before_mark, mark, _ = rendered.rpartition(_CONTINUATION_MARK)
+        has_reasoning = last.reasoning.strip() in before_mark
+        if not mark or not before_mark.endswith(last.text) or not has_reasoning:
+            return None
+        return ChatText(before_mark, rendered.sealed.rpartition(_CONTINUATION_MARK)[0])
 
-    def _ends_in_reasoning(self, prompt: str) -> bool:
-        end = prompt.rstrip()
-        return any(end.endswith(markers.start) for markers in self.output_format.reasoning)
+    @property
+    def _reasoning_starts(self) -> tuple[str, ...]:
+        return tuple(markers.start for markers in self.output_format.reasoning)
 
     def _entries(self, message: Message, names: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return a message in the form of templates; one for each result.

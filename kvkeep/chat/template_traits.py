@@ -25,17 +25,21 @@ class TemplateTraits:
 
     tools: descriptions of tools. calls: calls and their results, as messages of role "tool".
     calls_without_tools: also in a request that has no tools. parallel_calls: several calls in one
-    message, and their results. user_after_result: a user's message right behind results.
+    message, and their results. lone_results: results of calls that are not in the conversation.
+    user_after_result: a user's message right behind results.
     text_with_calls: the text of a message with calls, in it, or in a message of its own before it.
     """
 
     system: bool = True  # a system message at the start
     system_midway: bool = True  # and later
+    system_alone: bool = True  # and nothing else
     assistant_first: bool = True  # a conversation that the assistant begins
+    empty_answer: bool = True  # an assistant's message without content
     tools: bool = False
     calls: bool = False
     calls_without_tools: bool = False
     parallel_calls: bool = False
+    lone_results: bool = False
     user_after_result: bool = False
     text_with_calls: Literal["inside", "before", "dropped"] = "inside"
     reasoning: bool = False  # beside the last message's text
@@ -55,6 +59,7 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
     if not probe.renders([{**_USER, "content": _FOLLOWING}], _FOLLOWING):
         probe.text_parts = probe.renders([{**_USER, "content": _FOLLOWING}], _FOLLOWING, parts=True)
     calls = next(filter(None, map(probe.call_traits, _CALL_FORMS)), {})
+    call_first = calls.pop("call_first", True)
     system: Mapping[str, Any]
     system, later = ({"role": "system", "content": text} for text in (_SYSTEM, _LATER_SYSTEM))
     return TemplateTraits(
@@ -62,7 +67,12 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
         system=probe.renders([system, _USER], _SYSTEM)
         and probe.renders([system, _USER, _ANSWER, _USER, _ANSWER], _SYSTEM),
         system_midway=probe.renders([system, _USER, _ANSWER, later, _USER], _SYSTEM, _LATER_SYSTEM),
-        assistant_first=probe.renders([{**_ANSWER, "content": _FOLLOWING}, _USER], _FOLLOWING),
+        system_alone=probe.renders([system], _SYSTEM),
+        assistant_first=probe.renders([{**_ANSWER, "content": _FOLLOWING}, _USER], _FOLLOWING)
+        and call_first,
+        empty_answer=probe.renders(
+            [_USER, {**_ANSWER, "content": ""}, {**_USER, "content": _FOLLOWING}], _FOLLOWING
+        ),
         tools=probe.renders([_USER], _TOOL, tools=True),
         reasoning=probe.renders([_USER, {**_ANSWER, "reasoning_content": _REASONING}], _REASONING),
         text_parts=probe.text_parts,
@@ -117,6 +127,7 @@ class _Probe:
         both: Mapping[str, Any] = {**call_message, "tool_calls": [first, last]}
         parallel = [_USER, both, result, _result(_OTHER_RESULT, last)]
         following: Mapping[str, Any] = {"role": "user", "content": _FOLLOWING}
+        lone_result = {key: value for key, value in result.items() if key != "name"}
         return {
             "calls": True,
             "arguments": arguments,
@@ -125,6 +136,8 @@ class _Probe:
             "parallel_calls": self.renders(
                 parallel, _VALUE, _OTHER_VALUE, _RESULT, _OTHER_RESULT, tools=True
             ),
+            "lone_results": self.renders([_USER, lone_result], _RESULT, tools=True),
+            "call_first": self.renders([*exchange[1:], _USER], _VALUE, _RESULT, tools=True),
             "text_with_calls": self._text_with_calls(call_message, result),
             "user_after_result": self.renders(
                 [*exchange, following], _RESULT, _FOLLOWING, tools=True

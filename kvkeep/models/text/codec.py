@@ -147,6 +147,13 @@ class TextCodec:
         )
         return self._control_tokens.chat_text(validation.text("the chat", rendered))
 
+    def template_text(self, text: str) -> ChatText:
+        """Return a text in which the texts of control tokens are these tokens.
+
+        For text that no user wrote, to add to the result of `chat`.
+        """
+        return self._control_tokens.chat_text(text)
+
     def encode_unfinished_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,0 +1,159 @@
+"""Chat templates with the peculiarities of some families, and a codec for them."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from kvkeep.models.text.codec import TextCodec
+from tests.models.chat_templates import TEMPLATES
+
+CONTROL_TEXTS = ("<s>", "</s>", "<|start|>", "<|stop|>")
+
+# Writes arguments with `tojson`, which escapes them if they are text.
+QWEN25 = """\
+{%- if tools %}
+    {{- '<|start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- endif %}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n<tool_call>\\n</tool_call><|stop|>\\n" }}
+{%- elif messages[0]['role'] == 'system' %}
+    {{- '<|start|>system\\n' + messages[0]['content'] + '<|stop|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first)
+        or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|start|>' + message.role + '\\n' + message.content + '<|stop|>\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|start|>assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+            {{- tool_call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|stop|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|stop|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
+"""
+# Iterates over arguments, which fails if they are text.
+QWEN3_CODER = """\
+{%- for tool in tools or [] %}
+    {{- '<function><name>' + tool.function.name + '</name>' }}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for tool_call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n<function=' + tool_call.function.name + '>\\n' }}
+        {%- for name, value in tool_call.function.arguments|items %}
+            {{- '<parameter=' + name + '>\\n' }}
+            {{- value if value is string else value | tojson }}{{- '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
+"""
+# Has no system role and no tools, and requires that roles alternate.
+GEMMA2 = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {{- raise_exception('System role not supported') }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate') }}
+    {%- endif %}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+    {{- '<|start|>' + role + '\\n' + message['content'] | trim + '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>model\\n' }}{%- endif %}
+"""
+# Requires ids of nine letters and digits, no text right behind results, and no empty answer.
+MISTRAL_NEMO = """\
+{%- if messages[0].role == 'system' %}
+    {%- set system, messages = messages[0].content + '\\n\\n', messages[1:] %}
+{%- else %}{%- set system = '' %}{%- endif %}
+{%- set ns = namespace(index=0) %}
+{%- set last = messages | selectattr('role', 'equalto', 'user') | list | last %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+        {%- if (message.role == 'user') != (ns.index % 2 == 0) %}
+            {{- raise_exception('After the optional system message, roles must alternate') }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and message == last %}
+            {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST]' + (system if message == last else '') + message.content + '[/INST]' }}
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call IDs should be alphanumeric') }}
+            {%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+            {%- if not loop.last %}{{- ', ' }}{%- endif %}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'assistant' %}
+        {%- if not message.content %}
+            {{- raise_exception('Assistant message must have content or tool calls') }}
+        {%- endif %}
+        {{- message.content + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+            {{- raise_exception('Tool call IDs should be alphanumeric') }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content + ', "call_id": "' }}
+        {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+# Strips the reasoning of all answers, and begins an answer inside its reasoning.
+DEEPSEEK_R1 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|start|>assistant\\n' + message.content.split('</think>')[-1] + eos_token }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '\\n' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n<think>\\n' }}{%- endif %}
+"""
+ALL_TEMPLATES = {
+    **TEMPLATES,
+    "qwen2.5": QWEN25,
+    "qwen3-coder": QWEN3_CODER,
+    "gemma2": GEMMA2,
+    "mistral-nemo": MISTRAL_NEMO,
+    "deepseek-r1": DEEPSEEK_R1,
+}
+
+
+def write_codec(folder: Path, template: str, *control_texts: str) -> TextCodec:
+    """Write a tokenizer of all bytes and control tokens, with a template, and open it."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    texts = (*CONTROL_TEXTS, *control_texts)
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(template)
+    return TextCodec.open(folder)
