@@ -1,4 +1,4 @@
-"""The ASGI application: all APIs and the web UI over one service; health, model and metrics."""
+"""The ASGI application: all APIs and the web UI over one service; health and metrics."""
 
 import logging
 from asyncio import wrap_future
@@ -26,7 +26,7 @@ from kvkeep.server.llamacpp import auxiliary, completion
 from kvkeep.server.notices import NoticesMiddleware
 from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
-from kvkeep.server.openai import chat, completions, responses
+from kvkeep.server.openai import chat, completions, models, responses
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
 from kvkeep.server.sessions import editing, generate, lifecycle, views
@@ -35,7 +35,7 @@ from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
-    *(chat, completions, responses, anthropic, completion, auxiliary),
+    *(chat, completions, responses, models, anthropic, completion, auxiliary),
     *(ollama_generation, ollama_models),
     *(lifecycle, generate, editing, views),
 )
@@ -112,32 +112,6 @@ async def page_settings(context: ContextDep) -> dict[str, Any]:
 async def health() -> dict[str, str]:
     """Report that the server is up. The socket opens once the model is loaded."""
     return {"status": "ok"}
-
-
-@_router.get("/v1/models")
-@_router.get("/models", include_in_schema=False)
-async def models(context: ContextDep) -> dict[str, Any]:
-    """List the model of this server."""
-    service, spec = context.service, context.service.model.spec
-    meta = {
-        "vocab_size": spec.vocab_size,
-        "n_ctx_train": spec.max_positions,
-        "n_embd": spec.hidden_size,
-        "weights": service.model.weights,  # their format, such as "Q4_K"
-        "path": str(service.model.path),
-    }
-    entry = {"id": service.model_name, "object": "model", "created": service.created}
-    return {"object": "list", "data": [{**entry, "owned_by": "kvkeep", "meta": meta}]}
-
-
-@_router.get("/v1/models/{name:path}")
-async def model(name: str, context: ContextDep) -> dict[str, Any]:
-    """Return the model with that name."""
-    entry: dict[str, Any] = (await models(context))["data"][0]
-    if entry["id"] != name:
-        message = f"there is no model {name!r}; this server has {entry['id']!r}"
-        raise ApiError(404, message, "not_found_error")
-    return entry
 
 
 @_router.get("/metrics", response_model=None, response_class=PlainTextResponse)

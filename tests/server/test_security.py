@@ -19,8 +19,13 @@ ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"
 def test_health_and_models_describe_the_served_model(server: RunningServer) -> None:
     with server.client() as client:
         assert client.get("/health").json() == {"status": "ok"}
-        (model,) = client.get("/v1/models").json()["data"]
-        assert model["id"] == "smollm2"
+        models = client.get("/v1/models").json()
+        (model,) = models["data"]
+        assert (models["has_more"], models["first_id"]) == (False, "smollm2")
+        assert (model["id"], model["display_name"]) == ("smollm2", "smollm2")
+        assert (model["object"], model["type"]) == ("model", "model")
+        for name in ("n_ctx", "context_length", "max_model_len", "max_input_tokens"):
+            assert model[name] == 2048
         assert client.get("/v1/models/smollm2").json() == model
         assert client.get("/v1/models/other").status_code == 404
 
