@@ -212,6 +212,37 @@ def test_a_session_deleted_during_a_save_leaves_no_file(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "0").iterdir()] == []
 
 
+def test_a_session_without_its_name_serves_the_next_prompt_and_has_no_file(tmp_path: Path) -> None:
+    prompt = tuple(text(3, 60))
+    with new_engine(tmp_path, cells=500) as engine:
+        engine.create(name="a").result()
+        engine.generate(GenerationRequest(prompt, 4), "a").text()
+        engine.save("a").result()
+        held = _token_ids(engine.find("a").result())
+        engine.remove_name("a").result()
+        assert engine.sessions().result() == []
+        (unnamed,) = engine.sessions(unnamed=True).result()
+        assert _token_ids(unnamed) == held
+        generation = engine.generate(GenerationRequest((*held, 1, 2), 1))
+        generation.text()
+        assert generation.reuse.tokens == len(held)
+    assert not list(tmp_path.rglob("a.*"))
+    with new_engine(tmp_path) as engine:
+        assert engine.sessions().result() == []
+
+
+def test_a_running_session_that_loses_its_name_ends(tmp_path: Path) -> None:
+    with new_engine(tmp_path, cells=500) as engine:
+        engine.create(name="a").result()
+        generation = engine.generate(GenerationRequest(text(3, 60), 10_000, ignore_eos=True), "a")
+        next(generation)
+        engine.remove_name("a").result()
+        with pytest.raises(Cancelled):
+            generation.text()
+        with pytest.raises(NoSuchSession):
+            engine.find("a").result()
+
+
 def test_a_session_name_is_unique(tmp_path: Path) -> None:
     with new_engine(tmp_path) as one:
         one.create(name="a").result()

@@ -30,7 +30,12 @@ from kvkeep.server.openai.response_items import ResponseItems, final_fields, new
 from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
-from kvkeep.server.overflow import overflow_error, require_prompt_fits
+from kvkeep.server.overflow import (
+    evicted_prompt_fields,
+    overflow_error,
+    overflow_warnings,
+    require_prompt_fits,
+)
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
@@ -127,6 +132,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     items, prompt = await _prompt(body, context)
     (sampling,) = prompt.constrain(body.samplings(context.default_sampling), schema)
     require_prompt_fits(service, len(prompt.ids))
+    context.notices.warn(*overflow_warnings(service, len(prompt.ids)))
     context_length = len(prompt.ids) + (body.max_output_tokens or 1)
     if body.truncation == "disabled" and context_length > service.context_size:
         raise overflow_error(service, len(prompt.ids))
@@ -183,6 +189,7 @@ async def _complete(
     """Return the complete response; store it unless `store` is false."""
     reading, prepared_tokens = pending.reading, pending.prepared_tokens
     fields = final_fields(finished, prepared_tokens, reading.reasoning_tokens)
+    fields |= evicted_prompt_fields(finished.usage)
     response = {**pending.response, "output": reading.output, **fields}
     if pending.request.stores:
         await stored_items.store_response(response, pending.items, context)
