@@ -24,7 +24,10 @@ MIDDLEWARES_IMPORT_PATH = f"{__name__}:middlewares"
 _OPENAI_PATHS = ("/chat/completions", "/completions", "/responses")
 _V1_OPENAI_PATHS = tuple(f"/v1{path}" for path in _OPENAI_PATHS)
 # For POST requests to these, the session id is computed from the body.
-_BODY_ID_PATHS = {*_OPENAI_PATHS, *_V1_OPENAI_PATHS, "/completion", "/v1/messages", SESSIONS_PATH}
+_BODY_ID_PATHS = {
+    *(*_OPENAI_PATHS, *_V1_OPENAI_PATHS, "/completion", "/v1/messages", SESSIONS_PATH),
+    *("/api/chat", "/api/generate"),
+}
 _MAX_BODY_BYTES = 1 << 20  # requests with larger bodies get no header
 _MAX_INLINE_BYTES = 1 << 16  # larger bodies are parsed in a thread
 _MAX_PREFIX_TOKENS, _MAX_PREFIX_CHARACTERS = 256, 1024  # of a prompt; the rest is not hashed

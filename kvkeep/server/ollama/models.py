@@ -4,6 +4,7 @@ The server has one model, which no request can replace.
 """
 
 import hashlib
+from contextlib import suppress
 from datetime import UTC, datetime
 from math import prod
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.models.text.template_files import template_source
 from kvkeep.server.errors import ApiError
 from kvkeep.server.schemas import RequestBody
@@ -80,7 +82,7 @@ async def show(body: ShowRequest, context: ContextDep) -> dict[str, Any]:
         "license": "",
         "details": _details(service),
         "model_info": info,
-        "capabilities": ["completion", "tools"] if template else ["completion"],
+        "capabilities": _capabilities(service, template),
         "modified_at": _start_time(service),
     }
 
@@ -99,6 +101,20 @@ async def change_models(request: HttpRequest, context: ContextDep) -> None:
         "fetch others with `kvkeep pull` and start a server for each",
         "not_supported_error",
     )
+
+
+def _capabilities(service: Service, template: str) -> list[str]:
+    """Return what the model can do, in Ollama's words."""
+    capabilities = ["completion"]
+    if template:
+        capabilities.append("tools")
+        markers = service.model.renderer.output_format.reasoning
+        if any(marker.start in template for marker in markers):
+            capabilities.append("thinking")
+    with suppress(UnsupportedModel):
+        FillInMiddle.of(service.model.text)
+        capabilities.append("insert")
+    return capabilities
 
 
 def _no_model_error(name: str, service: Service) -> ApiError:
