@@ -28,7 +28,7 @@ def read_json_calls(
         raise NotACall
     is_list = yield from reading.take("[")
     while (yield from reading.skip_space()) == "{":
-        if reading.call_count:
+        if reading.call_count > calls_before:
             reading.scanner.mark()
         try:
             yield from _read_call(reading, ends, needs_arguments)

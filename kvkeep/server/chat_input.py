@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvkeep.chat.messages import Chat, Tool
+from torch import Tensor
+
+from kvkeep.chat.messages import Chat, MediaPart, Tool, ToolResult
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.errors import InvalidArgument
@@ -13,6 +15,35 @@ from kvkeep.server.grammar import Grammar, moved_schema
 from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
+
+
+class EarlyEnd:
+    """A constraint that ends a generation once `complete` is set; until then another one or none.
+
+    For answers that end before the model ends them, such as those of one call.
+    """
+
+    def __init__(self, constraint: Constraint | None):
+        self._constraint = constraint
+        self.ended = False
+
+    @classmethod
+    def add(cls, samplings: Sequence[Sampling]) -> "tuple[list[Sampling], list[EarlyEnd]]":
+        """Return the samplings with an early end each, and these."""
+        ends = [cls(sampling.constraint) for sampling in samplings]
+        pairs = zip(samplings, ends, strict=True)
+        return [replace(sampling, constraint=end) for sampling, end in pairs], ends
+
+    @property
+    def complete(self) -> bool:
+        return self.ended or bool(getattr(self._constraint, "complete", False))
+
+    def masked(self, logits: Tensor) -> Tensor:
+        return logits if self._constraint is None else self._constraint.masked(logits)
+
+    def accept(self, token: int) -> None:
+        if self._constraint is not None:
+            self._constraint.accept(token)
 
 
 @dataclass(frozen=True)
@@ -88,11 +119,26 @@ async def chat_input(
     chat: Chat,
     options: RenderOptions = RenderOptions(),  # noqa: B008 (frozen)
 ) -> ChatInput:
-    """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`."""
+    """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`.
+
+    What the template cannot take is named in the response's headers.
+    """
     renderer = context.service.model.renderer
     prompt = await to_thread(renderer.render, chat, options)  # a long text would block the loop
-    context.notices.warn(*prompt.warnings)
+    context.notices.warn(*_media_warnings(chat), *prompt.warnings)
     return ChatInput(chat, prompt, renderer, context)
+
+
+def _media_warnings(chat: Chat) -> list[str]:
+    """Return a warning if the conversation has content other than text."""
+    contents = [
+        part.content if isinstance(part, ToolResult) else (part,)
+        for message in chat.messages
+        for part in message.parts
+    ]
+    parts = [part for content in contents for part in content if isinstance(part, MediaPart)]
+    kinds = ", ".join(sorted({part.kind for part in parts}))
+    return [f"messages: placeholders stand for content of type {kinds}"] if kinds else []
 
 
 def forced_call_schema(tools: Sequence[Tool]) -> dict[str, Any]:

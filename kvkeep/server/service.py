@@ -33,7 +33,7 @@ from kvkeep.session.scoring import TokenScores
 
 T = TypeVar("T")
 Submission = Callable[[], Future[list[Generation]]]
-_StreamEvent = PrefillProgress | GeneratedToken | Finished
+StreamEvent = PrefillProgress | GeneratedToken | Finished
 
 
 @dataclass
@@ -129,8 +129,15 @@ class RequestContext:
             raise
         return generations
 
-    async def collect(self, *streams: "GenerationStream") -> list["GenerationResult"]:
-        """Wait for all results. A failure, which is raised, or a disconnect cancels all streams."""
+    async def collect(
+        self,
+        *streams: "GenerationStream",
+        on_event: Callable[[int, StreamEvent], None] | None = None,
+    ) -> list["GenerationResult"]:
+        """Wait for all results. A failure, which is raised, or a disconnect cancels all streams.
+
+        on_event: called with the index of the generation and each of its events.
+        """
 
         async def cancel_on_disconnect() -> None:
             while (await self.http_request.receive())["type"] != "http.disconnect":
@@ -140,7 +147,7 @@ class RequestContext:
 
         disconnect_watcher = asyncio.create_task(cancel_on_disconnect())
         try:
-            await asyncio.gather(*(stream.wait() for stream in streams))
+            await asyncio.gather(*(stream.wait(on_event) for stream in streams))
         finally:
             disconnect_watcher.cancel()
             for stream in streams:
@@ -209,7 +216,7 @@ class GenerationStream:
         if self._admission.done():
             self.generations = self._admission.result()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, _StreamEvent]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         """Yield (generation index, event). Raises the first failure. Stopping cancels the rest."""
         finished_count = 0
         try:
@@ -236,10 +243,11 @@ class GenerationStream:
         finally:
             self.cancel()
 
-    async def wait(self) -> None:
+    async def wait(self, on_event: Callable[[int, StreamEvent], None] | None = None) -> None:
         """Wait for all generations. Raises the first failure."""
-        async for _ in self:
-            pass
+        async for index, event in self:
+            if on_event is not None:
+                on_event(index, event)
 
     def cancel(self) -> None:
         if self._admission is not None:

@@ -304,7 +304,8 @@ def _plain_texts(form: Form) -> st.SearchStrategy[str]:
 
     def is_plain(text: str) -> bool:
         has_marker = any(marker in text for marker in markers)
-        return bool(text) and not has_marker and (form.text_first or '{"name"' not in text)
+        may_be_call = FORMATS[form.output_format].bare_json and '{"name"' in text
+        return bool(text) and not has_marker and not may_be_call
 
     texts = st.lists(st.sampled_from(_FRAGMENTS) | _words, min_size=1, max_size=4)
     return texts.map("".join).map(str.strip).filter(is_plain)

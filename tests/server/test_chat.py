@@ -159,20 +159,30 @@ def test_a_required_tool_is_called(client: openai.OpenAI, streamed: bool, choice
     messages = [{"role": "user", "content": "How is the weather in Rome?"}]
     if streamed:
         parts = [chunk.choices[0] for chunk in complete(client, messages, stream=True, **params)]
-        calls = [call for part in parts for call in part.delta.tool_calls or ()]
+        deltas = [call for part in parts for call in part.delta.tool_calls or ()]
+        assert len(deltas) > 2  # the arguments come in pieces
+        (call_id,) = (delta.id for delta in deltas if delta.id)
+        name = deltas[0].function.name
+        arguments = "".join(delta.function.arguments or "" for delta in deltas)
         reason = [part.finish_reason for part in parts if part.finish_reason]
         assert "".join(part.delta.content or "" for part in parts) == ""
     else:
         output = complete(client, messages, **params).choices[0]
-        calls, reason = output.message.tool_calls, [output.finish_reason]
+        (call,) = output.message.tool_calls
+        call_id, name, arguments = call.id, call.function.name, call.function.arguments
+        reason = [output.finish_reason]
         assert output.message.content is None
-    (call,) = calls
-    assert (call.function.name, reason) == ("weather", ["tool_calls"])
-    assert set(json.loads(call.function.arguments)) == {"city"}
+    assert (name, reason) == ("weather", ["tool_calls"])
+    assert set(json.loads(arguments)) == {"city"}
+    entry = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
     again = [
         *messages,
-        {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})], "content": None},
-        {"role": "tool", "tool_call_id": call.id, "content": "It rains."},
+        {"role": "assistant", "tool_calls": [entry], "content": None},
+        {"role": "tool", "tool_call_id": call_id, "content": "It rains."},
     ]
     assert complete(client, again, tools=[WEATHER]).choices[0].message.content is not None
 
@@ -247,12 +257,10 @@ def test_the_async_client_streams_the_whole_response(
     [
         {"messages": []},
         {"messages": "hello"},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {"messages": [{"content": "a"}]},
         {"n": 0},
         {"n": 10**9},
-        {"max_tokens": -1},
+        {"max_tokens": -2},
         {"max_tokens": 1e30},
         {"temperature": -1},
         {"top_logprobs": 10**6, "logprobs": True},
@@ -262,6 +270,7 @@ def test_the_async_client_streams_the_whole_response(
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}},
         {"response_format": {"type": "xml"}},
         {"tools": [{"type": "function"}]},
+        {"tools": [WEATHER] * 1025},
         {"tools": [WEATHER], "tool_choice": "other"},
         {"tool_choice": "required"},
         {"stop": ["a"] * 1000},
@@ -319,7 +328,8 @@ def test_the_assistants_last_message_is_continued(server: RunningServer, smollm2
         new_session = params(add_generation_prompt=True).json()
         assert new_session["usage"]["prompt_tokens"] > len(ids)
         assert params(add_generation_prompt=True, continue_final_message=True).status_code == 400
-        assert params(messages=[*complete, complete[1]]).status_code == 400
+        twice = params(messages=[*complete, complete[1]]).json()  # one turn of two paragraphs
+        assert twice["usage"]["prompt_tokens"] > len(ids)
         assert params(messages=complete[:1], continue_final_message=True).status_code == 400
 
 

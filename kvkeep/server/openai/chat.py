@@ -1,86 +1,25 @@
 """`/v1/chat/completions`: the assistant's next message."""
 
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
-from kvkeep.errors import InvalidArgument
+from kvkeep.chat.openai_tools import hosted_tools
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import constrain, prompt_ids, start_generations
-from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
+from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.ignored_fields import CHAT_RULES
 from kvkeep.server.openai import usage
-from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
+from kvkeep.server.openai.chat_choices import ChatChoice
+from kvkeep.server.openai.chat_request import ChatRequest
+from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, StreamEvent
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import ParsedCall, Tools, validate_tools
 
 router = APIRouter()
-_MAX_MESSAGES = 10_000
-
-
-class ResponseFormat(RequestBody):
-    """The requested output format.
-
-    type: text, json_object or json_schema. json_schema: {"name", "schema"}, as in OpenAI's API.
-    schema: beside json_object, as in llama.cpp.
-    """
-
-    type: str = "text"
-    json_schema: dict[str, Any] | None = None
-    object_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-
-
-class ChatRequest(CompletionParams):
-    messages: Annotated[list[dict[str, Any]], Field(max_length=_MAX_MESSAGES)]
-    max_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None
-    n: Annotated[int | None, Field(ge=1, le=MAX_BATCH)] = None
-    stream: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    response_format: ResponseFormat | None = None
-    json_schema: dict[str, Any] | None = None
-    grammar: str | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    return_progress: bool = False
-
-    @property
-    def continue_final(self) -> bool | None:
-        """Whether to continue the last message; None for "if it is the assistant's"."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidArgument(
-                "continue_final_message continues the last message, and add_generation_prompt "
-                "starts a new one: use only one of them"
-            )
-        return False if self.add_generation_prompt else self.continue_final_message
-
-    def validate_tools(self) -> Tools:
-        return validate_tools(self.tools or (), self.tool_choice)
-
-    def output_schema(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that the output must follow; None for any text."""
-        output_format = self.response_format or ResponseFormat()
-        if output_format.type == "text":
-            return self.json_schema
-        if output_format.type == "json_object":
-            schema = output_format.object_schema
-            return ANY_OBJECT if schema is None else schema
-        if output_format.type != "json_schema":
-            raise InvalidArgument(f"response_format.type {output_format.type!r} is not supported")
-        schema = (output_format.json_schema or {}).get("schema")
-        if not isinstance(schema, dict):
-            raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
-        return schema
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=JSON_OR_EVENTS)
@@ -88,41 +27,56 @@ class ChatRequest(CompletionParams):
 async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, Any]:
     """Generate the assistant's next message, in `n` choices."""
     CHAT_RULES.check(body, context.notices)
-    schema, tools = body.output_schema(), body.validate_tools()
-    ids = await prompt_ids(context, body.messages, tools, body.continue_final)
+    context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
+    schema = body.output_schema()
+    prompt = await chat_input(context, body.chat(), body.render_options())
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    limit = context.service.max_tokens(limit)
-    request = GenerationRequest(tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
+    limit = context.service.max_tokens(body.token_limit)
+    request = GenerationRequest(
+        tuple(prompt.ids), limit, ignore_eos=body.ignore_eos, logprobs=logprobs
+    )
     samplings = body.samplings(context.default_sampling, body.n or 1)
-    samplings = constrain(context, samplings, tools, schema, body.grammar)
-    stream = await start_generations(context, request, samplings)
+    samplings = prompt.constrain(samplings, schema, body.grammar, body.budget)
+    single_call = body.uses_functions or body.parallel_tool_calls is False
+    ends: Sequence[EarlyEnd | None] = [None] * len(samplings)
+    if single_call and prompt.chat.callable_tools:
+        samplings, ends = EarlyEnd.add(samplings)
+    patience = STREAM_PATIENCE if body.stream else None
+    stream = await start_generations(context, request, samplings, patience)
     common_fields = usage.completion_fields("chatcmpl", context.service)
     common_fields["system_fingerprint"] = usage.SYSTEM_FINGERPRINT
-    output = _ChatOutput(body, tools, context.tokenizer, common_fields)
+    choices = [_choice(body, prompt, early_end) for early_end in ends]
+    output = _ChatOutput(body, choices, context.tokenizer, common_fields)
     if body.stream:
         return sse_response(output.events(stream))
-    return output.response(await context.collect(stream))
+    return output.response(await context.collect(stream, on_event=output.push))
+
+
+def _choice(body: ChatRequest, prompt: ChatInput, early_end: EarlyEnd | None) -> ChatChoice:
+    tools = {tool.name: tool for tool in prompt.chat.callable_tools}
+    return ChatChoice(prompt.new_reader(), tools, early_end, body.uses_functions)
 
 
 @router.post("/v1/chat/completions/input_tokens", response_model=None)
 @router.post("/chat/completions/input_tokens", response_model=None, include_in_schema=False)
 async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of the messages without evaluating them."""
-    tools = body.validate_tools()
-    ids = await prompt_ids(context, body.messages, tools, body.continue_final)
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+    prompt = await chat_input(context, body.chat(), body.render_options())
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
 @dataclass(frozen=True)
 class _ChatOutput:
-    """The choices of a response, whole or in chunks; text that may be a tool call comes last."""
+    """The choices of a response, whole or in chunks."""
 
     body: ChatRequest
-    tools: Tools
+    choices: Sequence[ChatChoice]
     tokenizer: TextCodec
     common_fields: dict[str, Any]  # fields of every chunk
-    sent_lengths: Counter[int] = field(default_factory=Counter)  # characters, by choice
+
+    def push(self, index: int, event: StreamEvent) -> None:
+        if not isinstance(event, PrefillProgress):
+            self.choices[index].push(event)
 
     def response(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
@@ -130,56 +84,45 @@ class _ChatOutput:
         return {**fields, **usage.usage_and_timings(results)}
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        text, calls = self.tools.parse(result.text)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-        if calls:
-            message["tool_calls"] = [call.openai_entry() for call in calls]
-        logprobs = [
-            usage.logprobs_entry(self.tokenizer, event) for event in result.tokens if event.logprob
-        ]
+        choice = self.choices[index]
+        tokens = [token for token in choice.tokens if token.logprob]
+        logprobs = [usage.logprobs_entry(self.tokenizer, token) for token in tokens]
         return {
             "index": index,
-            "message": message,
+            "message": choice.message(),
             "logprobs": {"content": logprobs} if self.body.logprobs else None,
-            "finish_reason": _finish_reason(result.finished.reason, calls),
+            "finish_reason": choice.finish_reason(result.finished),
         }
 
     async def events(self, stream: GenerationStream) -> AsyncIterator[bytes]:
         for index in range(len(stream.results)):
             yield self._chunk(index, {"role": "assistant", "content": None})
         async for index, event in stream:
-            text = stream.results[index].text
-            if isinstance(event, Finished):
-                for chunk in self._last_chunks(index, text, event):
-                    yield chunk
-            elif isinstance(event, GeneratedToken):
-                start, end = self.sent_lengths[index], self._length_before_calls(text)
-                self.sent_lengths[index] = max(start, end)
-                delta = {"content": text[start:end]} if end > start else {}
-                if delta or event.logprob:
-                    yield self._chunk(index, delta, sampled=event)
-            elif self.body.return_progress:
-                yield self._chunk(index, {}, prompt_progress=usage.llamacpp_progress(event))
+            if isinstance(event, PrefillProgress):
+                if self.body.return_progress:
+                    yield self._chunk(index, {}, prompt_progress=usage.llamacpp_progress(event))
+                continue
+            for chunk in self._chunks(index, event):
+                yield chunk
         if self.body.streams_usage:
             yield self._event([], **usage.usage_and_timings(stream.results))
         yield DONE
 
-    def _length_before_calls(self, text: str) -> int:
-        """Return how many of the first characters cannot be part of a tool call."""
-        if not self.tools:
-            return len(text)
-        if self.tools.forced or text.lstrip()[:1] in ("{", "["):
-            return 0
-        return len(text.partition("<")[0])
-
-    def _last_chunks(self, index: int, text: str, finished: Finished) -> Iterator[bytes]:
-        text, calls = self.tools.parse(text)
-        if unsent_text := text[self.sent_lengths[index] :]:
-            yield self._chunk(index, {"content": unsent_text})
-        for call_index, call in enumerate(calls):
-            yield self._chunk(index, {"tool_calls": [{"index": call_index, **call.openai_entry()}]})
-        reason = _finish_reason(finished.reason, calls)
-        yield self._chunk(index, {}, reason, timings=usage.llamacpp_timings(finished.usage))
+    def _chunks(self, index: int, event: GeneratedToken | Finished) -> list[bytes]:
+        """Return the chunks of an event. A token's log-probability is in the first of them."""
+        choice = self.choices[index]
+        sampled = event if isinstance(event, GeneratedToken) and not choice.ended else None
+        deltas = list(choice.deltas(choice.push(event)))
+        if not deltas and sampled and sampled.logprob:
+            deltas = [{}]
+        chunks = [
+            self._chunk(index, delta, sampled=None if number else sampled)
+            for number, delta in enumerate(deltas)
+        ]
+        if isinstance(event, Finished):
+            timings = usage.llamacpp_timings(event.usage)
+            chunks.append(self._chunk(index, {}, choice.finish_reason(event), timings=timings))
+        return chunks
 
     def _chunk(
         self,
@@ -197,7 +140,3 @@ class _ChatOutput:
     def _event(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:
         fields = {**self.common_fields, "object": "chat.completion.chunk", "choices": choices}
         return sse_event({**fields, **extra})
-
-
-def _finish_reason(reason: str, calls: Sequence[ParsedCall]) -> str:
-    return "tool_calls" if calls and reason != "length" else usage.FINISH_REASONS[reason]

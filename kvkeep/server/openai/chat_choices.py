@@ -1,0 +1,122 @@
+"""Choices of chat completions: whole messages, and the deltas of their streaming."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.openai_chat import format_output
+from kvkeep.chat.openai_tools import custom_input
+from kvkeep.chat.output import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    Output,
+    OutputEvent,
+    TextDelta,
+    joined_output,
+)
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.engine import Finished, GeneratedToken
+from kvkeep.server.chat_input import EarlyEnd
+from kvkeep.server.openai import usage
+
+
+@dataclass
+class ChatChoice:
+    """One of a completion's choices, as its generation goes on.
+
+    single_call: whether it ends with its first call. early_end: ends the generation then.
+    uses_functions: whether a call has the deprecated form of `functions`.
+    """
+
+    reader: OutputReader
+    tools: Mapping[str, Tool]
+    early_end: EarlyEnd | None = None
+    uses_functions: bool = False
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    ended: bool = False  # with its first call
+    _events: list[OutputEvent] = field(default_factory=list)
+    _custom_texts: dict[int, str] = field(default_factory=dict)  # arguments of custom tools' calls
+
+    def push(self, event: GeneratedToken | Finished) -> list[OutputEvent]:
+        """Follow the generation. Returns what of the answer is now certain."""
+        if self.ended:
+            return []
+        if isinstance(event, Finished):
+            events = [*self.reader.push([event.text]), *self.reader.finish()]
+        else:
+            self.tokens.append(event)
+            events = self.reader.push(event.pieces)
+        if self.early_end is not None:
+            events = self._up_to_first_call(events, self.early_end)
+        self._events += events
+        return events
+
+    def _up_to_first_call(
+        self, events: list[OutputEvent], early_end: EarlyEnd
+    ) -> list[OutputEvent]:
+        for index, event in enumerate(events):
+            if isinstance(event, CallEnded):
+                self.ended = early_end.ended = True
+                return events[: index + 1]
+        return events
+
+    @property
+    def output(self) -> Output:
+        return joined_output(self._events)
+
+    def message(self) -> dict[str, Any]:
+        """Return the whole message."""
+        message = format_output(self.output, list(self.tools.values()))
+        if self.uses_functions and (calls := message.pop("tool_calls", None)):
+            message["function_call"] = calls[0]["function"]
+        return message
+
+    def finish_reason(self, finished: Finished) -> str:
+        has_calls = bool(self.output.calls)
+        if has_calls and (self.ended or finished.reason not in ("length", "full")):
+            return "function_call" if self.uses_functions else "tool_calls"
+        return usage.FINISH_REASONS[finished.reason]
+
+    def deltas(self, events: list[OutputEvent]) -> Iterator[dict[str, Any]]:
+        """Yield the deltas of a streamed message."""
+        for event in events:
+            if isinstance(event, TextDelta):
+                yield {"content": event.text}
+            elif isinstance(event, (CallStarted, CallArguments, CallEnded)):
+                yield from self._call_deltas(event)
+            else:
+                yield {"reasoning_content": event.text}
+
+    def _call_deltas(
+        self, event: CallStarted | CallArguments | CallEnded
+    ) -> Iterator[dict[str, Any]]:
+        index = event.index
+        if isinstance(event, CallStarted):
+            if self.tools[event.name].kind == "custom":
+                self._custom_texts[index] = ""
+                custom = {"name": event.name, "input": ""}
+                yield _call_delta(index, id=event.id, type="custom", custom=custom)
+                return
+            function = {"name": event.name, "arguments": ""}
+            yield self._function_delta(index, function, id=event.id, type="function")
+        elif isinstance(event, CallArguments):
+            if index in self._custom_texts:
+                self._custom_texts[index] += event.delta
+            else:
+                yield self._function_delta(index, {"arguments": event.delta})
+        elif index in self._custom_texts:
+            text = custom_input(self._custom_texts[index])
+            yield _call_delta(index, custom={"input": text})
+
+    def _function_delta(
+        self, index: int, function: dict[str, str], **fields: str
+    ) -> dict[str, Any]:
+        if self.uses_functions:
+            return {"function_call": function}
+        return _call_delta(index, **fields, function=function)
+
+
+def _call_delta(index: int, **fields: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, **fields}]}
