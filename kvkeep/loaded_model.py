@@ -14,6 +14,7 @@ from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.pooling import Pooling, read_pooling
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.end_of_turn import end_token_ids
 from kvkeep.models.weights.packed_file import checksum_of
@@ -73,6 +74,11 @@ class LoadedModel:
         """
         path = self.folder / "generation_config.json"
         return model_sampling(read_json(path) if path.exists() else {}, path)
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """How an embedding model pools hidden states. Raises UnsupportedModel for other models."""
+        return read_pooling(self.folder)
 
     @cached_property
     def weights(self) -> str:

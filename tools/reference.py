@@ -5,10 +5,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import click
-from fastapi import FastAPI
 
 from kvkeep.cli.main import main
 from kvkeep.server.app import application
+from kvkeep.server.notices import NoticesMiddleware
 
 _WIDTH = 92
 _BOUNDS = ("minimum", "maximum")
@@ -58,9 +58,9 @@ def _help_sections(
 
 def api_page() -> str:
     """Return the page with every route of the server."""
-    apps: list[FastAPI] = []
-    application(Mock(), middleware=lambda app: apps.append(app) or app)
-    document = apps[0].openapi()
+    wrapped: list[NoticesMiddleware] = []
+    application(Mock(), middleware=lambda app: wrapped.append(app) or app)
+    document = wrapped[0].app.openapi()
     schemas = document["components"]["schemas"]
     parts, left = [_API, _statuses(document)], dict(document["paths"])
     for title, beginnings in _GROUPS.items():

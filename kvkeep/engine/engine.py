@@ -8,6 +8,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from torch import Tensor
+
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
@@ -21,6 +23,7 @@ from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
+from kvkeep.session.embedding import embed
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.store import PrefixStore
@@ -128,6 +131,15 @@ class Engine(AbstractContextManager["Engine"]):
         """Start a generation for each of several `Sampling`s; the prompt is prefilled once."""
         listeners = listeners or [None] * len(samplings)
         return self.call(self._admission.admit, request, None, owner, listeners, None, samplings)
+
+    def embed(self, ids: Sequence[int]) -> Future[Tensor]:
+        """Return the vector of a text; see `kvkeep.session.embedding.embed`.
+
+        Generations continue between its prefill steps. Raises UnsupportedModel for a model without
+        pooling.
+        """
+        model, step = self.model, self.settings["prefill_step"]
+        return self.call(lambda: embed(model, ids, model.pooling, step, self.yield_turn))
 
     # Sessions: each method returns a future of what the operation returns
 

@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from kvkeep.engine import Totals
 from kvkeep.errors import KvkeepError
+from kvkeep.server import embeddings
 from kvkeep.server.anthropic import messages as anthropic
 from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
@@ -36,7 +37,7 @@ from kvkeep.version import __version__
 _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
     *(chat, completions, responses, models, anthropic, completion, auxiliary),
-    *(ollama_generation, ollama_models),
+    *(embeddings, ollama_generation, ollama_models),
     *(lifecycle, generate, editing, views),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs

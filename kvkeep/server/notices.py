@@ -45,11 +45,11 @@ class NoticesMiddleware:
     """Adds the notices about each request to the headers of its response."""
 
     def __init__(self, app: Any):
-        self._app = app
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         notices = Notices.of(scope)
 
@@ -59,7 +59,7 @@ class NoticesMiddleware:
                 message = {**message, "headers": headers}
             await send(message)
 
-        await self._app(scope, receive, send_with_notices)
+        await self.app(scope, receive, send_with_notices)
 
 
 def _header_value(values: Iterable[str], separator: str) -> bytes:

@@ -22,6 +22,7 @@ from kvkeep.models.gguf.vocabulary import special_token
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.config import spec_from_config
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.pooling import pooling_files
 from kvkeep.models.text.template_files import ADDITIONAL_FOLDER, TEMPLATE_FILE
 from kvkeep.models.weights.checkpoint import decoder_name, decoder_shapes, rope_row_order
 from kvkeep.models.weights.formats import FORMATS, Format
@@ -51,12 +52,16 @@ def convert(gguf_path: Path, folder: Path, progress: bool) -> None:
     check_tensors(spec, decoder_shapes(spec, shapes), gguf_path)
     tokenizer = build_tokenizer(file)
     chat_templates = _chat_templates(file)
+    pooling = pooling_files(file.non_negative_int("{arch}.pooling_type", 0))
 
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(converted_path(folder), tensors, spec, progress)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
     _write_json(folder / "generation_config.json", generation_config(file))
+    for path, content in pooling.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        _write_json(folder / path, content)
     for path, template in chat_templates.items():
         (folder / path).parent.mkdir(exist_ok=True)
         write_atomic(folder / path, template.encode())
@@ -192,5 +197,5 @@ def _chat_templates(file: GgufFile) -> dict[str, str]:
     return templates
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Any) -> None:
     write_atomic(path, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())

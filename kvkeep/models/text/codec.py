@@ -60,6 +60,13 @@ class TextCodec:
         encoded = self.tokenizer.encode("a", add_special_tokens=True)
         return encoded.ids[: len(list(takewhile(bool, encoded.special_tokens_mask)))]
 
+    @property
+    def closing_ids(self) -> list[int]:
+        """The ids after a whole text, which embedding models are trained with; mostly none."""
+        encoded = self.tokenizer.encode("a", add_special_tokens=True)
+        count = len(list(takewhile(bool, reversed(encoded.special_tokens_mask))))
+        return encoded.ids[len(encoded.ids) - count :]
+
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the token ids of a text, without BOS.
 

@@ -32,6 +32,8 @@ _LANGUAGE_MODEL_HEAD = r"language_model\.lm_head\."
 _OTHER_MODALITIES = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*"
 )
+# Names in checkpoints of models without a head, such as embedding models.
+_WITHOUT_HEAD = re.compile(r"(embed_tokens|layers|norm)\..*")
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 _QUERY_OR_KEY = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_(?:proj|norm)\.(?:weight|bias)")
 
@@ -103,6 +105,8 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
     if family.multimodal:
         name = re.sub(f"^{_LANGUAGE_MODEL_HEAD}", "lm_head.", name)
         name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", name)
+    if _WITHOUT_HEAD.fullmatch(name):
+        name = f"model.{name}"
     name = expert_name(spec, name)
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match.group(2) not in family.renamed_tensors:
