@@ -32,12 +32,14 @@ class RenderOptions:
     """Options of one rendering.
 
     continue_final: whether the prompt ends inside the last message, which the model continues; None
-    for "if it is the assistant's". reasoning_effort: such as "low", for templates that have it;
-    "none" for no reasoning. enable_thinking: whether the model reasons, None for the template's
+    for "if it is the assistant's". generation_prompt: whether another prompt ends where the model's
+    answer begins. reasoning_effort: such as "low", for templates that have it; "none" for no
+    reasoning. enable_thinking: whether the model reasons, None for the template's
     default. template_kwargs: more variables for the template.
     """
 
     continue_final: bool | None = None
+    generation_prompt: bool = True
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +118,7 @@ class ChatRenderer:
         if continued:
             text, in_reasoning = self._render_unfinished(rendering, entries, last)
         else:
-            text = rendering.render(entries)
+            text = rendering.render(entries, options.generation_prompt)
             in_reasoning = open_reasoning(self.output_format, text) is not None
         ids = self._codec.encode(text)
         return RenderedPrompt(text, ids, in_reasoning, tuple(warnings))

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from cli.conftest import Invoke, Start
 from topics import topic_text
 
 from kvkeep import Sampling
+from kvkeep.cli.batch.requests import BatchRequest
 from kvkeep.cli.batch.run import BatchAnswer, BatchReport, BatchResults
+from kvkeep.engine import Finished, GeneratedToken
+from kvkeep.engine.generation import Usage
+from kvkeep.engine.reuse import Reuse
 from kvkeep.model import Model
 
 SYSTEM = "You answer in one word, and you never explain. " * 50
@@ -180,7 +185,9 @@ def test_failed_requests_are_reported_and_retried(
         ("{}", "needs messages or a prompt"),
         ('{"prompt": 5}', "the prompt must be text"),
         ('{"prompt": "x", "n": 2}', "n is not supported in a batch"),
-        ('{"prompt": "x", "tools": [{}]}', "tools is not supported"),
+        ('{"prompt": "x", "functions": [{}]}', "functions is not supported"),
+        ('{"prompt": "x", "reasoning_effort": 5}', "reasoning_effort must be text"),
+        ('{"prompt": "x", "chat_template_kwargs": 5}', "chat_template_kwargs must be an object"),
         ('{"prompt": "x", "max_tokens": 0}', "max_tokens"),
         ('{"prompt": "x", "stop": 5}', "stop must be text"),
         ('{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', "url"),
@@ -202,7 +209,13 @@ def test_invalid_requests_are_refused_before_the_model_loads(
 
 @pytest.mark.parametrize(
     "body",
-    [{"temperature": -1}, {"messages": [{"role": 5}]}, {"top_p": "x"}, {"prompt": ""}],
+    [
+        {"temperature": -1},
+        {"messages": [{"role": 5}]},
+        {"top_p": "x"},
+        {"messages": [], "tools": []},
+        {"prompt": ""},
+    ],
 )
 def test_requests_that_the_model_cannot_answer_are_refused_at_the_start(
     invoke: Invoke, tiny: list[str], tmp_path: Path, body: dict[str, Any]
@@ -268,3 +281,26 @@ def test_a_quantised_batch_warns_that_it_has_no_prefix_cache(
     done = invoke("batch", source, "-o", out, *tiny, *options)
     assert done.exit_code == 0
     assert "continuing without the prefix cache" in done.stderr
+
+
+def test_chat_with_tools_is_answered_with_calls(smollm2: Model) -> None:
+    """The prompt has what the template cannot render as text, and the answer is read."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    body = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [tool]}
+    request = BatchRequest("a", "line 1", body, is_chat=True, is_openai=True)
+    prepared = request.prepare(smollm2, Sampling(), 8)
+    assert '"name": "weather"' in smollm2.text.decode(prepared.generation_request.prompt)
+    answer = BatchAnswer(prepared)
+    for text in ("Wait. <tool_", 'call>{"name": "weather", "arguments": {"a": 1}}</tool_call>'):
+        answer.append(GeneratedToken(5, text, pieces=[text]))
+    answer.finished = Finished("eos", "", Usage(9, 2, Reuse(), 0.0, 0.0, 0.0))
+    answer.append(answer.finished)
+    (choice,) = answer.result_line("m")["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"].strip() == "Wait."
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    answer.prepared = replace(prepared, request=replace(request, is_openai=False))
+    line = answer.result_line("m")
+    assert line["text"].strip() == "Wait."
+    assert line["tool_calls"] == [call]

@@ -91,6 +91,16 @@ def test_apply_template_renders_the_chat_template(client: httpx.Client, smollm2:
     messages = [{"role": "user", "content": "Hello"}]
     result = client.post("/apply-template", json={"messages": messages}).json()["prompt"]
     assert result == smollm2.text.chat(messages)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    response = client.post("/apply-template", json={"messages": messages, "tools": [tool]})
+    assert '"name": "weather"' in response.json()["prompt"]
+    assert "tools: described in the system text" in response.headers["X-Kvkeep-Warning"]
+    begun = [*messages, {"role": "assistant", "content": "Hi"}]
+    body = {"messages": begun, "add_generation_prompt": False}
+    closed = client.post("/apply-template", json=body).json()["prompt"]
+    assert closed == smollm2.text.chat(begun, add_generation_prompt=False)
+    continued = client.post("/apply-template", json={"messages": begun}).json()["prompt"]
+    assert closed == f"{continued}<|im_end|>\n"
 
 
 def test_props_describe_the_server_without_paths(client: httpx.Client) -> None:

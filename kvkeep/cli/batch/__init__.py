@@ -76,8 +76,9 @@ def batch(
             model = settings.memory.load(output.progress)
             # With a fixed seed, so that a resumed batch samples the same.
             sampling = settings.sampling.resolve(model.default_sampling, saved_seed=0)
-            prepared = [(r, r.generation_request(model, sampling, max_tokens)) for r in remaining]
-            _require_memory(model, settings, [request for _, request in prepared], memory_bytes)
+            prepared = [request.prepare(model, sampling, max_tokens) for request in remaining]
+            generation_requests = [request.generation_request for request in prepared]
+            _require_memory(model, settings, generation_requests, memory_bytes)
             with _open_engine(model, settings, memory_bytes, at_once) as engine:
                 run_batch(engine, prepared, at_once, results, report, output)
         report.close(output)

@@ -13,6 +13,7 @@ from kvkeep.storage.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling
+    from kvkeep.chat.output_reader import OutputReader
     from kvkeep.engine import GenerationRequest
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -21,10 +22,11 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
-_OTHER_FIELDS = ("messages", "prompt", "stop", "model", "user", "id", "metadata")
+_CHAT_FIELDS = ("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
+_OTHER_FIELDS = (*_CHAT_FIELDS, "prompt", "stop", "model", "user", "id", "metadata")
 _SUPPORTED_FIELDS = {*_SAMPLING_FIELDS, *_MAX_TOKENS_FIELDS, *_OTHER_FIELDS}
 # Fields accepted only with their default value.
-_DEFAULT_ONLY_FIELDS = {"n": 1, "stream": False, "logprobs": False, "tools": [], "echo": False}
+_DEFAULT_ONLY_FIELDS = {"n": 1, "stream": False, "logprobs": False, "echo": False}
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,46 @@ class BatchRequest:
         text = json.dumps([self.id, self.body], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
-    def generation_request(
+    def prepare(
         self, model: "Model", default_sampling: "Sampling", default_max_tokens: int
-    ) -> "GenerationRequest":
-        """Return the engine's request. The defaults are for fields that the body does not have."""
+    ) -> "PreparedRequest":
+        """Return the request with its prompt. The defaults are for fields that the body lacks."""
         from kvkeep.engine import GenerationRequest
 
-        body, tokenizer = self.body, model.text
+        body = self.body
         try:
-            prompt = tokenizer.chat(body["messages"]) if self.is_chat else body["prompt"]
-            ids = tokenizer.encode(prompt)
+            ids, reader = self._chat_prompt(model) if self.is_chat else (None, None)
+            ids = model.text.encode(body["prompt"]) if ids is None else ids
             if not ids:
                 raise InvalidArgument("the prompt is empty")
             limit = next(filter(None, map(body.get, _MAX_TOKENS_FIELDS)), default_max_tokens)
-            return GenerationRequest(tuple(ids), limit, self._sampling_parameters(default_sampling))
+            sampling = self._sampling_parameters(default_sampling)
+            return PreparedRequest(self, GenerationRequest(tuple(ids), limit, sampling), reader)
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.location}: {error}") from error
+
+    def _chat_prompt(self, model: "Model") -> tuple[list[int], "OutputReader"]:
+        """Return the prompt of the messages, and a reader for the answer."""
+        from kvkeep.chat.openai_chat import parse_chat
+        from kvkeep.chat.output_reader import OutputReader
+        from kvkeep.chat.renderer import RenderOptions
+
+        chat, renderer = parse_chat(self.body), model.renderer
+        if chat.choice.mode == "required":
+            raise InvalidArgument("tool_choice must be auto or none in a batch")
+        options = RenderOptions(
+            reasoning_effort=self.body.get("reasoning_effort"),
+            template_kwargs=self.body.get("chat_template_kwargs") or {},
+        )
+        prompt = renderer.render(chat, options)
+        reader = OutputReader(
+            renderer.output_format,
+            chat.callable_tools,
+            renderer.new_call_id,
+            prompt.starts_in_reasoning,
+            control_text=model.text.control_text,
+        )
+        return prompt.ids, reader
 
     def _sampling_parameters(self, default: "Sampling") -> "Sampling":
         from kvkeep.session.default_sampling import with_parameters
@@ -77,6 +103,15 @@ class BatchRequest:
         if "seed" not in fields and default.seed is not None:
             fields["seed"] = (default.seed + int(self.digest[:8], 16)) % 2**32
         return with_parameters(default, fields)
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request with its prompt. reader: reads the answer of a chat, None for another prompt."""
+
+    request: BatchRequest
+    generation_request: "GenerationRequest"
+    reader: "OutputReader | None"
 
 
 def read_jsonl(path: Path) -> list[BatchRequest]:
@@ -147,6 +182,10 @@ def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
             or (value or _DEFAULT_ONLY_FIELDS[name]) != _DEFAULT_ONLY_FIELDS[name]
         ):
             raise InvalidArgument(f"{location}: {name} is not supported in a batch; leave it out")
+    if not isinstance(body.get("reasoning_effort"), str | None):
+        raise InvalidArgument(f"{location}: reasoning_effort must be text")
+    if not isinstance(body.get("chat_template_kwargs"), dict | None):
+        raise InvalidArgument(f"{location}: chat_template_kwargs must be an object")
     for name in _MAX_TOKENS_FIELDS:
         limit = body.get(name)
         if limit is not None and (not isinstance(limit, int) or limit < 1):

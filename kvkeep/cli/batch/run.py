@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from kvkeep.cli.batch.requests import BatchRequest
+from kvkeep.cli.batch.requests import BatchRequest, PreparedRequest
 from kvkeep.cli.options import OutputOptions
 from kvkeep.cli.output import plural, progress_bar, say
 from kvkeep.engine import (
@@ -21,13 +21,12 @@ from kvkeep.engine import (
     Finished,
     GeneratedToken,
     GenerationEvent,
-    GenerationRequest,
     PrefillProgress,
 )
 from kvkeep.errors import InvalidArgument, Locked, NoRoom
 from kvkeep.storage.files.atomic import write_atomic
 
-PreparedRequest = tuple[BatchRequest, GenerationRequest]
+_EXTRA_FIELDS = ("reasoning_content", "tool_calls")  # of a message, in results of another format
 
 
 class BatchResults:
@@ -94,20 +93,23 @@ def _successful_lines(content: bytes, path: Path, digests: set[str]) -> list[tup
 class BatchAnswer:
     """A request and its answer so far. If it failed, `error` is set, and `finished` is not."""
 
-    request: BatchRequest
-    generation_request: GenerationRequest
+    prepared: PreparedRequest
     text: str = ""
     finished: Finished | None = None  # the last event
     error: BaseException | None = None
 
     def result_line(self, model: str) -> dict[str, Any]:
         """Return the line for the results file, in OpenAI's format for OpenAI requests."""
-        request, digest_field = self.request, {"request": self.request.digest}
+        request = self.prepared.request
+        digest_field = {"request": request.digest}
         if self.finished is None:
             error = {"code": type(self.error).__name__, "message": str(self.error)}
             id_field = {"custom_id": request.id} if request.is_openai else {"id": request.id}
             return {**id_field, "response": None, "error": error, **digest_field}
+        message = self._message()
         finish_reason = "stop" if self.finished.reason in ("eos", "stop") else "length"
+        if finish_reason == "stop" and "tool_calls" in message:
+            finish_reason = "tool_calls"
         usage = {
             "prompt_tokens": self.finished.usage.prompt,
             "completion_tokens": self.finished.usage.generated,
@@ -115,10 +117,11 @@ class BatchAnswer:
             "prompt_tokens_details": {"cached_tokens": self.finished.usage.reuse.tokens},
         }
         if not request.is_openai:
-            answer = {"text": self.text, "finish_reason": finish_reason, "usage": usage}
+            extras = {key: message[key] for key in _EXTRA_FIELDS if key in message}
+            text = {"text": message["content"] or ""}
+            answer = {**text, **extras, "finish_reason": finish_reason, "usage": usage}
             return {"id": request.id, **answer, **digest_field}
-        message = {"message": {"role": "assistant", "content": self.text}}
-        content = message if request.is_chat else {"text": self.text}
+        content = {"message": message} if request.is_chat else {"text": self.text}
         body = {
             "id": f"chatcmpl-{request.digest}",
             "created": int(time.time()),
@@ -130,6 +133,22 @@ class BatchAnswer:
         response = {"status_code": 200, "request_id": request.digest, "body": body}
         ids = {"id": f"batch_req_{request.digest}", "custom_id": request.id}
         return {**ids, "response": response, "error": None, **digest_field}
+
+    def append(self, event: GeneratedToken | Finished) -> None:
+        """Append the text of an event."""
+        self.text += event.text
+        if reader := self.prepared.reader:
+            reader.push(event.pieces if isinstance(event, GeneratedToken) else [event.text])
+            if isinstance(event, Finished):
+                reader.finish()
+
+    def _message(self) -> dict[str, Any]:
+        """Return the answer as OpenAI's message: its text, reasoning and calls."""
+        from kvkeep.chat.openai_chat import format_output
+
+        if self.prepared.reader is None:
+            return {"role": "assistant", "content": self.text}
+        return format_output(self.prepared.reader.output)
 
 
 @dataclass
@@ -150,7 +169,7 @@ class BatchReport:
         """Count the prompt's tokens. A failed answer is counted, and its error printed."""
         if answer.finished is None:
             self.failed += 1
-            say(f"{answer.request.location}: {answer.error}")
+            say(f"{answer.prepared.request.location}: {answer.error}")
         else:
             self.prompt_tokens += answer.finished.usage.prompt
             self.reused_tokens += answer.finished.usage.reuse.tokens
@@ -208,7 +227,8 @@ def _complete_answers(
     Prompts are sorted and submitted one by one, each once the one before is prefilled, so that it
     reuses their common prefix. This costs no time: the engine prefills one prompt at a time.
     """
-    waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)  # `pop` takes the end
+    # `pop` takes the end
+    waiting = sorted(requests, key=lambda r: r.generation_request.prompt, reverse=True)
     events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
     running, prefilling_answer = 0, None
 
@@ -217,9 +237,10 @@ def _complete_answers(
 
     while waiting or running:
         if waiting and prefilling_answer is None and running < max_running:
-            answer = BatchAnswer(*waiting[-1])
+            answer = BatchAnswer(waiting[-1])
             try:
-                engine.submit(answer.generation_request, listener=listener_for(answer)).result()
+                request = waiting[-1].generation_request
+                engine.submit(request, listener=listener_for(answer)).result()
             except Exception as error:
                 if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
                     waiting.pop()  # this request cannot be answered; others can
@@ -236,7 +257,7 @@ def _complete_answers(
             prefilling_answer = None
         report.generated_tokens += isinstance(event, GeneratedToken)
         if isinstance(event, (GeneratedToken, Finished)):
-            answer.text += event.text
+            answer.append(event)
         if isinstance(event, (Finished, Failed)):
             running -= 1
             answer.finished = event if isinstance(event, Finished) else None

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query
 from pydantic import Field
 
+from kvkeep.chat.openai_chat import parse_chat
+from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import NoSuchSession, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.template_files import template_source
-from kvkeep.server.generation import normalize_messages
+from kvkeep.server.chat_input import chat_input
 from kvkeep.server.schemas import RequestBody, TokenId
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.version import __version__
@@ -33,6 +35,10 @@ class DetokenizeRequest(RequestBody):
 class TemplateRequest(RequestBody):
     messages: Annotated[list[dict[str, Any]], Field(max_length=10_000)]
     add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class SlotFile(RequestBody):
@@ -67,9 +73,15 @@ async def detokenize(body: DetokenizeRequest, context: ContextDep) -> dict[str, 
 
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, context: ContextDep) -> dict[str, str]:
-    """Render messages with the model's chat template."""
-    messages = normalize_messages(body.messages)
-    return {"prompt": str(context.tokenizer.chat(messages, body.add_generation_prompt))}
+    """Render messages and tools with the model's chat template, as for a chat completion."""
+    options = RenderOptions(
+        continue_final=None if body.add_generation_prompt else False,
+        generation_prompt=body.add_generation_prompt,
+        reasoning_effort=body.reasoning_effort,
+        template_kwargs=body.chat_template_kwargs or {},
+    )
+    chat = await chat_input(context, parse_chat(body.model_dump()), options)
+    return {"prompt": str(chat.prompt.text)}
 
 
 @router.get("/props")

@@ -10,6 +10,9 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from kvkeep.chat.messages import Chat
+from kvkeep.chat.openai_chat import parse_messages
+from kvkeep.chat.renderer import RenderOptions
 from kvkeep.engine import (
     GeneratedToken,
     GenerationRequest,
@@ -19,9 +22,8 @@ from kvkeep.engine import (
 )
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.generation import normalize_messages
 from kvkeep.server.ignored_fields import SESSION_RULES
+from kvkeep.server.notices import Notices
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream
@@ -47,14 +49,16 @@ class FeedRequest(SamplingParams):
     special: bool = False
     stream: bool = False
 
-    def encode(self, tokenizer: TextCodec, generation_prompt: bool) -> tuple[int, ...]:
+    def encode(self, model: Model, notices: Notices, generation_prompt: bool) -> tuple[int, ...]:
         """Return the token ids. generation_prompt: whether messages end where the reply begins."""
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("use exactly one of text, tokens and messages")
         if self.messages is not None:
-            messages = normalize_messages(self.messages)
-            return tuple(tokenizer.encode(tokenizer.chat(messages, generation_prompt)))
-        return tuple(self.tokens or tokenizer.encode(self.text or "", self.special))
+            options = RenderOptions(continue_final=False, generation_prompt=generation_prompt)
+            prompt = model.renderer.render(Chat(parse_messages(self.messages)), options)
+            notices.warn(*prompt.warnings)
+            return tuple(prompt.ids)
+        return tuple(self.tokens or model.text.encode(self.text or "", self.special))
 
     def name_span(self, session: Session, num_prefilled: int, num_sampled: int) -> None:
         """Give the prefilled tokens, which precede the sampled ones, the name `span`, if any."""
@@ -81,7 +85,7 @@ class TurnRequest(SamplingParams):
 async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
     SESSION_RULES.check(body, context.notices)
-    ids = await to_thread(body.encode, context.tokenizer, generation_prompt=False)
+    ids = await to_thread(body.encode, context.service.model, context.notices, False)
     if not ids:
         raise InvalidArgument("nothing to prefill: send text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span)
@@ -92,7 +96,7 @@ async def feed(body: FeedRequest, context: SessionDep) -> Response | dict[str, A
 async def generate(body: GenerateRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill the input, if there is any, and generate."""
     SESSION_RULES.check(body, context.notices)
-    ids = await to_thread(body.encode, context.tokenizer, generation_prompt=True)
+    ids = await to_thread(body.encode, context.service.model, context.notices, True)
     (sampling,) = body.samplings(context.default_sampling)
     request = GenerationRequest(
         ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span

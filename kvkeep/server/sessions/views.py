@@ -157,7 +157,7 @@ async def session_events(name: SessionName, context: ContextDep) -> StreamingRes
 @router.post("/v1/prefix/explain")
 async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more, without evaluating it."""
-    ids = await to_thread(body.encode, context.tokenizer, generation_prompt=True)
+    ids = await to_thread(body.encode, context.service.model, context.notices, True)
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
     report = await wrap_future(context.engine.explain(ids, context.owner))
