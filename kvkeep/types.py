@@ -6,4 +6,6 @@ PolicyName = Literal["sliding", "shift", "archive", "self_extend", "full"]
 DtypeName = Literal["bfloat16", "float32"]
 WeightFormat = Literal["bf16", "int8", "int4"]  # the argument `weights`
 BitsName = Literal["8", "8/4", "4"]  # of keys and values; "8/4": keys 8, values 4
+# For prompts longer than the context: an error, or the policy evicts their beginning.
+ContextPolicy = Literal["refuse", "slide"]
 KvBits = BitsName | Literal[8, 4]  # as Python callers may give it

@@ -129,4 +129,5 @@ def _replica_config(
         hosts=(serving.host, *serving.allow_host),
         origins=serving.allow_origin,
         alias=serving.alias,
+        context_policy=serving.context_policy,
     )

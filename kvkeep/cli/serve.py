@@ -3,18 +3,26 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.memory import MEMORY_SECTION, MemoryOptions, keep_option, uses_prefix_cache
 from kvkeep.cli.model_options import prefill_step_option
-from kvkeep.cli.options import command, file_option, option, option_group, size_option
+from kvkeep.cli.options import (
+    choice_option,
+    command,
+    file_option,
+    option,
+    option_group,
+    size_option,
+)
 from kvkeep.cli.output import format_size, say
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url
+from kvkeep.types import ContextPolicy
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -58,11 +66,11 @@ class ServingOptions:
     alias: str | None = option(
         metavar="NAME", show_default="its own", help="Model name in API responses."
     )
-    context_policy: str = option(
-        type=click.Choice(("slide", "refuse")),
-        default="slide",
-        help="For prompts longer than the context: evict their oldest tokens, or refuse them, upon "
-        "which agents compact.",
+    context_policy: ContextPolicy = choice_option(
+        get_args(ContextPolicy),
+        "For prompts longer than the context: refuse them, upon which agents compact, or evict "
+        "their oldest tokens.",
+        default="refuse",
     )
     grace: float = option(
         metavar="SECONDS",

@@ -23,7 +23,7 @@ _ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by the code in the resp
     "session_busy": errors.Busy,
     "key_at_work": errors.Busy,
     "wrong_revision": errors.WrongRevision,
-    "exceed_context_size_error": errors.ContextFull,
+    "context_length_exceeded": errors.ContextFull,
     "cancelled": errors.Cancelled,
     "locked": errors.Locked,
 }

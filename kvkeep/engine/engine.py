@@ -77,7 +77,9 @@ class Engine(AbstractContextManager["Engine"]):
         self.limits = limits or Limits()
         session_folder = None if folder is None else validation.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in_folder(stores)
-        self._new_session("0")  # invalid settings are refused here, not at the first request
+        default_session = self._new_session("0")  # invalid settings are refused here
+        self.default_policy = default_session.policy  # of new sessions
+        self.default_max_kv_size = default_session.max_kv_size
         policy = SchedulingPolicy(self.limits)
         self._registry = SessionRegistry(model, session_folder, policy, snapshots)
         self.losses = self._registry.losses  # messages about unsaved changes

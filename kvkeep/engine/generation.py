@@ -75,7 +75,8 @@ class Usage:
     queue_seconds: float  # from submission to the first prefill step
     prefill_seconds: float  # wall-clock time
     decode_seconds: float
-    evicted: int = 0  # tokens of the session that had no cell of their own when decoding began
+    # At the end: tokens before the generated ones that the policy has evicted.
+    evicted: int = 0
 
     @property
     def evaluated(self) -> int:
@@ -162,7 +163,6 @@ class Generation(Iterator[GenerationEvent]):
         self.waited_tokens = 0  # tokens that were prefilled for other prompts while this one waited
         self._feeding: Feeding | None = None
         self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
-        self._evicted: int | None = None  # see `Usage.evicted`
         self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
         self._end_token: GeneratedToken | None = None
         self._submit_time = time.perf_counter()
@@ -226,8 +226,6 @@ class Generation(Iterator[GenerationEvent]):
 
     def check_can_decode(self) -> bool:
         """Return whether another token may be generated; end the generation if not."""
-        if self._evicted is None:
-            self._evicted = _evicted_count(self.record.live)
         if self.request.max_tokens == len(self.generated):
             self.finish("length")
         elif self.record.live.room == 0:
@@ -265,9 +263,8 @@ class Generation(Iterator[GenerationEvent]):
         stream = self._text_stream
         held_back_text = stream.flush()
         reason = "stop" if stream.stopped else reason
-        finished = Finished(
-            reason, held_back_text, self.usage, stream.matched_stop, self._end_token
-        )
+        usage = replace(self.usage, evicted=self._count_evicted())
+        finished = Finished(reason, held_back_text, usage, stream.matched_stop, self._end_token)
         self._end(finished, reason)
 
     def fail(self, error: BaseException) -> None:
@@ -291,8 +288,14 @@ class Generation(Iterator[GenerationEvent]):
             max(0.0, prefill_start - self._submit_time),
             max(0.0, prefill_end - prefill_start),
             max(0.0, now - prefill_end),
-            self._evicted or 0,
         )
+
+    def _count_evicted(self) -> int:
+        session = self.record.live
+        cache, num_tokens = session.cache, len(session.tokens)
+        if cache.cells >= num_tokens or cache.recurrent_states:
+            return 0
+        return session.token_status[: num_tokens - len(self.generated)].count("forgotten")
 
     def _end(self, event: Finished | Failed, reason: str) -> None:
         if self.phase != "done":
@@ -327,11 +330,3 @@ class Generation(Iterator[GenerationEvent]):
         session = self.record.live
         context = session.tokens.first(len(session.tokens) - len(self.generated))
         return TextStream(session.core.model.text, self.request.sampling.stop, context)
-
-
-def _evicted_count(session: Session) -> int:
-    """Return how many of a session's tokens have no cell of their own."""
-    memory = session.core.memory
-    if len(memory.serials) <= memory.cache.cells:
-        return 0
-    return len(memory.serials) - len(set(memory.cache.serials()))

@@ -8,6 +8,7 @@ from blake3 import blake3
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
+from kvkeep.types import ContextPolicy
 
 _MIN_SECRET_BYTES = 32  # in the file
 _NO_SECRET = bytes(32)
@@ -31,6 +32,7 @@ class ReplicaConfig:
     hosts: tuple[str, ...]  # allowed Host headers, beside the local ones
     origins: tuple[str, ...]  # allowed Origin headers, beside the server's own
     alias: str | None  # the model's name in the APIs; None for the last part of `model`
+    context_policy: ContextPolicy = "refuse"  # for prompts longer than the context
 
 
 @dataclass(frozen=True)

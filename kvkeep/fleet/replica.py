@@ -107,6 +107,7 @@ class ReplicaServer:
         )
         model_name = config.alias or model.name.rpartition("/")[2]
         self._service = Service(self._replica.engine, model_name, config.api_keys, int(time.time()))
+        self._service.context_policy = config.context_policy
         hosts = {*LOCAL_HOSTS, *config.hosts}
         self._app = application(self._service, hosts, config.origins, self._replica.middleware)
 

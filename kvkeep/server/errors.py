@@ -48,7 +48,7 @@ class ApiError(Exception):
         error_type, message = _ANTHROPIC_TYPES.get(self.status, self.error_type), self.message
         extra = self.extra or {}
         if "n_prompt_tokens" in extra:
-            limit = extra["n_ctx"]
+            limit = min(extra["n_ctx"], extra["n_prompt_tokens"] - 1)  # room for one token more
             message = f"prompt is too long: {extra['n_prompt_tokens']} tokens > {limit} maximum"
         return {"type": "error", "error": {"type": error_type, "message": message}}
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.server.grammar import Grammar
-from kvkeep.server.overflow import overflow_error, require_prompt_fits
+from kvkeep.server.overflow import check_prompt_size, overflow_error
 from kvkeep.server.service import GenerationStream, RequestContext
 from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
@@ -119,7 +119,8 @@ async def start_batch(
     Raises as `start_generations`, and then none of them goes on.
     """
     longest = max(len(request.prompt) for request in requests)
-    require_prompt_fits(context.service, longest)
+    max_tokens = requests[0].max_tokens
+    check_prompt_size(context, longest, 1 if max_tokens is None else min(1, max_tokens))
     count, submit_many = len(samplings), context.engine.submit_many
     stream = GenerationStream(len(requests) * count)
     submissions = [

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
@@ -30,6 +30,7 @@ from kvkeep.server.keys import ApiKeys
 from kvkeep.server.notices import Notices
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
+from kvkeep.types import ContextPolicy
 
 T = TypeVar("T")
 Submission = Callable[[], Future[list[Generation]]]
@@ -47,8 +48,8 @@ class Service:
     closing: bool = False  # the server is shutting down: streams of operations end
     status_counts: Counter[int] = field(default_factory=Counter)  # HTTP responses by status
     allow_edit: bool = False  # the web UI may change sessions
-    # Whether prompts longer than the context are refused; see `kvkeep.server.overflow`.
-    context_policy: Literal["slide", "refuse"] = "slide"
+    # For prompts longer than the context; see `kvkeep.server.overflow`.
+    context_policy: ContextPolicy = "refuse"
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Service:
     @property
     def context_size(self) -> int:
         """The most tokens that a session holds by default."""
-        return self.engine.settings.get("max_kv_size") or self.model.spec.max_positions
+        return self.engine.default_max_kv_size
 
     def max_tokens(self, requested: int | None) -> int:
         """Return the requested limit; by default, the model's number of positions."""

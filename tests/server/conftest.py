@@ -16,6 +16,7 @@ from kvkeep.model import Model
 from kvkeep.server.app import application
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
+from kvkeep.types import ContextPolicy
 
 
 class RunningServer:
@@ -42,6 +43,7 @@ def running_server(
     limits: Limits = Limits(memory=1_000_000_000),  # noqa: B008 (frozen)
     edits: bool = False,
     settings: Mapping[str, Any] = {"max_kv_size": 2048},
+    context_policy: ContextPolicy = "refuse",
 ) -> Iterator[RunningServer]:
     """Run a server. keys: accepted keys; None to need none. edits: whether the web UI may edit.
 
@@ -49,6 +51,7 @@ def running_server(
     """
     engine = Engine(model, settings=dict(settings), limits=limits, folder=folder)
     service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
+    service.context_policy = context_policy
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -16,6 +16,7 @@ from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, 
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
+from kvkeep.server.overflow import evicted_prompt_fields
 from kvkeep.server.service import ContextDep, GenerationStream
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
@@ -61,6 +62,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     answer.push(result.finished)
     message = {**fields, "content": content_blocks(answer.output)}
     message |= _stop_fields(result.finished, answer.output)
+    message |= evicted_prompt_fields(result.finished.usage)
     return JSONResponse({**message, "usage": _usage(result.finished.usage)}, headers=headers)
 
 
@@ -84,7 +86,8 @@ async def _stream_events(
         yield data
     finished = stream.results[0].finished
     delta = _stop_fields(finished, answer.output)
-    yield message_event("message_delta", delta=delta, usage=_usage(finished.usage))
+    fields = {"delta": delta, "usage": _usage(finished.usage)}
+    yield message_event("message_delta", **fields, **evicted_prompt_fields(finished.usage))
     yield message_event("message_stop")
 
 

@@ -16,7 +16,7 @@ from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ignored_fields import LLAMACPP_RULES
 from kvkeep.server.llamacpp.auxiliary import NUM_SLOTS, slot_session_name
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, logprobs_entry
-from kvkeep.server.overflow import require_prompt_fits
+from kvkeep.server.overflow import check_prompt_size, evicted_prompt_fields
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, Bias, RequestBody, SamplingParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
@@ -137,7 +137,7 @@ async def _start(
     request = GenerationRequest(tuple(ids), max_tokens, sampling, body.ignore_eos, logprobs)
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
-    require_prompt_fits(context.service, len(ids))
+    check_prompt_size(context, len(ids), min(1, max_tokens))
     session = slot_session_name(body.id_slot)
     cached_tokens = await wrap_future(context.engine.prepare(ids, session, context.owner))
     return await context.generate(replace(request, prompt=tuple(ids[cached_tokens:])), session)
@@ -195,7 +195,8 @@ class _LlamaOutput:
             "tokens_cached": cached_tokens,
             "generation_settings": settings,
             "prompt": self.context.tokenizer.decode(self.prompt_ids),
-            "truncated": finished.reason == "full",
+            "truncated": finished.reason == "full" or usage.evicted > 0,
+            **evicted_prompt_fields(usage),
             "stop_type": _STOP_TYPES[finished.reason],
             "stopping_word": finished.stop or "",
             "timings": {**llamacpp_timings(usage), "cache_n": cached_tokens},

@@ -16,6 +16,7 @@ from kvkeep.server.ignored_fields import CHAT_RULES
 from kvkeep.server.openai import usage
 from kvkeep.server.openai.chat_choices import ChatChoice
 from kvkeep.server.openai.chat_request import ChatRequest
+from kvkeep.server.overflow import evicted_prompt_fields
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, StreamEvent
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
@@ -120,8 +121,9 @@ class _ChatOutput:
             for number, delta in enumerate(deltas)
         ]
         if isinstance(event, Finished):
-            timings = usage.llamacpp_timings(event.usage)
-            chunks.append(self._chunk(index, {}, choice.finish_reason(event), timings=timings))
+            extra: dict[str, Any] = {"timings": usage.llamacpp_timings(event.usage)}
+            extra |= evicted_prompt_fields(event.usage)
+            chunks.append(self._chunk(index, {}, choice.finish_reason(event), **extra))
         return chunks
 
     def _chunk(

@@ -21,6 +21,7 @@ from kvkeep.server.openai.completion_logprobs import (
     EncodedPrompt,
     joined_entries,
 )
+from kvkeep.server.overflow import evicted_prompt_fields
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
@@ -151,9 +152,10 @@ class _CompletionOutput:
             kept = best if self.body.best_of else candidates
             for result in kept[: self.body.choice_count]:
                 choices.append(self._choice(len(choices), prompt, result, candidates[0]))
-        timings = usage.llamacpp_timings(results[0].finished.usage)
-        total = usage.total_usage(by_prompt)
-        return {**self.fields, "choices": choices, "usage": total, "timings": timings}
+        usages = [result.finished.usage for result in results]
+        counts = {"usage": usage.total_usage(by_prompt), **evicted_prompt_fields(*usages)}
+        timings = usage.llamacpp_timings(usages[0])
+        return {**self.fields, "choices": choices, **counts, "timings": timings}
 
     def _choice(
         self, index: int, prompt: EncodedPrompt, result: GenerationResult, first: GenerationResult
@@ -188,7 +190,8 @@ class _CompletionOutput:
                 yield self._event(_choice(index, prompt.text, logprobs=logprobs))
             if isinstance(event, Finished):
                 end_token = [event.end_token] if event.end_token else []
-                yield self._event(_choice(index, event.text, event, formatter.entry(end_token)))
+                choice = _choice(index, event.text, event, formatter.entry(end_token))
+                yield self._event(choice, **evicted_prompt_fields(event.usage))
             elif event.text or event.logprob:
                 logprobs = formatter.entry([event])
                 yield self._event(_choice(index, event.text, logprobs=logprobs))
@@ -197,8 +200,8 @@ class _CompletionOutput:
             yield sse_event({**self.fields, "choices": [], "usage": total})
         yield DONE
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return sse_event({**self.fields, "choices": [choice]})
+    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
+        return sse_event({**self.fields, "choices": [choice], **more})
 
     def _by_prompt(self, results: Sequence[GenerationResult]) -> list[Sequence[GenerationResult]]:
         count = self.body.sample_count

@@ -256,7 +256,9 @@ def status_of(finished: Finished) -> str:
     return _STATUSES[finished.reason]
 
 
-def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[str, Any]:
+def new_response(
+    response_id: str, body: ResponsesRequest, model: str, slides: bool
+) -> dict[str, Any]:
     """Return the response object of a request that has just begun."""
     fields = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
     fields |= {"max_tool_calls", "top_logprobs"}
@@ -281,7 +283,7 @@ def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[s
         "text": {"format": body.text_format()},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "truncation": body.truncation or "auto",
+        "truncation": body.truncation or ("auto" if slides else "disabled"),
         "usage": None,
         **body.model_dump(include=fields),
     }

@@ -30,12 +30,7 @@ from kvkeep.server.openai.response_items import ResponseItems, final_fields, new
 from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
-from kvkeep.server.overflow import (
-    evicted_prompt_fields,
-    overflow_error,
-    overflow_warnings,
-    require_prompt_fits,
-)
+from kvkeep.server.overflow import check_prompt_size, evicted_prompt_fields, overflow_error
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
@@ -131,12 +126,11 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     service, owner, schema = context.service, context.owner, body.output_schema()
     items, prompt = await _prompt(body, context)
     (sampling,) = prompt.constrain(body.samplings(context.default_sampling), schema)
-    require_prompt_fits(service, len(prompt.ids))
-    context.notices.warn(*overflow_warnings(service, len(prompt.ids)))
-    context_length = len(prompt.ids) + (body.max_output_tokens or 1)
-    if body.truncation == "disabled" and context_length > service.context_size:
-        raise overflow_error(service, len(prompt.ids))
-    response = new_response(f"resp_{secrets.token_hex(12)}", body, service.model_name)
+    num_new_tokens = (body.max_output_tokens or 1) if body.truncation == "disabled" else 1
+    may_slide = None if body.truncation is None else body.truncation == "auto"
+    check_prompt_size(context, len(prompt.ids), num_new_tokens, may_slide)
+    response_id, slides = f"resp_{secrets.token_hex(12)}", service.context_policy == "slide"
+    response = new_response(response_id, body, service.model_name, slides)
     name = response["id"] if body.stores or body.previous_response_id else None
     try:
         prepared_tokens = await _prepare(body, name, prompt.ids, context) if name else 0
