@@ -33,7 +33,12 @@ class OutputReader:
         answer was constrained to calls, which are then JSON. control_text: the text of a control
         token's id.
         """
-        self._scanner = Scanner(output_format.markers, output_format.control_markers, control_text)
+        self._scanner = Scanner(
+            output_format.markers,
+            output_format.control_markers,
+            control_text,
+            output_format.silent_markers,
+        )
         self._reading = AnswerReading(self._scanner, tools, new_call_id)
         self._format, self._forced = output_format, forced
         self._steps: Generator[OutputEvent | None, None, None] | None

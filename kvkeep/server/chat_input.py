@@ -18,7 +18,7 @@ from kvkeep.session.sampling import Constraint, Sampling
 
 
 class EarlyEnd:
-    """A constraint that ends a generation once `complete` is set; until then another one or none.
+    """A constraint that ends a generation once `ended` is set; until then another one or none.
 
     For answers that end before the model ends them, such as those of one call.
     """

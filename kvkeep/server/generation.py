@@ -1,7 +1,6 @@
 """From an API request to generations: the prompt, constraints on the output, and submission."""
 
 import itertools
-from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.server.grammar import Grammar
 from kvkeep.server.overflow import check_prompt_size, overflow_error
 from kvkeep.server.service import GenerationStream, RequestContext
-from kvkeep.server.tools import Tools
 from kvkeep.session.sampling import Sampling
 
 # Seconds that a stream waits for admission before it begins, with keepalives; errors are then
@@ -46,48 +44,16 @@ def _part_text(index: int, part: Any) -> str:
     return text
 
 
-async def prompt_ids(
-    context: RequestContext,
-    messages: list[dict[str, Any]],
-    tools: Tools,
-    continue_final: bool | None = None,
-) -> list[int]:
-    """Render messages with the model's chat template and return the token ids.
-
-    The prompt ends where the assistant's turn begins, or within the last message. continue_final:
-    whether to continue the last message; None for "if it is the assistant's".
-    """
-    tokenizer = context.tokenizer
-
-    def encode() -> list[int]:
-        normalized_messages = normalize_messages(messages)
-        template_messages, template_tools = tools.for_template(tokenizer, normalized_messages)
-        from_assistant = [message["role"] == "assistant" for message in template_messages[-2:]]
-        if not (from_assistant[-1] if continue_final is None else continue_final):
-            return tokenizer.encode(tokenizer.chat(template_messages, tools=template_tools))
-        if from_assistant == [True, True]:
-            raise InvalidArgument(
-                "the last message is the assistant's and is to be continued, but the one before it "
-                "is the assistant's too: join them"
-            )
-        return tokenizer.encode_unfinished_chat(template_messages, template_tools)
-
-    return await to_thread(encode)  # a long text would block the event loop
-
-
 def constrain(
     context: RequestContext,
     samplings: list[Sampling],
-    tools: Tools = Tools(),  # noqa: B008 (frozen)
     schema: Mapping[str, Any] | None = None,
     grammar: str | None = None,
 ) -> list[Sampling]:
-    """Constrain samplings to a forced tool call, or to a JSON schema or GBNF grammar, if given."""
+    """Constrain samplings to a JSON schema or a GBNF grammar, if given."""
     model = context.service.model
-    if tools.forced:
-        schema = tools.forced_call_schema()
     if schema is not None and grammar:
-        raise InvalidArgument("a grammar cannot be combined with a schema or a required tool call")
+        raise InvalidArgument("a grammar cannot be combined with a schema")
     if schema is not None:
         return [replace(s, constraint=Grammar.from_schema(model, schema)) for s in samplings]
     if grammar:

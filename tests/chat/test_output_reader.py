@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import Output, joined_output
-from kvkeep.chat.output_format import OutputFormat, format_by_name
+from kvkeep.chat.output_format import FORMATS, OutputFormat, format_by_name
 from kvkeep.chat.output_reader import OutputReader
 
 TOOLS = [Tool("weather"), Tool("shell")]
@@ -95,6 +95,18 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_call(size: int) -> None:
         assert name == "weather"
         assert '{"city": "Rome"}'.startswith(arguments)
         assert complete == (arguments == '{"city": "Rome"}')
+
+
+def test_control_tokens_around_text_are_no_text() -> None:
+    """Those of the reasoning and of the response, wherever they are; other ones are, in a call."""
+    gemma = format_by_name("gemma4", FORMATS["gemma4"].markers)
+    close, call = (gemma.markers.index(text) for text in ("<channel|>", "<|tool_call>"))
+    assert read_pieces(["Hello", close, " you", call, "what"], gemma).text == (
+        "Hello you<|tool_call>what"
+    )
+    command = format_by_name("command-r7b", FORMATS["command-r7b"].markers)
+    start, end = (command.markers.index(f"<|{text}_RESPONSE|>") for text in ("START", "END"))
+    assert read_pieces([start, "Hi.", end], command).text == "Hi."
 
 
 CASES = [(name, tokens) for name in FORMS for tokens in (False, True)]
