@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kvkeep.chat.anthropic_messages import (
     format_chat,
     format_output,
-    hosted_tools,
     parse_chat,
 )
+from kvkeep.chat.anthropic_tools import hosted_tools
 from kvkeep.chat.messages import (
     Chat,
     MediaPart,
@@ -252,6 +252,23 @@ def test_results_of_server_tools_are_readable(
     (result,) = message.results
     assert text in Message("user", result.content).text
     assert result.is_error == is_error
+
+
+def test_tools_that_the_client_runs_are_functions_and_hosted_ones_are_left_out() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250124", "name": "str_replace_editor"},
+        search,
+    ]
+    question = [{"role": "user", "content": "Hi"}]
+    chat = parse_chat({"messages": question, "tools": tools})
+    assert [tool.name for tool in chat.tools] == ["bash", "str_replace_editor"]
+    assert all(tool.description and tool.parameters["properties"] for tool in chat.tools)
+    assert hosted_tools(tools) == [search]
+    for choice in ({"type": "tool", "name": "web_search"}, {"type": "any"}):
+        chat = parse_chat({"messages": question, "tools": [search], "tool_choice": choice})
+        assert chat.choice == ToolChoice()
 
 
 def test_tool_choices() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from kvkeep.chat.anthropic_messages import allows_parallel_calls
+from kvkeep.chat.anthropic_tools import allows_parallel_calls
 from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage

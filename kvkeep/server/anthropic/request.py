@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvkeep.chat.anthropic_messages import hosted_tools, parse_chat
+from kvkeep.chat.anthropic_messages import parse_chat
+from kvkeep.chat.anthropic_tools import hosted_tools
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.server.ignored_fields import FieldRules
