@@ -10,8 +10,9 @@ import anthropic
 import httpx
 import pydantic
 import pytest
+from chat.written_answers import FORMS, marked
 from server.conftest import RunningServer, running_server
-from server.scripted import write_answers
+from server.scripted_answers import scripted_answers
 
 from kvkeep.model import Model
 
@@ -300,34 +301,37 @@ Let me see.
 </tool_call>"""
 
 
+def ask(client: anthropic.Anthropic, streamed: bool, **extra: Any) -> Any:
+    """Ask with a tool and thinking, and return the message."""
+    thinking = {"type": "enabled", "budget_tokens": 100}
+    params: Any = {"model": "a", "messages": QUESTION, "max_tokens": 400, "tools": [TOOL]}
+    params |= {"thinking": thinking, **extra}
+    if not streamed:
+        return client.messages.create(**params)
+    with client.messages.stream(**params) as stream:
+        return stream.get_final_message()
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_thinking_text_and_calls_are_blocks(
-    client: anthropic.Anthropic, smollm2: Model, monkeypatch: pytest.MonkeyPatch, streamed: bool
+    client: anthropic.Anthropic, smollm2: Model, streamed: bool
 ) -> None:
-    def answer(**extra: Any) -> Any:
-        params: Any = {"model": "a", "messages": QUESTION, "max_tokens": 200, "tools": [TOOL]}
-        thinking = {"type": "enabled", "budget_tokens": 100}
-        params |= {"thinking": thinking, **extra}
-        if not streamed:
-            return client.messages.create(**params)
-        with client.messages.stream(**params) as stream:
-            return stream.get_final_message()
-
-    write_answers(monkeypatch, smollm2, THINKS_AND_CALLS)
-    message = answer()
+    with scripted_answers(smollm2, THINKS_AND_CALLS):
+        message = ask(client, streamed)
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        single = ask(client, streamed, tool_choice=choice)
+        cut = ask(client, streamed, max_tokens=message.usage.output_tokens - 10)
     thinking, text, *calls = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Which city?")
     assert thinking.signature
     assert (text.type, text.text.strip()) == ("text", "Let me see.")
     assert [call.input for call in calls] == [{"city": "Rome"}, {"city": "<Oslo>"}]
     assert len({call.id for call in calls}) == 2
-    assert message.stop_reason == "tool_use"
-    single = answer(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert message.stop_reason == single.stop_reason == "tool_use"
     assert [block.type for block in single.content] == ["thinking", "text", "tool_use"]
-    cut = answer(max_tokens=message.usage.output_tokens - 10)
+    assert single.usage.output_tokens < message.usage.output_tokens
     assert [block.type for block in cut.content] == [block.type for block in message.content]
     assert cut.stop_reason == "max_tokens"
-    monkeypatch.undo()
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": "Rain"} for call in calls]
     history = [
         *QUESTION,
@@ -335,3 +339,25 @@ def test_thinking_text_and_calls_are_blocks(
         {"role": "user", "content": results},
     ]
     assert create_message(client, history, tools=[TOOL]).usage.output_tokens
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("mistral", "harmony") else pytest.mark.extended)
+        for name in FORMS
+    ],
+)
+def test_every_form_of_answers_is_blocks(
+    client: anthropic.Anthropic, smollm2: Model, name: str
+) -> None:
+    form = FORMS[name]
+    start, end = form.reasoning
+    channel = marked("<|start|>") + "assistant" if form.output_format == "harmony" else ""
+    calls = [("weather", {"city": "Rome"}), ("weather", {"city": "Paris"})]
+    text = f"{start}Hm, weather.{end}{channel}{form.write_calls(calls)}".replace("\x00", "")
+    for streamed in (False, True):
+        with scripted_answers(smollm2, text, output_format=form.output_format):
+            thinking, *tool_uses = ask(client, streamed).content
+        assert thinking.thinking == "Hm, weather."
+        assert [(block.name, block.input) for block in tool_uses] == calls

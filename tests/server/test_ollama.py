@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from server.conftest import RunningServer
-from server.scripted import write_answers
+from server.scripted_answers import scripted_answers
 
 from kvkeep.model import Model
 
@@ -167,33 +167,31 @@ def test_what_is_ignored_is_named(server: RunningServer) -> None:
 
 
 def test_thinking_text_and_calls_are_fields_of_the_message(
-    server: RunningServer, smollm2: Model, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer, smollm2: Model
 ) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     text = f"<think>\nWhich city?\n</think>\n\nLet me see.\n{call}\n{call}"
-    write_answers(monkeypatch, smollm2, text)
     body: Any = {"messages": [QUESTION], "tools": [TOOL], "options": {"num_predict": 200}}
-    message = whole(server, "chat", **body)["message"]
+    with scripted_answers(smollm2, text):
+        message = whole(server, "chat", **body)["message"]
+        parts = [chunk["message"] for chunk in chunks(server, "chat", **body)]
     assert message["thinking"] == "Which city?"
     assert message["content"].strip() == "Let me see."
     functions = [call["function"] for call in message["tool_calls"]]
     weather = {"name": "weather", "arguments": {"city": "Rome"}}
     assert functions == [{"index": 0, **weather}, {"index": 1, **weather}]
-    parts = [chunk["message"] for chunk in chunks(server, "chat", **body)]
     assert "".join(part.get("thinking", "") for part in parts) == message["thinking"]
     assert "".join(part["content"] for part in parts) == message["content"]
     streamed = [call["function"] for part in parts for call in part.get("tool_calls", ())]
     assert streamed == functions
 
 
-def test_a_call_that_was_cut_off_is_text(
-    server: RunningServer, smollm2: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_was_cut_off_is_text(server: RunningServer, smollm2: Model) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome and Oslo"}}'
-    write_answers(monkeypatch, smollm2, call)
     count = len(smollm2.text.encode(call)) - 4
     options = {"num_predict": count}
-    answer = whole(server, "chat", messages=[QUESTION], tools=[TOOL], options=options)
+    with scripted_answers(smollm2, call):
+        answer = whole(server, "chat", messages=[QUESTION], tools=[TOOL], options=options)
     assert "tool_calls" not in answer["message"]
     assert "Rome" in answer["message"]["content"]
     assert answer["done_reason"] == "length"

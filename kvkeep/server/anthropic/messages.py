@@ -13,11 +13,11 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
-from kvkeep.server.chat_input import chat_input
+from kvkeep.server.chat_input import EarlyEnd, chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.overflow import evicted_prompt_fields
-from kvkeep.server.service import ContextDep, GenerationStream
+from kvkeep.server.service import ContextDep, GenerationStream, StreamEvent
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = APIRouter()
@@ -41,9 +41,12 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     samplings = prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
+    end: EarlyEnd | None = None
+    if not allows_parallel_calls(body.tool_choice):
+        samplings, (end,) = EarlyEnd.add(samplings)
+    answer = _AnswerReader(prompt.new_reader(), end)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
-    answer = _AnswerReader(prompt.new_reader(), allows_parallel_calls(body.tool_choice))
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",
@@ -56,10 +59,11 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         response = sse_response(events, "error", ApiError.anthropic_body, keepalive=_PING)
         response.headers.update(headers)
         return response
-    (result,) = await context.collect(stream)
-    for token in result.tokens:
-        answer.push(token)
-    answer.push(result.finished)
+
+    def read(_index: int, event: StreamEvent) -> None:
+        answer.push(event)
+
+    (result,) = await context.collect(stream, on_event=read)
     message = {**fields, "content": content_blocks(answer.output)}
     message |= _stop_fields(result.finished, answer.output)
     message |= evicted_prompt_fields(result.finished.usage)
@@ -78,10 +82,9 @@ async def _stream_events(
     yield _PING
     blocks = ContentBlockStream()
     async for _, event in stream:
-        if not isinstance(event, PrefillProgress):
-            for output_event in answer.push(event):
-                for data in blocks.push(output_event):
-                    yield data
+        for output_event in answer.push(event):
+            for data in blocks.push(output_event):
+                yield data
     for data in blocks.finish():
         yield data
     finished = stream.results[0].finished
@@ -92,27 +95,33 @@ async def _stream_events(
 
 
 class _AnswerReader:
-    """Reads a generation's events. Without parallel calls, the answer ends with its first call."""
+    """Reads a generation's events."""
 
-    def __init__(self, reader: OutputReader, parallel_calls: bool):
-        self._reader, self._parallel_calls = reader, parallel_calls
+    def __init__(self, reader: OutputReader, end: EarlyEnd | None):
+        """end: ends the generation with its first call; None if there may be several."""
+        self._reader, self._end = reader, end
         self._events: list[OutputEvent] = []
 
-    def push(self, event: GeneratedToken | Finished) -> list[OutputEvent]:
+    def push(self, event: StreamEvent) -> list[OutputEvent]:
+        if isinstance(event, PrefillProgress):
+            return []
         if isinstance(event, GeneratedToken):
             events = self._reader.push(event.pieces)
         else:
             events = [*self._reader.push([event.text]), *self._reader.finish()]
-        result = []
-        for output_event in events:
-            if self._parallel_calls or not isinstance(self._last_event, CallEnded):
-                result.append(output_event)
-                self._events.append(output_event)
-        return result
+        if self._end is not None:
+            events = self._up_to_first_call(events, self._end)
+        self._events += events
+        return events
 
-    @property
-    def _last_event(self) -> OutputEvent | None:
-        return self._events[-1] if self._events else None
+    def _up_to_first_call(self, events: list[OutputEvent], end: EarlyEnd) -> list[OutputEvent]:
+        if end.ended:
+            return []
+        for index, event in enumerate(events):
+            if isinstance(event, CallEnded):
+                end.ended = True
+                return events[: index + 1]
+        return events
 
     @property
     def output(self) -> Output:
