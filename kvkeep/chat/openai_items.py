@@ -123,7 +123,7 @@ class ItemReader:
         call_id = ids[0] or ids[1]
         if not call_id and (ids[2] in self._open_ids or not self._open_ids):
             call_id = ids[2]
-        call_id = call_id or self._open_ids[0]
+        call_id = call_id or next(iter(self._open_ids), "")
         self._open_ids = [open_id for open_id in self._open_ids if open_id != call_id]
         return call_id
 

@@ -192,6 +192,7 @@ def test_missing_ids_are_generated_in_order() -> None:
     assistant, tool = parsed(call, call, result, result)
     assert [part.id for part in assistant.calls] == ["call_0", "call_1"]
     assert [part.call_id for part in tool.results] == ["call_0", "call_1"]
+    assert parsed(result)[0].results == [ToolResult("", (TextPart("1"),))]
 
 
 def test_instructions_are_a_system_message() -> None:

@@ -107,12 +107,9 @@ def _is_reference(item: Mapping[str, Any]) -> bool:
 
 def _stored_item(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return an item with an id, and without the data of images and files."""
-    item_type = item.get("type") or "message"
-    return {
-        **_without_data(item),
-        "type": item_type,
-        "id": item.get("id") or new_item_id(item_type),
-    }
+    item_type, item_id = item.get("type") or "message", item.get("id")
+    item_id = item_id if isinstance(item_id, str) and item_id else new_item_id(item_type)
+    return {**_without_data(item), "type": item_type, "id": item_id}
 
 
 def _without_data(value: Any, in_file: bool = False) -> Any:
@@ -121,7 +118,7 @@ def _without_data(value: Any, in_file: bool = False) -> Any:
         return [_without_data(entry, in_file) for entry in value]
     if not isinstance(value, Mapping):
         return "" if in_file and isinstance(value, str) and value.startswith("data:") else value
-    in_file = in_file or value.get("type") in _FILE_TYPES
+    in_file = in_file or str(value.get("type")) in _FILE_TYPES
     return {
         key: "" if in_file and key in _DATA_FIELDS else _without_data(entry, in_file)
         for key, entry in value.items()
