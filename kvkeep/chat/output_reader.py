@@ -102,6 +102,7 @@ class OutputReader:
             found = scanner.find(markers)
             length = found[0] if found else scanner.certain_length(markers)
             if length:
+                scanner.mark()
                 text = scanner.advance(length)
                 at_start = at_start and not text.strip(SPACE)
                 yield from reading.text(text)
@@ -170,6 +171,7 @@ class OutputReader:
             found = scanner.find(ends)
             length = found[0] if found else scanner.certain_length(ends)
             if length:
+                scanner.mark()
                 yield from reading.reasoning_text(scanner.advance(length))
             elif found:
                 if found[1] == block.end:

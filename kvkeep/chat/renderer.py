@@ -12,7 +12,7 @@ from typing import Any
 from kvkeep.chat.message_rewriting import function_fields, rewrite_messages
 from kvkeep.chat.messages import Chat, Message, ToolCall, ToolResult, content_text
 from kvkeep.chat.output import arguments_text
-from kvkeep.chat.output_format import OutputFormat, detect_format
+from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_name
 from kvkeep.chat.prefill import open_reasoning, write_prefill
 from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
 from kvkeep.errors import InvalidArgument, UnsupportedModel
@@ -95,6 +95,10 @@ class ChatRenderer:
         except UnsupportedModel:
             source = ""
         return detect_format(source, self._codec.control_texts)
+
+    def choose_output_format(self, name: str) -> None:
+        """Read answers in a format by name. Raises InvalidArgument for an unknown one."""
+        self.output_format = format_by_name(name, self._codec.control_texts)
 
     def render(self, chat: Chat, options: RenderOptions = RenderOptions()) -> RenderedPrompt:
         """Render a conversation, up to where the model's answer begins or continues.

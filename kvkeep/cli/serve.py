@@ -66,6 +66,11 @@ class ServingOptions:
     alias: str | None = option(
         metavar="NAME", show_default="its own", help="Model name in API responses."
     )
+    output_format: str | None = option(
+        metavar="NAME",
+        show_default="by the chat template",
+        help="Format of the model's reasoning and tool calls, such as hermes or mistral.",
+    )
     context_policy: ContextPolicy = choice_option(
         get_args(ContextPolicy),
         "For prompts longer than the context: refuse them, upon which agents compact, or evict "
@@ -98,7 +103,10 @@ class ServingOptions:
             )
 
     def load(self) -> "Model":
-        return self.memory.load(progress=not self.quiet)
+        model = self.memory.load(progress=not self.quiet)
+        if self.output_format is not None:
+            model.renderer.choose_output_format(self.output_format)
+        return model
 
     def session_settings(self, model: "Model") -> dict[str, Any]:
         """Return the settings of the sessions that a server creates.

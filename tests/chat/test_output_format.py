@@ -3,7 +3,9 @@
 import pytest
 
 from kvkeep.chat.output_format import FORMATS, detect_format, format_by_name
+from kvkeep.chat.renderer import ChatRenderer
 from kvkeep.errors import InvalidArgument
+from kvkeep.model import Model
 
 # Parts of published templates.
 TEMPLATES = {
@@ -44,6 +46,15 @@ def test_formats_are_chosen_by_name() -> None:
     assert all(format_by_name(name).name == name for name in FORMATS)
     with pytest.raises(InvalidArgument, match="hermes"):
         format_by_name("xml")
+
+
+def test_a_models_format_can_be_chosen_by_name(smollm2: Model) -> None:
+    renderer = ChatRenderer(smollm2.text)
+    assert renderer.output_format.name == "hermes"
+    renderer.choose_output_format("mistral")
+    assert renderer.output_format.name == "mistral"
+    with pytest.raises(InvalidArgument, match="hermes"):
+        renderer.choose_output_format("xml")
 
 
 def test_every_format_but_channels_reads_the_calls_that_the_system_text_describes() -> None:

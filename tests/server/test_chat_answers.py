@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -10,6 +11,7 @@ from chat.written_answers import FORMS, marked
 from server.conftest import RunningServer
 from server.scripted_answers import scripted_answers
 
+from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt
 from kvkeep.model import Model
 
 QUESTION = [{"role": "user", "content": "How is the weather?"}]
@@ -212,6 +214,39 @@ def test_allowed_tools_are_the_only_ones(client: openai.OpenAI, smollm2: Model) 
     with scripted_answers(smollm2, CALL):
         assert both(client, tool_choice=choice)["content"] == CALL
         assert both(client, tool_choice="none")["content"] == CALL
+
+
+@pytest.fixture
+def prompts_in_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all prompts end where reasoning has begun, as those of some templates do."""
+    render = ChatRenderer.render
+
+    def render_in_reasoning(self: ChatRenderer, *arguments: Any) -> RenderedPrompt:
+        return replace(render(self, *arguments), starts_in_reasoning=True)
+
+    monkeypatch.setattr(ChatRenderer, "render", render_in_reasoning)
+
+
+@pytest.mark.usefixtures("prompts_in_reasoning")
+def test_reasoning_has_a_budget_and_a_schema_holds_behind_it(
+    client: openai.OpenAI, smollm2: Model
+) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": {"const": 7}}}
+    params = {"tools": openai.NOT_GIVEN, "temperature": 0, "response_format": schema}
+    answer = both(client, extra_body={"reasoning_budget": 6}, **params)
+    assert 0 < len(smollm2.text.encode(answer["reasoning_content"])) <= 6
+    assert answer["content"] == "7"
+    for field in ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}):
+        answer = both(client, extra_body=field, **params)
+        assert (answer["content"], answer.get("reasoning_content")) == ("7", None)
+
+
+@pytest.mark.usefixtures("prompts_in_reasoning")
+def test_a_forced_call_follows_the_reasoning(client: openai.OpenAI) -> None:
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 4}}
+    answer = both(client, tool_choice="required", temperature=0, extra_body=budget)
+    assert answer["reasoning_content"]
+    assert len(calls_of(answer)) == 1
 
 
 def post(server: RunningServer, messages: Sequence[Any] = QUESTION, **body: Any) -> Any:
