@@ -89,6 +89,7 @@ class ChatInput:
             answer: Constraint | None = None
             if schema is not None:
                 answer = Grammar.from_schema(model, schema)
+                self.context.notices.warn(*answer.warnings)
             elif grammar:
                 answer = Grammar.from_gbnf(model, grammar)
             constraint = reasoning_constraint(

@@ -55,7 +55,10 @@ def constrain(
     if schema is not None and grammar:
         raise InvalidArgument("a grammar cannot be combined with a schema")
     if schema is not None:
-        return [replace(s, constraint=Grammar.from_schema(model, schema)) for s in samplings]
+        grammars = [Grammar.from_schema(model, schema) for _ in samplings]
+        context.notices.warn(*(warning for grammar in grammars for warning in grammar.warnings))
+        pairs = zip(samplings, grammars, strict=True)
+        return [replace(sampling, constraint=grammar) for sampling, grammar in pairs]
     if grammar:
         return [replace(s, constraint=Grammar.from_gbnf(model, grammar)) for s in samplings]
     return samplings

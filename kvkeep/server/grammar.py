@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.server.schema_patterns import without_unsupported_patterns
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _MAX_CHARACTERS = 200_000  # characters of a schema or grammar
@@ -29,12 +30,21 @@ class Grammar:
     """A sampling `Constraint`: the output is one text of a grammar, then an end token if any."""
 
     def __init__(self, model: Model, grammar: str):
-        """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one."""
+        """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one.
+
+        Its `warnings` name what of a schema is not followed.
+        """
         # Model files may name end tokens that the tokenizer's vocabulary lacks.
         eos_ids = tuple(eos for eos in model.end_token_ids if eos < model.text.vocab_size)
         tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), eos_ids)
-        if problem := LLMatcher.validate_grammar(grammar, tokenizer):
-            raise InvalidArgument(f"the schema or grammar is not supported: {problem[:500]}")
+        is_invalid, problems = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+        if is_invalid:
+            reason = _first_reason("\n".join(problems))
+            raise InvalidArgument(f"the schema or grammar is not supported: {reason}")
+        self.warnings = tuple(
+            f"a part of the schema is not followed: {_first_reason(problem)}"
+            for problem in problems
+        )
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._bitmask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
         self._substitute_eos_id = None if eos_ids else int(tokenizer.eos_token)
@@ -49,13 +59,15 @@ class Grammar:
         if len(schema_json) > _MAX_CHARACTERS:
             raise InvalidArgument(f"a schema can have at most {_MAX_CHARACTERS:,} characters")
         try:
-            # Without flexible white space, which small models would write endlessly.
-            grammar = LLMatcher.grammar_from_json_schema(
-                schema_json, defaults={"whitespace_flexible": False}
-            )
-        except Exception as error:  # the library raises its own types
-            raise InvalidArgument(f"the schema is not supported: {str(error)[:500]}") from error
-        return cls(model, grammar)
+            return cls(model, _json_grammar(schema_json))
+        except InvalidArgument:
+            reduced_schema, patterns = without_unsupported_patterns(json.loads(schema_json))
+            if not patterns:
+                raise
+        grammar = cls(model, _json_grammar(json.dumps(reduced_schema)))
+        dropped = (f"the pattern {pattern!r} is not followed" for pattern in patterns)
+        grammar.warnings = (*grammar.warnings, *dropped)
+        return grammar
 
     @classmethod
     def from_gbnf(cls, model: Model, gbnf: str) -> "Grammar":
@@ -65,14 +77,16 @@ class Grammar:
         try:
             grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(gbnf))
         except Exception as error:  # the library raises its own types
-            raise InvalidArgument(f"the grammar is not supported: {str(error)[:500]}") from error
+            reason = _first_reason(str(error))
+            raise InvalidArgument(f"the grammar is not supported: {reason}") from error
         return cls(model, grammar)
 
     def masked(self, logits: Tensor) -> Tensor:
         """Return logits `[vocab]` with -inf for tokens not allowed next. Raises InvalidArgument."""
         self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         if problem := self._matcher.get_error():
-            raise InvalidArgument(f"the schema or grammar cannot be followed: {problem[:500]}")
+            reason = _first_reason(problem)
+            raise InvalidArgument(f"the schema or grammar cannot be followed: {reason}")
         bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")
         allowed = np.zeros(logits.shape[0], dtype=bool)
         allowed[: len(bits)] = bits[: len(allowed)]  # logits and tokenizer may differ in size
@@ -94,6 +108,27 @@ class Grammar:
     def accept(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+
+
+def _json_grammar(schema_json: str) -> str:
+    """Return the grammar of a JSON schema; keywords that the library lacks are left out.
+
+    Without flexible white space, which small models would write endlessly.
+    """
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            schema_json, defaults={"whitespace_flexible": False, "lenient": True}
+        )
+    except Exception as error:  # the library raises its own types
+        reason = _first_reason(str(error))
+        raise InvalidArgument(f"the schema is not supported: {reason}") from error
+
+
+def _first_reason(problem: str) -> str:
+    """Return the reason in a message of the library, without its dump of state and position."""
+    lines = [line.strip() for line in problem.partition("<state>")[0].splitlines() if line.strip()]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (reasons or lines or ["no reason was given"])[0][:200]
 
 
 def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.default_sampling import with_parameters
@@ -20,9 +21,29 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class RequestBody(BaseModel):
-    """A request's body. Unknown fields are accepted and ignored, as other servers do."""
+    """A request's body. Unknown fields are accepted, and null means that a field is missing."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Allow null for each field that may be missing."""
+        schema = handler(core_schema)
+        fields = handler.resolve_ref_schema(schema)
+        required = fields.get("required", ())
+        for name, field_schema in fields.get("properties", {}).items():
+            if name not in required and {"type": "null"} not in field_schema.get("anyOf", ()):
+                fields["properties"][name] = {"anyOf": [field_schema, {"type": "null"}]}
+        return schema
 
 
 class StreamOptions(RequestBody):
@@ -33,7 +54,7 @@ class SamplingParams(RequestBody):
     """Sampling parameters, by OpenAI's names, and by llama.cpp's for those that OpenAI lacks."""
 
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None  # 0: only the likeliest token
     top_k: Annotated[int | None, Field(ge=-1, le=10_000_000)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repeat_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
@@ -49,10 +70,11 @@ class SamplingParams(RequestBody):
         seed = secrets.randbelow(_SEED_LIMIT) if self.seed is None or self.seed < 0 else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         last_n = self.repeat_last_n
+        top_k = self.top_k and max(0, self.top_k)  # -1, as 0: no limit
         parameters = {
             "temperature": self.temperature,
-            "top_k": self.top_k and max(0, self.top_k),  # -1, as 0: no limit
-            "top_p": self.top_p,
+            "top_k": 1 if self.top_p == 0 else top_k,
+            "top_p": self.top_p or None,
             "min_p": self.min_p,
             "repetition_penalty": self.repeat_penalty,
             "repetition_window": 2**31 if last_n == -1 else last_n,  # -1: all tokens

@@ -36,6 +36,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/sessions/held/compress": {"ratio": 2},
     "/v1/sessions/held/snapshot": {"name": "x"},
 }
+# Fields that accept any text: it is not used, or may be of any kind.
+ANY_TEXT = {"model", "function_call", "reasoning_effort", "think", "keep_alive", "stop"}
 WRONG = ({"x": []}, [[{}]], "\ud800 is half a character", -(10**30), 10**30, 1e308)
 
 
@@ -62,7 +64,8 @@ def fields(client: httpx.Client) -> dict[str, list[tuple[str, Any]]]:
             (name, wrong)
             for name, item in properties.items()
             for wrong in WRONG
-            if name != "model" and not allows(item, wrong, schemas)  # any model name is accepted
+            if not (isinstance(wrong, str) and name in ANY_TEXT)
+            if not allows(item, wrong, schemas)
         ]
     return result
 
@@ -74,6 +77,7 @@ def allows(schema: dict[str, Any], value: Any, schemas: dict[str, Any]) -> bool:
     if "anyOf" in schema:
         return any(allows(item, value, schemas) for item in schema["anyOf"])
     python_types = {"string": str, "boolean": bool, "array": list, "object": dict}
+    python_types["null"] = type(None)
     json_type = schema.get("type")
     if json_type in ("integer", "number"):
         bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

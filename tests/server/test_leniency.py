@@ -1,0 +1,114 @@
+"""Requests as clients send them: nulls, limits of -1, unknown keywords of schemas."""
+
+from typing import Any
+
+import httpx
+import pytest
+from server.conftest import RunningServer
+
+MESSAGES = [{"role": "user", "content": "Name a city."}]
+WARNING = "X-Kvkeep-Warning"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3},
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 3},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
+    "/completion": {"prompt": "Hi", "n_predict": 3},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 3},
+}
+
+
+def post(server: RunningServer, path: str, **fields: Any) -> httpx.Response:
+    with server.client() as client:
+        return client.post(path, json={**BODIES[path], **fields})
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_means_that_a_field_is_missing(server: RunningServer, path: str) -> None:
+    with server.client() as client:
+        document = client.get("/openapi.json").json()
+    body_schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    name = body_schema["schema"]["$ref"].rpartition("/")[2]
+    schema = document["components"]["schemas"][name]
+    optional = set(schema["properties"]) - set(schema["required"]) - set(BODIES[path])
+    assert len(optional) > 5
+    for field in optional:
+        assert {"type": "null"} in schema["properties"][field]["anyOf"]
+    fields = {**BODIES[path], **dict.fromkeys(optional), "temperature": 0}
+    with server.client() as client:
+        response = client.post(path, json=fields)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_top_p_of_0_takes_the_likeliest_tokens(server: RunningServer, path: str) -> None:
+    def text(**fields: Any) -> Any:
+        answer = post(server, path, **fields).json()
+        return next(answer[key] for key in ("choices", "content", "output") if key in answer)
+
+    sampled, greedy = text(top_p=0, temperature=2.0), text(top_k=1, temperature=2.0)
+    if path == "/v1/responses":  # ids of items differ
+        sampled, greedy = sampled[0]["content"], greedy[0]["content"]
+    assert sampled == greedy
+
+
+@pytest.mark.parametrize("stop", [None, [], "", [""]])
+def test_no_stop_strings_in_any_form(server: RunningServer, stop: Any) -> None:
+    answer = post(server, "/v1/chat/completions", stop=stop).json()
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_of_minus_1_is_no_limit(server: RunningServer, limit: str) -> None:
+    response = post(server, "/v1/chat/completions", **{"max_tokens": None, limit: -1})
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def schema_answer(server: RunningServer, schema: dict[str, Any]) -> httpx.Response:
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return post(server, "/v1/chat/completions", response_format=response_format, max_tokens=40)
+
+
+@pytest.mark.parametrize(
+    ("property_schema", "named"),
+    [
+        ({"type": "string", "maxLength": 5, "not": {"const": "a"}}, "not"),
+        ({"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}, "unique"),
+        ({"type": "string", "maxLength": 5, "format": "color"}, "color"),
+        ({"type": "string", "maxLength": 5, "pattern": "^(?=a)"}, "(?=a)"),
+    ],
+)
+def test_keywords_that_cannot_be_followed_are_named_in_a_header(
+    server: RunningServer, property_schema: dict[str, Any], named: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": property_schema}, "required": ["a"]}
+    response = schema_answer(server, schema)
+    assert response.status_code == 200, response.text
+    assert named in response.headers[WARNING]
+    assert response.json()["choices"][0]["message"]["content"].startswith('{"a":')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "strin"},
+        {"$ref": "#/$defs/missing"},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    ],
+)
+def test_an_impossible_schema_is_refused_with_a_short_reason(
+    server: RunningServer, schema: dict[str, Any]
+) -> None:
+    response = schema_answer(server, schema)
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400
+    assert len(message.splitlines()) == 1
+    assert len(message) < 300
+
+
+def test_an_invalid_grammar_is_refused_with_a_short_reason(server: RunningServer) -> None:
+    for grammar in ('root ::= "a" (', "root ::= missing", "x" * 3000):
+        response = post(server, "/v1/chat/completions", grammar=grammar)
+        message = response.json()["error"]["message"]
+        assert response.status_code == 400
+        assert (len(message.splitlines()), len(message) < 300) == (1, True)
