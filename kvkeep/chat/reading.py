@@ -94,15 +94,6 @@ class AnswerReading:
             if length < len(scanner.rest) or not (yield from self.more()):
                 return scanner.advance(length)
 
-    def until(self, *markers: str) -> Steps[str]:
-        """Read up to a marker, and the marker; return the text before it. Raises NotACall."""
-        scanner = self.scanner
-        while (found := scanner.find(markers)) is None:
-            if not (yield from self.more()):
-                raise NotACall
-        place, _, length = found
-        return scanner.advance(place + length)[:place]
-
     # Output
 
     def text(self, text: str) -> Iterator[OutputEvent]:

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.output import Output, joined_output
+from kvkeep.chat.output import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    Output,
+    TextDelta,
+    joined_output,
+)
 from kvkeep.chat.output_format import FORMATS, OutputFormat, format_by_name
 from kvkeep.chat.output_reader import OutputReader
 
@@ -95,6 +102,27 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_call(size: int) -> None:
         assert name == "weather"
         assert '{"city": "Rome"}'.startswith(arguments)
         assert complete == (arguments == '{"city": "Rome"}')
+
+
+@given(text=st.text(st.sampled_from("ab <tool_call>{/"), max_size=40))
+def test_only_a_possible_beginning_of_a_marker_and_white_space_are_held_back(text: str) -> None:
+    reader = OutputReader(format_by_name("hermes"), TOOLS)
+    text, released = f"a{text}".replace("<tool_call>", ""), ""
+    for end, char in enumerate(text, 1):
+        events = reader.push([char])
+        released += "".join(event.text for event in events if isinstance(event, TextDelta))
+        held = text[len(released) : end]
+        assert released + held == text[:end]
+        assert held.lstrip(" ") in {"<tool_call>"[:length] for length in range(11)}
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    reader = OutputReader(format_by_name("hermes"), TOOLS, lambda: "id")
+    events = reader.push(['<tool_call>{"name": "shell", "arguments": {"command": "ls'])
+    assert events == [CallStarted(0, "id", "shell"), CallArguments(0, '{"command": "ls')]
+    assert reader.push([' -l"']) == [CallArguments(0, ' -l"')]
+    assert reader.push(["}"]) == [CallArguments(0, "}"), CallEnded(0)]
+    assert reader.push(["}</tool_call>"]) + reader.finish() == []
 
 
 def test_control_tokens_around_text_are_no_text() -> None:
