@@ -23,7 +23,7 @@ from kvkeep.server import embeddings
 from kvkeep.server.anthropic import messages as anthropic
 from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
-from kvkeep.server.llamacpp import auxiliary, completion
+from kvkeep.server.llamacpp import auxiliary, completion, infill
 from kvkeep.server.notices import NoticesMiddleware
 from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
@@ -36,7 +36,7 @@ from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
-    *(chat, completions, responses, models, anthropic, completion, auxiliary),
+    *(chat, completions, responses, models, anthropic, completion, infill, auxiliary),
     *(embeddings, ollama_generation, ollama_models),
     *(lifecycle, generate, editing, views),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
@@ -63,9 +63,22 @@ class LlamaCompletionRequest(SamplingParams):
         prompt = self.prompt
         return isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt)
 
-    def encode_prompts(self, tokenizer: TextCodec) -> list[list[int]]:
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Take null for the default, as llama.cpp does."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+    def encode_prompts(self, tokenizer: TextCodec, context_size: int) -> list[list[int]]:
+        """Return the token ids of each prompt. context_size: for those that are made to fit."""
         prompts: Any = self.prompt if self.has_many_prompts else [self.prompt]
         return [_encode_prompt(prompt, tokenizer) for prompt in prompts]
+
+    def end_tokens(self, tokenizer: TextCodec) -> tuple[int, ...]:
+        """Return tokens, beside the model's end tokens, that end the generation."""
+        return ()
 
     def with_encoded_bias(self, tokenizer: TextCodec) -> "LlamaCompletionRequest":
         """Return a copy with the texts in `logit_bias` replaced by their tokens."""
@@ -103,8 +116,16 @@ async def completion(
     body: LlamaCompletionRequest, context: ContextDep
 ) -> Response | dict[str, Any] | list[dict[str, Any]]:
     """Complete a prompt, or each of several."""
+    return await complete(body, context)
+
+
+async def complete(
+    body: LlamaCompletionRequest, context: RequestContext
+) -> Response | dict[str, Any] | list[dict[str, Any]]:
+    """Return the response to a request."""
     LLAMACPP_RULES.check(body, context.notices)
-    prompts = await to_thread(body.encode_prompts, context.tokenizer)
+    context_size = context.service.context_size
+    prompts = await to_thread(body.encode_prompts, context.tokenizer, context_size)
     if not all(prompts):
         raise InvalidArgument("the prompt is empty")
     body = body.with_encoded_bias(context.tokenizer)
@@ -135,6 +156,7 @@ async def _start(
     max_tokens = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
     logprobs = body.n_probs or None
     request = GenerationRequest(tuple(ids), max_tokens, sampling, body.ignore_eos, logprobs)
+    request = replace(request, end_tokens=body.end_tokens(context.tokenizer))
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
     check_prompt_size(context, len(ids), min(1, max_tokens))
