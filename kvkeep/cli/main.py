@@ -25,6 +25,7 @@ COMMANDS = {
     "batch": LazyCommand("batch:batch", "Answer many prompts at once."),
     "serve": LazyCommand("serve:serve", "Serve a model over the OpenAI and Anthropic APIs."),
     "fleet": LazyCommand("fleet:fleet", "Serve a model from several processes or machines."),
+    "launch": LazyCommand("launch:launch", "Run an agent, such as Codex, with a model."),
     "sessions": LazyCommand("sessions:sessions", "List, check, copy and remove saved sessions."),
     "prefixes": LazyCommand("prefixes:prefixes", "List and remove prompts in the prefix cache."),
     "why": LazyCommand("prefixes:why", "Show how much of a prompt is in the prefix cache."),

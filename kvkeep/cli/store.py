@@ -34,14 +34,21 @@ def open_session_store(store: str | None) -> "SessionStore[Path | SessionPath]":
     return SharedSessions(open_object_store(store))
 
 
-def default_session_folder() -> SessionFolder:
-    """Return the session store in $KVKEEP_HOME, or else in the system's folder for user data."""
+def data_folder() -> Path:
+    """Return the folder for what users keep: $KVKEEP_HOME, or the system's for user data."""
     if home_is_set():
-        return SessionFolder(home() / "sessions")
+        return home()
     from platformdirs import user_data_path
 
+    return user_data_path("kvkeep")
+
+
+def default_session_folder() -> SessionFolder:
+    """Return the session store in the folder for what users keep."""
+    if home_is_set():
+        return SessionFolder(data_folder() / "sessions")
     # Sessions of older versions are in the cache folder, which cleaning tools may empty.
-    return SessionFolder(user_data_path("kvkeep") / "sessions", legacy_root=home() / "sessions")
+    return SessionFolder(data_folder() / "sessions", legacy_root=home() / "sessions")
 
 
 def complete_sessions(

@@ -1,0 +1,182 @@
+"""`kvkeep launch`: clients get their settings and end as they would alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from cli.conftest import Invoke, Start
+from server.conftest import RunningServer, running_server
+from timeouts import PATIENCE
+
+from kvkeep.cli.launch.clients import CLIENTS
+from kvkeep.cli.launch.clients import RunningServer as LaunchServer
+from kvkeep.model import Model
+
+NAMES = sorted(CLIENTS)
+
+# A client that writes what it got to a file, and ends with status 7.
+CLIENT = f"""#!{sys.executable}
+import json, os, pathlib, sys
+names = [word for word in [*sys.argv, *os.environ.values()] if "kvkeep-launch-" in word]
+files = {{pathlib.Path(name).name: pathlib.Path(name).read_text() for name in names}}
+seen = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "files": files}}
+pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(seen))
+sys.exit(7)
+"""
+# A client that waits for a signal, and ends with status 9 then.
+WAITING_CLIENT = f"""#!{sys.executable}
+import signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: sys.exit(9))
+print("waits", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(smollm2, tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a client under all names; return the file in which it writes what it got."""
+    install_client(tmp_path, monkeypatch, CLIENT)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
+    return tmp_path / "seen.json"
+
+
+def install_client(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for client in CLIENTS.values():
+        program = folder / "bin" / client.program
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_client_gets_the_address_and_the_model_of_a_running_server(
+    name: str, invoke: Invoke, server: RunningServer, seen: Path
+) -> None:
+    result = invoke("launch", name, "--server", server.url, "--", "--flag", "a word")
+    assert result.exit_code == 7, result.stderr
+    got = json.loads(seen.read_text())
+    assert got["arguments"][-2:] == ["--flag", "a word"]
+    settings = json.dumps(got)
+    assert server.url in settings
+    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert model["id"] in settings
+    assert str(model["n_ctx"]) in settings or name == "openwebui"
+
+
+def test_settings_of_codex_are_toml_and_those_of_opencode_json() -> None:
+    server = LaunchServer("http://127.0.0.1:1", 'a "model" ü', 32_768)
+    flags = CLIENTS["codex"].settings(server, Path("/nowhere")).arguments
+    options = tomllib.loads("\n".join(flags[1::2]))
+    assert options["model"] == server.model
+    assert options["model_context_window"] == 32_768
+    assert options["model_providers"]["kvkeep"]["base_url"] == "http://127.0.0.1:1/v1"
+    environment = CLIENTS["opencode"].settings(server, Path("/nowhere")).environment
+    config = json.loads(environment["OPENCODE_CONFIG_CONTENT"] or "")
+    limit = config["provider"]["kvkeep"]["models"][server.model]["limit"]
+    assert limit == {"context": 32_768, "output": 8_192}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_printed_script_gives_a_client_the_same_settings(
+    name: str, invoke: Invoke, server: RunningServer, seen: Path
+) -> None:
+    invoke("launch", name, "--server", server.url, "--", "a word")
+    launched = json.loads(seen.read_text())
+    script = invoke("launch", name, "--server", server.url, "--print", "--", "a word").stdout
+    script = script.replace("/kvkeep-", "/kvkeep-launch-")
+    done = subprocess.run(["/bin/sh", "-c", script], timeout=PATIENCE, check=False)
+    assert done.returncode == 7
+    printed = json.loads(seen.read_text())
+    assert printed["files"] == launched["files"]
+
+    for variable, value in launched["environment"].items():
+        if os.environ.get(variable) != value and variable != "WEBUI_SECRET_KEY":
+            assert printed["environment"][variable] == value or "/kvkeep-launch-" in value
+    for first, second in zip(printed["arguments"], launched["arguments"], strict=True):
+        assert first == second or "/kvkeep-launch-" in first
+
+
+def test_the_script_without_a_server_says_how_to_start_one(invoke: Invoke) -> None:
+    options = ("--server", "http://127.0.0.1:9", "-m", "some/model", "--serve", "--memory 8GB")
+    script = invoke("launch", "claude", *options, "--print").stdout
+    first, *rest = script.splitlines()
+    assert first == (
+        "# first, in another terminal: kvkeep serve --model some/model --port 8080 "
+        "--context-policy refuse --memory 8GB"
+    )
+    assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:8080" in rest
+    assert "export ANTHROPIC_MODEL=model" in rest
+    assert "unset ANTHROPIC_API_KEY" in rest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_client_that_is_missing_is_named_with_the_command_that_installs_it(
+    name: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = invoke("launch", name, "--server", "http://127.0.0.1:9")
+    assert result.exit_code == 2
+    client = CLIENTS[name]
+    assert f"{client.program} is not installed: run `{client.install}`" in result.stderr
+
+
+@pytest.mark.extended
+def test_a_server_is_started_for_the_client_and_stopped_after_it(
+    invoke: Invoke, server: RunningServer, tiny_folder: Path, seen: Path
+) -> None:
+    """It is started too if the running one has another model."""
+    options = ("--server", server.url, "-m", tiny_folder, "--serve", "--dtype float32 --alias own")
+    result = invoke("launch", "claude", *options)
+    assert result.exit_code == 7, result.stderr
+    assert "not " + str(tiny_folder) in result.stderr
+    environment = json.loads(seen.read_text())["environment"]
+    assert environment["ANTHROPIC_MODEL"] == "own"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(environment["ANTHROPIC_BASE_URL"])
+
+
+@pytest.mark.extended
+def test_a_server_that_cannot_start_says_why(invoke: Invoke, tiny_folder: Path, seen: Path) -> None:
+    options = ("-m", tiny_folder, "--server", "http://127.0.0.1:9", "--serve", "--memory nothing")
+    result = invoke("launch", "codex", *options)
+    assert result.exit_code == 2
+    assert "kvkeep serve did not start" in result.stderr
+    assert "expected a size" in result.stderr
+    assert not seen.exists()
+
+
+def test_options_of_the_server_with_an_open_quote_are_refused(invoke: Invoke) -> None:
+    result = invoke("launch", "codex", "--serve", "--alias 'x")
+    assert result.exit_code == 2
+    assert "--serve" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on_to_the_client(
+    number: signal.Signals,
+    start: Start,
+    server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_client(tmp_path, monkeypatch, WAITING_CLIENT)
+    process = start("launch", "aider", "--server", server.url)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"waits\n"
+    process.send_signal(number)
+    assert process.wait(PATIENCE) == 9
