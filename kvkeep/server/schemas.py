@@ -1,5 +1,6 @@
 """The common parts of all APIs' request bodies: token ids, limits, sampling parameters."""
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,19 @@ class RequestBody(BaseModel):
     """A request's body. Unknown fields are accepted, and null means that a field is missing."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_encodable(cls, value: Any) -> Any:
+        """Refuse half a surrogate pair in any text, and nesting that JSON writers do not follow."""
+        if isinstance(value, Mapping):
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise ValueError("half of a surrogate pair is no character") from None
+            except RecursionError:
+                raise ValueError("the body is nested too deeply") from None
+        return value
 
     @model_validator(mode="before")
     @classmethod

@@ -1,14 +1,14 @@
 """Responses with reasoning and calls, as OpenAI's client reads them."""
 
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import openai
 import pytest
 from server.conftest import RunningServer
-from server.scripted import write_answers
+from server.scripted_answers import scripted_answers
 
 from kvkeep.model import Model
 
@@ -27,9 +27,14 @@ Write = Callable[[str], None]
 
 
 @pytest.fixture
-def write(monkeypatch: pytest.MonkeyPatch, smollm2: Model) -> Write:
+def write(smollm2: Model) -> Iterator[Write]:
     """Make the model write a text from now on."""
-    return partial(write_answers, monkeypatch, smollm2)
+    with ExitStack() as stack:
+
+        def start(text: str) -> None:
+            stack.enter_context(scripted_answers(smollm2, text))
+
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,17 @@ def test_reasoning_is_a_summary_for_clients_that_ask_for_one(
     kind = "response.reasoning_summary_text.delta"
     assert "".join(event.delta for event in events if event.type == kind) == text
     assert "They want Rome." in text
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reasoning": {"max_tokens": 2}}, {"extra_body": {"reasoning_budget": 2}}], ids=str
+)
+def test_a_budget_limits_the_reasoning(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    begun = {"role": "assistant", "content": "<think>"}
+    body = params(input=[QUESTION, begun], tools=[], max_output_tokens=12, **fields)
+    created = client.responses.create(**body)
+    assert [item.type for item in created.output] == ["reasoning", "message"]
+    assert 0 < created.usage.output_tokens_details.reasoning_tokens <= 2
 
 
 def test_the_second_turn_reuses_all_cells_of_the_first(client: openai.OpenAI, write: Write) -> None:

@@ -225,11 +225,14 @@ def test_cancelling_or_disconnecting_ends_the_generation(
         {"tool_choice": "required"},
         {"input": [{"type": "item_reference", "id": "msg_0"}]},
         {"truncation": "some"},
+        {"metadata": {"a": "\ud800"}},
+        {"input": [{"role": "user", "content": "\ud800"}]},
     ],
     ids=repr,
 )
 def test_malformed_requests_are_refused(server: RunningServer, body: dict[str, Any]) -> None:
     before = len(server.service.engine.sessions().result())
-    reply = httpx.post(f"{server.url}/v1/responses", json={"input": QUESTION, **body})
+    content = json.dumps({"input": QUESTION, **body})  # httpx's own encoder refuses surrogates
+    reply = httpx.post(f"{server.url}/v1/responses", content=content)
     assert reply.status_code == 400, reply.text
     assert len(server.service.engine.sessions().result()) == before

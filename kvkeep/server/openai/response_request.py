@@ -23,6 +23,7 @@ class ReasoningOptions(RequestBody):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None  # an older name of `summary`
+    max_tokens: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None  # as in OpenRouter's API
 
 
 class ResponsesRequest(SamplingParams):
@@ -42,6 +43,8 @@ class ResponsesRequest(SamplingParams):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
+    reasoning_budget: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_progress: bool = False
     timings_per_token: bool = False
@@ -67,8 +70,17 @@ class ResponsesRequest(SamplingParams):
         effort = self.reasoning.effort if self.reasoning else None
         return RenderOptions(
             reasoning_effort=_EFFORTS.get(effort or "", effort),
+            enable_thinking=self.enable_thinking,
             template_kwargs=self.chat_template_kwargs or {},
         )
+
+    @property
+    def max_reasoning_tokens(self) -> int | None:
+        """The most tokens of reasoning; None for any number."""
+        budget = self.reasoning_budget
+        if budget is None and self.reasoning is not None:
+            budget = self.reasoning.max_tokens
+        return None if budget == -1 else budget
 
     def text_format(self) -> dict[str, Any]:
         return (self.text.format if self.text else None) or {"type": "text"}

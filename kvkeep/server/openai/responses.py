@@ -125,7 +125,11 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     """Prepare the response's session, and start the generation in it."""
     service, owner, schema = context.service, context.owner, body.output_schema()
     items, prompt = await _prompt(body, context)
-    (sampling,) = prompt.constrain(body.samplings(context.default_sampling), schema)
+    (sampling,) = prompt.constrain(
+        body.samplings(context.default_sampling),
+        schema,
+        reasoning_budget=body.max_reasoning_tokens,
+    )
     num_new_tokens = (body.max_output_tokens or 1) if body.truncation == "disabled" else 1
     may_slide = None if body.truncation is None else body.truncation == "auto"
     check_prompt_size(context, len(prompt.ids), num_new_tokens, may_slide)
