@@ -50,6 +50,15 @@ def running_server(
     settings: of its sessions.
     """
     engine = Engine(model, settings=dict(settings), limits=limits, folder=folder)
+    with serving(engine, keys, edits) as running:
+        yield running
+
+
+@contextmanager
+def serving(
+    engine: Engine, keys: ApiKeys | None = None, edits: bool = False
+) -> Iterator[RunningServer]:
+    """Serve an engine, and close it. Arguments as of `running_server`."""
     service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
     service.context_policy = context_policy
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")

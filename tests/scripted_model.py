@@ -1,0 +1,118 @@
+"""A model that writes given answers, for tests of what servers and clients make of them.
+
+The model is a real one, and the server is unchanged: a sampling constraint allows only the next
+token of the answer. Other constraints of the request, such as a grammar, are replaced.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+
+from kvkeep.engine import Engine, Generation, GenerationRequest
+from kvkeep.engine.generation import Listener, RequestLike
+from kvkeep.model import Model
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.session.sampling import Sampling
+from tests.small_models import small_spec, small_tokenizer
+
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+
+# Renders all roles, tools, calls and reasoning, whatever the form of the model's answers.
+_TEMPLATE = """\
+{%- if tools %}<|im_start|>tools
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{%- if message.reasoning_content %} ({{ message.reasoning_content }}){% endif %}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %} {{ call.function | tojson }}{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+class ScriptedConstraint:
+    """Allows the tokens of an answer, one after another."""
+
+    def __init__(self, ids: Sequence[int]):
+        self._ids = list(ids)
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(logits, -torch.inf)
+        masked[self._ids[0]] = 0.0
+        return masked
+
+    def accept(self, token: int) -> None:
+        assert token == self._ids.pop(0)
+
+
+class ScriptedEngine(Engine):
+    """An engine whose generations write the answers that a function returns for their prompts.
+
+    write: called with the text of the new part of the prompt. Texts of control tokens in its
+    answers are control tokens; an end token follows them.
+    """
+
+    def __init__(self, model: Model, write: Callable[[str], str], **options: Any):
+        self._write = write
+        super().__init__(model, **options)
+
+    def submit(
+        self,
+        request: RequestLike,
+        session: str | None = None,
+        owner: str = "0",
+        listener: Listener | None = None,
+        revision: int | None = None,
+    ) -> Future[list[Generation]]:
+        assert isinstance(request, GenerationRequest)
+        request = replace(request, sampling=self._scripted(request, request.sampling))
+        return super().submit(request, session, owner, listener, revision)
+
+    def submit_many(
+        self,
+        request: GenerationRequest,
+        samplings: Sequence[Sampling],
+        owner: str = "0",
+        listeners: Sequence[Listener | None] | None = None,
+    ) -> Future[list[Generation]]:
+        scripted = [self._scripted(request, sampling) for sampling in samplings]
+        return super().submit_many(request, scripted, owner, listeners)
+
+    def _scripted(self, request: GenerationRequest, sampling: Sampling) -> Sampling:
+        answer = self._write(self.model.text.decode(request.prompt))
+        ids = self.model.text.encode(answer, special=True)
+        constraint = ScriptedConstraint([*ids, self.model.end_token_ids[0]])
+        return replace(sampling, constraint=constraint)
+
+
+def family_model(folder: Path, markers: Sequence[str], signs: Sequence[str] = ()) -> Model:
+    """Return a small random model in a folder, whose answers are in a family's form.
+
+    Its tokenizer has a token for each byte. markers: texts of its control tokens, beside those of
+    turns. signs: texts by which the form is detected in the chat template.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = small_tokenizer()
+    control_texts = [TURN_END, TURN_START, *markers]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in control_texts])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": TURN_END}))
+    comment = "".join("{# " + sign + " #}" for sign in signs)
+    (folder / "chat_template.jinja").write_text(comment + _TEMPLATE)
+    end_id = tokenizer.token_to_id(TURN_END)
+    spec = replace(small_spec(), vocab_size=tokenizer.get_vocab_size(True), eos_token_ids=(end_id,))
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=random) * 0.1
+        for name, shape in tensor_shapes(spec).items()
+    }
+    return Model("small", folder, Decoder(spec, tensors), TextCodec.open(folder))
