@@ -5,6 +5,7 @@ token of the answer. Other constraints of the request, such as a grammar, are re
 """
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -108,8 +109,24 @@ def family_model(folder: Path, markers: Sequence[str], signs: Sequence[str] = ()
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": TURN_END}))
     comment = "".join("{# " + sign + " #}" for sign in signs)
     (folder / "chat_template.jinja").write_text(comment + _TEMPLATE)
-    end_id = tokenizer.token_to_id(TURN_END)
-    spec = replace(small_spec(), vocab_size=tokenizer.get_vocab_size(True), eos_token_ids=(end_id,))
+    return _small_model(folder, tokenizer.token_to_id(TURN_END), tokenizer.get_vocab_size(True))
+
+
+def model_with_text_of(folder: Path, source: Path, end: str = TURN_END) -> Model:
+    """Return a small random model in a folder, with tokenizer and template of the model in source.
+
+    It takes long prompts, which it prefills in no time. end: the text of its end token.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if "token" in path.name or "template" in path.name:
+            shutil.copy(path, folder)
+    tokenizer = TextCodec.open(folder).tokenizer
+    return _small_model(folder, tokenizer.token_to_id(end), tokenizer.get_vocab_size(True))
+
+
+def _small_model(folder: Path, end_id: int, vocab_size: int) -> Model:
+    spec = replace(small_spec(200_000), vocab_size=vocab_size, eos_token_ids=(end_id,))
     random = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=random) * 0.1

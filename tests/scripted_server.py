@@ -8,8 +8,8 @@ text of the prompt, and whose `unless` is not, gives the answer, `write`:
     [{"when": "tool_response", "write": "Done."},
      {"when": "list the files", "write": "<tool_call>...</tool_call>"}]
 
-In `write`, `\\g<name>` stands for a named group of `when`. The model is the default one, so that
-prompts are read as always. Each prompt and its answer are appended to the log.
+In `write`, `\\g<name>` stands for a named group of `when`. The model is a small random one with the
+default model's tokenizer and template. Each prompt and its answer are appended to the log.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 from kvkeep.loader import load_model
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.lifecycle import run_server
-from tests.scripted_model import ScriptedEngine
+from tests.scripted_model import ScriptedEngine, model_with_text_of
 
 _DEFAULT_ANSWER = "OK."
 
@@ -62,10 +62,9 @@ def main() -> None:
     options = parser.parse_args()
     write = script_writer(json.loads(options.script.read_text()), options.log)
     settings: dict[str, Any] = {"policy": "sliding", "max_kv_size": options.max_kv_size}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ScriptedEngine(load_model(), write, settings=settings, folder=folder) as engine,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_with_text_of(Path(folder) / "model", load_model().folder)
+        engine = ScriptedEngine(model, write, settings=settings, folder=Path(folder) / "sessions")
         server_options = {
             "host": "127.0.0.1",
             "port": options.port,
@@ -77,7 +76,8 @@ def main() -> None:
             "quiet": False,
             "context_policy": options.context_policy,
         }
-        run_server(engine, ApiKeys(), server_options)
+        with engine:
+            run_server(engine, ApiKeys(), server_options)
 
 
 if __name__ == "__main__":
