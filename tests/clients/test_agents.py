@@ -26,6 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 TASK = "Count the lines of notes.txt, and tell me the code word in notes.txt."
 RESUME = "Repeat that word in capitals."
 IMAGE = "Describe the attached picture in one word."
+NO_IMAGE = "(?:image.{0,80} omitted|Unsupported image)"  # by the server, or by the agent itself
 TIMEOUT = 240  # seconds, of one run of an agent on a busy machine
 
 
@@ -55,15 +56,14 @@ def rules(agent: Agent, project: Path) -> list[dict[str, str]]:
     seen = re.escape(IMAGE)
     script = [
         {"when": f"{re.escape(RESUME)}", "write": "HERON it is."},
-        {"when": rf"{seen}.*image.{{0,80}} omitted", "write": "Nothing seen."},
-        {"when": rf"image.{{0,80}} omitted.*{seen}", "write": "Nothing seen."},
+        {"when": rf"{seen}.*{NO_IMAGE}|{NO_IMAGE}.*{seen}", "write": "Nothing seen."},
         {"when": "tool_response.*The code word is heron", "write": "The code word is heron."},
         {"when": r"tool_response.*\b3 notes\.txt", "write": call(agent.read, project)},
         {"when": re.escape(TASK), "write": f"I will look.\n{call(agent.shell, project)}"},
     ]
     # Claude Code gets the path of a picture, and reads it by its tool.
     read_image = call(agent.read, project).replace("notes.txt", "red.png")
-    return [*script, {"when": seen, "write": read_image}]
+    return [*script, {"when": seen, "unless": "tool_response", "write": read_image}]
 
 
 @pytest.fixture(scope="session")
