@@ -50,13 +50,16 @@ def running_server(
     settings: of its sessions.
     """
     engine = Engine(model, settings=dict(settings), limits=limits, folder=folder)
-    with serving(engine, keys, edits) as running:
+    with serving(engine, keys, edits, context_policy) as running:
         yield running
 
 
 @contextmanager
 def serving(
-    engine: Engine, keys: ApiKeys | None = None, edits: bool = False
+    engine: Engine,
+    keys: ApiKeys | None = None,
+    edits: bool = False,
+    context_policy: ContextPolicy = "refuse",
 ) -> Iterator[RunningServer]:
     """Serve an engine, and close it. Arguments as of `running_server`."""
     service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
