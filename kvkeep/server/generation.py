@@ -18,32 +18,6 @@ from kvkeep.session.sampling import Sampling
 STREAM_PATIENCE = 1.0
 
 
-def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with plain text and the roles of templates. Raises InvalidArgument."""
-    if not messages:
-        raise InvalidArgument("messages: needs at least one message")
-    result = []
-    for index, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        if content is None and not message.get("tool_calls"):
-            raise InvalidArgument(f"messages[{index}] has no content")
-        if isinstance(content, list):
-            content = "".join(_part_text(index, part) for part in content)
-        if role == "developer":  # a role that templates do not know yet
-            role = "system"
-        result.append({**message, "role": role, "content": "" if content is None else content})
-    return result
-
-
-def _part_text(index: int, part: Any) -> str:
-    fields = part if isinstance(part, Mapping) else {}
-    part_type, text = fields.get("type"), fields.get("text")
-    if part_type not in ("text", "input_text", "output_text") or not isinstance(text, str):
-        message = f"messages[{index}]: content parts must be text; found {part_type or part!r}"
-        raise InvalidArgument(message)
-    return text
-
-
 def constrain(
     context: RequestContext,
     samplings: list[Sampling],

@@ -5,7 +5,7 @@ imported only when a template is rendered, since importing jinja2 takes a while.
 """
 
 import json
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -17,11 +17,20 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_ITERATIONS = 300_000  # of all loops together, numbers in ranges included
+from kvkeep.models.text.template_limits import (
+    MAX_SIZE,
+    RenderingBudget,
+    bounded_json,
+    check_format,
+    check_integers,
+    check_operation,
+    check_repetition,
+    checked_text,
+)
+
 _MACRO_COST = 10  # iterations that a macro call counts as
 # Internal filters, under names that a template cannot write.
 _COUNT_FILTER, _JOIN_FILTER = "count rounds", "join parts"
-MAX_SIZE = 50_000_000  # characters or items of a value in a template; also the largest number
 
 
 def compile_template(source: str) -> Template:
@@ -52,39 +61,81 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
+            finalize=checked_text,
             extensions=[loopcontrols, GenerationBlock],
         )
-        self._iterations = 0
-        self.filters = {name: _with_checks(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": _to_json, _COUNT_FILTER: self._count, _JOIN_FILTER: _join}
+        self._budget = RenderingBudget()
+        for name in ("wordwrap", "urlize", "xmlattr", "pprint"):  # for HTML, and hard to bound
+            self.filters.pop(name)
+        self.filters = {
+            name: self._checked(name, function) for name, function in self.filters.items()
+        }
+        self.filters |= {"tojson": self._to_json, _COUNT_FILTER: self._budget.count_iterations}
+        self.filters[_JOIN_FILTER] = self._join
         self.globals.pop("lipsum")
         self.globals["range"] = self._range
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_integers(*args, *kwargs.values())
-        return _check_size(super().call(__context, __obj, *args, **kwargs))
+        check_integers(*args, *kwargs.values())
+        method = getattr(__obj, "__wrapped__", __obj)
+        if isinstance(subject := getattr(method, "__self__", None), str):
+            args = tuple(_listed(value) for value in args)
+            check_operation(__obj.__name__, subject, [*args, *kwargs.values()])
+        return __self._budget.count_created(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
-            _check_repetition(left, right)
+            check_repetition(left, right)
         elif operator == "**" and max(abs(left), abs(right)) > 1000:
             raise TemplateRuntimeError("it uses too large an exponent")
-        elif operator == "%" and isinstance(left, str) and len(left) > 1000:
-            raise TemplateRuntimeError("its format string makes too long a text")
-        return _check_size(super().call_binop(context, operator, left, right))
+        elif operator == "%" and isinstance(left, str):
+            check_format(left, right)
+        return self._budget.count_created(super().call_binop(context, operator, left, right))
 
-    def _count(self, iterations: int) -> bool:
-        self._iterations += iterations
-        if self._iterations > MAX_ITERATIONS:
-            raise TemplateRuntimeError(f"it loops more than {MAX_ITERATIONS:,} times")
-        return True  # a loop's condition continues with `and`
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join the parts of the output, of a macro or of a block."""
+        return self._budget.join(parts)
+
+    def _join(self, *parts: object) -> str:
+        """Evaluate `a ~ b ~ ...`: jinja's own concatenation would check no size."""
+        return self._budget.join(parts)
+
+    def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a jinja filter with checks of its arguments and its result."""
+
+        @wraps(function)  # copies the attributes that tell jinja which arguments to pass
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            check_integers(*args, *kwargs.values())
+            index = 1 if hasattr(function, "jinja_pass_arg") else 0
+            if name in ("join", "sum"):
+                args = (*args[:index], _listed(args[index]), *args[index + 1 :])
+            check_operation(name, args[index], [*args[index + 1 :], *kwargs.values()])
+            return self._budget.count_created(function(*args, **kwargs))
+
+        return wrapper
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> Any:
+        """Serialise as plain JSON, with transformers' arguments; jinja's escapes for HTML."""
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        if (isinstance(indent, int) and indent > 100) or len(str(indent)) > 100:
+            raise TemplateRuntimeError("it uses too wide an indentation")
+        return self._budget.count_created(bounded_json(value, encoder))
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
         is_small = max(numbers.start, numbers.stop) < MAX_SIZE  # `len` raises for a huge range
-        self._count(len(numbers) if is_small else MAX_SIZE)
+        self._budget.count_iterations(len(numbers) if is_small else MAX_SIZE)
         return numbers
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -117,7 +168,7 @@ class _CountingTransformer(NodeTransformer):
 
 
 def _counting_call(iterations: int, parent: nodes.Node) -> nodes.Expr:
-    """Return an expression that calls `_Sandbox._count`. parent: the node that it is put into."""
+    """Return an expression that counts iterations. parent: the node that it is put into."""
     return _filter_node(_COUNT_FILTER, [nodes.Const(iterations, lineno=parent.lineno)], parent)
 
 
@@ -126,55 +177,9 @@ def _filter_node(name: str, operands: list[nodes.Expr], parent: nodes.Node) -> n
     return nodes.Filter(operands[0], name, operands[1:], [], None, None, lineno=parent.lineno)
 
 
-def _join(*parts: object) -> Any:
-    """Evaluate `a ~ b ~ ...`: jinja's own concatenation would check no size."""
-    return _check_size("".join(map(str, parts)))
-
-
-def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a jinja filter with checks of its arguments and its result."""
-
-    @wraps(function)  # copies the attributes that tell jinja which arguments to pass
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _check_integers(*args, *kwargs.values())
-        return _check_size(function(*args, **kwargs))
-
-    return wrapper
-
-
-def _check_integers(*values: Any) -> None:
-    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in values):
-        raise TemplateRuntimeError("it uses too large a number")
-
-
-def _check_repetition(left: Any, right: Any) -> None:
-    for sequence, factor in ((left, right), (right, left)):
-        is_repetition = isinstance(sequence, Sized) and isinstance(factor, int)
-        if is_repetition and len(sequence) * abs(factor) > MAX_SIZE:
-            raise TemplateRuntimeError("it repeats a value too often")
-
-
-def _check_size(value: Any) -> Any:
-    """Return the value. Raises TemplateRuntimeError if it is too large."""
-    if isinstance(value, (str, list, tuple)) and len(value) > MAX_SIZE:
-        raise TemplateRuntimeError("it creates too large a value")
-    if isinstance(value, int) and value.bit_length() > 4096:
-        raise TemplateRuntimeError("it creates too large a number")
-    return value
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Serialise as plain JSON, with transformers' arguments; jinja's filter escapes for HTML."""
-    _check_integers(indent)
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _listed(value: Any) -> Any:
+    """Return the items of an iterator as a list, so that they can be measured."""
+    return list(value) if hasattr(value, "__next__") else value
 
 
 def _raise_exception(message: str) -> None:
