@@ -31,5 +31,5 @@ def test_the_model_is_listed_and_described(server: RunningServer) -> None:
 def test_changes_of_models_are_refused_with_advice(server: RunningServer) -> None:
     for path in ("pull", "create", "copy", "push"):
         response = post(server, path)
-        assert response.status_code == 501
+        assert response.status_code == 400
         assert "kvkeep pull" in response.json()["error"]

@@ -96,7 +96,7 @@ async def change_models(request: HttpRequest, context: ContextDep) -> None:
     """Refuse to change the models: the server has the one that it was started with."""
     operation = request.url.path.removeprefix("/api/")
     raise ApiError(
-        501,
+        400,  # not 501, after which clients try again
         f"{operation} is not supported: this server has one model, {context.service.model_name!r}; "
         "fetch others with `kvkeep pull` and start a server for each",
         "not_supported_error",
