@@ -129,7 +129,7 @@ class ErrorFields(BaseModel):
 class ErrorBody(BaseModel):
     """An error in OpenAI's format; the routes of Anthropic's and Ollama's APIs use theirs."""
 
-    error: ErrorFields
+    error: ErrorFields | str  # Ollama's is a text
 
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
