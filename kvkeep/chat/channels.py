@@ -22,6 +22,8 @@ _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _UNFINISHED_HEADER = re.compile(r"(<\|\w+\|>)?(assistant)?[^<]*(<\|\w+\|>[^<]*)*")
 _STARTS = (_START, _CHANNEL, _MESSAGE, _ROLE, _RECIPIENT_KEY)  # of a header
 _BETWEEN_MESSAGES = "\n\n"
+_MAX_HEADER = 1000  # characters; what is longer is text
+_MAX_MARKER = max(map(len, CHANNEL_MARKERS))
 _Emit = Callable[[str], Iterator[OutputEvent]]
 
 
@@ -68,7 +70,12 @@ def read_channels(reading: AnswerReading, in_reasoning: bool, forced: bool) -> S
 def _read_header(reading: AnswerReading) -> Steps[tuple[str, str]]:
     """Read a header; return the recipient, and the channel ("" if no message follows)."""
     scanner = reading.scanner
-    while not (found := scanner.find((_MESSAGE, *_ENDS))):
+    while not (found := scanner.find((_MESSAGE, *_ENDS))) or found[0] > _MAX_HEADER:
+        if len(scanner.rest) > _MAX_HEADER + _MAX_MARKER:
+            scanner.advance(_MAX_HEADER)
+            yield from reading.written_text()
+            yield from _read_content(reading, reading.text)
+            return "", ""
         if not (yield from reading.more()):
             scanner.advance(len(scanner.rest))
             if not _UNFINISHED_HEADER.fullmatch(scanner.plain(scanner.written)):

@@ -11,6 +11,7 @@ _LOW_SURROGATE_ESCAPE = re.compile(r"(\\(u([dD]([c-fC-F][0-9a-fA-F]{0,2})?)?)?)?
 _WORDS = {"true": "true", "false": "false", "null": "null"}
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 200  # of nested objects and arrays; parsers of clients recurse
+_MAX_SCALAR = 400  # characters of a number; a longer one would be read again with each token
 
 
 class JsonText:
@@ -98,6 +99,8 @@ class JsonText:
     def _read_scalar(self, text: str, place: int) -> tuple[int, str]:
         match = _SCALAR.match(text, place)
         assert match is not None
+        if len(match[0]) > _MAX_SCALAR:
+            return self._fail()
         if match.end() == len(text):
             return 0, ""  # it may continue
         word = _WORDS.get(match[0]) or _PYTHON_WORDS.get(match[0])

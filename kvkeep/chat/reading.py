@@ -101,14 +101,17 @@ class AnswerReading:
 
         It is dropped before a call or reasoning, and at the start of text after these.
         """
-        text = self._space + self.scanner.plain(text)
+        text = self.scanner.plain(text)
+        if not text.strip(SPACE):
+            self._space += text
+            return
+        text = self._space + text
         visible = text.rstrip(SPACE)
         self._space = text[len(visible) :]
         if self._wrote_other and not self._wrote_text:
             visible = visible.lstrip(SPACE)
-        if visible:
-            self._wrote_text, self._ends_with_call = True, False
-            yield TextDelta(visible)
+        self._wrote_text, self._ends_with_call = True, False
+        yield TextDelta(visible)
 
     def written_text(self) -> Iterator[OutputEvent]:
         """Yield what was read since the mark as text."""
@@ -128,14 +131,17 @@ class AnswerReading:
 
     def reasoning_text(self, text: str) -> Iterator[OutputEvent]:
         """Yield text of the reasoning, without white space at its start and end."""
-        text = self._reasoning_space + self.scanner.plain(text)
+        text = self.scanner.plain(text)
+        if not text.strip(SPACE):
+            self._reasoning_space += text
+            return
+        text = self._reasoning_space + text
         if self._reasoning_is_empty:
             text = text.lstrip(SPACE)
         visible = text.rstrip(SPACE)
         self._reasoning_space = text[len(visible) :]
-        if visible:
-            self._reasoning_is_empty = False
-            yield ReasoningDelta(visible)
+        self._reasoning_is_empty = False
+        yield ReasoningDelta(visible)
 
     def start_call(self, name: str, call_id: str = "") -> CallStarted:
         """Begin a call of a known tool. From now on what was read is no text."""

@@ -36,6 +36,7 @@ _TYPES_BY_CHAR = {
     "f": "boolean",
     "n": "null",
 }
+_MAX_SPACE = 1000  # characters between an end tag and what follows it
 _MAX_DEPTH = 20  # of references and alternatives in a schema
 
 
@@ -144,7 +145,11 @@ def _value_length(
             break
         place, form = min(found)
         before = place - (scanner.rest[:place].endswith(newline) and len(newline))
-        behind = scanner.rest[place + len(form) :].lstrip(SPACE)
+        following = scanner.rest[place + len(form) :]
+        behind = following.lstrip(SPACE)
+        if len(following) - len(behind) > _MAX_SPACE:
+            start = place + 1
+            continue
         if behind.startswith(tuple(follower_forms)) or (scanner.closed and not behind):
             return before, place + len(form) - before
         if not scanner.closed and any(form.startswith(behind) for form in follower_forms):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -114,6 +115,38 @@ def test_only_a_possible_beginning_of_a_marker_and_white_space_are_held_back(tex
         held = text[len(released) : end]
         assert released + held == text[:end]
         assert held.lstrip(" ") in {"<tool_call>"[:length] for length in range(11)}
+
+
+LONG = {
+    "white space": ("hermes", "\n{}", "\n"),
+    "reasoning of white space": ("hermes", "<think>{}", " "),
+    "a number": ("hermes", '<tool_call>{{"name": "shell", "arguments": {{"a": {}', "1"),
+    "a header": ("harmony", "<|channel|>{}", "a"),
+    "an end tag": ("qwen3-coder", "<function=shell><parameter=a>b</parameter>{}", "\n"),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_the_time_to_read_is_linear_in_the_length(case: str) -> None:
+    name, start, character = LONG[case]
+
+    def seconds(length: int) -> float:
+        text, begin = start.format(character * length), time.process_time()
+        read(text, name, size=1)
+        return time.process_time() - begin
+
+    short, long = min(seconds(4_000) for _ in range(3)), seconds(64_000)
+    assert long < 40 * short  # 256 times if quadratic
+
+
+@pytest.mark.parametrize("length", [999, 1000, 1001, 1024, 5000])
+@pytest.mark.parametrize("case", LONG)
+def test_long_runs_are_read_the_same_in_any_division(case: str, length: int) -> None:
+    name, start, character = LONG[case]
+    ends = {"a header": "<|message|>Hi", "an end tag": "</function>"}
+    text = start.format(character * length) + ends.get(case, "!")
+    outputs = [described(read(text, name, size=size)) for size in (1, 7, 10**9)]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_arguments_are_streamed_as_they_come() -> None:
