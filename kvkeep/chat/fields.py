@@ -5,12 +5,27 @@ from typing import Any
 
 from kvkeep.errors import InvalidArgument
 
+MAX_NESTING = 200  # objects and lists inside each other: what walks through them recurses
+
 
 def expect_mapping(value: Any, where: str) -> Mapping[str, Any]:
     """Return a value that is an object. Raises InvalidArgument for others."""
     if not isinstance(value, Mapping):
         raise InvalidArgument(f"{where} must be an object; found {value!r:.100}")
     return value
+
+
+def is_nested_too_deeply(value: Any) -> bool:
+    """Whether a JSON value has more than `MAX_NESTING` objects and lists inside each other."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            member
+            for container in level
+            if isinstance(container, (Mapping, list))
+            for member in (container.values() if isinstance(container, Mapping) else container)
+        ]
+    return any(isinstance(member, (Mapping, list)) for member in level)
 
 
 def optional_list(value: Any, where: str) -> list[Any]:

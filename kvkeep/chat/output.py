@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvkeep.chat.fields import is_nested_too_deeply
 from kvkeep.chat.messages import Message, ReasoningPart, TextPart, ToolCall
 
 
@@ -119,7 +120,8 @@ def parse_arguments(text: str) -> dict[str, Any]:
         return {"": text}
     if value is None:
         return {}
-    return value if isinstance(value, dict) else {"": text}
+    is_usable = isinstance(value, dict) and not is_nested_too_deeply(value)
+    return value if is_usable else {"": text}
 
 
 def arguments_text(call: ToolCall) -> str:

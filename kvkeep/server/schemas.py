@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from kvkeep.chat.fields import MAX_NESTING, is_nested_too_deeply
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.default_sampling import with_parameters
 from kvkeep.session.sampling import Sampling
@@ -29,14 +30,16 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _require_encodable(cls, value: Any) -> Any:
-        """Refuse half a surrogate pair in any text, and nesting that JSON writers do not follow."""
+        """Refuse what no JSON can hold, which Python reads, and deep nesting."""
         if isinstance(value, Mapping):
+            if is_nested_too_deeply(value):
+                raise ValueError(f"the body is nested too deeply; at most {MAX_NESTING} levels")
             try:
-                json.dumps(value, ensure_ascii=False).encode()
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
             except UnicodeEncodeError:
                 raise ValueError("half of a surrogate pair is no character") from None
-            except RecursionError:
-                raise ValueError("the body is nested too deeply") from None
+            except ValueError:
+                raise ValueError("numbers must be finite and at most 1.8e308") from None
         return value
 
     @model_validator(mode="before")

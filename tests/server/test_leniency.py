@@ -1,5 +1,6 @@
 """Requests as clients send them: nulls, limits of -1, unknown keywords of schemas."""
 
+import json
 from typing import Any
 
 import httpx
@@ -112,3 +113,22 @@ def test_an_invalid_grammar_is_refused_with_a_short_reason(server: RunningServer
         message = response.json()["error"]["message"]
         assert response.status_code == 400
         assert (len(message.splitlines()), len(message) < 300) == (1, True)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '{"a":' * 300 + "1" + "}" * 300])
+@pytest.mark.parametrize("path", BODIES)
+def test_what_no_json_can_hold_is_refused(server: RunningServer, path: str, value: str) -> None:
+    body = json.dumps({**BODIES[path], "metadata": "VALUE"}).replace('"VALUE"', value)
+    with server.client() as client:
+        response = client.post(path, content=body)
+    assert response.status_code == 400
+    assert "finite" in response.text or "nested too deeply" in response.text
+
+
+def test_arguments_that_are_nested_too_deeply_are_text(server: RunningServer) -> None:
+    arguments = '{"a":' * 900 + "1" + "}" * 900
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, *MESSAGES]
+    response = post(server, "/v1/chat/completions", messages=messages)
+    assert response.status_code == 400 or response.json()["choices"]
+    assert "internal server error" not in response.text
