@@ -156,6 +156,16 @@ def test_without_parallel_calls_an_answer_ends_with_the_first(
         assert len(calls_of(both(client))) == 9
 
 
+def test_an_only_call_that_is_cut_off_is_not_to_be_run(
+    client: openai.OpenAI, smollm2: Model
+) -> None:
+    with scripted_answers(smollm2, CALL):
+        limit = len(smollm2.text.encode(CALL)) - 8
+        answer = both(client, parallel_tool_calls=False, max_tokens=limit)
+    assert answer["tool_calls"]
+    assert answer["finish_reason"] == "length"
+
+
 def test_deprecated_functions_are_called_in_their_own_form(
     client: openai.OpenAI, smollm2: Model
 ) -> None:

@@ -142,6 +142,22 @@ def test_a_call_that_is_cut_off_is_incomplete(client: openai.OpenAI, write: Writ
     assert without_ids(events[-1].response.output) == without_ids(created.output)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_without_parallel_calls_the_generation_ends_with_the_first(
+    client: openai.OpenAI, smollm2: Model, write: Write, streamed: bool
+) -> None:
+    write(CALL * 9)
+    fields = params(parallel_tool_calls=False)
+    if streamed:
+        with client.responses.stream(**fields) as stream:
+            response = stream.get_final_response()
+    else:
+        response = client.responses.create(**fields)
+    assert [item.type for item in response.output] == ["function_call"]
+    assert response.status == "completed"
+    assert response.usage.output_tokens < 2 * len(smollm2.text.encode(CALL))
+
+
 def test_calls_of_stored_responses_are_continued(client: openai.OpenAI, write: Write) -> None:
     write(THOUGHTFUL)
     first = client.responses.create(**params(store=True))

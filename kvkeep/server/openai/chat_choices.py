@@ -36,6 +36,7 @@ class ChatChoice:
     uses_functions: bool = False
     tokens: list[GeneratedToken] = field(default_factory=list)
     ended: bool = False  # with its first call
+    ended_whole: bool = False  # and this is complete
     _events: list[OutputEvent] = field(default_factory=list)
     _custom_texts: dict[int, str] = field(default_factory=dict)  # arguments of custom tools' calls
 
@@ -58,7 +59,8 @@ class ChatChoice:
     ) -> list[OutputEvent]:
         for index, event in enumerate(events):
             if isinstance(event, CallEnded):
-                self.ended = early_end.ended = True
+                self.ended, self.ended_whole = True, event.complete
+                early_end.ended = True
                 return events[: index + 1]
         return events
 
@@ -75,7 +77,7 @@ class ChatChoice:
 
     def finish_reason(self, finished: Finished) -> str:
         has_calls = bool(self.output.calls)
-        if has_calls and (self.ended or finished.reason not in ("length", "full")):
+        if has_calls and (self.ended_whole or finished.reason not in ("length", "full")):
             return "function_call" if self.uses_functions else "tool_calls"
         return usage.FINISH_REASONS[finished.reason]
 

@@ -53,12 +53,12 @@ class ResponseItems:
         self._space = ""  # text that is left out unless more text follows
         self._call = GeneratedCall("", "", "")  # the open one
         self._sent_input = ""  # of the open custom call
-        self._ended = False  # by the only call
+        self.ended = False  # by the only call
         self._logprobs: list[dict[str, Any]] = []  # of the open message
 
     def push(self, event: OutputEvent, logprobs: Sequence[Any] = ()) -> Iterator[ItemEvent]:
         """Yield the events of a part of the answer. logprobs: of its tokens."""
-        if self._ended:
+        if self.ended:
             return
         match event:
             case TextDelta():
@@ -72,7 +72,7 @@ class ResponseItems:
                 yield from self._argument_delta(event.delta)
             case CallEnded():
                 yield from self._end_call(event.complete)
-                self._ended = self._single_call
+                self.ended = self._single_call
 
     def finish(self, status: str) -> Iterator[ItemEvent]:
         """Yield the last events. An item that `status` "incomplete" cut off is so itself."""

@@ -2,24 +2,34 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kvkeep.chat.output import OutputEvent, ReasoningDelta, TextDelta
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.engine import Finished, GeneratedToken
+from kvkeep.engine import Finished, GeneratedToken, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.chat_input import EarlyEnd
 from kvkeep.server.openai.response_items import ItemEvent, ResponseItems, status_of
 from kvkeep.server.openai.usage import logprobs_entry
+from kvkeep.server.service import StreamEvent
 from kvkeep.server.sse import sse_event
 
 
 class ResponseReading:
     """Reads the tokens of a response, and makes its items of them."""
 
-    def __init__(self, reader: OutputReader, items: ResponseItems, codec: TextCodec):
+    def __init__(
+        self,
+        reader: OutputReader,
+        items: ResponseItems,
+        codec: TextCodec,
+        early_end: EarlyEnd | None = None,
+    ):
+        """early_end: ends the generation with its only call; None if there may be several."""
         self.reasoning_tokens = 0
         self._reader, self._items, self._codec = reader, items, codec
+        self._early_end = early_end
         self._tokens: list[GeneratedToken] = []  # whose text was not read so far
 
     @property
@@ -37,9 +47,9 @@ class ResponseReading:
             yield from self._push_outputs(self._reader.finish())
             yield from self._items.finish(status_of(event))
 
-    def push_all(self, events: Iterable[GeneratedToken | Finished]) -> None:
-        """Read a whole generation."""
-        for event in events:
+    def read(self, event: StreamEvent) -> None:
+        """Read the generation's next event."""
+        if not isinstance(event, PrefillProgress):
             deque(self.push(event), maxlen=0)
 
     def _push_outputs(self, events: list[OutputEvent]) -> Iterator[ItemEvent]:
@@ -51,6 +61,8 @@ class ResponseReading:
             if isinstance(event, TextDelta):
                 logprobs = [logprobs_entry(self._codec, token) for token in tokens if token.logprob]
             yield from self._items.push(event, logprobs)
+        if self._early_end is not None and self._items.ended:
+            self._early_end.ended = True
 
 
 class EventEncoder:

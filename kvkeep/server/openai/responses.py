@@ -21,7 +21,7 @@ from kvkeep.chat.openai_responses import parse_chat
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
 from kvkeep.errors import ContextFull, KvkeepError
-from kvkeep.server.chat_input import ChatInput, chat_input
+from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import api_error_for
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
@@ -59,8 +59,9 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
     if body.stream:
         return sse_response(_events(pending, context))
     try:
-        (result,) = await context.collect(pending.stream)
-        pending.reading.push_all([*result.tokens, result.finished])
+        (result,) = await context.collect(
+            pending.stream, on_event=lambda _, event: pending.reading.read(event)
+        )
         return await _complete(pending, result.finished, context)
     except BaseException:
         await asyncio.shield(_abandon(pending, context))
@@ -125,11 +126,14 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     """Prepare the response's session, and start the generation in it."""
     service, owner, schema = context.service, context.owner, body.output_schema()
     items, prompt = await _prompt(body, context)
-    (sampling,) = prompt.constrain(
+    samplings = prompt.constrain(
         body.samplings(context.default_sampling),
         schema,
         reasoning_budget=body.max_reasoning_tokens,
     )
+    early_end: EarlyEnd | None = None
+    if body.parallel_tool_calls is False and prompt.chat.callable_tools:
+        samplings, (early_end,) = EarlyEnd.add(samplings)
     num_new_tokens = (body.max_output_tokens or 1) if body.truncation == "disabled" else 1
     may_slide = None if body.truncation is None else body.truncation == "auto"
     check_prompt_size(context, len(prompt.ids), num_new_tokens, may_slide)
@@ -141,7 +145,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         request = GenerationRequest(
             tuple(prompt.ids[prepared_tokens:]),
             service.max_tokens(body.max_output_tokens),
-            sampling,
+            samplings[0],
             logprobs=body.logprob_count,
         )
         stream = await _submit(request, name, STREAM_PATIENCE if body.stream else None, context)
@@ -152,7 +156,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             raise overflow_error(service, len(prompt.ids)) from error
         raise
     response_items = ResponseItems(body, prompt.chat.callable_tools)
-    reading = ResponseReading(prompt.new_reader(), response_items, context.tokenizer)
+    reading = ResponseReading(prompt.new_reader(), response_items, context.tokenizer, early_end)
     pending = _PendingResponse(body, response, items, name, prepared_tokens, stream, reading)
     service.pending_responses[owner, response["id"]] = pending
     return pending
