@@ -12,7 +12,7 @@ from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.conversation import Conversation, count_system_tokens
 from kvkeep.session.rendering import encode_pieces
-from tests.models.chat_templates import GEMMA, LLAMA3, MISTRAL
+from tests.models.chat_templates import GEMMA, GEMMA2, LLAMA3, MISTRAL
 from tests.models.test_gguf_sentencepiece import LIKE_GEMMA, LIKE_LLAMA2, train
 
 CHATML = """\
@@ -180,3 +180,17 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], T
         tokenizer.save(str(folder / "tokenizer.json"))
         made[prefix] = TextCodec.open(folder)
     return made.__getitem__
+
+
+def test_a_template_without_a_system_role_gets_it_in_the_first_turn(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(special(GEMMA2))
+    model = load_model(str(folder), dtype="float32")
+    session = talked(model, "Be brief.", ["Hi there", "Why?"], "Fine")
+    first = {"role": "user", "content": "Be brief.\n\nHi there"}
+    answer = {"role": "assistant", "content": "Fine"}
+    messages = [first, answer, {"role": "user", "content": "Why?"}]
+    assert session.text() == str(model.text.chat(messages)) + "Fine"
+    assert said_in(session, model, "turn 1 question") == "Hi there"

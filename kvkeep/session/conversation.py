@@ -274,9 +274,20 @@ def _render_first_turn(codec: "TextCodec", system: str | None, question: str) ->
 
 
 def _render(codec: "TextCodec", *messages: tuple[str, str]) -> str:
-    """Render (role, content) pairs, up to where the answer begins if the last is of the user."""
+    """Render (role, content) pairs, up to where the answer begins if the last is of the user.
+
+    A template that refuses system messages, such as Gemma 2's, gets the system prompt before the
+    first user's text.
+    """
     template_messages = [{"role": role, "content": content} for role, content in messages]
-    return codec.chat(template_messages, add_generation_prompt=messages[-1][0] == "user").sealed
+    add_generation_prompt = messages[-1][0] == "user"
+    try:
+        return codec.chat(template_messages, add_generation_prompt).sealed
+    except InvalidArgument:
+        if len(messages) < 2 or messages[0][0] != "system":
+            raise
+    (_, system), (role, text), *others = messages
+    return _render(codec, (role, f"{system}\n\n{text}"), *others)
 
 
 def turn_numbers(span_names: Iterable[str]) -> list[int]:

@@ -101,6 +101,15 @@ GEMMA = """\
 {%- endfor -%}
 {% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}
 """
+GEMMA2 = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+{%- for message in messages -%}
+    {%- set role = "model" if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
+{%- endfor -%}
+{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}
+"""
 MISTRAL = """\
 {%- set loop_messages = messages %}
 {%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}

@@ -53,6 +53,5 @@ def _entry(service: Service) -> dict[str, Any]:
             "n_ctx_train": spec.max_positions,
             "n_embd": spec.hidden_size,
             "weights": service.model.weights,  # their format, such as "Q4_K"
-            "path": str(service.model.path),
         },
     }
