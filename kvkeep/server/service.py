@@ -209,6 +209,8 @@ class GenerationStream:
     ) -> None:
         """Wait until the engine has admitted the generations, for `patience` seconds at most."""
         self._admission = asyncio.create_task(admission)
+        # The client may be gone before it fails: then nothing awaits it.
+        self._admission.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait([self._admission], timeout=patience)
         except asyncio.CancelledError:
