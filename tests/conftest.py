@@ -28,13 +28,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup` makes them ignore SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-_CPUINFO = Path("/proc/cpuinfo")  # Linux has it
-_PROCESSOR = _CPUINFO.read_text() if _CPUINFO.exists() else ""
-# On processors of AMD, MKL's products of float32 matrices depend on where they lie in memory, so
-# that tests of equal bits with PyTorch need its slower, reproducible mode. Read at MKL's first use.
-if "AuthenticAMD" in _PROCESSOR:
-    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-
 # Examples are the same in each run and on each machine. Each run with `--hypothesis-profile=new`
 # draws new ones. The duration of an example is not limited.
 SLOW = [HealthCheck.too_slow]

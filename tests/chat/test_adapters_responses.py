@@ -38,7 +38,7 @@ def test_a_conversation_comes_back_the_same(chat: Chat) -> None:
     assert_round_trip(chat)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @settings(max_examples=10_000)
 @given(chat=chats_with_custom_tools(namespaces=True))
 def test_ten_thousand_conversations_come_back_the_same(chat: Chat) -> None:

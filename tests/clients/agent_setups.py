@@ -34,6 +34,7 @@ class Agent:
     read: tuple[str, Mapping[str, object]]
     command: Callable[[AgentRun], Sequence[str]]
     environment: Callable[[AgentRun], Mapping[str, str]]
+    compacts: bool = False  # goes on with a summary when the context is full, in one run
 
 
 def _codex_command(run: AgentRun) -> list[str]:
@@ -124,6 +125,7 @@ AGENTS = {
         ("read", {"filePath": notes_path()}),
         _opencode_command,
         _opencode_environment,
+        compacts=True,
     ),
     "qwen": Agent(
         "@qwen-code/qwen-code@0.15.10",

@@ -157,7 +157,7 @@ def test_an_agent_does_a_task_resumes_and_takes_an_image(
     assert any(re.search(r"\b3 notes\.txt", prompt) for prompt in prompts)  # the shell ran
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", [name for name, agent in AGENTS.items() if not agent.compacts])
 def test_an_agent_says_that_the_context_is_full(
     name: str, programs: Path, project: Path, tmp_path: Path
 ) -> None:
@@ -166,3 +166,19 @@ def test_an_agent_says_that_the_context_is_full(
         run = AgentRun(TASK, url, tmp_path / "home")
         _, output = run_agent(agent, programs, run, project)
     assert re.search(r"(?i)context|too long", output), output
+
+
+@pytest.mark.parametrize("name", [name for name, agent in AGENTS.items() if agent.compacts])
+def test_an_agent_compacts_a_full_context_and_goes_on(
+    name: str, programs: Path, project: Path, tmp_path: Path
+) -> None:
+    """Its own prompt and the question do not fit together, but each does alone."""
+    agent, question = AGENTS[name], "Which of these words matters? " + "word " * 8_000
+    summary = {"when": "context was compacted", "write": "The user asked about words."}
+    script = [summary, {"when": "", "write": "None of them."}]
+    with scripted_server(script, tmp_path, "--max-kv-size", "12000") as url:
+        run = AgentRun(question, url, tmp_path / "home")
+        _, output = run_agent(agent, programs, run, project)
+    assert "None of them." in output  # behind the error of the first try
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "log.jsonl").open()]
+    assert "The user asked about words." in prompts[-1]

@@ -30,8 +30,8 @@ class World:
     """An engine, and the work that led to each of its sessions.
 
     works: by a session's name, the work that leads to it. sampled: whether its last token was.
-    company: whether several generations run at the same time. alike: sessions of forks that
-    generated the same text, which are equal to rounding only.
+    company: whether several generations run at the same time, those of one prompt included. alike:
+    sessions of forks that generated the same text, which are equal to rounding only.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class World:
         company: bool = True,
     ):
         self.model, self.settings, self.folder = model, settings, folder
-        self._sizes = (1, 1, 2, 3, 5) if company else (1,)
+        self._company, self._sizes = company, (1, 1, 2, 3, 5) if company else (1,)
         self.random = random.Random(seed)
         self.works: dict[str, tuple[Work, ...]] = {}
         self.texts: dict[str, tuple[int, ...]] = {}
@@ -115,7 +115,7 @@ class World:
         prompt = self._prompt() if session is None else self._drawn(draw.choice((0, 3, 40, 128)))
         if session is not None and not prompt and (count == 0 or not self.texts.get(session)):
             prompt = self.bases[0][:60]
-        several = session is None and draw.random() < 0.15
+        several = session is None and draw.random() < 0.15 and self._company
         ways = tuple(draw.choice(SAMPLINGS) for _ in range(draw.choice((2, 3)) if several else 1))
         cancel = None
         if draw.random() < 0.25 and not several:
