@@ -21,6 +21,8 @@ _FORBIDDING_BIAS = -1e6  # what llama.cpp's clients mean by a bias of `false`
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
+_OUTER_KEYS = ("default", "title", "description")  # of a field, not of one of its alternatives
+
 
 class RequestBody(BaseModel):
     """A request's body. Unknown fields are accepted, and null means that a field is missing."""
@@ -59,7 +61,9 @@ class RequestBody(BaseModel):
         required = fields.get("required", ())
         for name, field_schema in fields.get("properties", {}).items():
             if name not in required and {"type": "null"} not in field_schema.get("anyOf", ()):
-                fields["properties"][name] = {"anyOf": [field_schema, {"type": "null"}]}
+                outer = {key: field_schema[key] for key in _OUTER_KEYS if key in field_schema}
+                inner = {key: value for key, value in field_schema.items() if key not in outer}
+                fields["properties"][name] = {"anyOf": [inner, {"type": "null"}], **outer}
         return schema
 
 

@@ -136,7 +136,7 @@ def test_the_time_to_read_is_linear_in_the_length(case: str) -> None:
         return time.process_time() - begin
 
     short, long = min(seconds(4_000) for _ in range(3)), seconds(64_000)
-    assert long < 40 * short  # 256 times if quadratic
+    assert long < 128 * short  # 16 times if linear, 256 times if quadratic
 
 
 @pytest.mark.parametrize("length", [999, 1000, 1001, 1024, 5000])
