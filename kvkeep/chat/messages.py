@@ -31,7 +31,7 @@ class MediaPart:
 
 @dataclass(frozen=True)
 class ReasoningPart:
-    """What the model wrote before its answer, for itself."""
+    """The model's reasoning, which comes before its answer."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""What a model generates in answer to a conversation: parts, and the events of their streaming."""
+"""Generated answers: their parts, and the events in which they are streamed."""
 
 import json
 from collections.abc import Iterable

@@ -84,7 +84,7 @@ class ChatRenderer:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What the template can render. Raises UnsupportedModel if the model has none."""
+        """The abilities of the model's template. Raises UnsupportedModel if there is none."""
         return probe_template(self._codec)
 
     @cached_property

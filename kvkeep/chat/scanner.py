@@ -57,7 +57,7 @@ class Scanner:
 
     @property
     def written(self) -> str:
-        """What was read since `mark`."""
+        """The text read since `mark`."""
         return self._read
 
     def plain(self, text: str, in_json: bool = False) -> str:

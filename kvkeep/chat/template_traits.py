@@ -21,7 +21,7 @@ _ANSWER: Mapping[str, Any] = {"role": "assistant", "content": "b"}
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """What a chat template can render, and the form of fields in which it takes it.
+    """The abilities of a chat template, and the form of fields that it takes.
 
     tools: descriptions of tools. calls: calls and their results, as messages of role "tool".
     calls_without_tools: also in a request that has no tools. parallel_calls: several calls in one

@@ -26,7 +26,7 @@ QUESTION = {"role": "user", "content": "Hi"}
 
 
 def expressible(chat: Chat) -> Chat:
-    """What of a conversation the API can express: see the module's docstring."""
+    """Return the part of a conversation that the API can express; see the module's docstring."""
 
     def reordered(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         kinds = (ReasoningPart, MediaPart, TextPart, ToolCall, ToolResult)

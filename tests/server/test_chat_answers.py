@@ -1,4 +1,4 @@
-"""What a model writes is read as text, reasoning and calls by chat completions."""
+"""Chat completions read generated text as text, reasoning and calls."""
 
 import json
 from collections.abc import Mapping, Sequence

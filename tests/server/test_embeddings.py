@@ -94,7 +94,7 @@ def close(vectors: list[list[float]], expected: list[list[float]]) -> bool:
 def test_openais_client_gets_the_vectors_of_transformers(
     embedding_server: RunningServer, folder: Path, expected: list[list[float]]
 ) -> None:
-    """As numbers and as base64, which is the client's default; of texts and of token ids."""
+    """Embed texts and token ids, as numbers and as base64, which is the client's default."""
     client = openai.OpenAI(base_url=f"{embedding_server.url}/v1", api_key="none", max_retries=0)
     ids = [encode(folder, text) for text in TEXTS]
     for inputs in (TEXTS, ids):
