@@ -1,9 +1,11 @@
 """Reasoning ends after its budget, and a grammar holds for what follows it."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
+from server.conftest import RunningServer
 
 from kvkeep.chat.output_format import OutputFormat, format_by_name
 from kvkeep.model import Model
@@ -107,3 +109,46 @@ def test_only_models_that_reason_are_constrained(
     answer = Grammar.from_schema(smollm2, SCHEMA)
     result = reasoning_constraint(smollm2.text, output_format, inside, budget, answer, ids)
     assert isinstance(result, ReasoningConstraint) == (inside or output_format.channels)
+
+
+# The prompt ends inside reasoning that has begun.
+BEGUN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]
+CHAT: dict[str, Any] = {"messages": BEGUN, "max_tokens": 8, "temperature": 0}
+RESPONSE: dict[str, Any] = {"input": BEGUN, "max_output_tokens": 8, "temperature": 0}
+OLLAMA: dict[str, Any] = {
+    "messages": BEGUN,
+    "options": {"num_predict": 8, "temperature": 0},
+    "stream": False,
+}
+
+
+def reasoning_of(path: str, answer: dict[str, Any]) -> list[Any]:
+    """The parts of an answer that are reasoning."""
+    if path == "/v1/responses":
+        return [item for item in answer["output"] if item["type"] == "reasoning"]
+    if path == "/v1/messages":
+        return [block for block in answer["content"] if block["type"] == "thinking"]
+    message = answer["message"] if path == "/api/chat" else answer["choices"][0]["message"]
+    return [message[name] for name in ("thinking", "reasoning_content") if name in message]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "disabling"),
+    [
+        ("/v1/chat/completions", CHAT, {"reasoning_effort": "none"}),
+        ("/v1/chat/completions", CHAT, {"reasoning": {"enabled": False}}),
+        ("/v1/responses", RESPONSE, {"reasoning": {"effort": "none"}}),
+        ("/v1/responses", RESPONSE, {"enable_thinking": False}),
+        ("/v1/responses", RESPONSE, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("/v1/messages", CHAT, {"thinking": {"type": "disabled"}}),
+        ("/api/chat", OLLAMA, {"think": False}),
+    ],
+)
+def test_disabled_reasoning_ends_at_once_in_every_api(
+    server: RunningServer, path: str, body: dict[str, Any], disabling: dict[str, Any]
+) -> None:
+    with server.client() as client:
+        reasoning, none = (client.post(path, json={**body, **more}) for more in ({}, disabling))
+    assert (reasoning.status_code, none.status_code) == (200, 200)
+    assert reasoning_of(path, reasoning.json())
+    assert not reasoning_of(path, none.json())

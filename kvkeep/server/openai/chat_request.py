@@ -1,6 +1,7 @@
 """Bodies of requests of `/v1/chat/completions`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.openai.reasoning_fields import ReasoningFields
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
 
 _MAX_MESSAGES = 10_000
@@ -44,33 +46,8 @@ class ResponseFormat(RequestBody):
         return schema
 
 
-class ReasoningConfig(RequestBody):
-    """How the model reasons, as in Anthropic's API ("thinking") and OpenRouter's ("reasoning")."""
-
-    type: str | None = None  # "disabled" for no reasoning
-    enabled: bool | None = None
-    effort: str | None = None
-    budget_tokens: _Tokens = None
-    max_tokens: _Tokens = None
-
-    @property
-    def is_enabled(self) -> bool | None:
-        """Whether the model reasons; None for the template's default."""
-        if self.enabled is not None:
-            return self.enabled
-        return None if self.type is None else self.type != "disabled"
-
-    @property
-    def budget(self) -> int | None:
-        return self.max_tokens if self.budget_tokens is None else self.budget_tokens
-
-
-class ChatRequest(CompletionParams):
-    """A conversation, and how to answer it.
-
-    reasoning_budget: the most tokens of reasoning; -1 for any number. enable_thinking: whether the
-    model reasons. chat_template_kwargs: variables for the chat template.
-    """
+class ChatRequest(CompletionParams, ReasoningFields):
+    """A conversation, and how to answer it."""
 
     messages: Annotated[_Entries, Field(max_length=_MAX_MESSAGES)]
     max_tokens: _Tokens = None
@@ -89,12 +66,6 @@ class ChatRequest(CompletionParams):
     parallel_tool_calls: bool | None = None
     functions: Annotated[_Entries | None, Field(max_length=_MAX_TOOLS)] = None
     function_call: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    reasoning_budget: _Tokens = None
-    enable_thinking: bool | None = None
-    thinking: ReasoningConfig | None = None
-    reasoning: ReasoningConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_progress: bool | None = None
 
     def chat(self) -> Chat:
@@ -118,42 +89,10 @@ class ChatRequest(CompletionParams):
                 "continue_final_message continues the last message, and add_generation_prompt "
                 "starts a new one: use only one of them"
             )
-        return RenderOptions(
-            continue_final=False if self.add_generation_prompt else continue_final,
-            reasoning_effort=self._effort,
-            enable_thinking=self._enable_thinking,
-            template_kwargs=self.chat_template_kwargs or {},
-        )
-
-    @property
-    def budget(self) -> int | None:
-        """The most tokens of reasoning; None for any number."""
-        if self._enable_thinking is False or self._effort == "none":
-            return 0
-        budgets = (self.reasoning_budget, *(config.budget for config in self._configs))
-        budget = next((budget for budget in budgets if budget is not None), None)
-        return None if budget == -1 else budget
+        continued = False if self.add_generation_prompt else continue_final
+        return replace(super().render_options(), continue_final=continued)
 
     def output_schema(self) -> Mapping[str, Any] | None:
         """Return the JSON schema that the output must follow; None for any text."""
         output_format = self.response_format or ResponseFormat()
         return self.json_schema if output_format.type == "text" else output_format.output_schema()
-
-    @property
-    def _configs(self) -> list[ReasoningConfig]:
-        return [config for config in (self.thinking, self.reasoning) if config]
-
-    @property
-    def _effort(self) -> str | None:
-        efforts = (self.reasoning_effort, *(config.effort for config in self._configs))
-        return next((effort for effort in efforts if effort), None)
-
-    @property
-    def _enable_thinking(self) -> bool | None:
-        variables = self.chat_template_kwargs or {}
-        values = (
-            self.enable_thinking,
-            variables.get("enable_thinking"),
-            *(config.is_enabled for config in self._configs),
-        )
-        return next((bool(value) for value in values if value is not None), None)

@@ -5,28 +5,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
 
 ID_PATTERN = r"^resp_[0-9a-f]{24}$"
 _LOGPROBS = "message.output_text.logprobs"  # a value of `include`
-_EFFORTS = {"minimal": "low", "xhigh": "high"}  # that templates do not know
 
 
 class TextOptions(RequestBody):
     format: dict[str, Any] | None = None
 
 
-class ReasoningOptions(RequestBody):
-    effort: str | None = None
+class ReasoningOptions(ReasoningConfig):
     summary: str | None = None
     generate_summary: str | None = None  # an older name of `summary`
-    max_tokens: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None  # as in OpenRouter's API
 
 
-class ResponsesRequest(SamplingParams):
+class ResponsesRequest(SamplingParams, ReasoningFields):
     input: str | list[dict[str, Any]]
     instructions: str | list[dict[str, Any]] | None = None
     previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None
@@ -43,9 +40,6 @@ class ResponsesRequest(SamplingParams):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
-    reasoning_budget: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None
-    enable_thinking: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_progress: bool = False
     timings_per_token: bool = False
 
@@ -65,22 +59,6 @@ class ResponsesRequest(SamplingParams):
         """Whether clients expect reasoning as a summary, which is then the reasoning itself."""
         options = self.reasoning or ReasoningOptions()
         return bool(options.summary or options.generate_summary)
-
-    def render_options(self) -> RenderOptions:
-        effort = self.reasoning.effort if self.reasoning else None
-        return RenderOptions(
-            reasoning_effort=_EFFORTS.get(effort or "", effort),
-            enable_thinking=self.enable_thinking,
-            template_kwargs=self.chat_template_kwargs or {},
-        )
-
-    @property
-    def max_reasoning_tokens(self) -> int | None:
-        """The most tokens of reasoning; None for any number."""
-        budget = self.reasoning_budget
-        if budget is None and self.reasoning is not None:
-            budget = self.reasoning.max_tokens
-        return None if budget == -1 else budget
 
     def text_format(self) -> dict[str, Any]:
         return (self.text.format if self.text else None) or {"type": "text"}
