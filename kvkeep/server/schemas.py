@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from kvkeep.chat.fields import MAX_NESTING, is_nested_too_deeply
@@ -20,6 +27,17 @@ _SEED_LIMIT = 2**53
 _FORBIDDING_BIAS = -1e6  # what llama.cpp's clients mean by a bias of `false`
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _new_tokens(limit: int | None) -> int | None:
+    """Return a limit of generated tokens; None for none, which clients write as -1."""
+    if limit == 0:
+        raise ValueError("must be at least 1, or -1 for no limit")
+    return None if limit == -1 else limit
+
+
+# The most tokens to generate; None, in requests -1, for no limit.
+TokenLimit = Annotated[int | None, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_new_tokens)]
 
 _OUTER_KEYS = ("default", "title", "description")  # of a field, not of one of its alternatives
 

@@ -14,7 +14,7 @@ from cli.conftest import Invoke, Start
 from topics import topic_text
 
 from kvkeep import Sampling
-from kvkeep.cli.batch.requests import BatchRequest
+from kvkeep.cli.batch.requests import BatchRequest, read_jsonl
 from kvkeep.cli.batch.run import BatchAnswer, BatchReport, BatchResults
 from kvkeep.engine import Finished, GeneratedToken
 from kvkeep.engine.generation import Usage
@@ -226,6 +226,15 @@ def test_requests_that_the_model_cannot_answer_are_refused_at_the_start(
     assert refused.exit_code == 2
     assert "line 1" in refused.stderr
     assert out.read_bytes() == b""
+
+
+def test_a_limit_of_minus_1_is_no_limit(tmp_path: Path, smollm2: Model) -> None:
+    fields = [{"max_tokens": -1}, {"max_completion_tokens": -1}, {"max_tokens": 5}]
+    lines = [{"prompt": f"Hi {n}", **limit} for n, limit in enumerate(fields)]
+    requests = read_jsonl(written(tmp_path / "in.jsonl", lines))
+    prepared = [request.prepare(smollm2, Sampling(), 8) for request in requests]
+    limits = [entry.generation_request.max_tokens for entry in prepared]
+    assert limits == [smollm2.spec.max_positions, smollm2.spec.max_positions, 5]
 
 
 def test_a_file_of_other_answers_is_left_unchanged(

@@ -16,11 +16,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "Hi", "n_predict": 3},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 3},
 }
+OLLAMA_BODY = {"messages": MESSAGES, "stream": False}
 
 
 def post(server: RunningServer, path: str, **fields: Any) -> httpx.Response:
     with server.client() as client:
-        return client.post(path, json={**BODIES[path], **fields})
+        return client.post(path, json={**BODIES.get(path, OLLAMA_BODY), **fields})
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -58,11 +59,43 @@ def test_no_stop_strings_in_any_form(server: RunningServer, stop: Any) -> None:
     assert answer["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_a_limit_of_minus_1_is_no_limit(server: RunningServer, limit: str) -> None:
-    response = post(server, "/v1/chat/completions", **{"max_tokens": None, limit: -1})
-    assert response.status_code == 200
-    assert response.json()["choices"][0]["finish_reason"] == "stop"
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"max_tokens": -1}),
+        ("/v1/chat/completions", {"max_tokens": None, "max_completion_tokens": -1}),
+        ("/v1/completions", {"max_tokens": -1}),
+        ("/v1/responses", {"max_output_tokens": -1}),
+        ("/v1/responses", {"max_output_tokens": -1, "truncation": "disabled"}),
+        ("/v1/messages", {"max_tokens": -1}),
+        ("/completion", {"n_predict": -1}),
+        ("/api/chat", {"options": {"num_predict": -1, "stop": [" "]}}),
+        ("/api/chat", {"options": {"num_predict": -2, "stop": [" "]}}),
+    ],
+)
+def test_a_limit_of_minus_1_is_no_limit(
+    server: RunningServer, path: str, fields: dict[str, Any]
+) -> None:
+    stop = {"stop": [" "], "stop_sequences": [" "]}  # the first end comes soon
+    response = post(server, path, **stop, **fields)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    reasons = (answer.get(name) for name in ("status", "stop_reason", "stop_type", "done_reason"))
+    (reason,) = filter(None, [*reasons, answer.get("choices", [{}])[0].get("finish_reason")])
+    assert reason in ("completed", "stop_sequence", "word", "stop")
+    assert answer.get("max_output_tokens") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/v1/responses", "max_output_tokens"), ("/v1/messages", "max_tokens")]
+)
+@pytest.mark.parametrize("limit", [0, -2])
+def test_limits_that_are_no_number_of_tokens_are_refused(
+    server: RunningServer, path: str, name: str, limit: int
+) -> None:
+    response = post(server, path, **{name: limit})
+    assert response.status_code == 400
+    assert name in response.json()["error"]["message"]
 
 
 def schema_answer(server: RunningServer, schema: dict[str, Any]) -> httpx.Response:

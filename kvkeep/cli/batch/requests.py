@@ -63,6 +63,7 @@ class BatchRequest:
             if not ids:
                 raise InvalidArgument("the prompt is empty")
             limit = next(filter(None, map(body.get, _MAX_TOKENS_FIELDS)), default_max_tokens)
+            limit = model.spec.max_positions if limit < 0 else limit  # -1: no limit
             sampling = self._sampling_parameters(default_sampling)
             return PreparedRequest(self, GenerationRequest(tuple(ids), limit, sampling), reader)
         except InvalidArgument as error:
@@ -188,8 +189,11 @@ def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
         raise InvalidArgument(f"{location}: chat_template_kwargs must be an object")
     for name in _MAX_TOKENS_FIELDS:
         limit = body.get(name)
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise InvalidArgument(f"{location}: {name} must be a number of tokens; found {limit!r}")
+        if limit is not None and (not isinstance(limit, int) or limit < -1 or not limit):
+            raise InvalidArgument(
+                f"{location}: {name} must be a number of tokens, or -1 for no limit; "
+                f"found {limit!r}"
+            )
     stops = [] if body.get("stop") is None else body["stop"]  # text is an iterable of texts, too
     if not isinstance(stops, Iterable) or not all(isinstance(stop, str) for stop in stops):
         raise InvalidArgument(f"{location}: stop must be text, or a list of texts")

@@ -37,7 +37,8 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     context.notices.ignore(*body.hosted_tools)
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = body.sampling_params().samplings(context.default_sampling)
-    request = GenerationRequest(tuple(prompt.ids), body.max_tokens)
+    limit = context.service.max_tokens(body.max_tokens)
+    request = GenerationRequest(tuple(prompt.ids), limit)
     samplings = prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )

@@ -10,7 +10,7 @@ from kvkeep.chat.anthropic_tools import hosted_tools
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.server.ignored_fields import FieldRules
-from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams, TokenLimit
 
 _StopSequence = Annotated[str, Field(max_length=1000)]
 MESSAGES_RULES = FieldRules(
@@ -93,7 +93,7 @@ class CountTokensRequest(RequestBody):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    max_tokens: TokenLimit
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, le=10_000_000)] = None

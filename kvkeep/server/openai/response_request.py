@@ -8,7 +8,7 @@ from pydantic import Field
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
-from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
+from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
 
 ID_PATTERN = r"^resp_[0-9a-f]{24}$"
 _LOGPROBS = "message.output_text.logprobs"  # a value of `include`
@@ -27,7 +27,7 @@ class ResponsesRequest(SamplingParams, ReasoningFields):
     input: str | list[dict[str, Any]]
     instructions: str | list[dict[str, Any]] | None = None
     previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS)] = None
+    max_output_tokens: TokenLimit = None
     max_tool_calls: int | None = None  # of hosted tools, which there are none of
     store: bool | None = None
     stream: bool | None = None
