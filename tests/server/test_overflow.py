@@ -65,8 +65,13 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize("path", OPENAI_PATHS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        *((path, False) for path in OPENAI_PATHS),
+        *((path, True) for path in OPENAI_PATHS if path != "/v1/responses"),
+    ],
+)
 def test_a_prompt_that_does_not_fit_is_refused_in_openais_and_llamacpps_words(
     refusing: RunningServer, path: str, stream: bool
 ) -> None:
@@ -82,6 +87,31 @@ def test_a_prompt_that_does_not_fit_is_refused_in_openais_and_llamacpps_words(
     assert f"maximum context length is {CONTEXT} tokens" in error["message"]
     assert f"resulted in {count} tokens" in error["message"]
     assert "exceeds the available context size" in error["message"]
+
+
+def test_the_stream_of_a_response_reports_that_the_prompt_does_not_fit(
+    refusing: RunningServer,
+) -> None:
+    """As in the hosted API, and as Codex reads it."""
+    request = {**body("/v1/responses", LONG), "stream": True}
+    response = post(refusing, "/v1/responses", request)
+    assert response.status_code == 200
+    created, in_progress, error, failed = events(response)
+    assert [event["type"] for event in (created, in_progress, error, failed)] == [
+        "response.created",
+        "response.in_progress",
+        "error",
+        "response.failed",
+    ]
+    numbers = [event["sequence_number"] for event in events(response)]
+    assert numbers == [0, 1, 2, 3]
+    details = failed["response"]["error"]
+    assert details["code"] == error["code"] == "context_length_exceeded"
+    assert f"maximum context length is {CONTEXT} tokens" in details["message"]
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["id"] == created["response"]["id"]
+    with refusing.client() as client:  # it is not stored, as others that fail
+        assert client.get(f"/v1/responses/{created['response']['id']}").status_code == 404
 
 
 def test_a_message_that_does_not_fit_is_refused_in_anthropics_words(

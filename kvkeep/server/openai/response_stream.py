@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvkeep.chat.output import OutputEvent, ReasoningDelta, TextDelta
@@ -10,6 +10,7 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.chat_input import EarlyEnd
+from kvkeep.server.errors import ApiError
 from kvkeep.server.openai.response_items import ItemEvent, ResponseItems, status_of
 from kvkeep.server.openai.usage import logprobs_entry
 from kvkeep.server.service import StreamEvent
@@ -74,3 +75,11 @@ class EventEncoder:
     def encode(self, event_type: str, **fields: Any) -> bytes:
         data = {"type": event_type, "sequence_number": next(self._numbers), **fields}
         return sse_event(data, event_type)
+
+    def failure(self, response: Mapping[str, Any], error: ApiError) -> Iterator[bytes]:
+        """Yield the last events of a stream that failed. response: as far as it came."""
+        code = str(error.code or error.error_type)
+        yield self.encode("error", code=code, message=error.message, param=error.param)
+        details = {"code": code, "message": error.message}
+        failed = {**response, "status": "failed", "error": details}
+        yield self.encode("response.failed", response=failed)

@@ -22,7 +22,7 @@ from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
 from kvkeep.errors import ContextFull, KvkeepError
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
-from kvkeep.server.errors import api_error_for
+from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, api_error_for
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.openai import stored_items
@@ -55,7 +55,12 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
     """Generate a response, optionally continuing an earlier one."""
     RESPONSES_RULES.check(body, context.notices)
     context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
-    pending = await _start(body, context)
+    try:
+        pending = await _start(body, context)
+    except ApiError as error:
+        if body.stream and error.code == CONTEXT_LENGTH_CODE:
+            return sse_response(_failed_events(body, error, context))
+        raise
     if body.stream:
         return sse_response(_events(pending, context))
     try:
@@ -137,8 +142,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     num_new_tokens = (body.max_output_tokens or 1) if body.truncation == "disabled" else 1
     may_slide = None if body.truncation is None else body.truncation == "auto"
     check_prompt_size(context, len(prompt.ids), num_new_tokens, may_slide)
-    response_id, slides = f"resp_{secrets.token_hex(12)}", service.context_policy == "slide"
-    response = new_response(response_id, body, service.model_name, slides)
+    response = _new_response(body, context)
     name = response["id"] if body.stores or body.previous_response_id else None
     try:
         prepared_tokens = await _prepare(body, name, prompt.ids, context) if name else 0
@@ -160,6 +164,12 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     pending = _PendingResponse(body, response, items, name, prepared_tokens, stream, reading)
     service.pending_responses[owner, response["id"]] = pending
     return pending
+
+
+def _new_response(body: ResponsesRequest, context: RequestContext) -> dict[str, Any]:
+    service, response_id = context.service, f"resp_{secrets.token_hex(12)}"
+    slides = service.context_policy == "slide"
+    return new_response(response_id, body, service.model_name, slides)
 
 
 async def _prepare(
@@ -203,7 +213,8 @@ async def _complete(
 
 async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIterator[bytes]:
     """Yield the events of a stream."""
-    encode, request, completed = EventEncoder().encode, pending.request, False
+    encoder, request, completed = EventEncoder(), pending.request, False
+    encode = encoder.encode
     reading, stream, response = pending.reading, pending.stream, pending.response
     try:
         yield encode("response.created", response=response)
@@ -225,15 +236,27 @@ async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIt
         timings = {"timings": llamacpp_timings(finished.usage)}
         yield encode(f"response.{response['status']}", response=response, **timings)
     except Exception as error:  # the status is already sent: the last events report the error
-        api_error = api_error_for(error)
-        code = str(api_error.code or api_error.error_type)
-        yield encode("error", code=code, message=api_error.message, param=api_error.param)
-        failure = {"code": code, "message": api_error.message}
-        failed = {**response, "status": "failed", "error": failure, "output": reading.output}
-        yield encode("response.failed", response=failed)
+        response = {**response, "output": reading.output}
+        for data in encoder.failure(response, api_error_for(error)):
+            yield data
     finally:
         if not completed:
             await asyncio.shield(_abandon(pending, context))
+
+
+async def _failed_events(
+    body: ResponsesRequest, error: ApiError, context: RequestContext
+) -> AsyncIterator[bytes]:
+    """Yield the events of a response that failed before it began, and is not stored.
+
+    As in the hosted API a streamed prompt that does not fit is reported so: clients such as Codex
+    read the code of `response.failed`.
+    """
+    encoder, response = EventEncoder(), _new_response(body, context)
+    yield encoder.encode("response.created", response=response)
+    yield encoder.encode("response.in_progress", response=response)
+    for data in encoder.failure(response, error):
+        yield data
 
 
 async def _abandon(pending: _PendingResponse, context: RequestContext) -> None:
