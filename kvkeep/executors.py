@@ -34,8 +34,8 @@ def new_decoder(
     layout = group_layout(spec, spec.groups[0], norm.dtype, norm.device)
     if not unsupported_reason(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
-    # A CUDA graph replays a fixed list of products; which experts a token needs is not fixed.
-    if layout.device.type == "cuda" and not spec.experts:
+    # A CUDA graph replays a fixed list of products on fixed addresses: neither experts nor states.
+    if layout.device.type == "cuda" and not spec.experts and not spec.states:
         return Decoder(spec, tensors, executor=GraphExecutor(Network(spec, tensors)))
     return Decoder(spec, tensors)
 

@@ -31,7 +31,7 @@ class KVCache:
     local_cache: of layers that see only a window (local attention, arXiv:2004.05150), if there are
         such layers. It has its own segments and window, follows this cache's clock, and holds
         no more than its window under any policy.
-    placements: of each decoder layer's cells; empty without local layers.
+    placements: of each decoder layer's cells; empty without local layers and state layers.
 
     State:
 
@@ -121,13 +121,13 @@ class KVCache:
         """
         step = self._open_step(count)
         step.sampled, step.recurrent_states = sampled, self.recurrent_states
+        step.placements = self.placements
         if self.observer is not None:
             layout = self.layout
             shape = (layout.layers, count, self.attention.heads, layout.head_dim)
             step.queries = torch.empty(shape, dtype=layout.dtype, device=layout.device)
         if self.local_cache is not None:
             step.local_step = self.local_cache._open_local_step(self, count)
-            step.placements = self.placements
         yield step
         self._finish_step(step, count)
         if self.local_cache is not None and step.local_step is not None:

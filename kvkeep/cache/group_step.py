@@ -16,7 +16,7 @@ from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.cache.block import Cells
 from kvkeep.cache.quantised import stored_tensors
 from kvkeep.cache.rope import Rotation
-from kvkeep.cache.step import DecodeStep, LayerAttention, LayerDispatch
+from kvkeep.cache.step import DecodeStep, LayerAttention, dispatch
 from kvkeep.cache.view import View
 
 
@@ -74,9 +74,8 @@ class GroupStep:
         """The attention of all decoder layers; see `Step.layer_attention`."""
         attention = GroupAttention(self.steps)
         local_steps = [s.local_step for s in self.steps if isinstance(s.local_step, DecodeStep)]
-        if not local_steps:
-            return attention
-        return LayerDispatch(self.steps[0].placements, attention, GroupAttention(local_steps))
+        local_attention = GroupAttention(local_steps) if local_steps else None
+        return dispatch(self.steps[0].placements, attention, local_attention)
 
 
 class GroupAttention:

@@ -39,9 +39,12 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class LayerDispatch:
-    """Attention of a decoder with local layers: each layer attends in the step of its cache."""
+    """Attention of a decoder with local layers or state layers: each attends in its cache's step.
 
-    placements: Sequence[LayerPlacement]  # of each decoder layer
+    placements: of each decoder layer; of a state layer, which never attends, any.
+    """
+
+    placements: Sequence[LayerPlacement]
     global_attention: LayerAttention
     local_attention: LayerAttention
 
@@ -49,6 +52,17 @@ class LayerDispatch:
         placement = self.placements[layer]
         attention = self.local_attention if placement.is_local else self.global_attention
         return attention.attend(placement.index, q, k, v)
+
+
+def dispatch(
+    placements: Sequence[LayerPlacement],
+    global_attention: LayerAttention,
+    local_attention: LayerAttention | None,
+) -> LayerAttention:
+    """Return the attention of a decoder's layers. local_attention: of local ones, if any."""
+    if not placements:
+        return global_attention
+    return LayerDispatch(placements, global_attention, local_attention or global_attention)
 
 
 class Step:
@@ -73,7 +87,8 @@ class Step:
     sampled: whether the model has just sampled the token, in contrast to a prompt's. Executors may
         choose other weights by it; the cache does not depend on it.
     local_step: the step of the local layers' cache, if the decoder has such layers.
-    placements: for each decoder layer, the cache and layer that has its cells.
+    placements: for each decoder layer, the cache and layer that has its cells; empty if that is
+        this cache and the same layer, for all of them.
     recurrent_states: of layers without cells, by name. The executor replaces them and never writes
         to one.
     """
@@ -111,8 +126,7 @@ class Step:
     @property
     def layer_attention(self) -> LayerAttention:
         """The attention of all decoder layers, those of the local cache included."""
-        local_step = self.local_step
-        return self if local_step is None else LayerDispatch(self.placements, self, local_step)
+        return dispatch(self.placements, self, self.local_step)
 
     @cached_property
     def rotations(self) -> list[Rotation]:

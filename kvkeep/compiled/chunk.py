@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import LayerAttention, RaggedCells
-from kvkeep.cache.step import ChunkStep, LayerDispatch
+from kvkeep.cache.step import ChunkStep, dispatch
 from kvkeep.cache.view import View
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, require, stored_cells
@@ -31,10 +31,9 @@ def layer_attention(step: AnyStep) -> LayerAttention:
 
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
     """Return the kernels' attention of a chunk in all layers, including those with a window."""
-    attention = ChunkAttention(step, kernels)
-    if not isinstance(step.local_step, ChunkStep):
-        return attention
-    return LayerDispatch(step.placements, attention, ChunkAttention(step.local_step, kernels))
+    local = step.local_step
+    local_attention = ChunkAttention(local, kernels) if isinstance(local, ChunkStep) else None
+    return dispatch(step.placements, ChunkAttention(step, kernels), local_attention)
 
 
 class ChunkAttention:

@@ -198,7 +198,7 @@ class _StoredPrefix:
         """
         policy, prefix_cache = memory.policy, self.prefix_cache
         has_local_layers = memory.cache.local_cache is not None
-        if has_local_layers or memory.decoder.spec.recurrent:
+        if has_local_layers or memory.decoder.spec.keeps_states:
             self._stop_storing(_LOCAL_ERROR if has_local_layers else _RECURRENT_ERROR)
         elif prefix_cache is not None:
             max_tokens = min(len(ids), policy.exact_tokens + 1) - max(1, policy.query_count)

@@ -66,7 +66,7 @@ def restore_state(
     with _errors_as_invalid_snapshot(model):
         settings = snapshot.settings
         check_settings(settings, len(snapshot.tokens))
-        needs_states = model.spec.recurrent and len(snapshot.tokens) > 0
+        needs_states = model.spec.keeps_states and len(snapshot.tokens) > 0
         require(bool(snapshot.recurrent) == needs_states, "recurrent states missing or unexpected")
         spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
         memory = Memory.from_state(model.decoder, policy, snapshot.bits, snapshot.memory)

@@ -80,6 +80,13 @@ GPT_OSS = {
     "num_experts_per_tok": 3,
     "rope_parameters": YARN | {"truncate": False},
 }
+LFM2 = {
+    "conv_L_cache": 4,
+    "num_hidden_layers": 7,
+    "layer_types": ["conv", "conv", _WHOLE, "conv", _WHOLE, "conv", "conv"],
+    "block_multiple_of": 32,
+    **PADDING,
+}
 GLM = {"head_dim": 16, "attention_bias": False, "pad_token_id": 0, "eos_token_id": 1}
 
 
@@ -292,6 +299,18 @@ FAMILIES = {
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, **PADDING}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-no-biases": ("GptOss", GPT_OSS | {"attention_bias": False, "num_experts_per_tok": 5}),
+    "lfm2": ("Lfm2", LFM2),
+    "lfm2-biases": (
+        "Lfm2",
+        LFM2
+        | {
+            "conv_bias": True,
+            "conv_L_cache": 2,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "lfm2-attention-only": ("Lfm2", {"num_hidden_layers": 2, **PADDING}),
     "granite-moe": ("GraniteMoe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 BEYOND_LLAMA = ["granite", "granite4-dense", "olmo2", "glm", "glm4", "phi4-mini", "cohere"]

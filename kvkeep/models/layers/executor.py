@@ -10,11 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvkeep.cache import LayerAttention
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.static import ReplayKey, StaticStep, replay_key
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import require_finite
+from kvkeep.models.layers.states import StepStates
 
 AnyStep = DecodeStep | ChunkStep | GroupStep
 
@@ -41,6 +43,22 @@ class Executor(Protocol):
         """Return a matrix that is stored packed only, `[rows, columns]`. Raises KeyError."""
 
 
+def run_network(
+    network: Network,
+    tokens: Tensor,
+    step: AnyStep,
+    attention: LayerAttention,
+    input_norms: Tensor | None = None,
+) -> Tensor:
+    """Evaluate tokens in torch; see `Executor.forward`. attention: of the step's layers."""
+    if network.spec.states is None:
+        return network.forward(tokens, attention, input_norms)
+    states = StepStates(network.spec.states, step)
+    hidden = network.forward(tokens, attention, input_norms, states)
+    states.finish()
+    return hidden
+
+
 class TorchExecutor:
     """Computes every step in torch, on any device: the reference for the others."""
 
@@ -50,7 +68,7 @@ class TorchExecutor:
         self._network = network
 
     def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
-        return self._network.forward(tokens, step.layer_attention, input_norms)
+        return run_network(self._network, tokens, step, step.layer_attention, input_norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return require_finite(self._network.logits(hidden))

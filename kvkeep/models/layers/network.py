@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import LayerAttention
+from kvkeep.models.layers.attention import Attention
 from kvkeep.models.layers.experts import Experts, Mlp, ParallelExperts
 from kvkeep.models.layers.gemma import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
 from kvkeep.models.layers.primitives import (
@@ -24,6 +24,7 @@ from kvkeep.models.layers.primitives import (
     Norm,
     WeightMatrix,
 )
+from kvkeep.models.layers.states import StepStates, state_module
 from kvkeep.models.spec.model_spec import ModelSpec
 
 
@@ -35,38 +36,26 @@ class DecoderLayer:
 
     def __init__(self, weights: NamedWeights, index: int):
         spec, hidden_size = weights.spec, weights.spec.hidden_size
-        group = spec.group_of(index)
-        self._spec, self._index, self._head_dim = spec, index, group.head_dim
-        has_cells = spec.kv_source(index) == index
-        # Without a value projection, values are the keys before key norm and rotation.
-        has_values = has_cells and not (spec.keys_as_values and index not in spec.local_layers)
-        q_width, kv_width = spec.heads * group.head_dim, group.kv_heads * group.head_dim
+        self._spec, self._index = spec, index
 
-        def norm(name: str, exists: bool, width: int = hidden_size) -> Norm | None:
-            return weights.norm(f"{name}.weight", width) if exists else None
-
-        def projection(name: str, rows: int) -> WeightMatrix:
-            return weights.matrix(f"self_attn.{name}.weight", rows, hidden_size, spec.qkv_bias)
+        def norm(name: str, exists: bool) -> Norm | None:
+            return weights.norm(f"{name}.weight", hidden_size) if exists else None
 
         self._attention_norm = norm("input_layernorm", spec.norms_before)
         has_mlp_norm = spec.norms_before and not spec.parallel
         self._mlp_norm = norm("post_attention_layernorm", has_mlp_norm)
         self._attention_output_norm = norm("post_self_attn_layernorm", spec.norms_after)
         self._mlp_output_norm = norm("post_mlp_layernorm", spec.norms_after)
-        self._q_proj = projection("q_proj", q_width)
-        self._k_proj = projection("k_proj", kv_width) if has_cells else None
-        self._v_proj = projection("v_proj", kv_width) if has_values else None
-        o_proj = "self_attn.o_proj.weight"
-        self._o_proj = weights.matrix(o_proj, hidden_size, q_width, spec.output_bias)
+        self._state_module, self._attention = None, None
+        if spec.states is not None and spec.is_state_layer(index):
+            self._state_module = state_module(weights, spec.states, index)
+        else:
+            self._attention = Attention(weights, index)
         replaces_mlp = spec.has_experts(index) and not spec.experts_beside
         self._mlp = Experts(weights) if replaces_mlp else _dense_mlp(weights, index)
         parallel_experts = Experts(weights) if spec.experts_beside else None
-        # The norms of queries and keys are as wide as one head, or as all heads together.
-        widths = (q_width, kv_width) if spec.qk_norm_whole else (group.head_dim, group.head_dim)
-        self._query_norm = norm("self_attn.q_norm", spec.qk_norm, widths[0])
-        self._key_norm = norm("self_attn.k_norm", spec.qk_norm and has_cells, widths[1])
-        if spec.sinks:  # only states the shape: the cache reads the tensor
-            weights.tensor("self_attn.sinks", spec.heads)
+        if self._attention is not None:
+            self._attention.add_norms(weights)
         self._parallel_experts = (
             ParallelExperts(weights, parallel_experts) if parallel_experts else None
         )
@@ -75,30 +64,41 @@ class DecoderLayer:
         self._per_layer_input = PerLayerInput(weights) if applies_per_layer_input else None
         self._laurel = Laurel(weights) if spec.laurel_rank else None
         self._layer_scale = weights.tensor("layer_scalar", 1) if spec.layer_scales else None
-        scale = group.query_scale(index)
-        self._query_scale = weights.tensors[FINAL_NORM].new_tensor(scale) if scale else None
 
     def __call__(
-        self, x: Tensor, vectors: Sequence[Tensor], step: LayerAttention, input_norms: Tensor | None
+        self,
+        x: Tensor,
+        vectors: Sequence[Tensor],
+        step: LayerAttention,
+        input_norms: Tensor | None,
+        states: StepStates | None,
     ) -> Tensor:
         """Apply the layer to the residual stream `[n, hidden_size]`, or to the streams of AltUp.
 
-        vectors: of each layer (`PerLayerEmbedding`), or empty. input_norms: see `Network.forward`.
+        vectors: of each layer (`PerLayerEmbedding`), or empty. The others: see `Network.forward`.
         """
         if self._altup:
-            x = self._altup(x, partial(self._block, step, input_norms), vectors[self._index])
+            x = self._altup(
+                x, partial(self._block, step, input_norms, states), vectors[self._index]
+            )
         else:
-            x = self._block(step, input_norms, x)
+            x = self._block(step, input_norms, states, x)
         if self._per_layer_input:
             x = self._add_residual(x, self._per_layer_input(x, vectors[self._index]))
         return x if self._layer_scale is None else x * self._layer_scale
 
-    def _block(self, step: LayerAttention, input_norms: Tensor | None, x: Tensor) -> Tensor:
-        """Apply attention and MLP to the residual stream x, `[n, hidden_size]`."""
+    def _block(
+        self,
+        step: LayerAttention,
+        input_norms: Tensor | None,
+        states: StepStates | None,
+        x: Tensor,
+    ) -> Tensor:
+        """Apply attention (or a state) and MLP to the residual stream x, `[n, hidden_size]`."""
         if input_norms is not None:
             input_norms[self._index] = x.float().norm(dim=-1)
         attention_input = _normed(self._attention_norm, x)
-        output = self._attention(attention_input, step)
+        output = self._mix_tokens(attention_input, step, states)
         x = self._add_residual(x, _normed(self._attention_output_norm, output))
         if self._laurel is not None:
             x = self._laurel(x, attention_input)
@@ -107,20 +107,13 @@ class DecoderLayer:
             output = self._parallel_experts(x, output)
         return self._add_residual(x, _normed(self._mlp_output_norm, output))
 
-    def _attention(self, x: Tensor, step: LayerAttention) -> Tensor:
-        """Map `[n, hidden_size]` to the same shape: queries, keys and values, and attention."""
-        n, head_dim = x.shape[0], self._head_dim
-        q = _norm_heads(self._query_norm, self._q_proj(x)).view(n, -1, head_dim)
-        if self._query_scale is not None:
-            q = q * self._query_scale
-        if self._k_proj is None:  # the layer attends to another layer's cells
-            return self._o_proj(step.attend(self._index, q, None, None))
-        k = self._k_proj(x)
-        v = (k if self._v_proj is None else self._v_proj(x)).view(n, -1, head_dim)
-        if self._spec.values_normed:
-            v = F.rms_norm(v, (head_dim,), None, self._spec.norm_eps)
-        k = _norm_heads(self._key_norm, k).view(n, -1, head_dim)
-        return self._o_proj(step.attend(self._index, q, k, v))
+    def _mix_tokens(self, x: Tensor, step: LayerAttention, states: StepStates | None) -> Tensor:
+        """Map `[n, hidden_size]` to the same shape, by attention or the layer's state."""
+        if self._state_module is None:
+            assert self._attention is not None
+            return self._attention(x, step)
+        assert states is not None, "the executor passes the states of a model with state layers"
+        return self._state_module(x, states)
 
     def _add_residual(self, x: Tensor, update: Tensor) -> Tensor:
         return x + _multiply(update, self._spec.residual_multiplier)
@@ -161,12 +154,17 @@ class Network:
             self.lm_head = weights.matrix(LM_HEAD, spec.vocab_size, spec.hidden_size)
 
     def forward(
-        self, tokens: Tensor, step: LayerAttention, input_norms: Tensor | None = None
+        self,
+        tokens: Tensor,
+        step: LayerAttention,
+        input_norms: Tensor | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
-        """Evaluate `tokens: [n]`. Each layer calls `step.attend` once.
+        """Evaluate `tokens: [n]`. Each layer calls `step.attend` once, unless it keeps a state.
 
         input_norms: an output buffer, `[layers, n]` float32, which is filled with the norm of the
             residual stream that each layer reads.
+        states: of the step's sequences, for a model with state layers.
 
         Returns `[n, hidden_size]`, after the final norm.
         """
@@ -174,7 +172,7 @@ class Network:
         vectors = self._per_layer(tokens, x) if self._per_layer else ()
         x = self._altup_streams.expand(x) if self._altup_streams else x
         for layer in self.layers:
-            x = layer(x, vectors, step, input_norms)
+            x = layer(x, vectors, step, input_norms, states)
         return self.norm(self._altup_streams.merge(x) if self._altup_streams else x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -207,11 +205,6 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _norm_heads(norm: Norm | None, x: Tensor) -> Tensor:
-    """Norm `[n, heads * head_dim]` in rows as wide as the norm: one head each, or all together."""
-    return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
-
-
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor of a decoder. Checksums depend on their order."""
     declared = DeclaredTensors(spec)
@@ -219,7 +212,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes_by_kind: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
     for index in range(spec.layers):  # layers of a kind are alike
         is_local, has_cells = index in spec.local_layers, spec.kv_source(index) == index
-        layer_kind = (spec.has_experts(index), is_local, has_cells, spec.mlp_width(index))
+        layer_kind = (
+            spec.has_experts(index),
+            is_local,
+            has_cells,
+            spec.mlp_width(index),
+            spec.is_state_layer(index),
+        )
         if layer_kind not in shapes_by_kind:
             layer = DeclaredTensors(spec)
             DecoderLayer(layer, index)

@@ -34,7 +34,8 @@ def new_cache(
     layout, far_layout = bits.layouts(group_layout(spec, global_group, dtype, device))
     attention = _attention_config(spec, global_group, tensors, device)
     if len(spec.groups) == 1:
-        return KVCache(layout, attention, far_layout)
+        placements = _placements(spec) if spec.states else ()
+        return KVCache(layout, attention, far_layout, placements=placements)
     local_group = spec.groups[1]
     local_layout, _ = bits.layouts(group_layout(spec, local_group, dtype, device))
     local_cache = KVCache(local_layout, _attention_config(spec, local_group, tensors, device))
@@ -46,13 +47,19 @@ def new_cache(
 
 
 def _placements(spec: ModelSpec) -> tuple[LayerPlacement, ...]:
-    """Return for each layer which cache its cells are in, and their index among its layers."""
-    global_group, local_group = spec.groups
+    """Return for each layer which cache its cells are in, and their index among its layers.
+
+    State layers, which have no cells, get -1.
+    """
+    cached_layers = [spec.layers_with_cells(group) for group in spec.groups]
     placements = []
     for layer in range(spec.layers):
         is_local = layer in spec.local_layers
-        cached_layers = spec.layers_with_cells(local_group if is_local else global_group)
-        placements.append(LayerPlacement(is_local, cached_layers.index(spec.kv_source(layer))))
+        if spec.is_state_layer(layer):
+            placements.append(LayerPlacement(is_local, -1))
+        else:
+            index = cached_layers[is_local].index(spec.kv_source(layer))
+            placements.append(LayerPlacement(is_local, index))
     return tuple(placements)
 
 

@@ -11,6 +11,7 @@ from kvkeep.models.spec import unsupported
 from kvkeep.models.spec.config_fields import ConfigFields, is_valid_integer, read_json
 from kvkeep.models.spec.config_gemma import gemma3n_fields, gemma4_fields
 from kvkeep.models.spec.config_layers import expert_fields, layer_type_fields, model_window
+from kvkeep.models.spec.config_states import state_fields
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -41,9 +42,15 @@ def spec_from_config(
     """
     architecture, family = _architecture_and_family(values, path)
     values = _language_model_config(values) if family.multimodal else values
-    config = ConfigFields({**family.defaults, **values}, path)
+    renamed = {
+        field: values[alias]
+        for alias, field in family.field_aliases.items()
+        if values.get(alias) is not None
+    }
+    config = ConfigFields({**family.defaults, **values, **renamed}, path)
     unsupported.check_fields(config, architecture)
     fields = layer_type_fields(config, family) | expert_fields(config, family)
+    fields |= state_fields(config, family)
     if family.is_gemma4:
         config, own_fields = gemma4_fields(config, fields["local_layers"])
         fields |= own_fields
@@ -53,7 +60,7 @@ def spec_from_config(
     fields |= rope_specs
     if family.is_gemma3n:
         fields |= gemma3n_fields(config, fields["local_layers"])
-    else:
+    elif "intermediate_size" not in fields:
         fields["intermediate_size"] = config.positive_int(family.mlp_width_field)
     return ModelSpec(
         architecture=architecture,

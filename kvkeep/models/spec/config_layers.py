@@ -9,7 +9,7 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.models.spec.config_fields import ConfigFields
 from kvkeep.models.spec.family import Family, LayerPattern
 
-_MAX_LAYERS = 1 << 16
+MAX_LAYERS = 1 << 16
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 
@@ -22,8 +22,8 @@ def layer_type_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     if pattern is None:
         return {}
     num_layers = config.num_layers
-    if num_layers > _MAX_LAYERS:
-        raise config.invalid_error("num_hidden_layers", f"at most {_MAX_LAYERS}")
+    if num_layers > MAX_LAYERS:
+        raise config.invalid_error("num_hidden_layers", f"at most {MAX_LAYERS}")
     rule = pattern.unrotated_rule
     unrotated_layers = _layers_without_rope(config) if rule == "no_rope_layers" else ()
     layer_types = _layer_types(config, pattern, unrotated_layers)

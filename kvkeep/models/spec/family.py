@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvkeep.models.spec.state_layers import StateKind
+
 # What decides which attention projections have biases:
 # "attention_bias": that field, for all four of them. "attention_bias of qkv": that field, for q, k
 # and v. "qkv": always q, k and v. "qkv_bias": q, k and v unless that field is false.
@@ -62,6 +64,8 @@ class Family:
     separate_local_rope: local layers have a RoPE base of their own, without scaling.
     spec_fields: fields of ModelSpec that are the same for all models of the architecture.
     norm_eps_field, activation_field, mlp_width_field: the config fields that state these.
+    field_aliases: config fields that replace another one, where they are there: their name to it.
+    state_kind: of the layers that keep a state instead of cells, which `config_states.py` reads.
     is_gemma4, is_gemma3n: the config has the fields that `config_gemma.py` reads.
     granite_multipliers: the config has Granite's four multipliers.
     cohere_logit_scale: the config has Cohere's `logit_scale`.
@@ -73,6 +77,7 @@ class Family:
     fused_qkv, fused_gate_up: the checkpoint's name of one matrix that holds several, in this order;
         "" if the matrices are separate.
     renamed_tensors: other layer tensors with another name in checkpoints: their name to kvkeep's.
+    final_norm: the checkpoint's name of the norm after the last layer.
     mixture: for mixtures of experts; `weights/stacks.py` has the names of their tensors.
     multimodal: the model also reads images; only its language model is run.
     """
@@ -88,6 +93,8 @@ class Family:
     norm_eps_field: str = "rms_norm_eps"
     activation_field: str = "hidden_act"
     mlp_width_field: str = "intermediate_size"
+    field_aliases: Mapping[str, str] = field(default_factory=dict)
+    state_kind: StateKind | None = None
     is_gemma4: bool = False
     is_gemma3n: bool = False
     granite_multipliers: bool = False
@@ -99,5 +106,6 @@ class Family:
     fused_qkv: str = ""
     fused_gate_up: str = ""
     renamed_tensors: Mapping[str, str] = field(default_factory=dict)
+    final_norm: str = "model.norm"
     mixture: Mixture | None = None
     multimodal: bool = False

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from kvkeep.models.spec.state_layers import StateLayers
+
 Activation = Literal["silu", "gelu_tanh"]
 Gating = Literal["silu", "gelu_tanh", "clamped"]  # how an MLP combines its gate and up projections
 GATINGS: tuple[Gating, ...] = get_args(Gating)
@@ -85,7 +87,8 @@ class ModelSpec:
     attention_softcap, logits_softcap: c in c * tanh(x / c), applied to scaled products of queries
         and keys, and to logits; 0 for none.
     recurrent: further layers, not counted here, keep a state instead of cells (linear attention,
-        convolution).
+        convolution); their forward is transformers'.
+    states: the layers, of those counted here, that keep a state; None if all have cells.
     activation: of the MLP's gate.
     unit_norms: norms are computed in float32, and their factor is 1 more than the stored weight, as
         in Gemma's checkpoints (GGUF files store the sum).
@@ -152,6 +155,16 @@ class ModelSpec:
     mlp_widths: tuple[int, ...] = ()
     experts_beside: bool = False
     recurrent: bool = False
+    states: StateLayers | None = None
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state of all tokens so far instead of cells."""
+        return self.recurrent or self.states is not None
+
+    def is_state_layer(self, layer: int) -> bool:
+        """Whether a layer keeps a state in the place of attention."""
+        return self.states is not None and layer in self.states.layers
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts, in the place of its MLP or beside it."""
@@ -181,7 +194,7 @@ class ModelSpec:
     @cached_property
     def groups(self) -> tuple["LayerGroup", ...]:
         """The group of global layers, and that of local layers if there are any."""
-        all_layers = set(range(self.layers))
+        all_layers = set(range(self.layers)) - set(self.states.layers if self.states else ())
         local_layers = set(self.local_layers)
         global_group = LayerGroup(
             tuple(sorted(all_layers - local_layers)),

@@ -51,7 +51,7 @@ _UNSUPPORTED = {
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen35 "
         "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen35moe"
     ),
-    (_CONVOLUTIONS, _ANY): "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2moe",
+    (_CONVOLUTIONS, "LFM2 without experts is supported"): "Lfm2MoeForCausalLM lfm2moe",
     (_MAMBA, _GRANITE): "GraniteMoeHybridForCausalLM granitehybrid BambaForCausalLM",
     (_MAMBA, "Falcon 3 is supported"): "FalconH1ForCausalLM falcon-h1",
     (_MAMBA, "Llama 3 is supported"): "NemotronHForCausalLM nemotron_h nemotron_h_moe",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.stacks import expert_name, find_stack, fused_modules, stored_expert_name
@@ -33,7 +34,7 @@ _OTHER_MODALITIES = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*"
 )
 # Names in checkpoints of models without a head, such as embedding models.
-_WITHOUT_HEAD = re.compile(r"(embed_tokens|layers|norm)\..*")
+_WITHOUT_HEAD = re.compile(r"(embed_tokens|layers|norm|embedding_norm)\..*")
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 _QUERY_OR_KEY = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_(?:proj|norm)\.(?:weight|bias)")
 
@@ -86,7 +87,9 @@ def decoder_names_by_stored_name(spec: ModelSpec) -> dict[str, list[str]]:
     decoder_names: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
         match = _LAYER_TENSOR.fullmatch(name)
-        if match and match.group(2) in stored_modules:
+        if name == FINAL_NORM:
+            stored_name = f"{FAMILIES[spec.architecture].final_norm}.weight"
+        elif match and match.group(2) in stored_modules:
             stored_name = f"{match.group(1)}{stored_modules[match.group(2)]}.{match.group(3)}"
         else:
             stored_name = stored_expert_name(spec, name)
@@ -107,6 +110,8 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
         name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", name)
     if _WITHOUT_HEAD.fullmatch(name):
         name = f"model.{name}"
+    if name == f"{family.final_norm}.weight":
+        return FINAL_NORM
     name = expert_name(spec, name)
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match.group(2) not in family.renamed_tensors:

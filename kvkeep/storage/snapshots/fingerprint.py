@@ -99,7 +99,10 @@ def _config_without_rope(spec: ModelSpec) -> dict[str, object]:
     """
     field_values = {f.name: getattr(spec, f.name) for f in fields(ModelSpec)}
     non_default = [f.name for f in fields(ModelSpec) if field_values[f.name] != f.default]
-    return {name: field_values[name] for name in non_default if name not in ("rope", "local_rope")}
+    config = {x: field_values[x] for x in non_default if x not in ("rope", "local_rope")}
+    if spec.states is not None:
+        config["states"] = spec.states.non_default_fields()
+    return config
 
 
 def _rope_tables(spec: ModelSpec) -> dict[str, object]:

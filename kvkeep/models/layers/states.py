@@ -1,0 +1,95 @@
+"""Layers that keep a state instead of cells, and the states of the sequences of a step.
+
+A state is replaced at each step and never written to, so that forks share it, and a step that
+fails leaves it as it was. All sums over tokens run in one order, whatever steps a text is cut into.
+"""
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.group_step import GroupStep
+from kvkeep.cache.step import ChunkStep, DecodeStep
+from kvkeep.models.layers.primitives import NamedWeights
+from kvkeep.models.spec.state_layers import StateLayers, conv_state_name
+
+
+class StepStates:
+    """The states of the sequences that a step evaluates: one, or each of a group.
+
+    Layers read the states from before the step and write those after it; `finish` gives these to
+    the step.
+    """
+
+    def __init__(self, layers: StateLayers, step: DecodeStep | ChunkStep | GroupStep):
+        self._steps = step.steps if isinstance(step, GroupStep) else (step,)
+        self._shapes = layers.all_shapes()
+        self._new_states: list[dict[str, Tensor]] = [{} for _ in self._steps]
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self._steps)
+
+    def read(self, name: str, like: Tensor) -> Tensor:
+        """Return a state of each sequence, `[sequences, ...]`; zeros before a first token.
+
+        like: a tensor with the dtype and on the device of the state.
+        """
+        states = [step.recurrent_states.get(name) for step in self._steps]
+        zeros = like.new_zeros(self._shapes[name])
+        return torch.stack([zeros if state is None else state for state in states])
+
+    def write(self, name: str, states: Tensor) -> None:
+        """Set a state of each sequence. states: `[sequences, ...]`."""
+        for new_states, state in zip(self._new_states, states, strict=True):
+            new_states[name] = state.clone(memory_format=torch.contiguous_format)
+
+    def finish(self) -> None:
+        """Replace the step's states by those that the layers have written."""
+        for step, new_states in zip(self._steps, self._new_states, strict=True):
+            step.recurrent_states = new_states
+
+
+class ShortConvolution:
+    """A gated convolution over the newest tokens, channel by channel, in the place of attention.
+
+    For each token `b`, `c` and `x` are projected from the layer's input. The output is that of the
+    convolution over `b * x`, times `c`, projected again (LFM2, arXiv:2511.23404).
+    """
+
+    def __init__(self, weights: NamedWeights, layers: StateLayers, index: int):
+        hidden_size, channels, bias = weights.spec.hidden_size, layers.channels, layers.bias
+        self._name = conv_state_name(index)
+        self._in_proj = weights.matrix("conv.in_proj.weight", 3 * channels, hidden_size, bias)
+        self._kernel = weights.tensor("conv.conv.weight", channels, 1, layers.conv_width)
+        self._bias = weights.tensor("conv.conv.bias", channels) if bias else None
+        self._out_proj = weights.matrix("conv.out_proj.weight", hidden_size, channels, bias)
+
+    def __call__(self, x: Tensor, states: StepStates) -> Tensor:
+        """Map `[tokens, hidden_size]` to the same shape."""
+        b, c, values = self._in_proj(x).chunk(3, dim=-1)
+        inputs = (b * values).view(states.sequence_count, -1, b.shape[-1])
+        inputs = torch.cat((states.read(self._name, inputs), inputs), dim=1)
+        states.write(self._name, inputs[:, inputs.shape[1] - self._kernel.shape[-1] + 1 :])
+        output = causal_convolution(inputs, self._kernel, self._bias)
+        return self._out_proj(c * output.flatten(0, 1))
+
+
+def causal_convolution(inputs: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve channel by channel, summing from the oldest token to the newest in float32.
+
+    inputs: `[sequences, width - 1 + n, channels]`. kernel: `[channels, 1, width]`. bias:
+    `[channels]` or None. Returns `[sequences, n, channels]` in the dtype of the inputs.
+    """
+    width, taps = kernel.shape[-1], kernel[:, 0].float().t()
+    inputs32, count = inputs.float(), inputs.shape[1] - kernel.shape[-1] + 1
+    output = inputs32[:, :count] * taps[0]
+    for offset in range(1, width):
+        output = output.addcmul(inputs32[:, offset : offset + count], taps[offset])
+    if bias is not None:
+        output = output + bias.float()
+    return output.to(inputs.dtype)
+
+
+def state_module(weights: NamedWeights, layers: StateLayers, index: int) -> ShortConvolution:
+    """Return the module of a state layer, which maps its input as attention would."""
+    return ShortConvolution(weights, layers, index)

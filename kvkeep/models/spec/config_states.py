@@ -1,0 +1,74 @@
+"""Config fields of models with state layers, as `ModelSpec` fields."""
+
+from typing import Any
+
+from kvkeep.models.spec.config_fields import ConfigFields
+from kvkeep.models.spec.config_layers import MAX_LAYERS
+from kvkeep.models.spec.family import Family
+from kvkeep.models.spec.state_layers import StateLayers
+
+_ATTENTION = "full_attention"
+
+
+def state_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
+    """Return `states`, and what else these configs state in a way of their own; may be empty.
+
+    Raises BadModelFile, and UnsupportedModel for unknown kinds of layers.
+    """
+    if family.state_kind == "convolution":
+        return _lfm2_fields(config)
+    return {}
+
+
+def _lfm2_fields(config: ConfigFields) -> dict[str, Any]:
+    layer_types = config.get("layer_types")
+    if layer_types is None and config.get("full_attn_idxs") is not None:
+        layer_types = _types_by_index(config)
+    layers = state_layers(config, layer_types, "conv")
+    fields = {"intermediate_size": _lfm2_mlp_width(config)}
+    if not layers:
+        return fields
+    width = config.positive_int("conv_L_cache")
+    if width < 2:
+        raise config.invalid_error("conv_L_cache", "at least 2")
+    has_bias, channels = bool(config.get("conv_bias")), config.positive_int("hidden_size")
+    return {**fields, "states": StateLayers("convolution", layers, channels, width, has_bias)}
+
+
+def state_layers(config: ConfigFields, layer_types: Any, state_type: str) -> tuple[int, ...]:
+    """Return the layers of a type among `layer_types`; all others must have attention."""
+    num_layers = config.num_layers
+    if num_layers > MAX_LAYERS:
+        raise config.invalid_error("num_hidden_layers", f"at most {MAX_LAYERS}")
+    if layer_types is None:
+        return ()
+    kinds = f"{_ATTENTION} or {state_type}"
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise config.invalid_error("layer_types", f"{kinds} for each of {num_layers} layers")
+    unknown = [kind for kind in layer_types if kind not in (_ATTENTION, state_type)]
+    if unknown:
+        raise config.unsupported_error(f"layers of kind {unknown[0]!r}, not {kinds} (layer_types)")
+    if _ATTENTION not in layer_types:
+        raise config.unsupported_error(f"none of {num_layers} layers has attention (layer_types)")
+    return tuple(layer for layer, kind in enumerate(layer_types) if kind == state_type)
+
+
+def _types_by_index(config: ConfigFields) -> list[str]:
+    """Return each layer's type from `full_attn_idxs`, which lists those with attention."""
+    indices = config.get("full_attn_idxs")
+    if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+        raise config.invalid_error("full_attn_idxs", "a list of whole numbers")
+    num_layers = min(config.num_layers, MAX_LAYERS + 1)
+    return [_ATTENTION if layer in indices else "conv" for layer in range(num_layers)]
+
+
+def _lfm2_mlp_width(config: ConfigFields) -> int:
+    """Return the width of the MLP, which LFM2's configs state before it is adjusted."""
+    width = config.positive_int("intermediate_size")
+    if not config.get("block_auto_adjust_ff_dim"):
+        return width
+    width, multiple = int(2 * width / 3), config.positive_int("block_multiple_of")
+    if config.get("block_ffn_dim_multiplier") is None:
+        return max(1, width)
+    width = int(config.positive_float("block_ffn_dim_multiplier", 1.0) * width)
+    return max(1, -(-width // multiple)) * multiple
