@@ -1,6 +1,6 @@
 """Replaces attention in a decoder: to record, change or fail it during a forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -23,6 +23,14 @@ def attending(decoder: Decoder, attend: Attend) -> Iterator[None]:
         @property
         def layer_attention(self) -> "ReplacedStep":
             return self
+
+        @property
+        def recurrent_states(self) -> Mapping[str, Tensor]:
+            return self.step.recurrent_states
+
+        @recurrent_states.setter
+        def recurrent_states(self, states: Mapping[str, Tensor]) -> None:
+            self.step.recurrent_states = states
 
         def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.step, layer, q, k, v)

@@ -63,7 +63,7 @@ def random_config(architecture: str, random: Random) -> dict[str, Any]:
         values["head_dim"] = head_dim
         if random.random() < 0.5 and family not in FIXED_HEADS and family != "Phi3":
             values["hidden_size"] = heads * random.randint(2, 24)
-    for name in ("rms_norm_eps", "layer_norm_eps"):
+    for name in ("rms_norm_eps", "layer_norm_eps", "norm_eps"):
         if name in class_fields and random.random() < 0.7:
             values[name] = random.choice([1e-6, 1e-5, 1e-3, 0.1])
     for name in FLAGS:
@@ -73,7 +73,7 @@ def random_config(architecture: str, random: Random) -> dict[str, Any]:
         if name in class_fields and random.random() < 0.7:
             values[name] = random.uniform(0.1, 4)
     values |= _layer_kinds(family, layers, random) | _experts(family, class_fields, layers, random)
-    values |= _gemma(family, values, random)
+    values |= _gemma(family, values, random) | _states(family, layers, random)
     width = values.get("head_dim") or values["hidden_size"] // heads
     values |= _rope(family, values, width, random)
     return values | _unsupported_field(class_fields, values, random)
@@ -157,6 +157,26 @@ def _experts(
     if "decoder_sparse_step" in class_fields:
         result["decoder_sparse_step"] = random.choice([1, 1, 2])
         result["mlp_only_layers"] = random.choice([[], [0], [random.randrange(layers)]])
+    return result
+
+
+def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
+    """Draw which layers keep a state instead of cells, and the sizes of the states."""
+    if family != "Lfm2":
+        return {}
+    attending = {layer for layer in range(layers) if random.random() < 0.4}
+    attending |= {random.randrange(layers)}
+    result: dict[str, Any] = {
+        "layer_types": [GLOBAL if layer in attending else "conv" for layer in range(layers)]
+    }
+    if random.random() < 0.3:
+        result = {"full_attn_idxs": sorted(attending)}
+    result["conv_L_cache"] = random.randint(2, 6)
+    result["conv_bias"] = random.random() < 0.5
+    if random.random() < 0.7:
+        result["block_auto_adjust_ff_dim"] = random.random() < 0.5
+        result["block_multiple_of"] = random.choice([1, 8, 32])
+        result["block_ffn_dim_multiplier"] = random.choice([1.0, 1.3, 0.7])
     return result
 
 

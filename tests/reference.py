@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.executor import run_network
 from kvkeep.models.layers.network import Network
 
 
@@ -20,6 +21,7 @@ class NaiveStreamingCache:
         self.max_kv_size, self.keep = max_kv_size, keep
         self.keys: list[list[Tensor]] = [[] for _ in range(self.spec.layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(self.spec.layers)]
+        self.recurrent_states: dict[str, Tensor] = {}  # of layers that keep one
 
     def rotated(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate `x: [n, heads, head_dim]` to positions."""
@@ -66,5 +68,5 @@ def streaming_logits(
     """Return the logits of the last tokens, `[last, vocab]`, evaluated token by token."""
     cache = NaiveStreamingCache(decoder, max_kv_size, keep)
     network = Network(decoder.spec, decoder.tensors)
-    hidden = [network.forward(torch.tensor([token]), cache) for token in tokens]
+    hidden = [run_network(network, torch.tensor([token]), cache, cache) for token in tokens]
     return decoder.logits(torch.cat(hidden[-last:]))

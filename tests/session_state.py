@@ -38,6 +38,7 @@ def whole_state(session: Session) -> Whole:
         "queries": None if queries is None else (queries.vectors.clone(), queries.times.clone()),
         "hidden": None if memory.hidden is None else memory.hidden.clone(),
         "logits": session.logits,
+        "states": {name: state.clone() for name, state in cache.recurrent_states.items()},
         "segments": [segment_state(segment) for segment in cache.all_segments],
     }
 

@@ -12,6 +12,7 @@ from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
+from kvkeep.models.spec.state_layers import StateLayers
 from kvkeep.models.text.codec import TextCodec
 
 HEAD_DIM = 16
@@ -54,6 +55,14 @@ def local_spec(window: int = 8) -> ModelSpec:
 def unrotated_spec() -> ModelSpec:
     """Return a spec with four layers of global attention, two of them without RoPE."""
     return replace(small_spec(), layers=4, unrotated_layers=(1, 3))
+
+
+def state_specs() -> dict[str, ModelSpec]:
+    """Return specs with five layers, of which the second and the fourth attend."""
+    spec, layers = replace(small_spec(), layers=5), (0, 2, 4)
+    return {
+        "convolution": replace(spec, states=StateLayers("convolution", layers, 64, conv_width=4)),
+    }
 
 
 def altup_spec() -> ModelSpec:

@@ -186,7 +186,7 @@ def prefill_step_at(prefill_step: int, position: int) -> int:
 
 
 def max_session_bytes(session: Session, new_tokens: int | None) -> int:
-    """Return the most bytes of a session's cells after `new_tokens` more; None for any number."""
+    """Return the most bytes of a session after `new_tokens` more tokens; None for any number."""
     cache, budget = session.cache, session.max_kv_size
     cells = budget if new_tokens is None else cache.cells + new_tokens
     slots = min(_STORAGE_FACTOR * cells + MIN_GROWTH, _STORAGE_FACTOR * budget)
@@ -197,4 +197,6 @@ def max_session_bytes(session: Session, new_tokens: int | None) -> int:
         window, local_bytes = local_cache.window.size or budget, local_cache.layout.cell_bytes
         total += math.ceil(min(budget, window + 128) * local_bytes * _STORAGE_FACTOR)
         total += session.prefill_step * local_bytes
+    if (states := session.core.model.spec.states) is not None:
+        total += states.nbytes(cache.layout.dtype)
     return max(total, cache.nbytes)

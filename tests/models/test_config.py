@@ -170,7 +170,7 @@ def test_unsupported_configs_are_refused_by_name(
 STATES = [
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",
-    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "FalconH1ForCausalLM",
     "NemotronHForCausalLM",

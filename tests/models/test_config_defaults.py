@@ -88,6 +88,15 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "mamba_n_heads": 16,
     },
+    "Lfm2": {
+        "layer_types": ["conv", "conv", WHOLE, "conv", WHOLE, "conv", "conv"],
+        "norm_eps": 3e-4,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "intermediate_size": 1000,
+        "block_multiple_of": 100,
+        "block_ffn_dim_multiplier": 1.3,
+    },
     "Olmo3": TWO_ROPES,
     "Phi3": {
         "rope_parameters": {"rope_theta": 777.0, "partial_rotary_factor": 0.75} | LONGROPE,

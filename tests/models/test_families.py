@@ -330,6 +330,7 @@ LOCAL = [
     "gemma4-experts",
     "gemma4-experts-shared",
 ]
+STATES = ["lfm2"]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
@@ -470,7 +471,7 @@ def test_stacked_experts_equal_separate_experts(
     assert (stacked - separate).abs().max() <= 1e-5 * separate.abs().max()
 
 
-@pytest.mark.parametrize("family", [*BEYOND_LLAMA, *MIXTURES, *LOCAL])
+@pytest.mark.parametrize("family", [*BEYOND_LLAMA, *MIXTURES, *LOCAL, *STATES])
 def test_bounded_logits_equal_the_naive_reference(
     tmp_path: Path, smollm2_folder: Path, family: str
 ) -> None:

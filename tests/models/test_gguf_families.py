@@ -94,6 +94,13 @@ BESIDE = {
     "top_k_experts": 2,
     "moe_intermediate_size": 96,
 }
+LFM2 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
+    "conv_L_cache": 4,
+    "block_auto_adjust_ff_dim": False,
+    **PADDING,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -165,11 +172,13 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma4": ("Gemma4Text", "gemma4", GEMMA4 | {"final_logit_softcapping": 3.0}),
     "gemma4-alone": ("Gemma4Text", "gemma4", GEMMA4_ALONE),
     "gemma4-experts": ("Gemma4Text", "gemma4", GEMMA4_ALONE | BESIDE),
+    "lfm2": ("Lfm2", "lfm2", LFM2),
+    "lfm2-untied": ("Lfm2", "lfm2", LFM2 | {"conv_L_cache": 2, "tie_word_embeddings": False}),
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
 # Of which the kernels know nothing yet.
-BY_TORCH = ["gemma3n", "gemma3n-widths"]
+BY_TORCH = ["gemma3n", "gemma3n-widths", "lfm2", "lfm2-untied"]
 ROUTER_SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
 Edit = Callable[[GGUFWriter], None]
 
@@ -225,6 +234,13 @@ def add_gemma4_fields(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 
+def add_lfm2_fields(writer: GGUFWriter, config: Any) -> None:
+    kv_heads = config.num_key_value_heads
+    writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config.layer_types])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
 def add_gemma3n_fields(writer: GGUFWriter, config: Any) -> None:
     writer.add_altup_active_idx(config.altup_active_idx)
     writer.add_altup_num_inputs(config.altup_num_inputs)
@@ -251,7 +267,7 @@ def stacked_streams(model: Any) -> dict[str, torch.Tensor]:
 
 def gguf_type(name: str, array: np.ndarray, stored: Type) -> Type:
     """Return llama.cpp's type: float32 for routers, vectors and rows of partial blocks."""
-    whole = array.ndim > 1 and array.shape[-1] % 32 == 0
+    whole = array.ndim > 1 and array.shape[-1] % 32 == 0  # which convolutions are not
     return stored if whole and ".router." not in name else Type.F32
 
 
@@ -268,12 +284,13 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
     writer.add_head_count(heads)
     if architecture != "gemma4":
         writer.add_feed_forward_length(config.intermediate_size)
+    if architecture not in ("gemma4", "lfm2"):
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture in ("command-r", "cohere2"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_logit_scale(config.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    else:
+    elif architecture != "lfm2":
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if "sliding_attention" in ropes:
@@ -287,6 +304,8 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
         add_gemma4_fields(writer, config)
     if architecture == "gemma3n":
         add_gemma3n_fields(writer, config)
+    if architecture == "lfm2":
+        add_lfm2_fields(writer, config)
     if architecture == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -295,7 +314,7 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
     if architecture == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-    if getattr(config, "layer_types", None) and config.sliding_window:
+    if getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if architecture in ("exaone4", "olmo2") and hasattr(config, "layer_types"):
         kinds = [kind == "sliding_attention" for kind in config.layer_types]
@@ -353,6 +372,8 @@ def write(
                 array = interleaved(array, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        if ".conv.conv." in name:
+            array = array.squeeze(1)
         form = gguf_type(name, array, stored)
         if name.endswith(("layer_scalar", "correct_output_scale")) or ".experts." in name:
             name += ".weight"
@@ -481,7 +502,7 @@ def test_kv_heads_may_be_stated_per_layer_if_equal(
     ("architecture", "why"),
     [
         ("qwen35", "Gated DeltaNet"),
-        ("lfm2", "short convolutions"),
+        ("lfm2moe", "short convolutions"),
         ("granitehybrid", "Mamba.*granite-4"),
         ("falcon-h1", "Mamba"),
         ("nemotron_h", "Mamba"),

@@ -15,6 +15,7 @@ from kvkeep.errors import FingerprintMismatch
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
+from kvkeep.models.spec.state_layers import StateLayers
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint
 
@@ -148,6 +149,7 @@ def test_new_spec_fields_and_tokenizer_formatting_keep_the_fingerprint() -> None
         ("laurel_rank", 5),
         ("activation_sparsity", (0.95, 0.0)),
         ("mlp_widths", (96, 64)),
+        ("states", StateLayers("convolution", (1,), 64, 3)),
     ],
 )
 def test_fields_beyond_llama_change_the_config_digest(field: str, value: object) -> None:

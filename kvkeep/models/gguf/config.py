@@ -10,6 +10,7 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.family_config import experts_config, gemma_config, is_olmo3, layers_config
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.rope import original_length, rope_scaling, scales_queries
+from kvkeep.models.gguf.state_config import STATE_ARCHS, state_config
 from kvkeep.models.gguf.vocabulary import special_token_id
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
@@ -42,6 +43,7 @@ _CLASS_AND_MODEL_TYPE = {
     "gemma3n": ("Gemma3nForCausalLM", "gemma3n_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
 }
 # GGUF files that are not language models, by `general.type`.
 _NOT_MODELS = {
@@ -95,7 +97,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "pad_token_id": None,  # not the default of the config class
     }
     config |= _family_fields(file, FAMILIES[architecture], rotary_dim / head_dim, config)
-    config |= gemma_config(file)
+    config |= gemma_config(file) | state_config(file)
     config |= layers_config(file, config) | experts_config(file)
     if "rope_parameters" in config:  # replaces these two in transformers 5
         del config["rope_theta"], config["rope_scaling"]
@@ -145,7 +147,7 @@ def _family_fields(
     arch, fields = file.arch, dict[str, Any]()
     if not family.is_gemma3n and not family.is_gemma4:  # these have a width for each layer
         fields["intermediate_size"] = file.uniform_int(_mlp_width_key(file))
-    if not family.is_gemma4:
+    if not family.is_gemma4 and arch not in STATE_ARCHS:
         heads = config["num_attention_heads"]
         fields["num_key_value_heads"] = file.uniform_int("{arch}.attention.head_count_kv", heads)
     if family.cohere_logit_scale:
@@ -154,7 +156,9 @@ def _family_fields(
         default = 1.0 if arch == "command-r" else None
         fields["logit_scale"] = file.rounded_number("{arch}.logit_scale", default) or 1.0
     else:
-        fields["rms_norm_eps"] = file.rounded_number("{arch}.attention.layer_norm_rms_epsilon")
+        fields[family.norm_eps_field] = file.rounded_number(
+            "{arch}.attention.layer_norm_rms_epsilon"
+        )
     if family.mlp_bias:
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if arch in ("mistral3", "phi3") or (arch == "llama" and _sliding_window(file)):

@@ -86,6 +86,11 @@ _ARCHITECTURE_LAYER_NAMES = {
         "ffn_gate_inp.scale": ROUTER_SCALE,
         "ffn_down_exps.scale": EXPERT_SCALES,
     },
+    "Lfm2ForCausalLM": {
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+    },
     "Glm4ForCausalLM": {
         "ffn_up": "mlp.gate_up_proj",
         "post_attention_norm": "post_self_attn_layernorm",
@@ -97,6 +102,11 @@ _ARCHITECTURE_LAYER_NAMES = {
     "Gemma2ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
     "Gemma3ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
 }
+# Tensors outside layers that single architectures have under another name.
+_ARCHITECTURE_MODEL_NAMES = {
+    "Lfm2ForCausalLM": {"token_embd_norm.weight": "model.norm.weight"},
+}
+_CONVOLUTIONS = ("shortconv.conv",)  # stored `[channels, width]`, loaded `[channels, 1, width]`
 _STREAM_STACK_NAMES = {
     "altup_proj.weight": "altup_projections",
     "altup_unembd_proj.weight": "altup_unembed_projections",
@@ -151,8 +161,9 @@ def _by_hub_name(
     name: str, tensor: PackedTensor, layer_names: Mapping[str, str], architecture: str
 ) -> dict[str, PackedTensor]:
     """Return a tensor, or the parts of a stack, by Hugging Face name; empty if it has none."""
-    if name in _MODEL_NAMES:
-        return {_MODEL_NAMES[name]: tensor}
+    model_names = _MODEL_NAMES | _ARCHITECTURE_MODEL_NAMES.get(architecture, {})
+    if name in model_names:
+        return {model_names[name]: tensor}
     if name in _STREAM_STACK_NAMES and len(tensor.shape) == 3:
         return {
             f"model.{_STREAM_STACK_NAMES[name]}.{stream}.weight": _stack_part(tensor, data)
@@ -166,6 +177,10 @@ def _by_hub_name(
         return {f"{prefix}.{layer_names[f'{module}.{suffix}']}": tensor}
     if suffix not in ("weight", "bias"):
         return {}
+    if module in _CONVOLUTIONS and module in layer_names and len(tensor.shape) == 2:
+        channels, width = tensor.shape
+        data = tensor.data.reshape(channels, 1, -1)
+        tensor = replace(tensor, shape=(channels, 1, width), data=data)
     if module in layer_names:
         return {f"{prefix}.{layer_names[module]}.{suffix}": tensor}
     if suffix == "bias" and architecture != _GPT_OSS:  # only its experts and routers have biases

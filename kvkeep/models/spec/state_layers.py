@@ -1,7 +1,10 @@
 """Layers that keep a state instead of cells: which they are, and the sizes of their states."""
 
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Literal
+
+import torch
 
 StateKind = Literal["convolution"]
 KIND_NAMES: dict[StateKind, str] = {"convolution": "short convolutions"}
@@ -37,6 +40,15 @@ class StateLayers:
     def all_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each state of the model, by name."""
         return {name: shape for i in self.layers for name, shape in self.shapes(i).items()}
+
+    def all_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the dtype of each state of the model, by name. dtype: of the model."""
+        return dict.fromkeys(self.all_shapes(), dtype)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of all states of a sequence. dtype: of the model."""
+        dtypes = self.all_dtypes(dtype)
+        return sum(prod(x) * dtypes[name].itemsize for name, x in self.all_shapes().items())
 
     def non_default_fields(self) -> dict[str, object]:
         """Return the fields that differ from their defaults."""
