@@ -1,16 +1,19 @@
 """Rewriting of messages that a chat template cannot render into ones that it can."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from kvkeep.chat.messages import (
     Message,
     Part,
+    Place,
     ReasoningPart,
     TextPart,
     Tool,
     ToolCall,
     ToolResult,
+    call_places,
     content_text,
     normalized,
 )
@@ -138,25 +141,29 @@ def _call_as_text(parts: Iterable[Part]) -> Iterable[Part]:
 
 def _one_call_each(messages: list[Message]) -> list[Message]:
     """Put each call into a message of its own, with its result behind it."""
-    result: list[Message] = []
-    results = {part.call_id: part for message in messages for part in message.results}
-    moved: set[str] = set()
-    for message in messages:
-        if message.role == "tool":
-            left = tuple(part for part in message.results if part.call_id not in moved)
-            result += [Message("tool", (part,)) for part in left]
-            continue
+    results = defaultdict[Place, list[Place]](list)  # by their call
+    for result_place, call_place in call_places(messages).items():
+        if len(messages[call_place[0]].calls) > 1:
+            results[call_place].append(result_place)
+    moved = {place for places in results.values() for place in places}
+    rewritten: list[Message] = []
+    for number, message in enumerate(messages):
         calls = message.calls
-        if len(calls) < 2:
-            result.append(message)
-            continue
-        others = tuple(part for part in message.parts if not isinstance(part, ToolCall))
-        for index, call in enumerate(calls):
-            result.append(Message("assistant", (*(others if index == 0 else ()), call)))
-            if call.id in results:
-                result.append(Message("tool", (results[call.id],)))
-                moved.add(call.id)
-    return result
+        if message.role == "tool":
+            parts = enumerate(message.results)
+            left = [part for index, part in parts if (number, index) not in moved]
+            rewritten += [Message("tool", (part,)) for part in left]
+        elif len(calls) < 2:
+            rewritten.append(message)
+        else:
+            others = tuple(part for part in message.parts if not isinstance(part, ToolCall))
+            for index, call in enumerate(calls):
+                rewritten.append(Message("assistant", (*(others if index == 0 else ()), call)))
+                rewritten += [
+                    Message("tool", (messages[place[0]].results[place[1]],))
+                    for place in results[number, index]
+                ]
+    return rewritten
 
 
 def _without_later_system(messages: list[Message]) -> list[Message] | None:

@@ -4,7 +4,8 @@ In normal form a message has one of four roles; neighbours have different roles,
 no two text parts in a row. Tool results are messages of role "tool", tied to their call by its id.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,6 +62,7 @@ class ToolResult:
     kind: Literal["function", "custom"] = "function"  # of the call
 
 
+Place = tuple[int, int]  # the index of a message, and of a call or a result in it
 Part = TextPart | MediaPart | ReasoningPart | ToolCall | ToolResult
 
 
@@ -142,6 +144,25 @@ def content_text(content: Iterable[TextPart | MediaPart]) -> str:
     return "".join(
         part.text if isinstance(part, TextPart) else part.placeholder for part in content
     )
+
+
+def call_places(messages: Sequence[Message]) -> dict[Place, Place]:
+    """Return the place of the call of each result, by the result's place.
+
+    Ids may repeat: results are of the newest calls with their id, in order. One more than there are
+    calls is another result of the last.
+    """
+    open_calls: dict[str, list[Place]] = {}  # by id; the last one stays
+    result = {}
+    for number, message in enumerate(messages):
+        new_calls = defaultdict[str, list[Place]](list)
+        for index, call in enumerate(message.calls):
+            new_calls[call.id].append((number, index))
+        open_calls |= new_calls
+        for index, part in enumerate(message.results):
+            if places := open_calls.get(part.call_id):
+                result[number, index] = places.pop(0) if len(places) > 1 else places[0]
+    return result
 
 
 def normalized(messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -19,6 +19,7 @@ from kvkeep.chat.messages import (
     Tool,
     ToolCall,
     ToolResult,
+    call_places,
     content_text,
     normalized,
 )
@@ -61,13 +62,14 @@ def parse_chat(messages: Any, tools: Any = None) -> Chat:
 
 def format_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in the API's form. A message of results becomes one message for each."""
-    result = []
-    names = {call.id: call.name for message in messages for call in message.calls}
-    for message in messages:
+    result, calls = [], call_places(messages)
+    for number, message in enumerate(messages):
         if message.role != "tool":
             result.append(_format_message(message))
-        for part in message.results:
-            ids = {"tool_name": names.get(part.call_id, ""), "tool_call_id": part.call_id}
+        for index, part in enumerate(message.results):
+            place = calls.get((number, index))
+            name = messages[place[0]].calls[place[1]].name if place else ""
+            ids = {"tool_name": name, "tool_call_id": part.call_id}
             result.append({"role": "tool", **_format_content(part.content), **ids})
     return result
 

@@ -124,7 +124,9 @@ class _MessageReader:
         if not call_id:
             same_name = [call for call in self._open_calls if call.name == name]
             call_id = next((call.id for call in same_name or self._open_calls), "")
-        self._open_calls = [call for call in self._open_calls if call.id != call_id]
+        answered = next((call for call in self._open_calls if call.id == call_id), None)
+        if answered is not None:  # another call may have the same id
+            self._open_calls.remove(answered)
         call = self._calls_by_id.get(call_id)
         kind = call.kind if call else "function"
         return ToolResult(call_id, content, bool(entry.get("is_error")), kind)

@@ -124,7 +124,8 @@ class ItemReader:
         if not call_id and (ids[2] in self._open_ids or not self._open_ids):
             call_id = ids[2]
         call_id = call_id or next(iter(self._open_ids), "")
-        self._open_ids = [open_id for open_id in self._open_ids if open_id != call_id]
+        if call_id in self._open_ids:  # another call may have the same id
+            self._open_ids.remove(call_id)
         return call_id
 
     def _result(self, item: Mapping[str, Any], where: str) -> ToolResult:

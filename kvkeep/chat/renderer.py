@@ -4,13 +4,13 @@ import hashlib
 import re
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from kvkeep.chat.message_rewriting import function_fields, rewrite_messages
-from kvkeep.chat.messages import Chat, Message, ToolCall, ToolResult, content_text
+from kvkeep.chat.messages import Chat, Message, ToolCall, ToolResult, call_places, content_text
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_name
 from kvkeep.chat.prefill import open_reasoning, write_prefill
@@ -109,8 +109,7 @@ class ChatRenderer:
         tools = chat.callable_tools
         listed = tuple(tool for tool in tools if not tool.deferred)
         messages, warnings = rewrite_messages(chat.messages, listed, self.traits)
-        names = {call.id: call.name for message in messages for call in message.calls}
-        entries = [entry for message in messages for entry in self._entries(message, names)]
+        entries = self._entries(messages)
         functions = [{"type": "function", "function": function_fields(tool)} for tool in listed]
         no_tools: list[dict[str, Any]] | None = [] if self.traits.empty_tools else None
         template_tools = functions if functions and self.traits.tools else no_tools
@@ -174,13 +173,19 @@ class ChatRenderer:
     def _reasoning_starts(self) -> tuple[str, ...]:
         return tuple(markers.start for markers in self.output_format.reasoning)
 
-    def _entries(self, message: Message, names: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return a message in the form of templates; one for each result.
+    def _entries(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages in the form of templates; one for each result."""
+        calls, entries = call_places(messages), list[dict[str, Any]]()
+        for number, message in enumerate(messages):
+            for index, result in enumerate(message.results):
+                place = calls.get((number, index))
+                call = messages[place[0]].calls[place[1]] if place else None
+                entries.append(self._result_entry(result, call))
+            if message.role != "tool":
+                entries += self._message_entries(message)
+        return entries
 
-        names: of the calls' tools, by id.
-        """
-        if message.role == "tool":
-            return [self._result_entry(result, names) for result in message.results]
+    def _message_entries(self, message: Message) -> list[dict[str, Any]]:
         content = self._content(message.text)
         entry: dict[str, Any] = {"role": message.role, "content": content}
         if message.reasoning:
@@ -194,8 +199,8 @@ class ChatRenderer:
         text_entry = {"role": message.role, "content": content}
         return [text_entry, {**entry, "content": self._content(""), **calls}]
 
-    def _result_entry(self, result: ToolResult, names: Mapping[str, str]) -> dict[str, Any]:
-        name = {"name": names[result.call_id]} if result.call_id in names else {}
+    def _result_entry(self, result: ToolResult, call: ToolCall | None) -> dict[str, Any]:
+        name = {"name": call.name} if call else {}
         content = self._content(content_text(result.content))
         call_id = self._template_id(result.call_id)
         return {"role": "tool", "content": content, "tool_call_id": call_id, **name}

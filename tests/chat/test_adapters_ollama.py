@@ -111,3 +111,12 @@ def test_images_are_placeholders_before_the_text() -> None:
 def test_errors_name_the_place(messages: Any, tools: Any, place: str) -> None:
     with pytest.raises(InvalidArgument, match=place):
         parse_chat(messages, tools)
+
+
+def test_results_of_repeated_ids_have_the_names_of_their_calls() -> None:
+    calls = [{"id": "a", "function": {"name": name, "arguments": {}}} for name in ("f", "g")]
+    contents = [{"role": "tool", "tool_call_id": "a", "content": text} for text in ("1", "2")]
+    turn = [{"role": "assistant", "tool_calls": calls}, *contents]
+    messages = format_messages(parse_chat([QUESTION, *turn, *turn]).messages)
+    names = [message["tool_name"] for message in messages if message["role"] == "tool"]
+    assert names == ["f", "g", "f", "g"]

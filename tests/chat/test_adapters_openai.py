@@ -122,6 +122,13 @@ def test_missing_ids_are_generated_in_order_and_results_find_their_calls() -> No
     assert [result.call_id for result in tool.results] == ["call_1", "call_0", "call_2"]
 
 
+def test_results_without_ids_find_calls_of_repeated_ids() -> None:
+    calls = [{"id": "a", "function": {"name": "f"}}, {"id": "a", "function": {"name": "g"}}]
+    result = {"role": "tool", "content": "1"}
+    messages = [{"role": "assistant", "tool_calls": calls}, result, result]
+    assert [part.call_id for part in parse_messages(messages)[1].results] == ["a", "a"]
+
+
 def test_deprecated_functions_are_tools() -> None:
     body = {
         "messages": [

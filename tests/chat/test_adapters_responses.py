@@ -193,6 +193,9 @@ def test_missing_ids_are_generated_in_order() -> None:
     assert [part.id for part in assistant.calls] == ["call_0", "call_1"]
     assert [part.call_id for part in tool.results] == ["call_0", "call_1"]
     assert parsed(result)[0].results == [ToolResult("", (TextPart("1"),))]
+    repeated = {**call, "call_id": "a"}
+    results = parsed(repeated, repeated, result, result)[1].results
+    assert [part.call_id for part in results] == ["a", "a"]
 
 
 def test_instructions_are_a_system_message() -> None:

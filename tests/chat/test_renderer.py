@@ -125,6 +125,24 @@ def test_calls_and_results_of_the_history_are_rendered(
     assert not tools or text.count("weather") > sum(len(message.calls) for message in messages)
 
 
+@ALL
+def test_results_of_repeated_ids_are_those_of_their_calls(render: Render, template: str) -> None:
+    def same_id(*texts: str) -> Message:
+        return Message("tool", tuple(ToolResult("a", (TextPart(text),)) for text in texts))
+
+    text = render(
+        template,
+        *(user("Weather?"), assistant(weather("Bonn", "a"), weather("Kiel", "a"))),
+        same_id("blue", "rain"),
+        *(assistant(weather("Oslo", "a"), weather("Rome", "a")), same_id("snow", "haze", "hail")),
+        tools=(WEATHER,),
+    ).text
+    words = re.findall("Bonn|Kiel|Oslo|Rome|blue|rain|snow|haze|hail", text)
+    together = ["Bonn", "Kiel", "blue", "rain", "Oslo", "Rome", "snow", "haze", "hail"]
+    apart = ["Bonn", "blue", "Kiel", "rain", "Oslo", "snow", "Rome", "haze", "hail"]
+    assert words == (apart if template == "llama3" else together)
+
+
 @pytest.mark.parametrize("template", ["qwen", "qwen2.5", "llama3", "mistral-nemo", "gemma2"])
 def test_arguments_are_json_that_is_not_escaped(render: Render, template: str) -> None:
     call = ToolCall("call_1", "weather", {"city": 'the "big" one', "deep": {"list": [1, None]}})
