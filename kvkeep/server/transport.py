@@ -1,7 +1,9 @@
 """HTTP features between the security checks and the routes: HEAD, and compressed request bodies."""
 
 import io
+import re
 import zlib
+from asyncio import to_thread
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ from kvkeep.server.idempotency import read_body, replay
 from kvkeep.server.security import MAX_BODY_BYTES, too_large_error
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib's code for "detect the header"
+_CHUNK_BYTES = 4096
+_ZEROS = re.compile(rb"\0*")
 
 
 class TransportMiddleware:
@@ -38,7 +42,7 @@ class TransportMiddleware:
         if body is None:  # the client is gone
             return
         try:
-            decompressed = _decompress(body, encoding)
+            decompressed = await to_thread(_decompress, body, encoding)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
@@ -62,11 +66,22 @@ def _decompress(body: bytes, encoding: str) -> bytes:
 
 
 def _decompress_zlib(body: bytes, max_bytes: int) -> bytes:
-    decompressor = zlib.decompressobj(wbits=_GZIP_OR_ZLIB)
-    decompressed = decompressor.decompress(body, max_bytes)
-    if len(decompressed) < max_bytes and not decompressor.eof:
-        raise ValueError("the data ends early")
-    return decompressed
+    """Decompress the members of a body, up to `max_bytes`. They may have zeros behind them."""
+    result, offset = bytearray(), 0
+    while offset < len(body) or offset == 0:
+        decompressor = zlib.decompressobj(wbits=_GZIP_OR_ZLIB)
+        while not decompressor.eof:
+            # By chunks, since what is behind a member is copied.
+            chunk = body[offset : offset + _CHUNK_BYTES]
+            if not chunk:
+                raise ValueError("the data ends early")
+            result += decompressor.decompress(chunk, max_bytes - len(result))
+            if len(result) == max_bytes:
+                return bytes(result)
+            offset += len(chunk) - len(decompressor.unused_data)
+        padding = _ZEROS.match(body, offset)
+        offset = padding.end() if padding else offset
+    return bytes(result)
 
 
 def _decompress_zstd(body: bytes, max_bytes: int) -> bytes:

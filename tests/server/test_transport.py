@@ -48,6 +48,28 @@ def test_request_bodies_may_be_compressed(server: RunningServer, encoding: str) 
     assert compressed.json()["choices"] == plain["choices"]
 
 
+@pytest.mark.parametrize(
+    ("encoding", "padding"),
+    [("gzip", b""), ("gzip", bytes(1000)), ("zstd", b"")],
+    ids=["gzip", "gzip-padded", "zstd"],
+)
+def test_all_members_of_a_compressed_body_are_read(
+    server: RunningServer, encoding: str, padding: bytes
+) -> None:
+    body = json.dumps({**COMPLETION, "user": "x" * 20_000}).encode()
+    parts = [body[:5], b"", body[5:9000], body[9000:]]
+    members = b"".join(COMPRESS[encoding](part) + padding for part in parts)
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    with server.client() as client:
+        response = client.post("/v1/completions", content=members, headers=headers)
+        cut = client.post("/v1/completions", content=members[:-12], headers=headers)
+        many = COMPRESS[encoding](b" " * (MAX_BODY_BYTES // 2 + 1)) * 2
+        large = client.post("/v1/completions", content=many, headers=headers)
+    assert response.status_code == 200, response.text
+    assert cut.status_code == 400 or padding
+    assert large.status_code == 413
+
+
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_a_body_that_decompresses_to_too_much_is_refused(
     server: RunningServer, encoding: str
@@ -65,11 +87,13 @@ def test_a_body_that_decompresses_to_too_much_is_refused(
     ("encoding", "body", "status"),
     [
         ("gzip", b"not gzip", 400),
+        ("gzip", b"", 400),
+        ("gzip", gzip.compress(b"{}", mtime=0) + b"garbage", 400),
         ("gzip", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-9], 400),
         ("zstd", b"not zstd", 400),
         ("br", b"{}", 415),
     ],
-    ids=["not-gzip", "gzip-cut-off", "not-zstd", "unknown"],
+    ids=["not-gzip", "empty", "garbage", "gzip-cut-off", "not-zstd", "unknown"],
 )
 def test_other_encodings_and_damaged_bodies_are_refused(
     server: RunningServer, encoding: str, body: bytes, status: int
