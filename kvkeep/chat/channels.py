@@ -6,7 +6,7 @@ https://cookbook.openai.com/articles/openai-harmony
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvkeep.chat.json_calls import object_text, read_json_calls, read_json_value, stream_object
 from kvkeep.chat.output import OutputEvent
@@ -27,11 +27,13 @@ _MAX_MARKER = max(map(len, CHANNEL_MARKERS))
 _Emit = Callable[[str], Iterator[OutputEvent]]
 
 
-def read_channels(reading: AnswerReading, in_reasoning: bool, forced: bool) -> Steps[None]:
+def read_channels(
+    reading: AnswerReading, in_reasoning: bool, forced: bool, has_schema: bool
+) -> Steps[None]:
     """Read the messages of an answer.
 
     in_reasoning: whether it begins inside the reasoning. forced: whether content outside of the
-    reasoning is JSON of calls.
+    reasoning is JSON of calls. has_schema: whether it is JSON by a schema, and so text to its end.
     """
     scanner, last = reading.scanner, ""
     if in_reasoning:
@@ -39,7 +41,7 @@ def read_channels(reading: AnswerReading, in_reasoning: bool, forced: bool) -> S
         yield from _read_content(reading, reading.reasoning_text)
         last = "analysis"
     elif not (yield from reading.comes_next(*_STARTS, f" {_RECIPIENT_KEY}")):
-        yield from _read_text(reading, forced)
+        yield from _read_text(reading, forced, has_schema)
         last = "final"
     while scanner.rest or (yield from reading.more()):
         scanner.mark()
@@ -63,7 +65,7 @@ def read_channels(reading: AnswerReading, in_reasoning: bool, forced: bool) -> S
             if last == "final":
                 yield from reading.text(_BETWEEN_MESSAGES)
             channel = "final"
-            yield from _read_text(reading, forced)
+            yield from _read_text(reading, forced, has_schema)
         last = channel
 
 
@@ -91,12 +93,14 @@ def _read_header(reading: AnswerReading) -> Steps[tuple[str, str]]:
     return "" if recipient == _ROLE else recipient, channels[-1] if channels else "final"
 
 
-def _read_content(reading: AnswerReading, emit: _Emit) -> Steps[None]:
+def _read_content(
+    reading: AnswerReading, emit: _Emit, ends: Sequence[str] = (*_ENDS, _START)
+) -> Steps[None]:
     """Read the content of a message, and its end."""
     scanner = reading.scanner
     while True:
-        found = scanner.find((*_ENDS, _START))
-        length = found[0] if found else scanner.certain_length((*_ENDS, _START))
+        found = scanner.find(ends)
+        length = found[0] if found else scanner.certain_length(ends)
         if length:
             yield from emit(scanner.advance(length))
         if found:
@@ -106,13 +110,18 @@ def _read_content(reading: AnswerReading, emit: _Emit) -> Steps[None]:
             return
 
 
-def _read_text(reading: AnswerReading, forced: bool) -> Steps[None]:
+def _read_text(reading: AnswerReading, forced: bool, has_schema: bool) -> Steps[None]:
     """Read text of the answer, or the JSON of forced calls."""
     if forced and (yield from reading.skip_space()) in ("{", "["):
         reading.scanner.mark()
         yield from read_json_calls(reading, _ENDS, forced=True)
         yield from reading.written_text()
-    yield from _read_content(reading, reading.text)
+    if has_schema:
+        control_markers = reading.scanner.control_markers
+        ends = [end for end in (*_ENDS, _START) if end in control_markers]
+        yield from _read_content(reading, reading.text, ends)
+    else:
+        yield from _read_content(reading, reading.text)
 
 
 def _read_call(reading: AnswerReading, recipient: str) -> Steps[None]:

@@ -11,6 +11,11 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _NAME_BEGINNING = re.compile(r'"name"\s*:\s*"([^"]*)("?)')
 
 
+def bare_call_beginning(name: str) -> str:
+    """Return how a call without markers begins where other answers are JSON too."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": {{'
+
+
 def read_json_calls(
     reading: AnswerReading,
     ends: tuple[str, ...] = (),

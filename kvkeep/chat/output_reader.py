@@ -1,9 +1,9 @@
 """Reading of generated tokens: reasoning, text and tool calls, as they come."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from kvkeep.chat.channels import read_channels
-from kvkeep.chat.json_calls import read_json_calls
+from kvkeep.chat.json_calls import bare_call_beginning, read_json_calls
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import Output, OutputEvent, joined_output
 from kvkeep.chat.output_format import BlockMarkers, OutputFormat
@@ -26,12 +26,14 @@ class OutputReader:
         starts_in_reasoning: bool = False,
         forced: bool = False,
         control_text: Callable[[int], str] = lambda token: "",
+        schema_calls: Collection[str] | None = None,
     ):
         """tools: those that may be called. new_call_id: returns an id for each call.
 
         starts_in_reasoning: whether the prompt ends inside the reasoning. forced: whether the
         answer was constrained to calls, which are then JSON. control_text: the text of a control
-        token's id.
+        token's id. schema_calls: None if the answer follows no JSON schema. With one, it is text
+        once its JSON has begun; these are the names of tools whose calls may be bare JSON even so.
         """
         self._scanner = Scanner(
             output_format.markers,
@@ -40,7 +42,7 @@ class OutputReader:
             output_format.silent_markers,
         )
         self._reading = AnswerReading(self._scanner, tools, new_call_id)
-        self._format, self._forced = output_format, forced
+        self._format, self._forced, self._schema_calls = output_format, forced, schema_calls
         self._steps: Generator[OutputEvent | None, None, None] | None
         self._steps = self._read(starts_in_reasoning)
         self._events: list[OutputEvent] = []
@@ -81,7 +83,8 @@ class OutputReader:
     def _read(self, in_reasoning: bool) -> Steps[None]:
         in_reasoning = in_reasoning and bool(self._format.reasoning)
         if self._format.channels:
-            yield from read_channels(self._reading, in_reasoning, self._forced)
+            has_schema = self._schema_calls is not None
+            yield from read_channels(self._reading, in_reasoning, self._forced, has_schema)
         else:
             if in_reasoning:
                 yield from self._read_reasoning(self._format.reasoning[0])
@@ -93,6 +96,9 @@ class OutputReader:
         reading, scanner = self._reading, self._scanner
         at_start = True  # no text since the start of the answer, a call or reasoning
         while True:
+            if at_start and (yield from self._begins_schema_answer()):
+                yield from reading.rest_as_text()
+                return
             if at_start and self._may_be_bare_call:
                 yield from reading.text(scanner.advance(_space_length(scanner.rest)))
                 if scanner.rest[:1] in ("{", "["):
@@ -112,6 +118,18 @@ class OutputReader:
                 at_start = yield from self._read_block(found[1], at_start)
             elif not (yield from reading.more()):
                 return
+
+    def _begins_schema_answer(self) -> Steps[bool]:
+        """Read white space. Returns whether the JSON of a schema is next, and no call or block."""
+        reading, names = self._reading, self._schema_calls
+        if names is None or reading.call_count:
+            return False
+        self._scanner.mark()
+        next_char = yield from reading.skip_space()
+        yield from reading.written_text()
+        calls = [bare_call_beginning(name) for name in names]
+        markers = (*self._markers(at_start=True), *calls)
+        return bool(next_char) and not (yield from reading.comes_next(*markers))
 
     def _markers(self, at_start: bool) -> list[str]:
         """Return the markers that are none of text here.

@@ -119,6 +119,14 @@ class AnswerReading:
         self.scanner.mark()
         yield from self.text(text)
 
+    def rest_as_text(self) -> Steps[None]:
+        """Read all that follows as text."""
+        while True:
+            self.scanner.mark()
+            yield from self.text(self.scanner.advance(len(self.scanner.rest)))
+            if not (yield from self.more()):
+                return
+
     def finish_text(self) -> Iterator[OutputEvent]:
         """Yield white space at the end of the answer, unless it follows a call or reasoning."""
         if self._space and not self._ends_with_call and self._wrote_text >= self._wrote_other:

@@ -33,7 +33,7 @@ class Scanner:
             text: chr(_FIRST_CODE + index) for index, text in enumerate(dict.fromkeys(markers))
         }
         self._texts = {code: "" if text in silent else text for text, code in self._codes.items()}
-        self._control_markers, self._control_text = frozenset(control_markers), control_text
+        self.control_markers, self._control_text = frozenset(control_markers), control_text
         self._read = ""
         self.rest = ""
         self.closed = False  # no more text will come
@@ -72,7 +72,7 @@ class Scanner:
         code = self._codes.get(marker)
         if code is None:
             return (marker,)
-        return (code,) if marker in self._control_markers else (code, marker)
+        return (code,) if marker in self.control_markers else (code, marker)
 
     def find(self, markers: Iterable[str]) -> tuple[int, str, int] | None:
         """Return the place, marker and length of the first marker in `rest`."""

@@ -10,8 +10,7 @@ from torch import Tensor
 from kvkeep.chat.messages import Chat, MediaPart, Tool, ToolResult
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
-from kvkeep.errors import InvalidArgument
-from kvkeep.server.grammar import Grammar, moved_schema
+from kvkeep.server.grammar import compile_grammar, moved_schema
 from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
@@ -54,6 +53,8 @@ class ChatInput:
     prompt: RenderedPrompt
     renderer: ChatRenderer
     context: RequestContext
+    # With a schema, the tools whose calls may be bare JSON: see `OutputReader`.
+    schema_calls: frozenset[str] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -64,44 +65,42 @@ class ChatInput:
         """Whether the model must call a tool."""
         return self.chat.choice.mode == "required"
 
-    def constrain(
+    async def constrain(
         self,
         samplings: Sequence[Sampling],
         schema: Mapping[str, Any] | None = None,
-        grammar: str | None = None,
+        gbnf: str | None = None,
         reasoning_budget: int | None = None,
-    ) -> list[Sampling]:
+    ) -> "tuple[ChatInput, list[Sampling]]":
         """Constrain samplings to a forced call, or to a JSON schema or GBNF grammar, if given.
 
-        The answer is constrained, and not the reasoning before it. reasoning_budget: the most
-        tokens of reasoning; None for any number. Each sampling gets a constraint of its own. Raises
-        InvalidArgument for an invalid schema or grammar, or for a combination of them.
+        Returns the input whose readers read such answers, and the samplings, each with a constraint
+        of its own. The answer is constrained, and not the reasoning before it. reasoning_budget:
+        the most tokens of reasoning; None for any number. Raises InvalidArgument for an invalid
+        schema or grammar, or for a combination of them.
         """
+        model = self.context.service.model
         if self.forced:
             schema = forced_call_schema(self.chat.callable_tools)
-        if schema is not None and grammar:
-            raise InvalidArgument(
-                "a grammar cannot be combined with a schema or a required tool call"
-            )
-        model = self.context.service.model
-        result = []
-        for sampling in samplings:
-            answer: Constraint | None = None
-            if schema is not None:
-                answer = Grammar.from_schema(model, schema)
-                self.context.notices.warn(*answer.warnings)
-            elif grammar:
-                answer = Grammar.from_gbnf(model, grammar)
-            constraint = reasoning_constraint(
+        grammar = await to_thread(compile_grammar, model, schema, gbnf)  # seconds for a large one
+        self.context.notices.warn(*(grammar.warnings if grammar else ()))
+        constraints = [
+            reasoning_constraint(
                 self.context.tokenizer,
                 self.renderer.output_format,
                 self.prompt.starts_in_reasoning,
                 reasoning_budget,
-                answer,
+                grammar and grammar.copy(),
                 model.end_token_ids,
             )
-            result.append(replace(sampling, constraint=constraint))
-        return result
+            for _ in samplings
+        ]
+        pairs = zip(samplings, constraints, strict=True)
+        schema_calls = None if schema is None or self.forced else frozenset[str]()
+        return (
+            replace(self, schema_calls=schema_calls),
+            [replace(sampling, constraint=constraint) for sampling, constraint in pairs],
+        )
 
     def new_reader(self) -> OutputReader:
         """Return a reader for one generation's answer."""
@@ -112,6 +111,7 @@ class ChatInput:
             self.prompt.starts_in_reasoning,
             self.forced,
             self.context.tokenizer.control_text,
+            self.schema_calls,
         )
 
 

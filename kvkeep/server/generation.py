@@ -1,14 +1,15 @@
 """From an API request to generations: the prompt, constraints on the output, and submission."""
 
 import itertools
+from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvkeep.engine import GenerationRequest
-from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.server.grammar import Grammar
+from kvkeep.errors import ContextFull
+from kvkeep.server.grammar import compile_grammar
 from kvkeep.server.overflow import check_prompt_size, overflow_error
 from kvkeep.server.service import GenerationStream, RequestContext
 from kvkeep.session.sampling import Sampling
@@ -18,24 +19,18 @@ from kvkeep.session.sampling import Sampling
 STREAM_PATIENCE = 1.0
 
 
-def constrain(
+async def constrain(
     context: RequestContext,
     samplings: list[Sampling],
     schema: Mapping[str, Any] | None = None,
-    grammar: str | None = None,
+    gbnf: str | None = None,
 ) -> list[Sampling]:
     """Constrain samplings to a JSON schema or a GBNF grammar, if given."""
-    model = context.service.model
-    if schema is not None and grammar:
-        raise InvalidArgument("a grammar cannot be combined with a schema")
-    if schema is not None:
-        grammars = [Grammar.from_schema(model, schema) for _ in samplings]
-        context.notices.warn(*(warning for grammar in grammars for warning in grammar.warnings))
-        pairs = zip(samplings, grammars, strict=True)
-        return [replace(sampling, constraint=grammar) for sampling, grammar in pairs]
-    if grammar:
-        return [replace(s, constraint=Grammar.from_gbnf(model, grammar)) for s in samplings]
-    return samplings
+    grammar = await to_thread(compile_grammar, context.service.model, schema, gbnf)
+    if grammar is None:
+        return samplings
+    context.notices.warn(*grammar.warnings)
+    return [replace(sampling, constraint=grammar.copy()) for sampling in samplings]
 
 
 async def start_generations(

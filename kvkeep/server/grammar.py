@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -26,28 +27,45 @@ _OPENING_KEYS = {
 _SUBSTITUTE_EOS = "<|kvkeep stands in for the end of the text|>"
 
 
+def compile_grammar(
+    model: Model, schema: Mapping[str, Any] | None, gbnf: str | None
+) -> "Grammar | None":
+    """Compile a JSON schema or a GBNF grammar; None without them. Raises InvalidArgument."""
+    if schema is not None and gbnf:
+        raise InvalidArgument("a grammar cannot be combined with a schema or a required tool call")
+    if schema is not None:
+        return Grammar.from_schema(model, schema)
+    return Grammar.from_gbnf(model, gbnf) if gbnf else None
+
+
 class Grammar:
     """A sampling `Constraint`: the output is one text of a grammar, then an end token if any."""
 
     def __init__(self, model: Model, grammar: str):
         """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one.
 
-        Its `warnings` name what of a schema is not followed.
+        Its `warnings` name what of a schema is not followed; `schema` is that which is, if any.
         """
         # Model files may name end tokens that the tokenizer's vocabulary lacks.
         eos_ids = tuple(eos for eos in model.end_token_ids if eos < model.text.vocab_size)
         tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), eos_ids)
-        is_invalid, problems = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-        if is_invalid:
-            reason = _first_reason("\n".join(problems))
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        if problem := self._matcher.get_error():
+            reason = _first_reason(problem)
             raise InvalidArgument(f"the schema or grammar is not supported: {reason}")
+        self.schema: Mapping[str, Any] | None = None
         self.warnings = tuple(
             f"a part of the schema is not followed: {_first_reason(problem)}"
-            for problem in problems
+            for problem in self._matcher.get_grammar_warnings()
         )
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._bitmask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
         self._substitute_eos_id = None if eos_ids else int(tokenizer.eos_token)
+
+    def copy(self) -> "Grammar":
+        """Return the same grammar in its present state, for another generation."""
+        result = copy(self)
+        result._matcher, result._bitmask = self._matcher.deep_copy(), self._bitmask.copy()
+        return result
 
     @classmethod
     def from_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
@@ -59,14 +77,16 @@ class Grammar:
         if len(schema_json) > _MAX_CHARACTERS:
             raise InvalidArgument(f"a schema can have at most {_MAX_CHARACTERS:,} characters")
         try:
-            return cls(model, _json_grammar(schema_json))
+            grammar = cls(model, _json_grammar(schema_json))
+            grammar.schema = json.loads(schema_json)
+            return grammar
         except InvalidArgument:
             reduced_schema, patterns = without_unsupported_patterns(json.loads(schema_json))
             if not patterns:
                 raise
         grammar = cls(model, _json_grammar(json.dumps(reduced_schema)))
         dropped = (f"the pattern {pattern!r} is not followed" for pattern in patterns)
-        grammar.warnings = (*grammar.warnings, *dropped)
+        grammar.schema, grammar.warnings = reduced_schema, (*grammar.warnings, *dropped)
         return grammar
 
     @classmethod

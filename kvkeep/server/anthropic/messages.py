@@ -39,7 +39,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.max_tokens)
     request = GenerationRequest(tuple(prompt.ids), limit)
-    samplings = prompt.constrain(
+    prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
     end: EarlyEnd | None = None

@@ -152,7 +152,7 @@ async def _start(
 ) -> GenerationStream:
     """Submit a prompt, in the session of its slot if it has one."""
     samplings = body.samplings(context.default_sampling)
-    (sampling,) = constrain(context, samplings, schema=body.json_schema, grammar=body.grammar)
+    (sampling,) = await constrain(context, samplings, body.json_schema, body.grammar)
     max_tokens = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
     logprobs = body.n_probs or None
     request = GenerationRequest(tuple(ids), max_tokens, sampling, body.ignore_eos, logprobs)

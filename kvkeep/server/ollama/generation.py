@@ -39,7 +39,7 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = _options(body).samplings(context.default_sampling)
     request = _generation_request(body, prompt.ids, context)
-    samplings = prompt.constrain(
+    prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
     stream = await start_generations(context, request, samplings, body.patience)
@@ -62,14 +62,14 @@ async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response
     if not body.raw and not body.suffix:
         prompt = await chat_input(context, body.chat(), body.render_options())
         request = _generation_request(body, [*(body.context or ()), *prompt.ids], context)
-        samplings = prompt.constrain(
+        prompt, samplings = await prompt.constrain(
             samplings, body.output_schema, reasoning_budget=body.reasoning_budget
         )
         stream = await start_generations(context, request, samplings, body.patience)
         return await _response(body, context, answer, stream, prompt.new_reader())
     ids, end_tokens = await to_thread(_plain_prompt, body, context.tokenizer)
     request = replace(_generation_request(body, ids, context), end_tokens=end_tokens)
-    samplings = constrain(context, samplings, schema=body.output_schema)
+    samplings = await constrain(context, samplings, schema=body.output_schema)
     stream = await start_generations(context, request, samplings, body.patience)
     return await _response(body, context, answer, stream, None)
 

@@ -37,7 +37,8 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         tuple(prompt.ids), limit, ignore_eos=body.ignore_eos, logprobs=logprobs
     )
     samplings = body.samplings(context.default_sampling, body.n or 1)
-    samplings = prompt.constrain(samplings, schema, body.grammar, body.max_reasoning_tokens)
+    budget = body.max_reasoning_tokens
+    prompt, samplings = await prompt.constrain(samplings, schema, body.grammar, budget)
     single_call = body.uses_functions or body.parallel_tool_calls is False
     ends: Sequence[EarlyEnd | None] = [None] * len(samplings)
     if single_call and prompt.chat.callable_tools:

@@ -131,7 +131,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     """Prepare the response's session, and start the generation in it."""
     service, owner, schema = context.service, context.owner, body.output_schema()
     items, prompt = await _prompt(body, context)
-    samplings = prompt.constrain(
+    prompt, samplings = await prompt.constrain(
         body.samplings(context.default_sampling),
         schema,
         reasoning_budget=body.max_reasoning_tokens,
