@@ -1,14 +1,20 @@
 """Ollama's API."""
 
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
+from chat.written_answers import FORMS, format_of
 from server.conftest import RunningServer
 from server.scripted_answers import scripted_answers
 
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.output import CallStarted
+from kvkeep.chat.output_reader import OutputReader
 from kvkeep.model import Model
+from kvkeep.server.ollama.answers import AnswerFormat
 
 QUESTION = {"role": "user", "content": "What is the capital of France? One word."}
 GREEDY = {"temperature": 0, "num_predict": 12}
@@ -193,8 +199,25 @@ def test_a_call_that_was_cut_off_is_text(server: RunningServer, smollm2: Model) 
     with scripted_answers(smollm2, call):
         answer = whole(server, "chat", messages=[QUESTION], tools=[TOOL], options=options)
     assert "tool_calls" not in answer["message"]
-    assert "Rome" in answer["message"]["content"]
+    assert answer["message"]["content"].startswith('{"name": "weather", "arguments": {"city": "Rom')
     assert answer["done_reason"] == "length"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_nothing_of_a_cut_off_call_vanishes_in_any_form(smollm2: Model, name: str) -> None:
+    """Whatever is read of it, a call is in `tool_calls` or begins in the text with its name."""
+    form, tools = FORMS[name], [Tool("weather"), Tool("forecast")]
+    text = form.write_calls([("weather", {"city": "Rome"}), ("forecast", {"days": 2})])
+    text = text.replace("\x00", "")
+    for length in range(len(text)):
+        reader = OutputReader(format_of(form, control_tokens=False), tools)
+        events = [*reader.push([text[:length]]), *reader.finish()]
+        message = AnswerFormat("x", smollm2.text, in_message=True).content(events)
+        message = message.get("message", {"content": ""})
+        called = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        begun = re.findall(r'{"name": "(\w+)", "arguments": ', message["content"])
+        started = {event.name for event in events if isinstance(event, CallStarted)}
+        assert started <= {*called, *begun}
 
 
 def test_ollamas_package_chats_lists_and_calls(server: RunningServer) -> None:

@@ -52,7 +52,8 @@ class AnswerFormat:
     ) -> dict[str, Any]:
         """Return the fields of a part of the answer; {} if it has no content.
 
-        A call that was cut off is text, since clients run the calls that they get.
+        A call that was cut off is text, the beginning of its JSON, since clients run the calls that
+        they get.
         """
         text, thinking, calls = "", "", []
         for event in events:
@@ -73,7 +74,8 @@ class AnswerFormat:
                     self._call_count += 1
                 case CallEnded():
                     assert self._call is not None
-                    text += self._call.arguments
+                    name = json.dumps(self._call.name, ensure_ascii=False)
+                    text += f'{{"name": {name}, "arguments": {self._call.arguments}'
         logprobs = [logprobs_entry(self.tokenizer, token) for token in tokens if token.logprob]
         if not (text or thinking or calls or logprobs):
             return {}
